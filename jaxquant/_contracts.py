@@ -1,0 +1,173 @@
+"""What an argument must be, and the words of the error when it is not. The only room that imports chex.
+
+Contracts of shape, axis and dtype are chex assertions with a plain check behind each: `chex.disable_asserts()`
+silences the first and never the second, so that no wrong input becomes a wrong answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import chex
+import jax
+import numpy as np
+
+from . import _dtypes
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float)
+
+
+class ContractValueError(AssertionError, ValueError):
+    """An argument of a wrong shape, rank, length or value."""
+
+
+class ContractTypeError(AssertionError, TypeError):
+    """An argument of a wrong type or dtype."""
+
+
+_Error = type[ContractValueError] | type[ContractTypeError]
+
+
+def message(function: str, argument: str, wanted: str, got: object) -> str:
+    """Returns the text of every error here: function, argument, what was wanted, what came."""
+    return f"jaxquant.{function}: {argument}: wanted {wanted}; got {got}"
+
+
+def _enforce(holds: bool, error: _Error, text: str, assertion: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    assertion(*args, **kwargs, custom_message=text, exception_type=error)
+    if not holds:  # chex is switched off, or sees it more kindly
+        raise error(text)
+
+
+def require(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
+    """Raises ContractValueError unless `holds`."""
+    if not holds:
+        raise ContractValueError(message(function, argument, wanted, got))
+
+
+def require_type(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
+    """Raises ContractTypeError unless `holds`."""
+    if not holds:
+        raise ContractTypeError(message(function, argument, wanted, got))
+
+
+def array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:
+    """Requires an array of one of the allowed dtypes."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    require_type(is_array, function, argument, "an array", type(value).__name__)
+    wanted = f"dtype {_dtypes.names(tuple(allowed))}"
+    require_type(value.dtype in allowed, function, argument, wanted, value.dtype)
+
+
+def same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
+    """Requires exactly `dtype`."""
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    require_type(is_array, function, argument, "an array", type(value).__name__)
+    text = message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
+    _enforce(value.dtype == dtype, ContractTypeError, text, chex.assert_type, value, dtype)
+
+
+def shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], reason: str) -> None:
+    """Requires exactly the shape `wanted`."""
+    text = message(function, argument, f"shape {wanted} ({reason})", f"shape {value.shape}")
+    _enforce(value.shape == wanted, ContractValueError, text, chex.assert_shape, value, wanted)
+
+
+def axis(function: str, value: Any, rank: int, argument: str = "axis") -> int:
+    """Requires an axis of an array of this rank and returns it counted from the front."""
+    integer(function, argument, value)
+    wanted = f"an integer in [{-rank}, {rank - 1}] (x has rank {rank})"
+    text = message(function, argument, wanted, value)
+    if rank == 0:
+        raise ContractValueError(text)
+    holds = -rank <= value < rank
+    _enforce(holds, ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
+    return int(value) % rank
+
+
+def integer(function: str, argument: str, value: Any) -> None:
+    """Requires a static integer; a bool is none."""
+    holds = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require_type(holds, function, argument, "an int", described(value))
+
+
+def real(function: str, argument: str, value: Any) -> None:
+    """Requires a static finite real number; a bool is none, a traced value neither."""
+    holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    require_type(holds, function, argument, "a static Python number", described(value))
+    require(bool(np.isfinite(float(value))), function, argument, "a finite number", value)
+
+
+def flag(function: str, argument: str, value: Any) -> None:
+    """Requires True or False; 0 and 1 pass for them, as ONNX spells them."""
+    holds = isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
+    require_type(holds, function, argument, "True or False", described(value))
+
+
+def name(function: str, value: Any) -> None:
+    """Requires None or a non-empty string."""
+    holds = value is None or (isinstance(value, str) and bool(value))
+    require_type(holds, function, "name", "None or a non-empty string", described(value))
+
+
+def dtype(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> np.dtype:
+    """Requires something that names one of the allowed dtypes and returns that dtype."""
+    try:
+        found = _dtypes.canonical(value)
+    except TypeError:
+        found = None
+    wanted = f"dtype {_dtypes.names(tuple(allowed))}"
+    if found is not None and _dtypes.is_float6(found):
+        wanted += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
+    got = described(value) if found is None else found
+    require_type(found in allowed, function, argument, wanted, got)
+    assert found is not None
+    return found
+
+
+def option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Requires one of the given strings."""
+    wanted = " or ".join(repr(a) for a in allowed)
+    require(isinstance(value, str) and value in allowed, function, argument, wanted, repr(value))
+
+
+def described(value: Any) -> str:
+    """Returns what a reader needs to know of a rejected value, without printing an array."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{'a traced' if isinstance(value, jax.core.Tracer) else 'an'} array of {value.dtype}{list(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
+    """Wraps a jitted operator so that arguments JAX cannot even trace get a named error.
+
+    The check runs only after JAX refused, so a good call pays nothing for it.
+    """
+
+    @functools.wraps(compiled)
+    def call(*arrays: Any, **statics: Any) -> Any:
+        try:
+            return compiled(*arrays, **statics)
+        except (TypeError, ValueError):
+            _explain(function, dict(zip(arguments, arrays, strict=False)), statics)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def _explain(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
+    for argument, value in arrays.items():
+        unreadable = isinstance(value, np.ndarray) and value.dtype.kind in "OSUMm"
+        if unreadable or not (isinstance(value, _ARRAYS) or value is None):
+            got = f"dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+            raise ContractTypeError(message(function, argument, "an array", got)) from None
+    for argument, value in statics.items():
+        try:
+            hash(value)
+        except TypeError:
+            text = message(function, argument, "a static, hashable value", described(value))
+            raise ContractTypeError(text) from None

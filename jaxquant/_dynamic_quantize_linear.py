@@ -1,0 +1,184 @@
+"""ONNX DynamicQuantizeLinear-11, with the int8 form its text describes and a scale per slice."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _contracts, _dtypes, _granularity, _numerics
+from ._quantize_linear import quantize
+
+_NAME = "dynamic_quantize_linear"
+DTYPES = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
+
+
+class DynamicQuantizeLinearOutput(NamedTuple):
+    """The outputs of `dynamic_quantize_linear`, under ONNX's names."""
+
+    y: jax.Array
+    y_scale: jax.Array
+    y_zero_point: jax.Array
+
+
+def dynamic_quantize_linear(
+    x: ArrayLike,
+    *,
+    dtype: DTypeLike = jnp.uint8,
+    axis: int | None = None,
+    training: bool = True,
+    lda_coeff: float = 1.0,
+    name: str | None = None,
+) -> DynamicQuantizeLinearOutput:
+    """y_scale = (max(x, 0) - min(x, 0)) / (qmax - qmin), y_zero_point = round(saturate(qmin - min(x, 0) / y_scale)).
+
+    Then y = saturate(round_half_even(x / y_scale) + y_zero_point). The order of the float32 operations is ONNX
+    Runtime's. For int8 the range is [-127, 127], as the ONNX text has it.
+
+    A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. An infinity in x makes
+    y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every other x whose
+    min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
+
+    Args:
+        x: values, float32, of any shape; a Python number is float32.
+        dtype: Static. uint8 or int8.
+        axis: Static. None for one scale; else the axis that is kept, negative from the back: a scale and a zero
+            point per index of it, each from its own slice.
+        training: Static. False keeps nothing for the backward pass; differentiating then raises.
+        lda_coeff: Static. Multiplies the gradient that flows back to x; 0 stops it, -1 reverses it.
+        name: Static. A name for the operation in the lowered program, as `jax.named_scope` gives it.
+
+    Returns:
+        y: the codes, x's shape, in `dtype`.
+        y_scale: value per step, float32, () or as long as `axis`.
+        y_zero_point: steps, in `dtype`, of y_scale's shape.
+
+    Raises:
+        TypeError: x is not float32, dtype is neither uint8 nor int8, or a static argument has a wrong type.
+        ValueError: axis is out of range; or the call is differentiated with training=False.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> y, y_scale, y_zero_point = jq.dynamic_quantize_linear(jnp.array([-10.0, 3.4, 10.0]))
+        >>> y, y_zero_point  # with a reciprocal in place of the division the zero point would be 128
+        (Array([  0, 170, 254], dtype=uint8), Array(127, dtype=uint8))
+        >>> jq.dynamic_quantize_linear(jnp.array([[-1.0, 1.0], [0.0, 2.0]]), dtype=jnp.int8, axis=0).y
+        Array([[-127,  127],
+               [-127,  127]], dtype=int8)
+
+    Source: ONNX DynamicQuantizeLinear-11; training, lda_coeff and name from the node of Graiphic's Deep Learning
+    Toolkit for LabVIEW.
+
+    Cotangent of x, with g that of y_scale: lda_coeff * g / (qmax - qmin) at the largest element where it is
+    positive, minus that at the smallest where it is negative; equal elements share it. y and y_zero_point are
+    integers and carry none.
+    """
+    return _enter(x, dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
+def _dynamic_quantize_linear(
+    x: jax.Array, *, dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None
+) -> DynamicQuantizeLinearOutput:
+    found, granularity = contract(_NAME, x, dtype, axis)
+    training_contract(_NAME, training, lda_coeff, name)
+    config = (granularity, found, bool(training), float(lda_coeff))
+    with scope(name):
+        return DynamicQuantizeLinearOutput(*_dynamic_quantize(config, x))
+
+
+_enter = _contracts.entrance(_NAME, _dynamic_quantize_linear, ("x",))
+
+_Config = tuple[_granularity.Granularity, np.dtype, bool, float]
+_Outputs = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
+    granularity, dtype, _, _ = config
+    _, _, scale, zero_point = dynamic_range(x, granularity, dtype)
+    return dynamic_codes(x, scale, zero_point, granularity), scale, zero_point
+
+
+def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
+    granularity, dtype, training, _ = config
+    refuse_backward(_NAME, training)
+    low, high, scale, zero_point = dynamic_range(x, granularity, dtype)
+    return (dynamic_codes(x, scale, zero_point, granularity), scale, zero_point), (x, low, high)
+
+
+def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple[jax.Array]:
+    granularity, dtype, _, lda_coeff = config
+    x, low, high = residuals
+    qmin, qmax = _dtypes.narrow_bounds(dtype)
+    upper = _share(x, high, granularity, high <= 0)
+    lower = _share(x, low, granularity, low >= 0)
+    slope = granularity.expand(g[1], x.shape) * np.float32(lda_coeff / (qmax - qmin))
+    return (slope * (upper - lower),)
+
+
+_dynamic_quantize.defvjp(_dynamic_quantize_fwd, _dynamic_quantize_bwd)
+
+
+def _share(x: jax.Array, extreme: jax.Array, granularity: _granularity.Granularity, is_zero: jax.Array) -> jax.Array:
+    """Returns each element's share of an extreme: 1 / n where n elements are it, 0 where the 0 in the range is."""
+    equal = (x == granularity.expand(extreme, x.shape)).astype(jnp.float32)
+    share = equal / granularity.expand(_granularity.collapse(granularity, equal, extreme), x.shape)
+    return jnp.where(granularity.expand(is_zero, x.shape), np.float32(0), share)
+
+
+def dynamic_range(
+    x: jax.Array, granularity: _granularity.Granularity, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
+    axes = _granularity.reduced_axes(granularity, x.ndim)
+    zero = np.float32(0)
+    low = jnp.min(x, axis=axes, initial=zero)
+    high = jnp.max(x, axis=axes, initial=zero)
+    qmin, qmax = _dtypes.narrow_bounds(dtype)
+    width = high - low
+    steps = jnp.full(width.shape, qmax - qmin, jnp.float32)
+    scale = jnp.where(high == low, np.float32(1), _numerics.quotient(width, steps))
+    start = np.float32(qmin) - _numerics.quotient(low, scale)
+    # ONNX Runtime's clamp takes a NaN to the upper bound.
+    start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
+    zero_point = _numerics.encode(start, None, dtype, (qmin, qmax))
+    return low, high, scale, zero_point
+
+
+def dynamic_codes(
+    x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: _granularity.Granularity
+) -> jax.Array:
+    """Returns the codes of x under a range found by `dynamic_range`."""
+    bounds = _dtypes.narrow_bounds(zero_point.dtype)
+    return quantize(x, scale, zero_point, granularity, zero_point.dtype, _dtypes.FLOAT32, bounds=bounds)
+
+
+def contract(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, _granularity.Granularity]:
+    """Holds the arguments that every dynamic ONNX operator takes to their contracts."""
+    _contracts.array(function, "x", x, (_dtypes.FLOAT32,))
+    found = _contracts.dtype(function, "dtype", dtype, DTYPES)
+    return found, _granularity.slices(function, axis, x.shape)
+
+
+def training_contract(function: str, training: bool, lda_coeff: float, name: str | None) -> None:
+    """Holds the toolkit node's parameters to their contracts."""
+    _contracts.flag(function, "training", training)
+    _contracts.real(function, "lda_coeff", lda_coeff)
+    _contracts.name(function, name)
+
+
+def refuse_backward(function: str, training: bool) -> None:
+    """Raises where a call made with training=False is differentiated."""
+    wanted = "True where the call is differentiated (nothing was kept for the backward pass)"
+    _contracts.require(training, function, "training", wanted, False)
+
+
+def scope(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Returns the named scope of an operation, or none."""
+    return contextlib.nullcontext() if name is None else jax.named_scope(name)

@@ -1,0 +1,137 @@
+"""Which elements share a scale. ONNX's scalar, 1-D and blocked scales become one thing here: a scale of
+x's shape. Knows nothing of arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+
+from . import _contracts
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole array; its shape is () or (1,)."""
+
+    def expand(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns `scale` broadcast to `shape`."""
+        return lax.broadcast(scale.reshape(()), shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerAxis:
+    """One scale per index of the axis that is kept; a 1-D scale as long as that axis."""
+
+    axis: int
+
+    def expand(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns `scale` broadcast to `shape`."""
+        return lax.broadcast_in_dim(scale, shape, (self.axis,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocked:
+    """One scale per run of `size` indices along `axis`; elsewhere a scale per index. The last run may be short."""
+
+    axis: int
+    size: int
+
+    def expand(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns `scale` with every entry along the axis repeated `size` times, cut to `shape`."""
+        return expand_groups(scale, shape, (self.axis,), (self.size,))
+
+
+Granularity = PerTensor | PerAxis | Blocked
+
+
+def expand_groups(scale: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Returns `scale` repeated `sizes[i]` times along `axes[i]` and cut to `shape`."""
+    group = dict(zip(axes, sizes, strict=True))
+    interleaved: list[int] = []
+    kept: list[int] = []
+    for dim, length in enumerate(scale.shape):
+        kept.append(len(interleaved))
+        # A group longer than the axis repeats no more often than the axis is long.
+        interleaved += [length, min(group[dim], max(shape[dim], 1))] if dim in group else [length]
+    repeated = lax.broadcast_in_dim(scale, tuple(interleaved), tuple(kept))
+    merged = tuple(
+        length * (min(group[dim], max(shape[dim], 1)) if dim in group else 1) for dim, length in enumerate(scale.shape)
+    )
+    return lax.slice(repeated.reshape(merged), (0,) * len(shape), shape)
+
+
+def resolve(
+    function: str,
+    argument: str,
+    scale: jax.Array,
+    shape: tuple[int, ...],
+    axis: int,
+    block_size: int,
+) -> Granularity:
+    """Reads ONNX's granularity off a scale's shape, strictly, or raises a contract error.
+
+    A scalar, or a 1-D scale of one element, is per tensor and `axis` is not looked at; any other 1-D scale is
+    per axis; a scale of x's rank with a `block_size` is blocked. Nothing else is let through.
+    """
+    _contracts.integer(function, "block_size", block_size)
+    _contracts.require(block_size >= 0, function, "block_size", "0 or a positive integer", block_size)
+    if block_size > 0:
+        return _blocked(function, argument, scale, shape, axis, block_size)
+    _contracts.integer(function, "axis", axis)
+    if scale.ndim == 0 or scale.shape == (1,):
+        return PerTensor()
+    _contracts.require(
+        scale.ndim == 1,
+        function,
+        argument,
+        "a scalar, a 1-D array, or a block_size for an array of x's rank",
+        f"shape {scale.shape} with block_size=0",
+    )
+    kept = _contracts.axis(function, axis, len(shape))
+    reason = f"x has shape {shape}, axis={axis}"
+    _contracts.shape(function, argument, scale, (shape[kept],), reason)
+    return PerAxis(kept)
+
+
+def _blocked(
+    function: str,
+    argument: str,
+    scale: jax.Array,
+    shape: tuple[int, ...],
+    axis: int,
+    block_size: int,
+) -> Blocked:
+    kept = _contracts.axis(function, axis, len(shape))
+    blocks = -(-shape[kept] // block_size)
+    wanted = (*shape[:kept], blocks, *shape[kept + 1:])
+    reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
+    _contracts.shape(function, argument, scale, wanted, reason)
+    return Blocked(kept, int(block_size))
+
+
+def matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
+    """Requires a zero point of its scale's shape; () and (1,) pass for each other, as in ONNX Runtime."""
+    single = ((), (1,))
+    if not (zero_point.shape in single and scale.shape in single):
+        reason = f"the shape of {scale_name}"
+        _contracts.shape(function, argument, zero_point, scale.shape, reason)
+
+
+def slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
+    """Reads the `axis=` of an operator that finds its own scale: None is per tensor."""
+    return PerTensor() if axis is None else PerAxis(_contracts.axis(function, axis, len(shape)))
+
+
+def reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
+    """Returns the axes that share one scale under a per-tensor or per-axis granularity."""
+    kept = granularity.axis if isinstance(granularity, PerAxis) else None
+    return tuple(a for a in range(rank) if a != kept)
+
+
+def collapse(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Sums an array of x's shape into one of the scale's shape: the transpose of `expand`."""
+    like = jax.ShapeDtypeStruct(scale.shape, values.dtype)
+    transpose = jax.linear_transpose(lambda s: granularity.expand(s, values.shape), like)
+    return transpose(values)[0]

@@ -1,0 +1,190 @@
+"""The exact quotient, the rounded product and rounding to codes: every place where XLA's own rewriting would
+change an integer is answered here, once. Knows nothing of operators, axes or zero-point conventions.
+
+`tests/test_numerics.py` holds the canaries: they fail the day a new XLA breaks one of these.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _dtypes
+
+# Adding 1.5 * 2**23 to |v| < 2**22 leaves round-half-even(v) in the low bits of the sum. XLA:CPU vectorises that
+# add; it does not vectorise round, convert and select well enough.
+_MAGIC = np.float32(1.5 * 2**23)
+_MAGIC_BITS = int(_MAGIC.view(np.int32))
+_TINY = np.finfo(np.float32).tiny
+
+
+def _never() -> jax.Array:
+    """A False that no compiler pass can see through."""
+    return lax.optimization_barrier(jnp.zeros((), jnp.bool_))
+
+
+def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns x / scale, float32 of one shape, rounded once as IEEE 754 has it, on every backend.
+
+    CPUs divide exactly once XLA is kept from multiplying by a reciprocal. No other backend is trusted to: there
+    the quotient is corrected by its exact residual.
+    """
+    return lax.platform_dependent(x, scale, cpu=_divide, default=_divide_and_correct)
+
+
+def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+    # XLA turns x / broadcast(s) into x * broadcast(1 / s), and (a / b) / s into a / (b * s). Neither pattern
+    # matches once both operands come out of a select.
+    never = lax.broadcast(_never(), x.shape)
+    return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
+
+
+def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return correct_quotient(_divide(x, scale), x, scale)
+
+
+def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Moves an approximate float32 quotient (a few ulp off) to the correctly rounded one.
+
+    The residual x - quotient * scale is taken on the integer mantissas, modulo 2**32. It is small, so 32 bits
+    hold it exactly, whatever the backend fuses, contracts or flushes. A quotient that is zero, subnormal,
+    infinite or NaN is left alone.
+    """
+    mantissa_x, exponent_x = _mantissa(x)
+    mantissa_s, exponent_s = _mantissa(scale)
+    result = approximate
+    for _ in range(3):  # a step over a power of two lands beside its aim; the next one mends it
+        mantissa_q, exponent_q = _mantissa(result)
+        shift = exponent_x - exponent_s - exponent_q + 150  # 23 or 24 where the quotient is near
+        residual = lax.shift_left(mantissa_x, jnp.clip(shift, 20, 27)) - mantissa_q * mantissa_s
+        coarse = lax.round(residual.astype(jnp.float32) / mantissa_s.astype(jnp.float32)).astype(jnp.int32)
+        rest = 2 * (residual - coarse * mantissa_s)
+        # Floats lie twice as dense below a power of two, so there a quarter of a step is half way.
+        below = jnp.where(mantissa_q == 0x800000, mantissa_s >> 1, mantissa_s)
+        step = coarse + (rest > mantissa_s).astype(jnp.int32) - (rest < -below).astype(jnp.int32)
+        moved = lax.bitcast_convert_type(result, jnp.int32) + step
+        result = lax.bitcast_convert_type(moved, jnp.float32)
+    ordinary = jnp.isfinite(approximate) & (jnp.abs(approximate) >= 2 * _TINY)
+    for operand in (x, scale):
+        ordinary &= jnp.isfinite(operand) & (jnp.abs(operand) >= _TINY)
+    return lax.select(ordinary, result, approximate)
+
+
+def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the 24-bit integer mantissa and the biased exponent of a normal float32, both int32."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    return (bits & 0x7FFFFF) | 0x800000, (bits >> 23) & 0xFF
+
+
+@jax.custom_jvp
+def rounded(product: jax.Array) -> jax.Array:
+    """Returns its argument, and keeps XLA from fusing the multiplication in it with an addition that follows.
+
+    A fused multiply-add rounds once where two operators round twice. An infinity that the compiler cannot see
+    is a minimum that it cannot drop.
+    """
+    infinity = lax.optimization_barrier(jnp.full((), jnp.inf, product.dtype))
+    return lax.min(product, lax.broadcast(infinity, product.shape))
+
+
+@rounded.defjvp
+def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return rounded(*primals), tangents[0]
+
+
+def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Rounds float32 values to those of float16 or bfloat16, half to even, and returns them as float32.
+
+    `value.astype(dtype)` alone will not do: XLA drops a conversion that is undone right after.
+    """
+    if dtype == _dtypes.BFLOAT16:
+        return lax.reduce_precision(value, 8, 7)
+    if dtype == _dtypes.FLOAT16:
+        # reduce_precision flushes what float16 keeps as subnormals: the multiples of 2**-24 below 2**-14.
+        small = lax.round(value * np.float32(2**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2**-24)
+        return jnp.where(jnp.abs(value) < np.float32(2**-14), small, lax.reduce_precision(value, 5, 10))
+    return value
+
+
+def quotient_in(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
+    """Returns x / scale as an array of `precision` would hold it, carried in float32.
+
+    float32 has more than twice the digits of float16 and bfloat16, so rounding twice rounds as once.
+    """
+    return to_grid(quotient(to_grid(x, precision), to_grid(scale, precision)), precision)
+
+
+def integer_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns x / scale of two int32 arrays, rounded half to even and cut to +-2**20, as float32.
+
+    x / 0 is infinite, 0 / 0 is NaN.
+    """
+    divisor = jnp.where(scale == 0, 1, scale)
+    negative = (x < 0) ^ (divisor < 0)
+    # -2**31 has no int32 magnitude: the magnitudes are uint32.
+    size_x, size_d = (lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) for v in (x, divisor))
+    whole, rest = lax.div(size_x, size_d), lax.rem(size_x, size_d)
+    beyond = size_d - rest
+    up = (rest > beyond) | ((rest == beyond) & (whole & 1 == 1))
+    size = jnp.minimum(whole + up.astype(jnp.uint32), jnp.uint32(2**20)).astype(jnp.float32)
+    zero = jnp.where(x == 0, jnp.float32(jnp.nan), jnp.where(x < 0, -jnp.float32(jnp.inf), jnp.float32(jnp.inf)))
+    return jnp.where(scale == 0, zero, jnp.where(negative, -size, size))
+
+
+def encode(
+    value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None = None
+) -> jax.Array:
+    """Returns clip(round_half_even(value) + zero_point, qmin, qmax) as an integer dtype of 2 to 16 bits.
+
+    Args:
+        value: float32. Infinities saturate; NaN becomes qmin.
+        zero_point: int32 of value's shape, within the bounds, or None for 0.
+        dtype: the integer dtype.
+        bounds: (qmin, qmax), by default all that the dtype holds.
+    """
+    low, high = _dtypes.bounds(dtype) if bounds is None else bounds
+    bottom, top = np.float32(low), np.float32(high)
+    offset = jnp.int32(_MAGIC_BITS)
+    if zero_point is not None:
+        steps = zero_point.astype(jnp.float32)
+        bottom, top = bottom - steps, top - steps
+        offset = offset - zero_point
+    # clamp keeps NaN; the bits of a NaN, its sign cleared, are far above those of any code.
+    total = lax.abs(lax.clamp(bottom, value, top) + _MAGIC)
+    code = lax.bitcast_convert_type(total, jnp.int32) - offset
+    # The dtype keeps the low bits only, and there this stand-in for NaN reads qmin.
+    return lax.min(code, jnp.full(code.shape, low + 2 ** _dtypes.bits(dtype), jnp.int32)).astype(dtype)
+
+
+def encode_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax.Array:
+    """Returns float32 values rounded to a small float dtype, half to even.
+
+    Args:
+        value: float32. NaN stays NaN in float8; float4 has none and takes -0.
+        dtype: a float8 or float4 dtype.
+        saturate: whether what lies beyond the largest finite value, infinities too, becomes that value; float8
+            only, float4 always saturates.
+    """
+    if saturate or dtype in _dtypes.FLOAT4:
+        largest = np.float32(_dtypes.largest(dtype))
+        value = lax.clamp(-largest, value, largest)
+    if dtype in _dtypes.FLOAT4:
+        value = jnp.where(jnp.isnan(value), np.float32(-0.0), value)
+    return value.astype(dtype)
+
+
+def in_range(
+    value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None
+) -> jax.Array:
+    """Returns where rounding alone, without saturation, lands on a code of `dtype`. False for NaN."""
+    if dtype in _dtypes.FLOAT8:
+        return jnp.isfinite(value.astype(dtype).astype(jnp.float32))
+    if dtype in _dtypes.FLOAT4:
+        return jnp.abs(value) < 7  # half way between 6 and the 8 that is not there, which is even
+    low, high = _dtypes.bounds(dtype) if bounds is None else bounds
+    code = lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN)
+    if zero_point is not None:
+        code = code + zero_point.astype(jnp.float32)
+    return (code >= low) & (code <= high)
