@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import chex
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from . import _dtypes
 
@@ -38,7 +39,10 @@ def message(function: str, argument: str, wanted: str, got: object) -> str:
 
 
 def _enforce(holds: bool, error: _Error, text: str, assertion: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    assertion(*args, **kwargs, custom_message=text, exception_type=error)
+    try:
+        assertion(*args, **kwargs, exception_type=error)
+    except error as chex_error:  # the reader's sentence first, chex's behind it as the cause
+        raise error(text) from chex_error
     if not holds:  # chex is switched off, or sees it more kindly
         raise error(text)
 
@@ -135,10 +139,20 @@ def option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -
     require(isinstance(value, str) and value in allowed, function, argument, wanted, repr(value))
 
 
+def is_traced(value: Any) -> bool:
+    """Whether the elements of `value` are unknown because JAX is tracing."""
+    return isinstance(value, Tracer)
+
+
+def has_dtype(value: Any, dtypes: Sequence[np.dtype]) -> bool:
+    """Whether `value` carries one of the dtypes; a Python number carries none."""
+    return getattr(value, "dtype", None) in dtypes
+
+
 def described(value: Any) -> str:
     """Returns what a reader needs to know of a rejected value, without printing an array."""
     if isinstance(value, jax.Array | np.ndarray):
-        return f"{'a traced' if isinstance(value, jax.core.Tracer) else 'an'} array of {value.dtype}{list(value.shape)}"
+        return f"{'a traced' if is_traced(value) else 'an'} array of {value.dtype}{list(value.shape)}"
     return f"{value!r} ({type(value).__name__})"
 
 

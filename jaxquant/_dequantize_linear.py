@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _numerics
+from . import _contracts, _dtypes, _granularity, _numerics, _small_floats
 from ._quantize_linear import number_scale, refuse_float_zero_point
 
 _NAME = "dequantize_linear"
@@ -39,8 +39,9 @@ def dequantize_linear(
         x_scale: value per step. float32, float16, bfloat16, or float8_e8m0fnu with an `output_dtype`. A scalar or
             one element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
             ceil(length / block_size) in place of the axis. A Python number is float32.
-        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0. A Python int takes x's dtype. For a float
-            x it must be 0: what is known at trace time is checked, what is traced is ignored.
+        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0. An int stands for an array of
+            it, in x's dtype. For a float x it must be 0: what is known at trace time is checked, what is traced is
+            ignored.
         axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
         block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
         output_dtype: Static. float32, float16 or bfloat16; by default x_scale's dtype.
@@ -66,8 +67,8 @@ def dequantize_linear(
     """
     if isinstance(x_scale, int | float):
         x_scale = number_scale(_NAME, "x_scale", x_scale, None)
-    if isinstance(x_zero_point, int):
-        x_zero_point = _number_zero_point(x_zero_point, x)
+    if isinstance(x_zero_point, int | np.integer) and not _contracts.has_dtype(x_zero_point, _X):
+        x_zero_point = _number_zero_point(x_zero_point, x, x_scale)
     if x_zero_point is not None:
         refuse_float_zero_point(_NAME, "x_zero_point", x_zero_point)
     return _enter(x, x_scale, x_zero_point, axis=axis, block_size=block_size, output_dtype=output_dtype)
@@ -104,20 +105,25 @@ def dequantize(
 ) -> jax.Array:
     """Returns the values of the codes x; every argument has passed its contract."""
     if x.dtype in _dtypes.SMALL_FLOATS:
-        steps = x.astype(jnp.float32)
+        steps = _small_floats.decode(x)
     else:
         codes = x.astype(jnp.int32)
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x.shape)
         steps = codes.astype(jnp.float32)
-    product = _numerics.rounded(steps * granularity.expand(scale.astype(jnp.float32), x.shape))
+    values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    product = _numerics.scaled(steps, granularity.expand(values, x.shape))
     return _numerics.to_grid(product, dtype).astype(dtype)
 
 
-def _number_zero_point(value: int, x: Any) -> Any:
+def _number_zero_point(value: int, x: Any, scale: Any) -> Any:
     _contracts.integer(_NAME, "x_zero_point", value)
     dtype = getattr(x, "dtype", None)
+    if dtype is None:  # the contract of x will say so
+        return value
     integers = (*_dtypes.INTEGERS, _dtypes.INT32)
     low, high = _dtypes.bounds(dtype) if dtype in integers else (0, 0)
-    _contracts.require(low <= value <= high, _NAME, "x_zero_point", f"a {dtype} in [{low}, {high}]", value)
-    return np.asarray(value, dtype)
+    _contracts.require(
+        low <= value <= high, _NAME, "x_zero_point", f"an int in [{low}, {high}], for {dtype}, the dtype of x", value
+    )
+    return np.full(np.shape(scale), value, dtype)

@@ -55,7 +55,8 @@ def dynamic_quantize_linear(
 
     Returns:
         y: the codes, x's shape, in `dtype`.
-        y_scale: value per step, float32, () or as long as `axis`.
+        y_scale: value per step, float32, () or as long as `axis`. `dequantize_linear` must be given the same axis;
+            its own default is 1.
         y_zero_point: steps, in `dtype`, of y_scale's shape.
 
     Raises:
@@ -89,7 +90,7 @@ def _dynamic_quantize_linear(
     training_contract(_NAME, training, lda_coeff, name)
     config = (granularity, found, bool(training), float(lda_coeff))
     with scope(name):
-        return DynamicQuantizeLinearOutput(*_dynamic_quantize(config, x))
+        return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
 
 
 _enter = _contracts.entrance(_NAME, _dynamic_quantize_linear, ("x",))

@@ -42,7 +42,8 @@ def fake_quantize_linear(
             element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
             ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
         zero_point: steps, of scale's shape: None for 0; an integer array of `dtype`; or a float32 array to be
-            learned, rounded half to even and cut to dtype's bounds on the way forward. A Python int takes `dtype`.
+            learned, rounded half to even and cut to dtype's bounds on the way forward. An int stands for
+            an array of it, in `dtype`.
         dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
             float4_e2m1fn. A float dtype has no zero point but 0, saturates, and its mask is what rounds to a
             finite value.
@@ -81,8 +82,8 @@ def fake_quantize_linear(
     """
     if isinstance(scale, int | float):
         scale = number_scale(_NAME, "scale", scale, x)
-    if isinstance(zero_point, int):
-        zero_point = number_zero_point(_NAME, "zero_point", zero_point, dtype)
+    if isinstance(zero_point, int | np.integer) and not _contracts.has_dtype(zero_point, _dtypes.QUANTIZED):
+        zero_point = number_zero_point(_NAME, "zero_point", zero_point, dtype, scale)
     if zero_point is not None:
         refuse_float_zero_point(_NAME, "zero_point", zero_point)
     return _enter(

@@ -86,7 +86,7 @@ def resolve(
         scale.ndim == 1,
         function,
         argument,
-        "a scalar, a 1-D array, or a block_size for an array of x's rank",
+        "a scalar, a 1-D array (squeeze what keepdims kept), or a block_size for an array of x's rank",
         f"shape {scale.shape} with block_size=0",
     )
     kept = _contracts.axis(function, axis, len(shape))
@@ -105,7 +105,7 @@ def _blocked(
 ) -> Blocked:
     kept = _contracts.axis(function, axis, len(shape))
     blocks = -(-shape[kept] // block_size)
-    wanted = (*shape[:kept], blocks, *shape[kept + 1:])
+    wanted = (*shape[:kept], blocks, *shape[kept + 1 :])
     reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
     _contracts.shape(function, argument, scale, wanted, reason)
     return Blocked(kept, int(block_size))

@@ -6,12 +6,14 @@ change an integer is answered here, once. Knows nothing of operators, axes or ze
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _dtypes
+from . import _dtypes, _small_floats
 
 # Adding 1.5 * 2**23 to |v| < 2**22 leaves round-half-even(v) in the low bits of the sum. XLA:CPU vectorises that
 # add; it does not vectorise round, convert and select well enough.
@@ -62,7 +64,7 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
         coarse = lax.round(residual.astype(jnp.float32) / mantissa_s.astype(jnp.float32)).astype(jnp.int32)
         rest = 2 * (residual - coarse * mantissa_s)
         # Floats lie twice as dense below a power of two, so there a quarter of a step is half way.
-        below = jnp.where(mantissa_q == 0x800000, mantissa_s >> 1, mantissa_s)
+        below = jnp.where((mantissa_q == 0x800000) & (coarse == 0), mantissa_s >> 1, mantissa_s)
         step = coarse + (rest > mantissa_s).astype(jnp.int32) - (rest < -below).astype(jnp.int32)
         moved = lax.bitcast_convert_type(result, jnp.int32) + step
         result = lax.bitcast_convert_type(moved, jnp.float32)
@@ -79,19 +81,23 @@ def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def rounded(product: jax.Array) -> jax.Array:
-    """Returns its argument, and keeps XLA from fusing the multiplication in it with an addition that follows.
+def rounded(product: jax.Array, bound: jax.Array) -> jax.Array:
+    """Returns min(product, bound), with a bound that the product never passes: the product, rounded.
 
-    A fused multiply-add rounds once where two operators round twice. An infinity that the compiler cannot see
-    is a minimum that it cannot drop.
+    XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and then
+    rounds once where a runtime rounds twice. A minimum between the two, which only we know to do nothing, stops it.
     """
-    infinity = lax.optimization_barrier(jnp.full((), jnp.inf, product.dtype))
-    return lax.min(product, lax.broadcast(infinity, product.shape))
+    return lax.min(product, bound)
 
 
 @rounded.defjvp
-def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _rounded_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
     return rounded(*primals), tangents[0]
+
+
+def scaled(steps: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns steps * scale, float32 of one shape and |steps| <= 2**32, rounded before anything is added to it."""
+    return rounded(steps * scale, lax.stop_gradient(lax.abs(scale) * np.float32(2**33)))
 
 
 def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -158,31 +164,12 @@ def encode(
     return lax.min(code, jnp.full(code.shape, low + 2 ** _dtypes.bits(dtype), jnp.int32)).astype(dtype)
 
 
-def encode_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax.Array:
-    """Returns float32 values rounded to a small float dtype, half to even.
-
-    Args:
-        value: float32. NaN stays NaN in float8; float4 has none and takes -0.
-        dtype: a float8 or float4 dtype.
-        saturate: whether what lies beyond the largest finite value, infinities too, becomes that value; float8
-            only, float4 always saturates.
-    """
-    if saturate or dtype in _dtypes.FLOAT4:
-        largest = np.float32(_dtypes.largest(dtype))
-        value = lax.clamp(-largest, value, largest)
-    if dtype in _dtypes.FLOAT4:
-        value = jnp.where(jnp.isnan(value), np.float32(-0.0), value)
-    return value.astype(dtype)
-
-
 def in_range(
     value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None
 ) -> jax.Array:
     """Returns where rounding alone, without saturation, lands on a code of `dtype`. False for NaN."""
-    if dtype in _dtypes.FLOAT8:
-        return jnp.isfinite(value.astype(dtype).astype(jnp.float32))
-    if dtype in _dtypes.FLOAT4:
-        return jnp.abs(value) < 7  # half way between 6 and the 8 that is not there, which is even
+    if dtype in _dtypes.SMALL_FLOATS:
+        return ~(_small_floats.overflows(value, dtype) | jnp.isnan(value))
     low, high = _dtypes.bounds(dtype) if bounds is None else bounds
     code = lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN)
     if zero_point is not None:

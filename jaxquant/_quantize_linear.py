@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _numerics
+from . import _contracts, _dtypes, _granularity, _numerics, _small_floats
 
 _NAME = "quantize_linear"
 _X = (*_dtypes.FLOATS, _dtypes.INT32)
@@ -42,15 +42,15 @@ def quantize_linear(
         y_scale: value per step. float32, float16, bfloat16, float8_e8m0fnu, or int32 for an int32 x. A scalar or
             one element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
             ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
-        y_zero_point: steps, of y_scale's shape and the output's dtype. None is 0. A Python int takes
-            `output_dtype`. For a float output it must be 0: what is known at trace time is checked, what is
-            traced is ignored, as ONNX Runtime ignores it.
+        y_zero_point: steps, of y_scale's shape and the output's dtype. None is 0. An int stands for an
+            array of it, in `output_dtype`. For a float output it must be 0: what is known at trace time is checked,
+            what is traced is ignored, as ONNX Runtime ignores it.
         axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
         block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
         saturate: Static. For float8 only: whether overflow, infinities included, becomes the largest finite value
             (True) or what the dtype makes of it (False).
         output_dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
-            float4_e2m1fn. By default y_zero_point's dtype, or uint8.
+            float4_e2m1fn. By default y_zero_point's dtype; without one uint8, which takes negative values to 0.
         precision: Static. float32, float16 or bfloat16: the precision of the division. By default y_scale's
             dtype; for a float8_e8m0fnu scale float32. ONNX Runtime divides float16 in float32 whatever is
             asked: `precision=jnp.float32` gives its integers.
@@ -67,17 +67,20 @@ def quantize_linear(
         >>> x = jnp.array([-2.5, -0.5, 0.5, 1.5, 300.0])
         >>> jq.quantize_linear(x, 1.0, 1, output_dtype=jnp.uint8)
         Array([  0,   1,   1,   3, 255], dtype=uint8)
-        >>> jq.quantize_linear(x.reshape(1, 5), jnp.array([0.5]), jnp.array([-3], jnp.int8), axis=0)
-        Array([[ -8,  -4,  -2,   0, 127]], dtype=int8)
+        >>> weights = jnp.array([[-1.27, 0.3], [0.635, 6.0]])  # symmetric int8, one scale per column
+        >>> scale = jnp.abs(weights).max(axis=0) / 127
+        >>> jq.quantize_linear(weights, scale, axis=1, output_dtype=jnp.int8)
+        Array([[-127,    6],
+               [  64,  127]], dtype=int8)
 
     Source: ONNX QuantizeLinear-10, -13, -19, -21, -23, -24, -25, -28; where the text leaves NaN open, ONNX
     Runtime's CPU kernel.
     """
     if isinstance(y_scale, int | float):
         y_scale = number_scale(_NAME, "y_scale", y_scale, x)
-    if isinstance(y_zero_point, int):
+    if isinstance(y_zero_point, int | np.integer) and not _contracts.has_dtype(y_zero_point, _dtypes.QUANTIZED):
         dtype = jnp.uint8 if output_dtype is None else output_dtype
-        y_zero_point = number_zero_point(_NAME, "y_zero_point", y_zero_point, dtype)
+        y_zero_point = number_zero_point(_NAME, "y_zero_point", y_zero_point, dtype, y_scale)
     if y_zero_point is not None:
         refuse_float_zero_point(_NAME, "y_zero_point", y_zero_point)
     return _enter(
@@ -112,7 +115,8 @@ def quotients(x: jax.Array, scale: jax.Array, granularity: _granularity.Granular
     """Returns x / scale in the precision `carrier`, as float32 of x's shape."""
     if carrier == _dtypes.INT32:
         return _numerics.integer_quotient(x, granularity.expand(scale, x.shape))
-    wide = granularity.expand(scale.astype(jnp.float32), x.shape)
+    values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    wide = granularity.expand(values, x.shape)
     return _numerics.quotient_in(x.astype(jnp.float32), wide, carrier)
 
 
@@ -129,7 +133,7 @@ def quantize(
     """Returns the codes of x; every argument has passed its contract."""
     value = quotients(x, scale, granularity, carrier)
     if dtype in _dtypes.SMALL_FLOATS:
-        return _numerics.encode_float(value, dtype, saturate)
+        return _small_floats.encode(value, dtype, saturate)
     steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x.shape)
     return _numerics.encode(value, steps, dtype, bounds)
 
@@ -167,18 +171,19 @@ def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
     return scale
 
 
-def number_zero_point(function: str, argument: str, value: int, dtype: Any) -> Any:
-    """Returns a Python int as a zero point of the given dtype, which must hold it."""
-    found = _contracts.dtype(function, "output_dtype", dtype, _dtypes.QUANTIZED)
+def number_zero_point(function: str, argument: str, value: int, dtype: Any, scale: Any) -> Any:
+    """Returns an int as a zero point of scale's shape and the given dtype, which must hold it."""
+    found = _contracts.dtype(function, f"the dtype of {argument}", dtype, _dtypes.QUANTIZED)
     _contracts.integer(function, argument, value)
     low, high = _dtypes.bounds(found) if found in _dtypes.INTEGERS else (0, 0)
-    _contracts.require(low <= value <= high, function, argument, f"a {found} in [{low}, {high}]", value)
-    return np.asarray(value, found)
+    wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
+    _contracts.require(low <= value <= high, function, argument, wanted, value)
+    return np.full(np.shape(scale), value, found)
 
 
 def refuse_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
     """Requires a known zero point of a small float dtype to be zero; a traced one cannot be looked at."""
-    known = isinstance(zero_point, jax.Array | np.ndarray) and not isinstance(zero_point, jax.core.Tracer)
+    known = isinstance(zero_point, jax.Array | np.ndarray) and not _contracts.is_traced(zero_point)
     if known and zero_point.dtype in _dtypes.SMALL_FLOATS:
         zero = not np.any(np.asarray(zero_point).astype(np.float32))
         wanted = f"0, the only zero point of {zero_point.dtype}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _contracts, _dtypes, _granularity, _numerics
+from .. import _contracts, _dtypes, _granularity, _numerics, _small_floats
 
 EIGHT_BIT = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
 FOUR_BIT = (np.dtype(jnp.uint4), np.dtype(jnp.int4))
@@ -73,11 +73,13 @@ def quantize(
     """Returns saturate(round_half_even(src * (1 / scale) + zp)), each operation rounded to float32."""
     src, scales = lax.stop_gradient((src, scales))
     inverse = _numerics.quotient(jnp.ones_like(scales), scales)
-    value = _numerics.rounded(src * found.expand(inverse, src.shape))
+    # Beyond 2**33 no int32 zero point brings a value back into the range of the codes.
+    limit = jnp.full(src.shape, 2.0**33, jnp.float32)
+    value = src * found.expand(inverse, src.shape)
     if dtype in _dtypes.FLOAT8:
-        return _numerics.encode_float(value, dtype, saturate=False)
+        return _small_floats.encode(value, dtype, saturate=False)
     if zps is not None:
-        value = value + found.expand(zps.astype(jnp.float32), src.shape)
+        value = _numerics.rounded(value, limit) + found.expand(zps.astype(jnp.float32), src.shape)
     return _numerics.encode(value, None, dtype)
 
 
@@ -88,8 +90,8 @@ def dequantize(
     expand: Any,
 ) -> jax.Array:
     """Returns (src - zp) * scale, each operation rounded to float32, in the dtype of `scales`."""
-    steps = src.astype(jnp.float32)
+    steps = _small_floats.decode(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
         steps = steps - expand(zps.astype(jnp.float32), src.shape)
-    product = _numerics.rounded(steps * expand(scales.astype(jnp.float32), src.shape))
+    product = _numerics.scaled(steps, expand(scales.astype(jnp.float32), src.shape))
     return _numerics.to_grid(product, scales.dtype).astype(scales.dtype)
