@@ -109,14 +109,14 @@ def dequantize(
     else:
         codes = x.astype(jnp.int32)
         if zero_point is not None:
-            codes = codes - granularity.expand(zero_point.astype(jnp.int32), x.shape)
+            codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         steps = codes.astype(jnp.float32)
     values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
-    product = _numerics.scaled(steps, granularity.expand(values, x.shape))
+    product = _numerics.scaled(steps, granularity.expand(values, x))
     return _numerics.to_grid(product, dtype).astype(dtype)
 
 
-def _number_zero_point(value: int, x: Any, scale: Any) -> Any:
+def _number_zero_point(value: Any, x: Any, scale: Any) -> Any:
     _contracts.integer(_NAME, "x_zero_point", value)
     dtype = getattr(x, "dtype", None)
     if dtype is None:  # the contract of x will say so

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _numerics
+from . import _contracts, _dtypes, _granularity, _numerics, _reductions
 from ._quantize_linear import quantize
 
 _NAME = "dynamic_quantize_linear"
@@ -24,6 +25,12 @@ class DynamicQuantizeLinearOutput(NamedTuple):
     y: jax.Array
     y_scale: jax.Array
     y_zero_point: jax.Array
+
+
+# A program that returns one can be saved by jax.export.
+export.register_namedtuple_serialization(
+    DynamicQuantizeLinearOutput, serialized_name="jaxquant.DynamicQuantizeLinearOutput"
+)
 
 
 def dynamic_quantize_linear(
@@ -119,7 +126,7 @@ def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple
     qmin, qmax = _dtypes.narrow_bounds(dtype)
     upper = _share(x, high, granularity, high <= 0)
     lower = _share(x, low, granularity, low >= 0)
-    slope = granularity.expand(g[1], x.shape) * np.float32(lda_coeff / (qmax - qmin))
+    slope = granularity.expand(g[1], x) * np.float32(lda_coeff / (qmax - qmin))
     return (slope * (upper - lower),)
 
 
@@ -128,9 +135,11 @@ _dynamic_quantize.defvjp(_dynamic_quantize_fwd, _dynamic_quantize_bwd)
 
 def _share(x: jax.Array, extreme: jax.Array, granularity: _granularity.Granularity, is_zero: jax.Array) -> jax.Array:
     """Returns each element's share of an extreme: 1 / n where n elements are it, 0 where the 0 in the range is."""
-    equal = (x == granularity.expand(extreme, x.shape)).astype(jnp.float32)
-    share = equal / granularity.expand(_granularity.collapse(granularity, equal, extreme), x.shape)
-    return jnp.where(granularity.expand(is_zero, x.shape), np.float32(0), share)
+    equal = (x == granularity.expand(extreme, x)).astype(jnp.float32)
+    share = equal / granularity.expand(_granularity.collapse(granularity, equal, extreme), x)
+    share = jnp.where(granularity.expand(is_zero, x), np.float32(0), share)
+    # XLA takes a product with a mask for a choice, and 0 / 0 for 0.
+    return jnp.where(granularity.expand(jnp.isnan(extreme), x), np.float32(np.nan), share)
 
 
 def dynamic_range(
@@ -138,12 +147,10 @@ def dynamic_range(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
     axes = _granularity.reduced_axes(granularity, x.ndim)
-    zero = np.float32(0)
-    low = jnp.min(x, axis=axes, initial=zero)
-    high = jnp.max(x, axis=axes, initial=zero)
+    low, high = _reductions.extremes(x, axes)
     qmin, qmax = _dtypes.narrow_bounds(dtype)
     width = high - low
-    steps = jnp.full(width.shape, qmax - qmin, jnp.float32)
+    steps = _granularity.placed(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
     scale = jnp.where(high == low, np.float32(1), _numerics.quotient(width, steps))
     start = np.float32(qmin) - _numerics.quotient(low, scale)
     # ONNX Runtime's clamp takes a NaN to the upper bound.

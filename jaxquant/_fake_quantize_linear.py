@@ -146,7 +146,7 @@ def _fake_quantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[An
     x, scale, zero_point = residuals
     granularity = config.granularity
     steps = _steps(config, zero_point)
-    expanded = None if steps is None else granularity.expand(steps, x.shape)
+    expanded = None if steps is None else granularity.expand(steps, x)
     unit = jnp.ones(scale.shape, jnp.float32)
     distance = dequantize(_codes(config, x, scale, steps), unit, steps, granularity, unit.dtype)
     value = quotients(x, scale, granularity, scale.dtype)
@@ -156,7 +156,7 @@ def _fake_quantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[An
     ds = _sum(granularity, g * (distance - jnp.where(inside, value, zero)), scale)
     if zero_point is None or zero_point.dtype != _dtypes.FLOAT32:
         return dx.astype(x.dtype), ds, None
-    outside = jnp.where(inside, zero, -g * granularity.expand(scale.astype(jnp.float32), x.shape))
+    outside = jnp.where(inside, zero, -g * granularity.expand(scale.astype(jnp.float32), x))
     return dx.astype(x.dtype), ds, _sum(granularity, outside, zero_point)
 
 

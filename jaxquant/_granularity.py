@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, reshard
 
 from . import _contracts
 
@@ -15,9 +16,9 @@ from . import _contracts
 class PerTensor:
     """One scale for the whole array; its shape is () or (1,)."""
 
-    def expand(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Returns `scale` broadcast to `shape`."""
-        return lax.broadcast(scale.reshape(()), shape)
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` in the shape and sharding of `like`."""
+        return placed(lax.broadcast(scale.reshape(()), like.shape), like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,9 @@ class PerAxis:
 
     axis: int
 
-    def expand(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Returns `scale` broadcast to `shape`."""
-        return lax.broadcast_in_dim(scale, shape, (self.axis,))
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` in the shape and sharding of `like`."""
+        return placed(lax.broadcast_in_dim(scale, like.shape, (self.axis,)), like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,28 +39,38 @@ class Blocked:
     axis: int
     size: int
 
-    def expand(self, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Returns `scale` with every entry along the axis repeated `size` times, cut to `shape`."""
-        return expand_groups(scale, shape, (self.axis,), (self.size,))
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` with every entry along the axis repeated `size` times, in the shape of `like`."""
+        return Groups(tuple(self.size if a == self.axis else 1 for a in range(like.ndim))).expand(scale, like)
 
 
-Granularity = PerTensor | PerAxis | Blocked
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """One scale per box of `sizes` indices, one entry for each dimension. The last boxes may be short."""
+
+    sizes: tuple[int, ...]
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` with every entry repeated `sizes` times, cut to the shape of `like`."""
+        # A box longer than its dimension repeats no more often than that is long.
+        sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
+        interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
+        repeated = lax.broadcast_in_dim(scale, interleaved, tuple(range(0, 2 * scale.ndim, 2)))
+        merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
+        return placed(lax.slice(repeated.reshape(merged), (0,) * like.ndim, like.shape), like)
 
 
-def expand_groups(scale: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> jax.Array:
-    """Returns `scale` repeated `sizes[i]` times along `axes[i]` and cut to `shape`."""
-    group = dict(zip(axes, sizes, strict=True))
-    interleaved: list[int] = []
-    kept: list[int] = []
-    for dim, length in enumerate(scale.shape):
-        kept.append(len(interleaved))
-        # A group longer than the axis repeats no more often than the axis is long.
-        interleaved += [length, min(group[dim], max(shape[dim], 1))] if dim in group else [length]
-    repeated = lax.broadcast_in_dim(scale, tuple(interleaved), tuple(kept))
-    merged = tuple(
-        length * (min(group[dim], max(shape[dim], 1)) if dim in group else 1) for dim, length in enumerate(scale.shape)
-    )
-    return lax.slice(repeated.reshape(merged), (0,) * len(shape), shape)
+Granularity = PerTensor | PerAxis | Blocked | Groups
+
+
+def is_placed(value: jax.Array) -> bool:
+    """Whether JAX tracks the sharding of `value` in its type, where operands must agree and reshapes are refused."""
+    return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
+
+
+def placed(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `value` sharded as `like`, where JAX tracks shardings in types."""
+    return reshard(value, jax.typeof(like).sharding) if is_placed(like) else value
 
 
 def resolve(
@@ -133,5 +144,5 @@ def reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
 def collapse(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Sums an array of x's shape into one of the scale's shape: the transpose of `expand`."""
     like = jax.ShapeDtypeStruct(scale.shape, values.dtype)
-    transpose = jax.linear_transpose(lambda s: granularity.expand(s, values.shape), like)
+    transpose = jax.linear_transpose(lambda s: granularity.expand(s, values), like)
     return transpose(values)[0]

@@ -15,10 +15,12 @@ from jax import lax
 
 from . import _dtypes, _small_floats
 
-# Adding 1.5 * 2**23 to |v| < 2**22 leaves round-half-even(v) in the low bits of the sum. XLA:CPU vectorises that
-# add; it does not vectorise round, convert and select well enough.
+# Adding 1.5 * 2**23 to |v| < 2**22 leaves round-half-even(v) in the low bits of the sum. The bits of a float32 sort as
+# the float does, so a clamp of the bits saturates: XLA:CPU runs this two to six times faster than round, clip and
+# convert. _NAN_WRAP takes every quiet NaN, of either sign, below the codes and keeps +infinity above them.
 _MAGIC = np.float32(1.5 * 2**23)
 _MAGIC_BITS = int(_MAGIC.view(np.int32))
+_NAN_WRAP = 0x80000000 - 0x7FC00000
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -39,7 +41,7 @@ def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     # XLA turns x / broadcast(s) into x * broadcast(1 / s), and (a / b) / s into a / (b * s). Neither pattern
     # matches once both operands come out of a select.
-    never = lax.broadcast(_never(), x.shape)
+    never = _never()
     return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 
 
@@ -81,17 +83,17 @@ def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def rounded(product: jax.Array, bound: jax.Array) -> jax.Array:
+def rounded(product: jax.Array, bound: jax.Array | np.float32) -> jax.Array:
     """Returns min(product, bound), with a bound that the product never passes: the product, rounded.
 
     XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and then
     rounds once where a runtime rounds twice. A minimum between the two, which only we know to do nothing, stops it.
     """
-    return lax.min(product, bound)
+    return jnp.minimum(product, bound)
 
 
 @rounded.defjvp
-def _rounded_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+def _rounded_jvp(primals: tuple[jax.Array, Any], tangents: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
     return rounded(*primals), tangents[0]
 
 
@@ -151,17 +153,12 @@ def encode(
         bounds: (qmin, qmax), by default all that the dtype holds.
     """
     low, high = _dtypes.bounds(dtype) if bounds is None else bounds
-    bottom, top = np.float32(low), np.float32(high)
-    offset = jnp.int32(_MAGIC_BITS)
-    if zero_point is not None:
-        steps = zero_point.astype(jnp.float32)
-        bottom, top = bottom - steps, top - steps
-        offset = offset - zero_point
-    # clamp keeps NaN; the bits of a NaN, its sign cleared, are far above those of any code.
-    total = lax.abs(lax.clamp(bottom, value, top) + _MAGIC)
-    code = lax.bitcast_convert_type(total, jnp.int32) - offset
-    # The dtype keeps the low bits only, and there this stand-in for NaN reads qmin.
-    return lax.min(code, jnp.full(code.shape, low + 2 ** _dtypes.bits(dtype), jnp.int32)).astype(dtype)
+    zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the code 0; its low 16 bits are zeros
+    code = lax.bitcast_convert_type(value + _MAGIC, jnp.int32) + np.int32(_NAN_WRAP)
+    if zero_point is None:
+        return lax.clamp(zero + np.int32(low), code, zero + np.int32(high)).astype(dtype)
+    offset = zero - zero_point
+    return (lax.clamp(offset + np.int32(low), code, offset + np.int32(high)) + zero_point).astype(dtype)
 
 
 def in_range(

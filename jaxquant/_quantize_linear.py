@@ -114,9 +114,9 @@ _enter = _contracts.entrance(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_p
 def quotients(x: jax.Array, scale: jax.Array, granularity: _granularity.Granularity, carrier: np.dtype) -> jax.Array:
     """Returns x / scale in the precision `carrier`, as float32 of x's shape."""
     if carrier == _dtypes.INT32:
-        return _numerics.integer_quotient(x, granularity.expand(scale, x.shape))
+        return _numerics.integer_quotient(x, granularity.expand(scale, x))
     values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
-    wide = granularity.expand(values, x.shape)
+    wide = granularity.expand(values, x)
     return _numerics.quotient_in(x.astype(jnp.float32), wide, carrier)
 
 
@@ -132,9 +132,11 @@ def quantize(
 ) -> jax.Array:
     """Returns the codes of x; every argument has passed its contract."""
     value = quotients(x, scale, granularity, carrier)
+    if dtype in _dtypes.FLOAT4 and zero_point is not None:
+        value = jnp.where(value == 0, np.float32(0), value)  # float4 adds its zero point, 0: -0 + 0 is +0
     if dtype in _dtypes.SMALL_FLOATS:
         return _small_floats.encode(value, dtype, saturate)
-    steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x.shape)
+    steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x)
     return _numerics.encode(value, steps, dtype, bounds)
 
 
@@ -171,7 +173,7 @@ def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
     return scale
 
 
-def number_zero_point(function: str, argument: str, value: int, dtype: Any, scale: Any) -> Any:
+def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scale: Any) -> Any:
     """Returns an int as a zero point of scale's shape and the given dtype, which must hold it."""
     found = _contracts.dtype(function, f"the dtype of {argument}", dtype, _dtypes.QUANTIZED)
     _contracts.integer(function, argument, value)

@@ -37,7 +37,7 @@ def magnitude_code(value: jax.Array, dtype: np.dtype) -> jax.Array:
     # A power of two takes one unit in the last place to 1, exactly.
     unit = lax.bitcast_convert_type((127 + digits - exponent) << 23, jnp.float32)
     # Far beyond every dtype here, so that the product below stays small.
-    scaled = lax.min(size * unit, jnp.full(size.shape, 2.0 ** (digits + 2), jnp.float32))
+    scaled = jnp.minimum(size * unit, np.float32(2.0 ** (digits + 2)))
     units = lax.bitcast_convert_type(scaled + _MAGIC, jnp.int32) - int(_MAGIC.view(np.int32))
     return ((exponent - least) << digits) + units
 
@@ -74,8 +74,9 @@ def _nan_code(dtype: np.dtype) -> int:
     return int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
 
 
+@jax.custom_jvp
 def decode(value: jax.Array) -> jax.Array:
-    """Returns a small float array, or one of float8_e8m0fnu, as float32: exact."""
+    """Returns a small float array, or one of float8_e8m0fnu, as float32: exact. Differentiable like a conversion."""
     dtype = value.dtype
     if dtype in _dtypes.FLOAT4:  # this conversion XLA does right, while a 4-bit bitcast in a scan does not compile
         return value.astype(jnp.float32)
@@ -95,3 +96,8 @@ def decode(value: jax.Array) -> jax.Array:
         result = jnp.where(size == largest + 1, past, jnp.where(size > largest + 1, np.float32(np.nan), result))
     result = jnp.where(code >= 128, -result, result)
     return jnp.where(code == 128, np.float32(np.nan), result) if _is_fnuz(dtype) else result
+
+
+@decode.defjvp
+def _decode_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return decode(*primals), tangents[0].astype(jnp.float32)

@@ -102,7 +102,7 @@ def quantize_cases() -> Iterator[Case]:
     """QuantizeLinear of float32 to every integer dtype: ONNX Runtime."""
     for name in INTEGERS:
         for layout in LAYOUTS:
-            keywords = {"axis": layout.axis, "block_size": layout.block}
+            keywords: dict[str, Any] = {"axis": layout.axis, "block_size": layout.block}
             opset = 25 if "2" in name.replace("32", "") else 21
 
             def want(x, s, z, name=name, layout=layout, keywords=keywords, opset=opset):
@@ -226,7 +226,7 @@ def small_float_cases() -> Iterator[Case]:
                     return runtime.reference("QuantizeLinear", {"x": x, "s": s}, outputs, 25, **attributes)[0]
 
                 def op(x, s, name=name, layout=layout, saturate=saturate):
-                    keywords = {"axis": layout.axis, "block_size": layout.block, "saturate": saturate}
+                    keywords: dict[str, Any] = {"axis": layout.axis, "block_size": layout.block, "saturate": saturate}
                     return jq.quantize_linear(x, s, output_dtype=oracle.dtype(name), **keywords)
 
                 variant = f"float32 {layout.name}" + ("" if saturate else " saturate=0")
@@ -380,7 +380,7 @@ def fake_cases() -> Iterator[Case]:
                 return oracle.dequantize_linear(codes, s, z, **keywords)
 
             def op(x, s, z, name=name, layout=layout):
-                keywords = {"axis": layout.axis, "block_size": layout.block}
+                keywords: dict[str, Any] = {"axis": layout.axis, "block_size": layout.block}
                 return jq.fake_quantize_linear(x, s, z, dtype=oracle.dtype(name), **keywords)
 
             draw = draw_floats(single, single, name, layout)
@@ -391,8 +391,15 @@ def fake_cases() -> Iterator[Case]:
         return ((y - point).astype(np.float32) * scale).astype(np.float32)
 
     draw = draw_ranges(SHAPE)
-    op = jq.dynamic_fake_quantize_linear
-    yield Case("dynamic_fake_quantize_linear", "uint8", "per-tensor", "numpy (text)", op, draw, dynamic)
+    yield Case(
+        "dynamic_fake_quantize_linear",
+        "uint8",
+        "per-tensor",
+        "numpy (text)",
+        jq.dynamic_fake_quantize_linear,
+        draw,
+        dynamic,
+    )
 
 
 def cases() -> list[Case]:

@@ -74,12 +74,12 @@ def quantize(
     src, scales = lax.stop_gradient((src, scales))
     inverse = _numerics.quotient(jnp.ones_like(scales), scales)
     # Beyond 2**33 no int32 zero point brings a value back into the range of the codes.
-    limit = jnp.full(src.shape, 2.0**33, jnp.float32)
-    value = src * found.expand(inverse, src.shape)
+    limit = np.float32(2.0**33)
+    value = src * found.expand(inverse, src)
     if dtype in _dtypes.FLOAT8:
         return _small_floats.encode(value, dtype, saturate=False)
     if zps is not None:
-        value = _numerics.rounded(value, limit) + found.expand(zps.astype(jnp.float32), src.shape)
+        value = _numerics.rounded(value, limit) + found.expand(zps.astype(jnp.float32), src)
     return _numerics.encode(value, None, dtype)
 
 
@@ -87,11 +87,11 @@ def dequantize(
     src: jax.Array,
     scales: jax.Array,
     zps: jax.Array | None,
-    expand: Any,
+    found: _granularity.Granularity,
 ) -> jax.Array:
     """Returns (src - zp) * scale, each operation rounded to float32, in the dtype of `scales`."""
     steps = _small_floats.decode(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
-        steps = steps - expand(zps.astype(jnp.float32), src.shape)
-    product = _numerics.scaled(steps, expand(scales.astype(jnp.float32), src.shape))
+        steps = steps - found.expand(zps.astype(jnp.float32), src)
+    product = _numerics.scaled(steps, found.expand(scales.astype(jnp.float32), src))
     return _numerics.to_grid(product, scales.dtype).astype(scales.dtype)

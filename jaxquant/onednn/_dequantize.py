@@ -64,7 +64,7 @@ def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qty
         wanted = "None: float8 has no zero points"
         _contracts.require(src.dtype not in _dtypes.FLOAT8, _NAME, "zps", wanted, "an array")
     granularity = _arithmetic.granularity(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.dequantize(src, scales, zps, granularity.expand)
+    return _arithmetic.dequantize(src, scales, zps, granularity)
 
 
 _enter = _contracts.entrance(_NAME, _dequantize, ("src", "scales", "zps"))

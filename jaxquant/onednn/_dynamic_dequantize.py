@@ -77,13 +77,11 @@ def _dynamic_dequantize(
     if zps is not None:
         _contracts.array(_NAME, "zps", zps, (*_arithmetic.FOUR_BIT, *_arithmetic.ZERO_POINTS))
     if qtype == "per_group":
-        sizes = _groups(src, scales, zps, group_shape)
-        expand = functools.partial(_granularity.expand_groups, axes=tuple(range(src.ndim)), sizes=sizes)
-        return _arithmetic.dequantize(src, scales, zps, expand)
+        return _arithmetic.dequantize(src, scales, zps, _groups(src, scales, zps, group_shape))
     wanted = 'None unless qtype="per_group"'
     _contracts.require(group_shape is None, _NAME, "group_shape", wanted, group_shape)
     granularity = _arithmetic.granularity(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.dequantize(src, scales, zps, granularity.expand)
+    return _arithmetic.dequantize(src, scales, zps, granularity)
 
 
 _enter = _contracts.entrance(_NAME, _dynamic_dequantize, ("src", "scales", "zps"))
@@ -91,7 +89,7 @@ _enter = _contracts.entrance(_NAME, _dynamic_dequantize, ("src", "scales", "zps"
 
 def _groups(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None
-) -> tuple[int, ...]:
+) -> _granularity.Groups:
     wanted = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
     is_list = isinstance(group_shape, tuple) and len(group_shape) == src.ndim
     _contracts.require(is_list, _NAME, "group_shape", wanted, group_shape)
@@ -105,4 +103,4 @@ def _groups(
     _contracts.shape(_NAME, "scales", scales, shape, reason)
     if zps is not None:
         _contracts.shape(_NAME, "zps", zps, shape, reason)
-    return sizes
+    return _granularity.Groups(sizes)

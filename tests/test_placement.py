@@ -1,0 +1,151 @@
+"""The same integers on one device and on eight, in modes other than the usual, and lowered for other platforms."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxquant as jq
+
+from . import inputs, oracle, transforms
+
+SHAPE = (8, 16, 24)
+SCALES = {
+    "per-tensor": ((), 1, 0),
+    "per-axis 0": ((8,), 0, 0),
+    "per-axis 2": ((24,), 2, 0),
+    "blocked": ((8, 4, 24), 1, 5),
+}
+
+
+def drawn(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    shape, axis, block = SCALES[name]
+    scale, point = inputs.scales(rng, shape, np.dtype(np.float32)), inputs.zero_points(rng, shape, "int8")
+    wide, steps = (oracle.expand(p, SHAPE, axis, block) for p in (scale, point))
+    x = inputs.near_ties(rng, wide, steps.astype(np.int64), (-128, 127), np.dtype(np.float32))
+    return x, scale, point, {"axis": axis, "block_size": block}
+
+
+def sharded(x: np.ndarray, axis: int, kind: AxisType = AxisType.Explicit) -> jax.Array:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    spec = PartitionSpec(*("d" if a == axis else None for a in range(x.ndim)))
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("name", list(SCALES))
+def test_eight_devices_give_the_same_codes(rng: np.random.Generator, name: str, axis: int, kind: AxisType) -> None:
+    x, scale, point, keywords = drawn(rng, name)
+    want = oracle.quantize_linear(x, scale, point, "int8", axis=keywords["axis"], block=keywords["block_size"])
+    spread = sharded(x, axis, kind)
+    got = jax.jit(functools.partial(jq.quantize_linear, **keywords))(spread, scale, point)
+    assert len(got.sharding.device_set) == 8
+    assert transforms.mismatches(np.asarray(got), want) == 0
+    back = jax.jit(functools.partial(jq.dequantize_linear, **keywords))(got, scale, point)
+    text = oracle.dequantize_linear(want, scale, point, axis=keywords["axis"], block=keywords["block_size"])
+    assert transforms.mismatches(np.asarray(back), text) == 0
+    fake = jax.jit(functools.partial(jq.fake_quantize_linear, **keywords))(spread, scale, point)
+    assert transforms.mismatches(np.asarray(fake), text) == 0
+
+
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("kept", [None, 0, 2])
+def test_eight_devices_find_the_same_range(rng: np.random.Generator, axis: int, kept: int | None) -> None:
+    x = rng.normal(size=SHAPE).astype(np.float32)
+    dynamic = jax.jit(functools.partial(jq.dynamic_quantize_linear, axis=kept))
+    alone, spread = dynamic(x), dynamic(sharded(x, axis))
+    assert len(spread.y.sharding.device_set) == 8
+    assert transforms.mismatches(tuple(spread), tuple(alone)) == 0
+    onednn = jax.jit(lambda x: jq.onednn.quantize(x, jnp.full(24, 0.037), qtype="per_channel", axis=-1))
+    assert transforms.mismatches(np.asarray(onednn(sharded(x, axis))), np.asarray(onednn(x))) == 0
+
+
+F = jax.ShapeDtypeStruct((4, 6), jnp.float32)
+S = jax.ShapeDtypeStruct((6,), jnp.float32)
+Z = jax.ShapeDtypeStruct((6,), jnp.int8)
+OPERATORS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "quantize_linear": (jq.quantize_linear, (F, S, Z)),
+    "quantize_linear float8": (functools.partial(jq.quantize_linear, output_dtype=jnp.float8_e4m3fn), (F, S)),
+    "quantize_linear int4": (functools.partial(jq.quantize_linear, output_dtype=jnp.int4), (F, S)),
+    "dequantize_linear": (jq.dequantize_linear, (jax.ShapeDtypeStruct((4, 6), jnp.int8), S, Z)),
+    "dynamic_quantize_linear": (jq.dynamic_quantize_linear, (F,)),
+    "fake_quantize_linear": (jq.fake_quantize_linear, (F, S, Z)),
+    "fake_quantize_linear gradient": (
+        jax.grad(lambda x, s, z: jq.fake_quantize_linear(x, s, z).sum(), argnums=(0, 1)),
+        (F, S, Z),
+    ),
+    "dynamic_fake_quantize_linear": (jq.dynamic_fake_quantize_linear, (F,)),
+    "onednn.quantize": (functools.partial(jq.onednn.quantize, qtype="per_channel"), (F, S, Z)),
+    "onednn.dequantize": (
+        functools.partial(jq.onednn.dequantize, qtype="per_channel"),
+        (jax.ShapeDtypeStruct((4, 6), jnp.int8), S, Z),
+    ),
+    "onednn.dynamic_quantize": (functools.partial(jq.onednn.dynamic_quantize, qtype="per_channel"), (F, S, Z)),
+    "onednn.dynamic_dequantize": (
+        functools.partial(jq.onednn.dynamic_dequantize, qtype="per_group", group_shape=(1, 3)),
+        (jax.ShapeDtypeStruct((4, 6), jnp.int4), jax.ShapeDtypeStruct((4, 2), jnp.float16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_export_lowers_for_every_platform(name: str) -> None:
+    op, arguments = OPERATORS[name]
+    exported = export.export(jax.jit(op), platforms=["cpu", "cuda", "tpu"])(*arguments)
+    assert set(exported.platforms) == {"cpu", "cuda", "tpu"}
+    again = export.deserialize(exported.serialize())
+    drawn = [jnp.ones(a.shape, a.dtype) for a in arguments]
+    got, want = (jax.tree.leaves(f(*drawn)) for f in (again.call, op))
+    assert transforms.mismatches(tuple(got), tuple(want)) == 0
+
+
+def test_other_backends_get_the_corrected_quotient() -> None:
+    """Proved by lowering only: a program for a GPU or a TPU has the residual's integer product, one for a CPU not."""
+    arguments = OPERATORS["quantize_linear"][1]
+    text = {
+        platform: export.export(jax.jit(jq.quantize_linear), platforms=[platform])(*arguments).mlir_module()
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert {p: "stablehlo.multiply" in t and "stablehlo.shift_left" in t for p, t in text.items()} == {
+        "cpu": False,
+        "cuda": True,
+        "tpu": True,
+    }
+
+
+@pytest.mark.parametrize("mode", ["x64", "disable_jit", "promotion"])
+def test_modes_of_jax_change_nothing(rng: np.random.Generator, mode: str) -> None:
+    x, scale, point, keywords = drawn(rng, "per-axis 2")
+    switch = {
+        "x64": lambda: jax.enable_x64(True),
+        "disable_jit": jax.disable_jit,
+        "promotion": lambda: jax.numpy_dtype_promotion("standard"),
+    }[mode]
+    want = oracle.quantize_linear(x, scale, point, "int8", axis=2)
+    range_want = oracle.dynamic_quantize_linear(np.nan_to_num(x, posinf=1, neginf=-1))
+    with switch():
+        codes = jq.quantize_linear(x, scale, point, **keywords)
+        assert transforms.mismatches(np.asarray(codes), want) == 0
+        back = jq.dequantize_linear(codes, scale, point, **keywords)
+        assert transforms.mismatches(np.asarray(back), oracle.dequantize_linear(want, scale, point, axis=2)) == 0
+        y, s, z = jq.dynamic_quantize_linear(np.nan_to_num(x, posinf=1, neginf=-1))
+        assert (np.asarray(y).astype(np.int64) == range_want[0]).all()
+        assert (np.asarray(s), int(z)) == (range_want[1], range_want[2])
+        python_scale = jq.quantize_linear(x, 0.25, 3, output_dtype=jnp.int8)
+        assert (
+            transforms.mismatches(
+                np.asarray(python_scale), oracle.quantize_linear(x, np.float32(0.25), np.int8(3), "int8")
+            )
+            == 0
+        )
+        gradient = jax.grad(lambda x: jq.fake_quantize_linear(x, scale, point, **keywords).sum())(jnp.asarray(x))
+        assert gradient.dtype == jnp.float32
