@@ -149,7 +149,7 @@ def _fake_quantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[An
     expanded = None if steps is None else granularity.expand(steps, x)
     unit = jnp.ones(scale.shape, jnp.float32)
     distance = dequantize(_codes(config, x, scale, steps), unit, steps, granularity, unit.dtype)
-    value = quotients(x, scale, granularity, scale.dtype)
+    value = quotients(x, granularity.expand(scale, x), scale.dtype)
     inside = _numerics.in_range(value, expanded, config.dtype, config.bounds)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = np.float32(config.lda_coeff) * jnp.where(inside, g, zero)
@@ -173,8 +173,13 @@ def _steps(config: Config, zero_point: jax.Array | None) -> jax.Array | None:
 
 
 def _codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None) -> jax.Array:
-    codes = quantize(x, scale, steps, config.granularity, config.dtype, scale.dtype, bounds=config.bounds)
-    return codes if config.dtype in _dtypes.SMALL_FLOATS else codes.astype(jnp.int32)
+    if config.dtype in _dtypes.SMALL_FLOATS:
+        return quantize(x, scale, steps, config.granularity, config.dtype, scale.dtype)
+    # 16 bits hold the codes of every integer dtype but one, and no loop has to pack them.
+    carrier = config.dtype if config.dtype == jnp.uint16 else np.dtype(jnp.int16)
+    bounds = config.bounds or _dtypes.bounds(config.dtype)
+    codes = quantize(x, scale, steps, config.granularity, carrier, scale.dtype, bounds=bounds)
+    return codes.astype(jnp.int32)
 
 
 def _sum(granularity: _granularity.Granularity, values: jax.Array, like: jax.Array) -> jax.Array:

@@ -156,9 +156,14 @@ def encode(
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the code 0; its low 16 bits are zeros
     code = lax.bitcast_convert_type(value + _MAGIC, jnp.int32) + np.int32(_NAN_WRAP)
     if zero_point is None:
-        return lax.clamp(zero + np.int32(low), code, zero + np.int32(high)).astype(dtype)
-    offset = zero - zero_point
-    return (lax.clamp(offset + np.int32(low), code, offset + np.int32(high)) + zero_point).astype(dtype)
+        code = lax.clamp(zero + np.int32(low), code, zero + np.int32(high))
+    else:
+        offset = zero - zero_point
+        code = lax.clamp(offset + np.int32(low), code, offset + np.int32(high)) + zero_point
+    if _dtypes.bits(dtype) < 8:
+        # Packing nibbles ends XLA:CPU's vector loop: 51 ms for 4096 x 4096 in one loop, 5 ms in two.
+        code = lax.optimization_barrier(code.astype(jnp.int8))
+    return code.astype(dtype)
 
 
 def in_range(

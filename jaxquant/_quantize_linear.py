@@ -111,13 +111,12 @@ def _quantize_linear(
 _enter = _contracts.entrance(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_point"))
 
 
-def quotients(x: jax.Array, scale: jax.Array, granularity: _granularity.Granularity, carrier: np.dtype) -> jax.Array:
-    """Returns x / scale in the precision `carrier`, as float32 of x's shape."""
+def quotients(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
+    """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
     if carrier == _dtypes.INT32:
-        return _numerics.integer_quotient(x, granularity.expand(scale, x))
+        return _numerics.integer_quotient(x, scale)
     values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
-    wide = granularity.expand(values, x)
-    return _numerics.quotient_in(x.astype(jnp.float32), wide, carrier)
+    return _numerics.quotient_in(x.astype(jnp.float32), values, carrier)
 
 
 def quantize(
@@ -131,7 +130,7 @@ def quantize(
     bounds: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Returns the codes of x; every argument has passed its contract."""
-    value = quotients(x, scale, granularity, carrier)
+    value = quotients(x, granularity.expand(scale, x), carrier)
     if dtype in _dtypes.FLOAT4 and zero_point is not None:
         value = jnp.where(value == 0, np.float32(0), value)  # float4 adds its zero point, 0: -0 + 0 is +0
     if dtype in _dtypes.SMALL_FLOATS:

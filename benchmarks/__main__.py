@@ -1,0 +1,175 @@
+"""`python -m benchmarks`: measures, compares, and prints the tables. Status 1 where jaxquant's results are wrong."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import operators, timing
+from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
+from .onnxruntime_models import threads
+
+TABLES = (operators.TABLE,)
+_QUICK_LIMIT = 1024
+_COMPILED_AT = 1024
+_KINDS = {"latency": "", "queued": "queued: "}
+_LEGEND = (
+    "Medians of alternated runs in one process. First one call that is waited for, then, queued, ten calls of which "
+    "the last is waited for, per call. Ratios are jaxquant / opponent: below 1, jaxquant is faster. Mismatches are "
+    "elements that differ in any bit from ONNX Runtime's, or from numpy's where ONNX Runtime takes no part."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    jax.config.update("jax_enable_compilation_cache", False)  # or a first call would not compile
+    environment = _environment()
+    print(", ".join(f"{value}" if key == "cpu" else f"{key} {value}" for key, value in environment.items()))
+    print(f"\n{_LEGEND}")
+    report = [_run(table, options) for table in TABLES]
+    records = [record for part in report for record in part]
+    if not records:
+        print("no row has such a name", file=sys.stderr)
+        return 2
+    _print_first_calls(records)
+    if options.json:
+        options.json.write_text(json.dumps({"environment": environment, "rows": records}, indent=1) + "\n")
+    wrong = [f"{r['name']} {r['shape']}" for r in records if r["mismatches"].get(JAXQUANT)]
+    if wrong:
+        print("jaxquant's results are wrong in: " + "; ".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("benchmarks", description=__doc__)
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="rows by name")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per row at most; default 200, quick 20")
+    parser.add_argument("--quick", action="store_true", help=f"sizes up to {_QUICK_LIMIT} and few rounds: a smoke test")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where to write all figures")
+    return parser
+
+
+def _environment() -> dict[str, Any]:
+    versions = {"Python": platform.python_version()}
+    for package in ("jax", "jaxlib", "onnxruntime"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {**versions, "cpu": _cpu(), "threads": threads(), "backend": jax.default_backend()}
+
+
+def _cpu() -> str:
+    path = pathlib.Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:
+    # ONNX Runtime's CPU kernels still say what is right when an accelerator is measured, but race against CPUs only.
+    on_cpu = jax.default_backend() == "cpu"
+    opponents = [o for o in table.opponents if on_cpu or o != ONNX_RUNTIME]
+    rows = [r for r in table.rows if options.only.search(r.name)]
+    if options.quick:
+        rows = [r for r in rows if max(r.shape) <= _QUICK_LIMIT]
+    if rows:
+        print(f"\n### {table.title}\n")
+        _print_line(_head(opponents, on_cpu))
+        _print_line(["---"] * len(_head(opponents, on_cpu)))
+    records = []
+    for row in rows:
+        records.append(_measure(row, opponents, options))
+        _print_line(_cells(records[-1], opponents, on_cpu))
+    return records
+
+
+def _measure(row: Row, opponents: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    contest = row.build()
+    present = {o: contest.opponents.get(o, Missing("none")) for o in opponents}
+    missing = {o: call.reason for o, call in present.items() if isinstance(call, Missing)}
+    calls: dict[str, Call] = {JAXQUANT: contest.jaxquant}
+    calls |= {o: call for o, call in present.items() if not isinstance(call, Missing)}
+    first = {n: 1e3 * timing.first_call(c) for n, c in calls.items() if n != ONNX_RUNTIME} if _compiles(row) else {}
+    rounds, seconds = (20, 0.5) if options.quick else (200, 4.0)
+    rounds = max(options.rounds or rounds, 2)  # one sample has no quartiles
+    timings = timing.measure(calls, rounds, seconds)
+    return {
+        "name": row.name,
+        "shape": "x".join(map(str, row.shape)),
+        "timings": {name: t.summary() for name, t in timings.items()},
+        "first_call_ms": first,
+        "missing": missing,
+        "mismatches": _compare(contest, calls),
+        "bytes": contest.bytes_read + sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(contest.jaxquant())),
+    }
+
+
+def _compiles(row: Row) -> bool:
+    return set(row.shape) == {_COMPILED_AT}
+
+
+def _compare(contest: Contest, calls: dict[str, Call]) -> dict[str, int | None]:
+    """Counts wrong elements by contestant; None where a contestant has nothing to be compared."""
+    expected = None if isinstance(contest.expected, Missing) else contest.expected()
+    found: dict[str, int | None] = {}
+    for name, call in calls.items():
+        if name == ONNX_RUNTIME:
+            continue
+        comparable = expected is not None and name not in contest.unlike
+        found[name] = mismatches(contest.compared(call()), expected) if comparable else None
+    return found
+
+
+def _head(opponents: Sequence[str], on_cpu: bool) -> list[str]:
+    cells = ["operation", "shape"]
+    for prefix in _KINDS.values():
+        cells += [f"{prefix}{name} ms" for name in (JAXQUANT, *opponents)]
+        cells += [f"{prefix}ratio to {name}" for name in opponents]
+    judged = [o for o in opponents if o != ONNX_RUNTIME]
+    return [*cells, *([] if on_cpu else ["jaxquant GB/s"]), "mismatches " + " / ".join((JAXQUANT, *judged))]
+
+
+def _cells(record: dict[str, Any], opponents: Sequence[str], on_cpu: bool) -> list[str]:
+    cells = [record["name"], record["shape"]]
+    for kind in _KINDS:
+        medians = {name: t[kind]["median_ms"] for name, t in record["timings"].items()}
+        shown = (JAXQUANT, *opponents)
+        cells += [f"{medians[n]:.3g}" if n in medians else record["missing"][n] for n in shown]
+        cells += [f"{medians[JAXQUANT] / medians[n]:.2f}" if n in medians else "" for n in opponents]
+    if not on_cpu:
+        queued = record["timings"][JAXQUANT]["queued"]["median_ms"]
+        cells.append(f"{record['bytes'] / queued / 1e6:.0f}")
+    judged = [record["mismatches"].get(n) for n in (JAXQUANT, *opponents) if n != ONNX_RUNTIME]
+    return [*cells, " / ".join("not compared" if count is None else str(count) for count in judged)]
+
+
+def _print_first_calls(records: Sequence[dict[str, Any]]) -> None:
+    """Prints what tracing, compiling and one execution take together."""
+    compiled = [r for r in records if r["first_call_ms"]]
+    if not compiled:
+        return
+    names = list(dict.fromkeys(name for r in compiled for name in r["first_call_ms"]))
+    print("\n### First call: trace, compile, run\n")
+    _print_line(["operation", "shape", *(f"{name} ms" for name in names)])
+    _print_line(["---"] * (2 + len(names)))
+    for record in compiled:
+        first = record["first_call_ms"]
+        _print_line([record["name"], record["shape"], *(f"{first[n]:.0f}" if n in first else "" for n in names)])
+
+
+def _print_line(cells: Sequence[str]) -> None:
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

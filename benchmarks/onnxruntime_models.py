@@ -1,0 +1,106 @@
+"""ONNX Runtime's contestants: models of one node, on as many threads as XLA has.
+
+Scales and zero points are initializers, as in a model file. Inputs are numpy arrays that `session.run` reads in
+place; its outputs are fresh memory from its arena, handed to numpy without a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .contest import Call, Missing
+
+_IR_VERSION = 10
+_INSTALLED = all(importlib.util.find_spec(module) is not None for module in ("onnx", "onnxruntime"))
+_NOT_INSTALLED = Missing("not installed")
+
+
+def threads() -> int:
+    """Returns the number of threads XLA:CPU takes by default: the processors this process may run on."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
+
+
+def single_node(
+    operator: str,
+    inputs: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray],
+    *,
+    outputs: Sequence[str] = ("y",),
+    opset: int = 13,
+    **attributes: Any,
+) -> Call | Missing:
+    """Returns a call that runs one ONNX operator, or why there is none.
+
+    Args:
+        operator: the ONNX name.
+        inputs: the arrays that are fed, by name, in the operator's order; they come before the constants.
+        constants: the initializers, likewise.
+        outputs: names for the outputs.
+        opset: the version of the ONNX operator set.
+        **attributes: the node's attributes.
+    """
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    from onnx import helper
+
+    node = helper.make_node(operator, [*inputs, *constants], list(outputs), **attributes)
+    session = _session([node], inputs, constants, outputs, opset)
+    feeds = dict(inputs)
+    return lambda: session.run(None, feeds)
+
+
+def blocked_int4(
+    x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, block_size: int
+) -> tuple[Call | Missing, Call | Missing]:
+    """Returns QuantizeLinear to int4 along the last axis, once to be timed and once to be compared with.
+
+    numpy cannot hold ONNX Runtime's packed int4, so the timed call leaves it in an OrtValue. That is fair: where
+    numpy can hold a result, handing it over costs nothing either. The other call adds a Cast to int8.
+    """
+    if not _INSTALLED:
+        return _NOT_INSTALLED, _NOT_INSTALLED
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    inputs, constants = {"x": x}, {"scale": scale, "zero_point": zero_point}
+    names = [*inputs, *constants]
+    quantize = helper.make_node("QuantizeLinear", names, ["y"], axis=x.ndim - 1, block_size=block_size)
+    widen = helper.make_node("Cast", ["y"], ["wide"], to=TensorProto.INT8)
+    packed = _session([quantize], inputs, constants, ["y"], 21)
+    wide = _session([quantize, widen], inputs, constants, ["wide"], 21)
+    held = {"x": onnxruntime.OrtValue.ortvalue_from_numpy(x)}
+    return lambda: packed.run_with_ort_values(None, held), lambda: wide.run(None, {"x": x})
+
+
+def _session(
+    nodes: Sequence[Any],
+    inputs: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray],
+    outputs: Sequence[str],
+    opset: int,
+) -> Any:
+    import onnxruntime
+    from onnx import helper, numpy_helper
+
+    graph = helper.make_graph(
+        list(nodes),
+        "benchmark",
+        [
+            helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+            for n, a in inputs.items()
+        ],
+        [helper.make_empty_tensor_value_info(name) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=_IR_VERSION)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads()
+    # Threads that spin after a run would starve whoever is measured next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

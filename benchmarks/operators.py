@@ -1,0 +1,200 @@
+"""The rows of the element-wise operators.
+
+A row is one function that returns a Contest, and one line in ROWS. jaxquant's functions are called as a user calls
+them, outside of jit unless the row says otherwise; "plain JAX" is what one writes without the library, under jit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant as jq
+
+from . import inputs
+from . import onnxruntime_models as models
+from .contest import ONNX_RUNTIME, PLAIN, Contest, Missing, Row, Table
+
+_SIZES = (64, 256, 1024, 4096)
+_LARGE = (1024, 4096)
+_NO_OPERATOR = Missing("no such operator")
+
+
+def _quantize(size: int, dtype: str, axis: int | None, jitted: bool = False) -> Contest:
+    scale, zero_point = inputs.parameters(() if axis is None else (size,), dtype)
+    x = inputs.near_ties((size, size), inputs.along(scale, axis), dtype)
+    arguments = jax.device_put((x, scale, zero_point))
+    ours = partial(jq.quantize_linear, axis=axis or 0)
+    if jitted:
+        ours = jax.jit(ours)
+    plain = _plain_quantize(inputs.along(scale, axis), inputs.along(zero_point, axis), dtype)
+    onnx = models.single_node("QuantizeLinear", {"x": x}, {"scale": scale, "zero_point": zero_point}, axis=axis or 0)
+    opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(plain, arguments[0])}
+    return Contest(partial(ours, *arguments), opponents, onnx, x.nbytes)
+
+
+def _plain_quantize(s: Any, z: Any, dtype: str) -> Callable[[jax.Array], jax.Array]:
+    low, high = inputs.bounds(dtype)
+    return jax.jit(lambda x: jnp.clip(jnp.round(x / s) + z.astype(jnp.float32), low, high).astype(dtype))
+
+
+def _quantize_blocked(size: int, block_size: int) -> Contest:
+    scale, zero_point = inputs.parameters((size, size // block_size), jnp.int4)
+    x = inputs.near_ties((size, size), np.repeat(scale, block_size, axis=1), jnp.int4)
+    arguments = jax.device_put((x, scale, zero_point))
+
+    @jax.jit
+    def plain(x: jax.Array, s: jax.Array, z: jax.Array) -> jax.Array:
+        steps = jnp.round(x.reshape(size, -1, block_size) / s[..., None]) + z.astype(jnp.float32)[..., None]
+        return jnp.clip(steps, -8, 7).astype(jnp.int4).reshape(size, size)
+
+    onnx, widened = models.blocked_int4(x, scale, zero_point, block_size)
+    ours = partial(jq.quantize_linear, *arguments, axis=1, block_size=block_size)
+    return Contest(ours, {ONNX_RUNTIME: onnx, PLAIN: partial(plain, *arguments)}, widened, x.nbytes)
+
+
+def _dynamic_quantize(size: int) -> Contest:
+    x = inputs.finite((size, size))
+    argument = jax.device_put(x)
+
+    @jax.jit
+    def plain(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        low, high = jnp.minimum(x.min(), 0), jnp.maximum(x.max(), 0)
+        s = (high - low) / 255
+        z = jnp.clip(jnp.round(-low / s), 0, 255)
+        return jnp.clip(jnp.round(x / s) + z, 0, 255).astype(jnp.uint8), s, z.astype(jnp.uint8)
+
+    onnx = models.single_node("DynamicQuantizeLinear", {"x": x}, {}, outputs=("y", "y_scale", "y_zero_point"))
+    opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(plain, argument)}
+    return Contest(partial(jq.dynamic_quantize_linear, argument), opponents, onnx, x.nbytes)
+
+
+def _dequantize_fused(size: int) -> Contest:
+    q, scale, zero_point, x = _codes(size)
+    quantized, s, z, values = jax.device_put((q, scale, zero_point, x))
+    ours = jax.jit(lambda q, s, z: jax.nn.relu(jq.dequantize_linear(q, s, z)) + 1.0)
+    plain = jax.jit(lambda x: jax.nn.relu(x) + 1.0)
+    opponents = {ONNX_RUNTIME: Missing("not measured"), PLAIN: partial(plain, values)}
+    return Contest(partial(ours, quantized, s, z), opponents, lambda: np.maximum(x, 0) + np.float32(1), q.nbytes)
+
+
+def _dequantize_alone(size: int) -> Contest:
+    q, scale, zero_point, x = _codes(size)
+    quantized, s, z, values = jax.device_put((q, scale, zero_point, x))
+    onnx = models.single_node("DequantizeLinear", {"x": q}, {"scale": scale, "zero_point": zero_point})
+    # x + 1 only shows what an output of this size costs: its numbers are other numbers.
+    opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(jax.jit(lambda x: x + 1), values)}
+    ours = partial(jq.dequantize_linear, quantized, s, z)
+    return Contest(ours, opponents, onnx, q.nbytes, unlike=frozenset({PLAIN}))
+
+
+def _codes(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    scale, zero_point = inputs.parameters((), "uint8")
+    q = inputs.codes((size, size), "uint8")
+    return q, scale, zero_point, inputs.decoded(q, scale, zero_point)
+
+
+def _fake_quantize(size: int) -> Contest:
+    x, scale, zero_point = _trained(size)
+    arguments = jax.device_put((x, scale, zero_point))
+    opponents = {ONNX_RUNTIME: _NO_OPERATOR, PLAIN: partial(jax.jit(_straight_through), *arguments)}
+
+    def expected() -> np.ndarray:
+        q, _ = inputs.encoded(np.rint(x / scale) + zero_point.astype(np.float32), "int8")
+        return inputs.decoded(q, scale, zero_point)
+
+    return Contest(partial(jq.fake_quantize_linear, *arguments), opponents, expected, x.nbytes)
+
+
+def _fake_quantize_gradient(size: int, argnums: tuple[int, ...]) -> Contest:
+    x, scale, zero_point = _trained(size)
+    g = inputs.finite(x.shape)
+    arguments = jax.device_put((x, scale, zero_point, g))
+
+    def step(fake: Callable[..., jax.Array]) -> Callable[[], Any]:
+        loss = jax.value_and_grad(lambda x, s, z, g: jnp.vdot(fake(x, s, z), g), argnums)
+        return partial(jax.jit(loss), *arguments)
+
+    def expected() -> np.ndarray:
+        _, inside = inputs.encoded(np.rint(x / scale) + zero_point.astype(np.float32), "int8")
+        return np.where(inside, g, np.float32(0))
+
+    opponents = {ONNX_RUNTIME: _NO_OPERATOR, PLAIN: step(_straight_through)}
+    # The value and the gradient of the scale are sums, whose last bits hang on their order: only x's is compared.
+    return Contest(step(jq.fake_quantize_linear), opponents, expected, x.nbytes + g.nbytes, compared=lambda r: r[1][0])
+
+
+def _trained(size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    scale, zero_point = inputs.parameters((), "int8")
+    return inputs.near_ties((size, size), scale, "int8"), scale, zero_point
+
+
+def _straight_through(x: jax.Array, s: jax.Array, z: jax.Array) -> jax.Array:
+    steps = z.astype(jnp.float32)
+    inner = jnp.clip(x / s, -128 - steps, 127 - steps)
+    return (inner + jax.lax.stop_gradient(jnp.round(inner) - inner)) * s
+
+
+def _onednn_quantize(size: int) -> Contest:
+    scale, zero_point = inputs.parameters((), "uint8")
+    x = inputs.near_ties((size, size), scale, "uint8")
+    arguments = jax.device_put((x, scale, zero_point))
+    plain = jax.jit(lambda x, s, z: jnp.clip(jnp.round(x * (1 / s) + z.astype(jnp.float32)), 0, 255).astype(jnp.uint8))
+
+    def expected() -> np.ndarray:
+        steps = x * (np.float32(1) / scale) + zero_point.astype(np.float32)
+        return inputs.encoded(np.rint(steps), "uint8")[0]
+
+    opponents = {ONNX_RUNTIME: _NO_OPERATOR, PLAIN: partial(plain, *arguments)}
+    return Contest(partial(jq.onednn.quantize, *arguments), opponents, expected, x.nbytes)
+
+
+def _onednn_grouped(size: int, group: int) -> Contest:
+    scale, zero_point = inputs.parameters((size, size // group), jnp.int4)
+    scale = scale.astype(np.float16)
+    q = inputs.codes((size, size), jnp.int4)
+    arguments = jax.device_put((q, scale, zero_point))
+
+    @jax.jit
+    def plain(q: jax.Array, s: jax.Array, z: jax.Array) -> jax.Array:
+        grouped = q.reshape(size, -1, group).astype(s.dtype)
+        return ((grouped - z[..., None].astype(s.dtype)) * s[..., None]).reshape(size, size)
+
+    def expected() -> np.ndarray:
+        wide_scale, wide_zero_point = (np.repeat(p, group, axis=1) for p in (scale, zero_point))
+        return inputs.decoded(q, wide_scale, wide_zero_point).astype(np.float16)
+
+    opponents = {ONNX_RUNTIME: _NO_OPERATOR, PLAIN: partial(plain, *arguments)}
+    ours = partial(jq.dynamic_dequantize, *arguments, qtype="per_group", group_shape=(1, group))
+    return Contest(ours, opponents, expected, q.nbytes)
+
+
+def _sized(name: str, sizes: tuple[int, ...], build: Callable[..., Contest], *arguments: Any) -> list[Row]:
+    return [Row(name, (size, size), partial(build, size, *arguments)) for size in sizes]
+
+
+ROWS = [
+    *_sized("quantize_linear int8 per tensor", _SIZES, _quantize, "int8", None),
+    *_sized("quantize_linear int8 per tensor, in the user's jit", (64, 256), _quantize, "int8", None, True),
+    *_sized("quantize_linear uint8 per tensor", _SIZES, _quantize, "uint8", None),
+    *_sized("quantize_linear int8 axis=1", _SIZES, _quantize, "int8", 1),
+    *_sized("quantize_linear uint8 axis=1", _SIZES, _quantize, "uint8", 1),
+    *_sized("quantize_linear int8 axis=0", _SIZES, _quantize, "int8", 0),
+    *_sized("quantize_linear uint8 axis=0", _SIZES, _quantize, "uint8", 0),
+    *_sized("quantize_linear int4 block_size=32", _LARGE, _quantize_blocked, 32),
+    *_sized("dynamic_quantize_linear uint8", _SIZES, _dynamic_quantize),
+    *_sized("dequantize_linear uint8 in relu(.) + 1; plain: the same of float32", _LARGE, _dequantize_fused),
+    *_sized("dequantize_linear uint8 alone; plain: x + 1", _LARGE, _dequantize_alone),
+    *_sized("fake_quantize_linear int8", _LARGE, _fake_quantize),
+    *_sized("fake_quantize_linear int8 value_and_grad of x", _LARGE, _fake_quantize_gradient, (0,)),
+    *_sized("fake_quantize_linear int8 value_and_grad of x, scale", _LARGE, _fake_quantize_gradient, (0, 1)),
+    *_sized("onednn.quantize uint8 per tensor", _LARGE, _onednn_quantize),
+    *_sized("dynamic_dequantize int4 (1, 128) float16", _LARGE, _onednn_grouped, 128),
+]
+
+TABLE = Table("Element-wise operators", (ONNX_RUNTIME, PLAIN), ROWS)
