@@ -83,13 +83,14 @@ def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def rounded(product: jax.Array, bound: jax.Array | np.float32) -> jax.Array:
-    """Returns min(product, bound), with a bound that the product never passes: the product, rounded.
+def rounded(result: jax.Array, bound: jax.Array | np.float32) -> jax.Array:
+    """Returns min(result, bound), with a bound that the result never passes: the result, rounded.
 
-    XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and then
-    rounds once where a runtime rounds twice. A minimum between the two, which only we know to do nothing, stops it.
+    XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and jax
+    0.10 adds two constants in a row as one; both round once where a runtime rounds twice. A minimum between the
+    two, which only we know to do nothing, stops it.
     """
-    return jnp.minimum(product, bound)
+    return jnp.minimum(result, bound)
 
 
 @rounded.defjvp

@@ -164,7 +164,8 @@ def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
     if isinstance(value, np.generic):
         return value
     dtype = getattr(x, "dtype", None)
-    scale = np.asarray(value, dtype if dtype in _dtypes.FLOATS else np.float32)
+    with np.errstate(over="ignore"):  # what is lost is an error below
+        scale = np.asarray(value, dtype if dtype in _dtypes.FLOATS else np.float32)
     wanted = f"a number that {scale.dtype} can hold"
     lost = (np.isinf(scale) and np.isfinite(value)) or (scale == 0 and value != 0)
     _contracts.require_type(not isinstance(value, bool), function, argument, "a number", repr(value))
@@ -184,7 +185,7 @@ def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scal
 
 def refuse_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
     """Requires a known zero point of a small float dtype to be zero; a traced one cannot be looked at."""
-    known = isinstance(zero_point, jax.Array | np.ndarray) and not _contracts.is_traced(zero_point)
+    known = isinstance(zero_point, jax.Array | np.ndarray | np.generic) and not _contracts.is_traced(zero_point)
     if known and zero_point.dtype in _dtypes.SMALL_FLOATS:
         zero = not np.any(np.asarray(zero_point).astype(np.float32))
         wanted = f"0, the only zero point of {zero_point.dtype}"

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -375,7 +377,7 @@ def fake_cases() -> Iterator[Case]:
         for layout in (LAYOUTS[0], LAYOUTS[3]):
 
             def want(x, s, z, name=name, layout=layout):
-                keywords = {"axis": layout.axis, "block": layout.block}
+                keywords: dict[str, Any] = {"axis": layout.axis, "block": layout.block}
                 codes = oracle.quantize_linear(x, s, z, name, **keywords)
                 return oracle.dequantize_linear(codes, s, z, **keywords)
 
@@ -424,3 +426,36 @@ def check(case: Case, seed: int) -> dict[str, tuple[int, int]]:
         wrong = transforms.mismatches(got, want[transforms.is_shared(name)])
         result[name] = (sum(np.asarray(leaf).size for leaf in jax.tree.leaves(got)), wrong)
     return result
+
+
+def table(seed: int) -> tuple[str, int, int]:
+    """The README's table: one line for an operator, a dtype and an oracle; with all elements and mismatches."""
+    lines: dict[tuple[str, str, str], list[int]] = {}
+    for case in cases():
+        counts = check(case, seed).values()
+        line = lines.setdefault((case.operator, case.dtype, case.oracle), [0, 0, 0])
+        line[0] += 1
+        line[1] += sum(n for n, _ in counts)
+        line[2] += sum(bad for _, bad in counts)
+    rows = ["| operator | dtype | oracle | variants | elements | mismatches |", "|---|---|---|--:|--:|--:|"]
+    rows += [f"| {' | '.join(key)} | {v} | {n:,} | {bad} |" for key, (v, n, bad) in lines.items()]
+    elements, wrong = (sum(line[i] for line in lines.values()) for i in (1, 2))
+    rows.append(f"| all | | | {len(cases())} | {elements:,} | {wrong} |")
+    return "\n".join(rows), elements, wrong
+
+
+def main() -> int:
+    """Runs every case and prints the table; exits with 1 on a mismatch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    seed = parser.parse_args().seed
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    text, _, wrong = table(seed)
+    names = ", ".join(name.removeprefix("shared_").replace("_", " ") for name in transforms.ALL)
+    print(f"jax {jax.__version__}, backend {jax.default_backend()}, seed {seed}; each case under: {names}.\n\n{text}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

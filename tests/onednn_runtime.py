@@ -250,7 +250,7 @@ def _checked_axis(
     if qtype == "per_channel":
         wanted: tuple[int, ...] = (src.shape[axis],)
     elif qtype == "per_group" and group_shape is not None and len(group_shape) == src.ndim:
-        wanted = tuple(-(-size // group) for size, group in zip(src.shape, group_shape))
+        wanted = tuple(-(-size // group) for size, group in zip(src.shape, group_shape, strict=True))
     else:
         raise ValueError(f"qtype {qtype!r} with groups of {group_shape}")
     if scales.shape != wanted:
@@ -332,9 +332,9 @@ def run(
     arrays = [np.asarray(array, order="C") for array in operands if array is not None]
     packed = [four_bit and i != 1 and array.itemsize == 1 for i, array in enumerate(arrays)] + [False]
     arrays.append(np.empty(src.shape, dst_dtype))
-    logicals = [_logical(array, i, pack) for i, (array, pack) in enumerate(zip(arrays, packed))]
+    logicals = [_logical(array, i, pack) for i, (array, pack) in enumerate(zip(arrays, packed, strict=True))]
     # Named until the end, because the library only borrows the memory.
-    buffers = [_pack(array) if pack else array for array, pack in zip(arrays, packed)]
+    buffers = [_pack(array) if pack else array for array, pack in zip(arrays, packed, strict=True)]
     engine, stream = _engine_and_stream()
     with contextlib.ExitStack() as stack:
         handle = _owned(stack, "graph_op", 0, _OPS[op], op.encode())
@@ -352,7 +352,7 @@ def run(
         compiled = _compile(stack, engine, handle, logicals)
         *inputs, output = (
             _owned(stack, "graph_tensor", ctypes.byref(logical), engine, buffer.ctypes.data).value
-            for logical, buffer in zip(logicals, buffers)
+            for logical, buffer in zip(logicals, buffers, strict=True)
         )
         tensors = (len(inputs), (_Ptr * len(inputs))(*inputs), 1, (_Ptr * 1)(output))
         _call("graph_compiled_partition_execute", compiled, stream, *tensors)

@@ -74,12 +74,13 @@ def quantize(
     src, scales = lax.stop_gradient((src, scales))
     inverse = _numerics.quotient(jnp.ones_like(scales), scales)
     # Beyond 2**33 no int32 zero point brings a value back into the range of the codes.
-    limit = np.float32(2.0**33)
-    value = src * found.expand(inverse, src)
+    bound = np.float32(2.0**33)
+    value = _numerics.rounded(src * found.expand(inverse, src), bound)
     if dtype in _dtypes.FLOAT8:
         return _small_floats.encode(value, dtype, saturate=False)
     if zps is not None:
-        value = _numerics.rounded(value, limit) + found.expand(zps.astype(jnp.float32), src)
+        # XLA adds constants up first, this one and the one that rounds: the bound keeps them apart too.
+        value = _numerics.rounded(value + found.expand(zps.astype(jnp.float32), src), bound)
     return _numerics.encode(value, None, dtype)
 
 

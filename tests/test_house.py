@@ -1,0 +1,182 @@
+"""A machine that guards the habits: floors, doors, budgets, docstrings, examples, a light import."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import jaxquant as jq
+
+ROOT = pathlib.Path(jq.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+IDS = [str(f.relative_to(ROOT)) for f in FILES]
+
+# Imports only go down: a room knows the floors below it. A room on the same floor is named where it is known.
+FLOORS = {
+    "_dtypes": 0,
+    "_contracts": 0,
+    "_granularity": 1,
+    "_small_floats": 1,
+    "_numerics": 1,
+    "_reductions": 1,
+    "_quantize_linear": 2,
+    "_dequantize_linear": 2,
+    "_dynamic_quantize_linear": 2,
+    "onednn": 2,
+    "_fake_quantize_linear": 3,
+    "_dynamic_fake_quantize_linear": 3,
+    "__init__": 9,
+}
+NEIGHBOURS = {
+    ("_contracts", "_dtypes"),
+    ("_numerics", "_small_floats"),
+    ("_reductions", "_granularity"),
+    ("_dequantize_linear", "_quantize_linear"),
+    ("_dynamic_quantize_linear", "_quantize_linear"),
+    ("_dynamic_fake_quantize_linear", "_fake_quantize_linear"),
+}
+PUBLIC = {
+    **{name: getattr(jq, name) for name in vars(jq) if inspect.isfunction(getattr(jq, name))},
+    **{f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f)},
+}
+
+
+def tree(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def room(path: pathlib.Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported_rooms(path: pathlib.Path) -> Iterator[str]:
+    inside = path.parent != ROOT
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.ImportFrom) or not node.level or (inside and node.level == 1):
+            continue
+        names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+        yield from names
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_imports_only_go_down(path: pathlib.Path) -> None:
+    own = room(path)
+    for other in imported_rooms(path):
+        assert other in FLOORS, f"{other} has no floor: give it one"
+        assert FLOORS[other] < FLOORS[own] or (own, other) in NEIGHBOURS, f"{own} may not know {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_doors(path: pathlib.Path) -> None:
+    """chex in one room; public JAX only; no framework and no device lookup anywhere."""
+    text = path.read_text()
+    assert "jax._src" not in text
+    assert "jax.devices" not in text
+    assert ("import chex" in text) == (path.name == "_contracts.py")
+    for framework in ("flax", "torch", "onnx", "onnxruntime", "tensorflow"):
+        assert not re.search(rf"^\s*(import|from) {framework}\b", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_budgets(path: pathlib.Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) < 400
+    assert ast.get_docstring(tree(path)), "a module says what it is for"
+    outer = [n for n in tree(path).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    methods = [m for c in outer if isinstance(c, ast.ClassDef) for m in c.body if isinstance(m, ast.FunctionDef)]
+    for node in [*(n for n in outer if isinstance(n, ast.FunctionDef)), *methods]:
+        first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+        assert (node.end_lineno or 0) - first.lineno < 40, f"{node.name} is too long"
+        if not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+    assert not re.search(r"utils|helpers|common|cfg", path.name)
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_custom_vjp_triples(path: pathlib.Path) -> None:
+    """`f`, `_f_fwd`, `_f_bwd` and then `f.defvjp(_f_fwd, _f_bwd)`."""
+    text = path.read_text()
+    for name in re.findall(r"custom_vjp.*\)\ndef (\w+)\(", text):
+        bare = name.lstrip("_")
+        assert f"{name}.defvjp(_{bare}_fwd, _{bare}_bwd)" in text
+
+
+@pytest.mark.parametrize("name", list(PUBLIC))
+def test_docstrings(name: str) -> None:
+    doc = inspect.getdoc(PUBLIC[name]) or ""
+    places = [doc.find(f"\n{section}:") for section in ("Args", "Returns", "Raises", "Example", "Source")]
+    assert places == sorted(places), "sections are out of order"
+    assert places[0] > 0, "a section is missing"
+    assert "=" in doc.splitlines()[0], "the summary is the equation"
+    arguments = doc[places[0] : places[1]]
+    for parameter in inspect.signature(PUBLIC[name]).parameters.values():
+        assert f" {parameter.name}: " in arguments, f"{parameter.name} is not described"
+        is_static = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert is_static == (f" {parameter.name}: Static." in arguments)
+    assert (
+        sum(p.kind is not inspect.Parameter.KEYWORD_ONLY for p in inspect.signature(PUBLIC[name]).parameters.values())
+        <= 5
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_examples_in_docstrings(path: pathlib.Path) -> None:
+    name = "jaxquant" + "".join(
+        f".{part}" for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"
+    )
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+    if room(path) in ("onednn",) or "linear" in path.name:
+        shared = path.name in ("__init__.py", "_arithmetic.py")
+        assert shared or result.attempted, "an operator has an executed example"
+
+
+def test_the_public_names_are_the_issue_s() -> None:
+    wanted: dict[str, list[Any]] = {
+        "quantize_linear": [
+            "x",
+            "y_scale",
+            "y_zero_point",
+            "axis",
+            "block_size",
+            "saturate",
+            "output_dtype",
+            "precision",
+        ],
+        "dequantize_linear": ["x", "x_scale", "x_zero_point", "axis", "block_size", "output_dtype"],
+        "dynamic_quantize_linear": ["x", "dtype", "axis", "training", "lda_coeff", "name"],
+        "fake_quantize_linear": [
+            *("x", "scale", "zero_point", "dtype", "axis", "block_size", "training", "lda_coeff", "name")
+        ],
+        "dynamic_fake_quantize_linear": ["x", "dtype", "axis", "training", "lda_coeff", "name"],
+        "dynamic_dequantize": ["src", "scales", "zps", "qtype", "axis", "group_shape"],
+        "onednn.quantize": ["src", "scales", "zps", "qtype", "axis", "dtype"],
+        "onednn.dequantize": ["src", "scales", "zps", "qtype", "axis"],
+        "onednn.dynamic_quantize": ["src", "scales", "zps", "qtype", "axis", "dtype"],
+        "onednn.dynamic_dequantize": ["src", "scales", "zps", "qtype", "axis", "group_shape"],
+    }
+    assert {name: list(inspect.signature(f).parameters) for name, f in PUBLIC.items()} == wanted
+
+
+def test_import_is_light() -> None:
+    """No framework comes along, and little time; the bound is wide, the measured time is in the README."""
+    program = (
+        "import sys, time, jax, jax.numpy, chex; t = time.perf_counter(); import jaxquant;"
+        "print(time.perf_counter() - t, [m for m in ('flax', 'onnx', 'onnxruntime', 'torch', 'optax', 'haiku')"
+        " if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    seconds, frameworks = run.stdout.strip().split(" ", 1)
+    assert frameworks == "[]"
+    assert float(seconds) < 1
