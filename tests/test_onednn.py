@@ -55,7 +55,8 @@ def test_quantize_under_every_transform(rng: np.random.Generator, name: str, axi
 
     for label, transform in transforms.ALL.items():
         pick = (lambda b: 0) if transforms.is_shared(label) else (lambda b: b)
-        x, scale, point = (*args, None)[:3]
+        padded: Any = (*args, None)
+        x, scale, point = padded[:3]
         rows = [
             oracle.onednn_quantize(x[b], scale[pick(b)], None if point is None else point[pick(b)], name, axis=axis)
             for b in range(BATCH)
