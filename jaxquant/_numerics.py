@@ -99,8 +99,10 @@ def _rounded_jvp(primals: tuple[jax.Array, Any], tangents: tuple[jax.Array, Any]
 
 
 def scaled(steps: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns steps * scale, float32 of one shape and |steps| <= 2**32, rounded before anything is added to it."""
-    return rounded(steps * scale, lax.stop_gradient(lax.abs(scale) * np.float32(2**33)))
+    """Returns steps * scale, float32 of one shape, rounded before anything is added to it."""
+    # Twice the larger of |steps| and 1: infinite only where the product may be.
+    above = jnp.maximum(lax.abs(steps), np.float32(1)) * np.float32(2)
+    return rounded(steps * scale, lax.stop_gradient(lax.abs(scale) * above))
 
 
 def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:

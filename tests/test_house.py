@@ -142,6 +142,15 @@ def test_examples_in_docstrings(path: pathlib.Path) -> None:
         assert shared or result.attempted, "an operator has an executed example"
 
 
+def test_examples_in_the_readme() -> None:
+    readme = ROOT.parent / "README.md"
+    if not readme.exists():
+        pytest.skip("jaxquant is installed without its repository")
+    result = doctest.testfile(str(readme), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted > 20
+    assert result.failed == 0
+
+
 def test_the_public_names_are_the_issue_s() -> None:
     wanted: dict[str, list[Any]] = {
         "quantize_linear": [

@@ -112,7 +112,7 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
 
 
 def test_scaled_is_the_product_and_its_gradient() -> None:
-    steps = np.array([3.0, -3.0, 0.0, -0.0, 65535.0, 1.0], np.float32)
+    steps = np.array([3.0, -3.0, 0.0, -0.0, 65535.0, 1.0, 2.0**31, 0.25, np.inf, -np.inf, np.nan], np.float32)
     scale = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -2.5, 1e-30], np.float32)
     steps, scale = (v.ravel() for v in np.meshgrid(steps, scale))
     with np.errstate(all="ignore"):
