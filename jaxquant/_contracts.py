@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -84,10 +85,9 @@ def shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], rea
 def axis(function: str, value: Any, rank: int, argument: str = "axis") -> int:
     """Requires an axis of an array of this rank and returns it counted from the front."""
     integer(function, argument, value)
-    wanted = f"an integer in [{-rank}, {rank - 1}] (x has rank {rank})"
+    require(rank > 0, function, argument, "an array of rank 1 or more to have an axis", "rank 0")
+    wanted = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
     text = message(function, argument, wanted, value)
-    if rank == 0:
-        raise ContractValueError(text)
     holds = -rank <= value < rank
     _enforce(holds, ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
@@ -103,7 +103,8 @@ def real(function: str, argument: str, value: Any) -> None:
     """Requires a static finite real number; a bool is none, a traced value neither."""
     holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require_type(holds, function, argument, "a static Python number", described(value))
-    require(bool(np.isfinite(float(value))), function, argument, "a finite number", value)
+    finite = abs(float(value)) <= float(np.finfo(np.float32).max)
+    require(finite, function, argument, "a finite number of float32", value)
 
 
 def flag(function: str, argument: str, value: Any) -> None:
@@ -163,21 +164,50 @@ def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
     """
 
     @functools.wraps(compiled)
-    def call(*arrays: Any, **statics: Any) -> Any:
+    def call(*given: Any, **statics: Any) -> Any:
+        for value in given:
+            if type(value) is np.ndarray and value.dtype.itemsize == 8 and value.dtype.kind in "iu":
+                given = _narrowed(function, dict(zip(arguments, given, strict=False)))
         try:
-            return compiled(*arrays, **statics)
-        except (TypeError, ValueError):
-            _explain(function, dict(zip(arguments, arrays, strict=False)), statics)
+            return compiled(*given, **statics)
+        except (TypeError, ValueError, OverflowError):
+            foreign = [not isinstance(v, jax.Array) and hasattr(v, "__jax_array__") for v in given]
+            if any(foreign):  # a flax.nnx.Param, for one
+                return call(*(v.__jax_array__() if f else v for v, f in zip(given, foreign, strict=True)), **statics)
+            _explain(function, dict(zip(arguments, given, strict=False)), statics)
             raise
 
     return call  # type: ignore[return-value]
 
 
+def _narrowed(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the arguments with numpy's 64-bit integers as int32, which JAX would make of them, wrapped or not."""
+    result = []
+    for argument, value in given.items():
+        if type(value) is np.ndarray and value.dtype.itemsize == 8 and value.dtype.kind in "iu":
+            narrow = value.astype(np.int32)
+            require(bool((narrow == value).all()), function, argument, "integers that int32 holds", value.dtype)
+            value = narrow
+        result.append(value)
+    return tuple(result)
+
+
+def float32(value: Any) -> Any:
+    """Returns a Python number as a float32; anything else as it came."""
+    return np.float32(value) if type(value) in (int, float) else value
+
+
+def arrays(*values: Any) -> tuple[Any, ...]:
+    """Returns numpy's arrays and scalars as JAX's, as they come under `jax.disable_jit`; anything else as it came."""
+    return tuple(jnp.asarray(v) if isinstance(v, np.ndarray | np.generic | float) else v for v in values)
+
+
 def _explain(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
     for argument, value in arrays.items():
-        unreadable = isinstance(value, np.ndarray) and value.dtype.kind in "OSUMm"
+        unreadable = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMmV"
+        unreadable = unreadable and not _dtypes.is_known(value.dtype)
         if unreadable or not (isinstance(value, _ARRAYS) or value is None):
-            got = f"dtype {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+            got = f"dtype {value.dtype}" if unreadable else type(value).__name__
             raise ContractTypeError(message(function, argument, "an array", got)) from None
     for argument, value in statics.items():
         try:

@@ -79,6 +79,7 @@ def _dequantize_linear(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *,
     axis: int, block_size: int, output_dtype: Any,
 ) -> jax.Array:  # fmt: skip
+    x, x_scale, x_zero_point = _contracts.arrays(x, x_scale, x_zero_point)
     _contracts.array(_NAME, "x", x, _X)
     _contracts.array(_NAME, "x_scale", x_scale, _SCALE)
     if output_dtype is None:

@@ -37,6 +37,11 @@ def is_float6(dtype: np.dtype) -> bool:
     return dtype.name.startswith("float6_")
 
 
+def is_known(dtype: np.dtype) -> bool:
+    """Whether an operator has this dtype; numpy counts those of ml_dtypes among its void types."""
+    return dtype in (*QUANTIZED, *FLOATS, E8M0, INT32)
+
+
 def names(dtypes: tuple[np.dtype, ...]) -> str:
     """Returns the dtypes as a reader wants them in an error: 'int8, uint8 or int16'."""
     listed = [d.name for d in dtypes]

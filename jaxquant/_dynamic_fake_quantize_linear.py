@@ -61,18 +61,25 @@ def dynamic_fake_quantize_linear(
     Cotangent of x: lda_coeff * g * m, with m 1 where rounding alone lands on a code and 0 elsewhere (a rounded
     zero point can push an extreme half a step out).
     """
-    return _enter(x, dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name)
+    return _enter(
+        _contracts.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        contiguous=not _contracts.is_traced(x),
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name", "contiguous")
+)
 def _dynamic_fake_quantize_linear(
-    x: jax.Array, *, dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None
-) -> jax.Array:
+    x: jax.Array, *,
+    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None, contiguous: bool,
+) -> jax.Array:  # fmt: skip
+    (x,) = _contracts.arrays(x)
     found, granularity = contract(_NAME, x, dtype, axis)
     training_contract(_NAME, training, lda_coeff, name)
     config = Config(granularity, found, _dtypes.narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
     with scope(name):
-        _, _, scale, zero_point = dynamic_range(jax.lax.stop_gradient(x), granularity, found)
+        _, _, scale, zero_point = dynamic_range(jax.lax.stop_gradient(x), granularity, found, contiguous)
         return fake_quantize(config, x, scale, zero_point)
 
 

@@ -86,47 +86,62 @@ def dynamic_quantize_linear(
     positive, minus that at the smallest where it is negative; equal elements share it. y and y_zero_point are
     integers and carry none.
     """
-    return _enter(x, dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name)
+    return _enter(
+        _contracts.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        contiguous=not _contracts.is_traced(x),
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name", "contiguous")
+)
 def _dynamic_quantize_linear(
-    x: jax.Array, *, dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None
-) -> DynamicQuantizeLinearOutput:
+    x: jax.Array, *,
+    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None, contiguous: bool,
+) -> DynamicQuantizeLinearOutput:  # fmt: skip
+    (x,) = _contracts.arrays(x)
     found, granularity = contract(_NAME, x, dtype, axis)
     training_contract(_NAME, training, lda_coeff, name)
-    config = (granularity, found, bool(training), float(lda_coeff))
+    config = _Config(granularity, found, bool(training), float(lda_coeff), contiguous)
     with scope(name):
         return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
 
 
 _enter = _contracts.entrance(_NAME, _dynamic_quantize_linear, ("x",))
 
-_Config = tuple[_granularity.Granularity, np.dtype, bool, float]
+
+class _Config(NamedTuple):
+    granularity: _granularity.Granularity
+    dtype: np.dtype
+    training: bool
+    lda_coeff: float
+    contiguous: bool
+
+
 _Outputs = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
-    granularity, dtype, _, _ = config
-    _, _, scale, zero_point = dynamic_range(x, granularity, dtype)
-    return dynamic_codes(x, scale, zero_point, granularity), scale, zero_point
+    x = jnp.asarray(x)  # an inlined jit can hand a Python number through
+    _, _, scale, zero_point = dynamic_range(x, config.granularity, config.dtype, config.contiguous)
+    return dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point
 
 
 def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
-    granularity, dtype, training, _ = config
-    refuse_backward(_NAME, training)
-    low, high, scale, zero_point = dynamic_range(x, granularity, dtype)
-    return (dynamic_codes(x, scale, zero_point, granularity), scale, zero_point), (x, low, high)
+    refuse_backward(_NAME, config.training)
+    x = jnp.asarray(x)
+    low, high, scale, zero_point = dynamic_range(x, config.granularity, config.dtype, config.contiguous)
+    return (dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
 
 
 def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple[jax.Array]:
-    granularity, dtype, _, lda_coeff = config
-    x, low, high = residuals
-    qmin, qmax = _dtypes.narrow_bounds(dtype)
+    granularity = config.granularity
+    x, low, high = map(jnp.asarray, residuals)
+    qmin, qmax = _dtypes.narrow_bounds(config.dtype)
     upper = _share(x, high, granularity, high <= 0)
     lower = _share(x, low, granularity, low >= 0)
-    slope = granularity.expand(g[1], x) * np.float32(lda_coeff / (qmax - qmin))
+    slope = granularity.expand(g[1], x) * np.float32(config.lda_coeff / (qmax - qmin))
     return (slope * (upper - lower),)
 
 
@@ -143,11 +158,11 @@ def _share(x: jax.Array, extreme: jax.Array, granularity: _granularity.Granulari
 
 
 def dynamic_range(
-    x: jax.Array, granularity: _granularity.Granularity, dtype: np.dtype
+    x: jax.Array, granularity: _granularity.Granularity, dtype: np.dtype, contiguous: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
     axes = _granularity.reduced_axes(granularity, x.ndim)
-    low, high = _reductions.extremes(x, axes)
+    low, high = _reductions.extremes(x, axes, contiguous)
     qmin, qmax = _dtypes.narrow_bounds(dtype)
     width = high - low
     steps = _granularity.placed(jnp.full(width.shape, qmax - qmin, jnp.float32), width)

@@ -87,7 +87,7 @@ def fake_quantize_linear(
     if zero_point is not None:
         refuse_float_zero_point(_NAME, "zero_point", zero_point)
     return _enter(
-        x, scale, zero_point,
+        _contracts.float32(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
@@ -99,6 +99,7 @@ def _fake_quantize_linear(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, axis: int, block_size: int, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
+    x, scale, zero_point = _contracts.arrays(x, scale, zero_point)
     _contracts.array(_NAME, "x", x, _dtypes.FLOATS)
     _contracts.array(_NAME, "scale", scale, _dtypes.FLOATS)
     found = _contracts.dtype(_NAME, "dtype", dtype, _dtypes.QUANTIZED)
@@ -130,6 +131,7 @@ class Config(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fake_quantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
     """Returns x through its codes and back; every argument has passed its contract."""
+    x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can hand a Python number through
     steps = _steps(config, zero_point)
     return dequantize(_codes(config, x, scale, steps), scale, steps, config.granularity, x.dtype)
 
@@ -138,12 +140,12 @@ def _fake_quantize_fwd(
     config: Config, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     refuse_backward(config.function, config.training)
-    x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can hand a Python number through
     return fake_quantize(config, x, scale, zero_point), (x, scale, zero_point)
 
 
 def _fake_quantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any]:
-    x, scale, zero_point = residuals
+    x, scale = map(jnp.asarray, residuals[:2])
+    zero_point = residuals[2] if residuals[2] is None else jnp.asarray(residuals[2])
     granularity = config.granularity
     steps = _steps(config, zero_point)
     expanded = None if steps is None else granularity.expand(steps, x)

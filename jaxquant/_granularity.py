@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from . import _contracts
 
@@ -52,6 +53,9 @@ class Groups:
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale` with every entry repeated `sizes` times, cut to the shape of `like`."""
+        if is_placed(scale):  # a reshape does not say where its result lies
+            mesh = jax.typeof(scale).sharding.mesh
+            scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*(None,) * scale.ndim)))
         # A box longer than its dimension repeats no more often than that is long.
         sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
@@ -142,7 +146,9 @@ def reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
 
 
 def collapse(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Sums an array of x's shape into one of the scale's shape: the transpose of `expand`."""
-    like = jax.ShapeDtypeStruct(scale.shape, values.dtype)
-    transpose = jax.linear_transpose(lambda s: granularity.expand(s, values), like)
+    """Sums an array of x's shape into one of the scale's shape and placement: the transpose of `expand`."""
+    # XLA:CPU adds up an array in memory four times faster than one that it is still computing.
+    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda v: v)
+    ones = jnp.ones_like(values)  # under shard_map the product is what varies, and its transpose sums over devices
+    _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
     return transpose(values)[0]

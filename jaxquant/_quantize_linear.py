@@ -84,7 +84,7 @@ def quantize_linear(
     if y_zero_point is not None:
         refuse_float_zero_point(_NAME, "y_zero_point", y_zero_point)
     return _enter(
-        x, y_scale, y_zero_point,
+        _contracts.float32(x), y_scale, y_zero_point,
         axis=axis, block_size=block_size, saturate=saturate, output_dtype=output_dtype, precision=precision,
     )  # fmt: skip
 
@@ -96,6 +96,7 @@ def _quantize_linear(
     x: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array | None, *,
     axis: int, block_size: int, saturate: bool, output_dtype: Any, precision: Any,
 ) -> jax.Array:  # fmt: skip
+    x, y_scale, y_zero_point = _contracts.arrays(x, y_scale, y_zero_point)
     _contracts.array(_NAME, "x", x, _X)
     _contracts.array(_NAME, "y_scale", y_scale, _SCALE)
     _contracts.flag(_NAME, "saturate", saturate)
@@ -161,8 +162,6 @@ def _precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
 
 def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
     """Returns a Python number as a scale of x's float dtype, float32 where x is none; it must survive that."""
-    if isinstance(value, np.generic):
-        return value
     dtype = getattr(x, "dtype", None)
     with np.errstate(over="ignore"):  # what is lost is an error below
         scale = np.asarray(value, dtype if dtype in _dtypes.FLOATS else np.float32)

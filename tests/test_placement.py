@@ -149,3 +149,99 @@ def test_modes_of_jax_change_nothing(rng: np.random.Generator, mode: str) -> Non
         )
         gradient = jax.grad(lambda x: jq.fake_quantize_linear(x, scale, point, **keywords).sum())(jnp.asarray(x))
         assert gradient.dtype == jnp.float32
+
+
+def shard_mapped(op: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    return jax.jit(jax.shard_map(op, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")))
+
+
+@pytest.mark.parametrize("columns", [6, 8192])
+def test_under_shard_map_each_shard_is_on_its_own(rng: np.random.Generator, columns: int) -> None:
+    x = rng.normal(size=(8, columns)).astype(np.float32)
+    got = shard_mapped(lambda x: jq.dynamic_quantize_linear(x).y)(x)
+    want = np.stack([oracle.dynamic_quantize_linear(row)[0] for row in x])
+    np.testing.assert_array_equal(got, want)
+    kept = shard_mapped(lambda x: jq.dynamic_quantize_linear(x, axis=0).y)(x)
+    np.testing.assert_array_equal(kept, want)
+    codes = shard_mapped(lambda x: jq.quantize_linear(x, 0.037, 3))(x)
+    np.testing.assert_array_equal(codes, jq.quantize_linear(x, 0.037, 3))
+    for op in (
+        lambda x: jq.fake_quantize_linear(x, 0.1).sum(),
+        lambda x: jq.fake_quantize_linear(x, jnp.full(columns, 0.1)).sum(),
+        lambda x: jq.dynamic_fake_quantize_linear(x).sum(),
+        lambda x: jq.dynamic_quantize_linear(x).y_scale,
+    ):
+        spread = shard_mapped(jax.grad(op))(x)
+        alone = jnp.concatenate([jax.grad(op)(row) for row in jnp.split(x, 8)])
+        np.testing.assert_allclose(spread, alone, rtol=1e-6)
+
+
+def test_gradients_where_scales_are_sharded(rng: np.random.Generator) -> None:
+    """Explicit shardings: each cotangent has the placement of what it belongs to."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    x, g = (rng.normal(size=(4, 16)).astype(np.float32) for _ in range(2))
+    scale = np.abs(x).max(axis=0) / 100
+    blocked = np.abs(x).reshape(2, 2, 16).max(axis=1) / 100
+
+    def pull(x: Any, scale: Any, g: Any, **keywords: Any) -> Any:
+        return jax.vjp(functools.partial(jq.fake_quantize_linear, **keywords), x, scale)[1](g)
+
+    def placed(a: np.ndarray) -> jax.Array:
+        return jax.device_put(a, NamedSharding(mesh, PartitionSpec(*(None,) * (a.ndim - 1), "d")))
+
+    with jax.set_mesh(mesh):
+        for s, keywords in ((scale, {}), (blocked, {"axis": 0, "block_size": 2})):
+            want = pull(x, s, g, **keywords)
+            got = pull(*map(placed, (x, s, g)), **keywords)
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        whole = jax.grad(lambda w: jq.dynamic_fake_quantize_linear(w, axis=1).sum())
+        np.testing.assert_array_equal(
+            whole(jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "d")))), np.ones_like(x)
+        )
+
+
+def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
+    (batch,) = export.symbolic_shape("b")
+    x = rng.normal(size=(5, 8)).astype(np.float32)
+    for op in (jq.dynamic_quantize_linear, jq.dynamic_fake_quantize_linear, lambda x: jq.quantize_linear(x, 0.1)):
+        saved = export.export(jax.jit(op))(jax.ShapeDtypeStruct((batch, 8), jnp.float32))
+        assert transforms.mismatches(jax.tree.leaves(saved.call(x)), jax.tree.leaves(op(x))) == 0
+
+
+@pytest.mark.parametrize("mode", ["plain", "x64", "disable_jit"])
+def test_numbers_everywhere(mode: str) -> None:
+    """Python's and numpy's numbers mean the same in every mode."""
+    switch = {
+        "plain": lambda: jax.enable_x64(False),
+        "x64": lambda: jax.enable_x64(True),
+        "disable_jit": jax.disable_jit,
+    }
+    x = jnp.array([0.3, -0.7])
+    with switch[mode]():
+        assert jq.quantize_linear(3, 0.5) == 6
+        assert jq.quantize_linear(3.0, np.float64(0.5)) == 6
+        assert jq.dynamic_quantize_linear(3).y == 255
+        assert jq.fake_quantize_linear(3, 0.5) == 3
+        assert jq.onednn.quantize(3, 0.5) == 6
+        assert jq.quantize_linear(x, np.float32(0.5), np.int8(1)).tolist() == [2, 0]
+        assert jq.dequantize_linear(np.array([4, -4], np.int8), np.float64(0.5)).tolist() == [2, -2]
+        assert jq.quantize_linear(np.array([4, -4]), 2).tolist() == [2, 0]  # numpy's own int64
+        assert jq.onednn.quantize(x, 0.1, np.array([10])).tolist() == [13, 3]
+        if mode != "x64":  # where JAX traces a number as float64, which no operator has
+            assert jax.grad(lambda s: jq.fake_quantize_linear(3.0, s))(0.5) == 0
+            assert jax.grad(jq.dynamic_fake_quantize_linear)(3.0) == 1
+            assert jax.grad(lambda v: jq.dynamic_quantize_linear(v).y_scale)(3.0) == np.float32(1 / 255)
+
+
+def test_arrays_of_others_are_taken() -> None:
+    """What JAX itself would convert, a flax.nnx.Param for one."""
+
+    class Wrapped:
+        def __jax_array__(self) -> jax.Array:
+            return jnp.array([0.3, -0.7])
+
+    wrapped: Any = Wrapped()
+    assert jq.quantize_linear(wrapped, 0.1, 3).tolist() == [6, 0]
+    assert jax.jit(lambda: jq.fake_quantize_linear(wrapped, 0.1).sum())().shape == ()

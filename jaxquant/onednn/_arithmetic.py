@@ -20,7 +20,7 @@ ZERO_POINTS = (*EIGHT_BIT, _dtypes.INT32)
 
 def number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
     """Returns a Python number as an array of `dtype`, which must hold it; anything else as it came."""
-    if not isinstance(value, int | float) or isinstance(value, np.generic):
+    if not isinstance(value, int | float):
         return value
     if dtype == _dtypes.INT32:
         _contracts.integer(function, argument, value)
@@ -28,7 +28,8 @@ def number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
         _contracts.require(low <= value <= high, function, argument, f"an int32 in [{low}, {high}]", value)
     else:
         _contracts.require_type(not isinstance(value, bool), function, argument, "a number", repr(value))
-        lost = abs(value) > np.finfo(np.float32).max and not np.isinf(value)
+        single = np.finfo(np.float32)
+        lost = (abs(value) > single.max and not np.isinf(value)) or 0 < abs(value) < single.smallest_subnormal
         _contracts.require(not lost, function, argument, "a number that float32 can hold", value)
     return np.asarray(value, dtype)
 

@@ -56,6 +56,7 @@ def dequantize(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis"))
 def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int) -> jax.Array:
+    src, scales, zps = _contracts.arrays(src, scales, zps)
     _contracts.array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
     _contracts.array(_NAME, "scales", scales, (_dtypes.FLOAT32,))
     _contracts.option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from .. import _contracts, _dtypes, _granularity
@@ -62,7 +63,7 @@ def dynamic_dequantize(
     """
     scales = _arithmetic.number(_NAME, "scales", scales, _dtypes.FLOAT32)
     zps = _arithmetic.number(_NAME, "zps", zps, _dtypes.INT32)
-    groups = tuple(group_shape) if isinstance(group_shape, Sequence) else group_shape
+    groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape
     return _enter(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
 
 
@@ -71,6 +72,7 @@ def _dynamic_dequantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *,
     qtype: str, axis: int, group_shape: tuple[int, ...] | None,
 ) -> jax.Array:  # fmt: skip
+    src, scales, zps = _contracts.arrays(src, scales, zps)
     _contracts.array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FOUR_BIT))
     _contracts.array(_NAME, "scales", scales, _dtypes.FLOATS)
     _contracts.option(_NAME, "qtype", qtype, ("per_tensor", "per_channel", "per_group"))

@@ -56,13 +56,14 @@ def quantize(
     """
     scales = _arithmetic.number(_NAME, "scales", scales, _dtypes.FLOAT32)
     zps = _arithmetic.number(_NAME, "zps", zps, _dtypes.INT32)
-    return _enter(src, scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+    return _enter(_contracts.float32(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "dtype"))
 def _quantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
 ) -> jax.Array:
+    src, scales, zps = _contracts.arrays(src, scales, zps)
     found = _contracts.dtype(_NAME, "dtype", dtype, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
     if zps is not None:
         wanted = "None: float8 has no zero points"
