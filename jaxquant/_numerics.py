@@ -6,8 +6,6 @@ change an integer is answered here, once. Knows nothing of operators, axes or ze
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,26 +81,20 @@ def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def rounded(result: jax.Array, bound: jax.Array | np.float32) -> jax.Array:
-    """Returns min(result, bound), with a bound that the result never passes: the result, rounded.
+def rounded(result: jax.Array) -> jax.Array:
+    """Returns its float32 argument, and keeps the operation that made it from merging with the one that uses it.
 
     XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and jax
-    0.10 adds two constants in a row as one; both round once where a runtime rounds twice. A minimum between the
-    two, which only we know to do nothing, stops it.
+    0.10 adds two constants in a row as one; both round once where a runtime rounds twice. As integers the bits of
+    no float but some NaN are above those of the plain NaN: this minimum does nothing, but no compiler can tell.
     """
-    return jnp.minimum(result, bound)
+    bits = jnp.minimum(lax.bitcast_convert_type(result, jnp.int32), np.int32(0x7FC00000))
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @rounded.defjvp
-def _rounded_jvp(primals: tuple[jax.Array, Any], tangents: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return rounded(*primals), tangents[0]
-
-
-def scaled(steps: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns steps * scale, float32 of one shape, rounded before anything is added to it."""
-    # Twice the larger of |steps| and 1: infinite only where the product may be.
-    above = jnp.maximum(lax.abs(steps), np.float32(1)) * np.float32(2)
-    return rounded(steps * scale, lax.stop_gradient(lax.abs(scale) * above))
 
 
 def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:

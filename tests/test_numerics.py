@@ -102,26 +102,29 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
     a, b, c = (rng.normal(size=100_000).astype(np.float32) for _ in range(3))
     plain = jax.jit(lambda a, b, c: a * b + c)(a, b, c)
     assert (np.asarray(plain) != a * b + c).any(), "XLA no longer fuses: this canary has nothing to watch"
-    got = jax.jit(lambda a, b, c: _numerics.scaled(a, b) + c)(a, b, c)
+    got = jax.jit(lambda a, b, c: _numerics.rounded(a * b) + c)(a, b, c)
     np.testing.assert_array_equal(np.asarray(got), a * b + c)
-    loop = jax.jit(lambda a, b, c: lax.map(lambda t: _numerics.scaled(t[0], t[1]) + t[2], (a, b, c)))
+    loop = jax.jit(lambda a, b, c: lax.map(lambda t: _numerics.rounded(t[0] * t[1]) + t[2], (a, b, c)))
     rows = tuple(v.reshape(10, -1) for v in (a, b, c))
     np.testing.assert_array_equal(np.asarray(loop(*rows)).ravel(), a * b + c)
-    by_scalar = jax.jit(lambda a, c: _numerics.scaled(a, jnp.full(a.shape, 0.037, jnp.float32)) + c)
+    by_scalar = jax.jit(lambda a, c: _numerics.rounded(a * jnp.float32(0.037)) + c)
     np.testing.assert_array_equal(np.asarray(by_scalar(a, c)), a * np.float32(0.037) + c)
 
 
-def test_scaled_is_the_product_and_its_gradient() -> None:
-    steps = np.array([3.0, -3.0, 0.0, -0.0, 65535.0, 1.0, 2.0**31, 0.25, np.inf, -np.inf, np.nan], np.float32)
-    scale = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -2.5, 1e-30], np.float32)
-    steps, scale = (v.ravel() for v in np.meshgrid(steps, scale))
-    with np.errstate(all="ignore"):
-        want = steps * scale
-    assert transforms.mismatches(np.asarray(jax.jit(_numerics.scaled)(steps, scale)), want) == 0
-    gradients = jax.grad(lambda a, b: _numerics.scaled(a, b).sum(), (0, 1))(
+def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> None:
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 1e-38], np.float32)
+    x = np.concatenate([special, rng.integers(0, 2**32, 100_000).astype(np.uint32).view(np.float32)])
+    assert transforms.mismatches(np.asarray(jax.jit(_numerics.rounded)(x)), x) == 0
+    gradients = jax.grad(lambda a, b: _numerics.rounded(a * b).sum(), (0, 1))(
         jnp.array([2.0, -3.0]), jnp.array([5.0, 0.0])
     )
     np.testing.assert_array_equal(gradients, [[5, 0], [2, -3]])
+
+
+def test_constants_are_added_one_after_the_other(rng: np.random.Generator) -> None:
+    x = rng.uniform(-1e-3, 1e-3, 10_000).astype(np.float32)
+    got = jax.jit(lambda x: _numerics.rounded(x + jnp.float32(1)) + jnp.float32(2**20))(x)
+    np.testing.assert_array_equal(np.asarray(got), (x + np.float32(1)) + np.float32(2**20))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])

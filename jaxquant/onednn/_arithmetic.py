@@ -74,14 +74,12 @@ def quantize(
     """Returns saturate(round_half_even(src * (1 / scale) + zp)), each operation rounded to float32."""
     src, scales = lax.stop_gradient((src, scales))
     inverse = _numerics.quotient(jnp.ones_like(scales), scales)
-    # Beyond 2**33 no int32 zero point brings a value back into the range of the codes.
-    bound = np.float32(2.0**33)
-    value = _numerics.rounded(src * found.expand(inverse, src), bound)
+    value = _numerics.rounded(src * found.expand(inverse, src))
     if dtype in _dtypes.FLOAT8:
         return _small_floats.encode(value, dtype, saturate=False)
     if zps is not None:
-        # XLA adds constants up first, this one and the one that rounds: the bound keeps them apart too.
-        value = _numerics.rounded(value + found.expand(zps.astype(jnp.float32), src), bound)
+        # XLA adds constants up first, this one and the one that rounds.
+        value = _numerics.rounded(value + found.expand(zps.astype(jnp.float32), src))
     return _numerics.encode(value, None, dtype)
 
 
@@ -95,5 +93,5 @@ def dequantize(
     steps = _small_floats.decode(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
         steps = steps - found.expand(zps.astype(jnp.float32), src)
-    product = _numerics.scaled(steps, found.expand(scales.astype(jnp.float32), src))
+    product = _numerics.rounded(steps * found.expand(scales.astype(jnp.float32), src))
     return _numerics.to_grid(product, scales.dtype).astype(scales.dtype)
