@@ -6,6 +6,7 @@ them, outside of jit unless the row says otherwise; "plain JAX" is what one writ
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +37,15 @@ def _quantize(size: int, dtype: str, axis: int | None, jitted: bool = False) -> 
     onnx = models.single_node("QuantizeLinear", {"x": x}, {"scale": scale, "zero_point": zero_point}, axis=axis or 0)
     opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(plain, arguments[0])}
     return Contest(partial(ours, *arguments), opponents, onnx, x.nbytes)
+
+
+def _quantize_floor(size: int) -> Contest:
+    """The least that XLA asks for reading float32 and writing int8: what no formula of ours can go below."""
+    contest = _quantize(size, "int8", None)
+    x = jax.device_put(inputs.finite((size, size)))
+    convert = jax.jit(lambda x: x.astype(jnp.int8))
+    opponents = {**contest.opponents, PLAIN: partial(convert, x)}
+    return dataclasses.replace(contest, opponents=opponents, unlike=frozenset({PLAIN}))
 
 
 def _plain_quantize(s: Any, z: Any, dtype: str) -> Callable[[jax.Array], jax.Array]:
@@ -181,6 +191,7 @@ def _sized(name: str, sizes: tuple[int, ...], build: Callable[..., Contest], *ar
 ROWS = [
     *_sized("quantize_linear int8 per tensor", _SIZES, _quantize, "int8", None),
     *_sized("quantize_linear int8 per tensor, in the user's jit", (64, 256), _quantize, "int8", None, True),
+    *_sized("quantize_linear int8 per tensor; plain: only x.astype(int8)", _SIZES, _quantize_floor),
     *_sized("quantize_linear uint8 per tensor", _SIZES, _quantize, "uint8", None),
     *_sized("quantize_linear int8 axis=1", _SIZES, _quantize, "int8", 1),
     *_sized("quantize_linear uint8 axis=1", _SIZES, _quantize, "uint8", 1),
