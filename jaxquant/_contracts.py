@@ -1,7 +1,7 @@
 """What an argument must be, and the words of the error when it is not. The only room that imports chex.
 
-Contracts of shape, axis and dtype are chex assertions with a plain check behind each: `chex.disable_asserts()`
-silences the first and never the second, so that no wrong input becomes a wrong answer.
+Contracts of shape, of axis and of one exact dtype are chex assertions with a plain check behind each:
+`chex.disable_asserts()` silences the first and never the second, so that no wrong input becomes a wrong answer.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], rea
     _enforce(value.shape == wanted, ContractValueError, text, chex.assert_shape, value, wanted)
 
 
-def axis(function: str, value: Any, rank: int, argument: str = "axis") -> int:
+def axis(function: str, value: Any, rank: int) -> int:
     """Requires an axis of an array of this rank and returns it counted from the front."""
-    integer(function, argument, value)
-    require(rank > 0, function, argument, "an array of rank 1 or more to have an axis", "rank 0")
+    integer(function, "axis", value)
+    require(rank > 0, function, "axis", "an array of rank 1 or more to have an axis", "rank 0")
     wanted = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
-    text = message(function, argument, wanted, value)
+    text = message(function, "axis", wanted, value)
     holds = -rank <= value < rank
     _enforce(holds, ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
@@ -158,9 +158,10 @@ def described(value: Any) -> str:
 
 
 def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
-    """Wraps a jitted operator so that arguments JAX cannot even trace get a named error.
+    """Wraps a jitted operator: what JAX cannot even trace gets a named error, or is converted as JAX would.
 
-    The check runs only after JAX refused, so a good call pays nothing for it.
+    Only numpy's 64-bit integers are looked for beforehand; all else is seen to after JAX refused, so that a good
+    call pays nothing for it.
     """
 
     @functools.wraps(compiled)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes
-from ._dynamic_quantize_linear import contract, dynamic_range, scope, training_contract
+from . import _contracts, _dtypes, _training
+from ._dynamic_quantize_linear import contract, dynamic_range
 from ._fake_quantize_linear import Config, fake_quantize
 
 _NAME = "dynamic_fake_quantize_linear"
@@ -76,9 +76,9 @@ def _dynamic_fake_quantize_linear(
 ) -> jax.Array:  # fmt: skip
     (x,) = _contracts.arrays(x)
     found, granularity = contract(_NAME, x, dtype, axis)
-    training_contract(_NAME, training, lda_coeff, name)
+    _training.contract(_NAME, training, lda_coeff, name)
     config = Config(granularity, found, _dtypes.narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
-    with scope(name):
+    with _training.scope(name):
         _, _, scale, zero_point = dynamic_range(jax.lax.stop_gradient(x), granularity, found, contiguous)
         return fake_quantize(config, x, scale, zero_point)
 

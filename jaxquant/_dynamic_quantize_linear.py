@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _numerics, _reductions
+from . import _contracts, _dtypes, _granularity, _numerics, _reductions, _training
 from ._quantize_linear import quantize
 
 _NAME = "dynamic_quantize_linear"
@@ -101,9 +100,9 @@ def _dynamic_quantize_linear(
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
     (x,) = _contracts.arrays(x)
     found, granularity = contract(_NAME, x, dtype, axis)
-    training_contract(_NAME, training, lda_coeff, name)
+    _training.contract(_NAME, training, lda_coeff, name)
     config = _Config(granularity, found, bool(training), float(lda_coeff), contiguous)
-    with scope(name):
+    with _training.scope(name):
         return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
 
 
@@ -129,7 +128,7 @@ def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
 
 
 def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
-    refuse_backward(_NAME, config.training)
+    _training.refuse_backward(_NAME, config.training)
     x = jnp.asarray(x)
     low, high, scale, zero_point = dynamic_range(x, config.granularity, config.dtype, config.contiguous)
     return (dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
@@ -187,21 +186,3 @@ def contract(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple
     _contracts.array(function, "x", x, (_dtypes.FLOAT32,))
     found = _contracts.dtype(function, "dtype", dtype, DTYPES)
     return found, _granularity.slices(function, axis, x.shape)
-
-
-def training_contract(function: str, training: bool, lda_coeff: float, name: str | None) -> None:
-    """Holds the toolkit node's parameters to their contracts."""
-    _contracts.flag(function, "training", training)
-    _contracts.real(function, "lda_coeff", lda_coeff)
-    _contracts.name(function, name)
-
-
-def refuse_backward(function: str, training: bool) -> None:
-    """Raises where a call made with training=False is differentiated."""
-    wanted = "True where the call is differentiated (nothing was kept for the backward pass)"
-    _contracts.require(training, function, "training", wanted, False)
-
-
-def scope(name: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns the named scope of an operation, or none."""
-    return contextlib.nullcontext() if name is None else jax.named_scope(name)

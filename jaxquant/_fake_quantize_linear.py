@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _numerics
+from . import _contracts, _dtypes, _granularity, _numerics, _training
 from ._dequantize_linear import dequantize
-from ._dynamic_quantize_linear import refuse_backward, scope, training_contract
 from ._quantize_linear import number_scale, number_zero_point, quantize, quotients, refuse_float_zero_point
 
 _NAME = "fake_quantize_linear"
@@ -87,7 +86,7 @@ def fake_quantize_linear(
     if zero_point is not None:
         refuse_float_zero_point(_NAME, "zero_point", zero_point)
     return _enter(
-        _contracts.float32(x), scale, zero_point,
+        _contracts.float32(x), scale, _contracts.float32(zero_point),
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
@@ -103,14 +102,14 @@ def _fake_quantize_linear(
     _contracts.array(_NAME, "x", x, _dtypes.FLOATS)
     _contracts.array(_NAME, "scale", scale, _dtypes.FLOATS)
     found = _contracts.dtype(_NAME, "dtype", dtype, _dtypes.QUANTIZED)
-    training_contract(_NAME, training, lda_coeff, name)
+    _training.contract(_NAME, training, lda_coeff, name)
     granularity = _granularity.resolve(_NAME, "scale", scale, x.shape, axis, block_size)
     if zero_point is not None:
         integers = found in _dtypes.INTEGERS
         _contracts.array(_NAME, "zero_point", zero_point, (found, _dtypes.FLOAT32) if integers else (found,))
         _granularity.matching(_NAME, "zero_point", zero_point, scale, "scale")
     config = Config(granularity, found, None, bool(training), float(lda_coeff), _NAME)
-    with scope(name):
+    with _training.scope(name):
         return fake_quantize(config, x, scale, zero_point)
 
 
@@ -139,7 +138,7 @@ def fake_quantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: ja
 def _fake_quantize_fwd(
     config: Config, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    refuse_backward(config.function, config.training)
+    _training.refuse_backward(config.function, config.training)
     return fake_quantize(config, x, scale, zero_point), (x, scale, zero_point)
 
 

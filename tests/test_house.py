@@ -29,6 +29,7 @@ FLOORS = {
     "_small_floats": 1,
     "_numerics": 1,
     "_reductions": 1,
+    "_training": 1,
     "_quantize_linear": 2,
     "_dequantize_linear": 2,
     "_dynamic_quantize_linear": 2,
