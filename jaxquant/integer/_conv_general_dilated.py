@@ -1,0 +1,264 @@
+"""`jax.lax.conv_general_dilated` over integers with zero points."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .. import _contracts
+from . import _convolution, _layout, _operands
+
+_NAME = "integer.conv_general_dilated"
+
+
+def conv_general_dilated(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    *,
+    lhs_zero_point: ArrayLike | None = None,
+    rhs_zero_point: ArrayLike | None = None,
+) -> jax.Array:
+    """out = convolution of lhs - lhs_zero_point with rhs - rhs_zero_point, in int32.
+
+    Exact modulo 2**32, as ONNX has it. Padding, and the holes of `lhs_dilation`, count as 0 after the zero point is
+    subtracted. Any layout, grouping and batching runs as an int8 convolution or contraction; the operands are never
+    widened to more than 8 bits, except depthwise ones, whose products are summed element by element in int32.
+
+    Args:
+        lhs: int8, uint8, int4, uint4, int2 or uint2, of rank 3 or more.
+        rhs: the kernel, any of the same dtypes, not necessarily lhs's.
+        window_strides: Static. One for each spatial dimension.
+        padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative crops.
+        lhs_dilation: Static. Steps between neighbours of lhs; None is 1.
+        rhs_dilation: Static. Steps between neighbours of the kernel; None is 1.
+        dimension_numbers: Static. As `jax.lax` has it; None is NCHW, OIHW, NCHW and their like.
+        feature_group_count: Static. Groups of channels that do not meet.
+        batch_group_count: Static. Groups of images, each with its own features.
+        lhs_zero_point: steps, a scalar in lhs's dtype. None is 0. An int stands for an array of it.
+        rhs_zero_point: steps, in rhs's dtype: a scalar, or one for each output feature. Likewise.
+
+    Returns:
+        int32, in the layout that the dimension numbers give it.
+
+    Raises:
+        TypeError: an operand or a zero point has another dtype.
+        ValueError: shapes, windows, groups or dimension numbers do not fit each other.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jnp.array([[[0, 128, 255]]], jnp.uint8)
+        >>> kernel = jnp.array([[[1, 2, 3]]], jnp.int8)
+        >>> jq.integer.conv_general_dilated(x, kernel, (1,), [(1, 1)], lhs_zero_point=128)
+        Array([[[-256,  253,  254]]], dtype=int32)
+
+    Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
+    """
+    lhs_zero_point = _operands.number_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = _operands.number_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    return _enter(
+        lhs, rhs, lhs_zero_point, rhs_zero_point,
+        window_strides=_tuple(window_strides), padding=_tuple(padding), lhs_dilation=_tuple(lhs_dilation),
+        rhs_dilation=_tuple(rhs_dilation), dimension_numbers=_tuple(dimension_numbers),
+        feature_group_count=feature_group_count, batch_group_count=batch_group_count, centred=centred,
+    )  # fmt: skip
+
+
+def _tuple(value: Any) -> Any:
+    """Returns lists as tuples, all the way down; jax.lax takes both."""
+    return tuple(_tuple(v) for v in value) if type(value) in (list, tuple) else value
+
+
+_STATICS = (
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+    *("feature_group_count", "batch_group_count", "centred"),
+)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=_STATICS)
+def _conv_general_dilated(
+    lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
+    window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
+    feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
+) -> jax.Array:  # fmt: skip
+    lhs, rhs, lhs_zero_point, rhs_zero_point = _contracts.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
+    _contracts.array(_NAME, "lhs", lhs, _operands.DTYPES)
+    _contracts.array(_NAME, "rhs", rhs, _operands.DTYPES)
+    numbers = _dimension_numbers(lhs, rhs, dimension_numbers)
+    x = lax.transpose(lhs, numbers.lhs_spec)
+    w = lax.transpose(rhs, numbers.rhs_spec)
+    _groups_contract(x, w, feature_group_count, batch_group_count)
+    geometry = _geometry(x, w, window_strides, padding, lhs_dilation, rhs_dilation)
+    zero_points_contract(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), w.shape[0])
+    if batch_group_count > 1:  # the groups of images become groups of channels
+        x = x.reshape(batch_group_count, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    steps = (
+        _operands.signed_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        _operands.signed_steps(rhs_zero_point, rhs.dtype, centred[1]),
+    )
+    last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
+    geometry = geometry._replace(groups=feature_group_count * batch_group_count)
+    out = tuple(np.argsort(numbers.out_spec))
+    return convolution(_operands.signed(x), _operands.signed(w), *steps, geometry, last, lambda acc, _: acc, out)
+
+
+_enter = _contracts.entrance(_NAME, _conv_general_dilated, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
+
+
+class Geometry(NamedTuple):
+    """The static numbers of a convolution, one for each spatial dimension."""
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    groups: int = 1
+
+
+def convolution(
+    x: jax.Array,
+    w: jax.Array,
+    x_steps: jax.Array | None,
+    w_steps: jax.Array | None,
+    geometry: Geometry,
+    channels_last: bool,
+    epilogue: Callable[[jax.Array, int], jax.Array],
+    out: Sequence[int] | None = None,
+) -> jax.Array:
+    """Returns the int32 convolution of int8 [N, C, *spatial] with int8 [O, C / groups, *kernel], an epilogue behind.
+
+    Args:
+        x: int8.
+        w: int8.
+        x_steps: int32 scalar, or None for 0.
+        w_steps: int32 scalar or [O], or None for 0.
+        geometry: Static.
+        channels_last: Static. Whether x is a view of an array whose channels lie last.
+        epilogue: takes the accumulator and the axis of its features, before it is laid out for the caller: what
+            makes it smaller makes the transpose cheaper.
+        out: Static. The permutation that takes [N, O, *spatial] to the caller's layout.
+    """
+    config = [
+        (0, 0, 0),
+        (0, 0, 0),
+        *((*p, d - 1) for p, d in zip(geometry.padding, geometry.lhs_dilation, strict=True)),
+    ]
+    if any(c != (0, 0, 0) for c in config):
+        fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
+        x = lax.pad(x, fill, config)
+    window = _convolution.Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups)
+    window = _convolution.plan(x.shape, w.shape, window, channels_last=channels_last)
+    rank = x.ndim
+    last = (0, *range(2, rank), 1)
+    if window.channels_last:
+        x = lax.transpose(x, last) if channels_last else _layout.transposed(x, last)
+    elif channels_last:
+        x = _layout.transposed(x, range(rank))
+    a = None if x_steps is None else x_steps.reshape(1, 1)
+    b = None if w_steps is None else w_steps.reshape(-1)
+    acc = _convolution.convolve(x, w, a, b, window)
+    result = epilogue(acc, rank - 1 if window.channels_last else 1)
+    first = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
+    permutation = first if out is None else tuple(first[axis] for axis in out)
+    if not _layout.is_moving(permutation, result.shape):
+        return lax.transpose(result, permutation)
+    return _unfolded(result, permutation)
+
+
+def _unfolded(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
+    """Returns a result transposed once it is in memory, by the fast kernel, which for bytes is int8's alone."""
+    if result.dtype == np.dtype(jnp.uint8):
+        return lax.bitcast_convert_type(_unfolded(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8)
+    return lax.transpose(_layout.pinned(result), tuple(permutation))
+
+
+def _dimension_numbers(lhs: jax.Array, rhs: jax.Array, given: Any) -> Any:
+    _contracts.require(lhs.ndim >= 2, _NAME, "lhs", "an array of rank 2 or more", f"shape {lhs.shape}")
+    _contracts.require(rhs.ndim == lhs.ndim, _NAME, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
+    try:
+        return lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
+    except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
+        text = _contracts.message(_NAME, "dimension_numbers", f"numbers for rank {lhs.ndim} ({error})", repr(given))
+        raise _contracts.ContractValueError(text) from error
+
+
+def _groups_contract(x: jax.Array, w: jax.Array, features: Any, batches: Any) -> None:
+    for argument, count, wanted, n in (
+        ("feature_group_count", features, "a divisor of lhs's channels", x.shape[1]),
+        ("feature_group_count", features, "a divisor of the features", w.shape[0]),
+        ("batch_group_count", batches, "a divisor of lhs's batch", x.shape[0]),
+        ("batch_group_count", batches, "a divisor of the features", w.shape[0]),
+    ):
+        _contracts.integer(_NAME, argument, count)
+        _contracts.require(count > 0 and n % count == 0, _NAME, argument, f"{wanted}, {n}", count)
+    both = features == 1 or batches == 1
+    _contracts.require(both, _NAME, "batch_group_count", "1 where feature_group_count is not", batches)
+    wanted = f"{x.shape[1] // features} channels, lhs's {x.shape[1]} in {features} groups"
+    _contracts.require(w.shape[1] * features == x.shape[1], _NAME, "rhs", wanted, w.shape[1])
+
+
+def _geometry(x: jax.Array, w: jax.Array, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any) -> Geometry:
+    rank = x.ndim - 2
+    ones = (1,) * rank
+    strides = positive(_NAME, "window_strides", strides, rank)
+    lhs_dilation = positive(_NAME, "lhs_dilation", ones if lhs_dilation is None else lhs_dilation, rank)
+    rhs_dilation = positive(_NAME, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
+    holed = tuple((s - 1) * d + 1 if s else 0 for s, d in zip(x.shape[2:], lhs_dilation, strict=True))
+    reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], rhs_dilation, strict=True))
+    if isinstance(padding, str):
+        _contracts.option(_NAME, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
+        padding = lax.padtype_to_pads(holed, reach, strides, padding.upper())
+    try:
+        pairs = tuple((int(low), int(high)) for low, high in padding)
+    except (TypeError, ValueError):
+        pairs = ()
+    wanted = f"a name, or {rank} pairs of ints"
+    _contracts.require(len(pairs) == rank, _NAME, "padding", wanted, padding)
+    window_contract(_NAME, "lhs", holed, pairs, reach)
+    return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
+
+
+def positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:
+    """Requires one positive integer for each spatial dimension and returns them."""
+    is_sequence = isinstance(values, tuple | list | np.ndarray)
+    wanted = f"{rank} positive ints, one for each spatial dimension"
+    _contracts.require(is_sequence and len(values) == rank, function, argument, wanted, values)
+    for value in values:
+        _contracts.integer(function, argument, value)
+        _contracts.require(value > 0, function, argument, wanted, values)
+    return tuple(int(v) for v in values)
+
+
+def window_contract(function: str, argument: str, spatial: Any, padding: Any, reach: Any) -> None:
+    """Requires every kernel to fit into what it slides over."""
+    for size, (low, high), k in zip(spatial, padding, reach, strict=True):
+        fits = size + low + high >= k and k > 0
+        got = f"{size} with padding ({low}, {high})"
+        _contracts.require(fits, function, argument, f"a kernel that spans {k} to fit into the padded x", got)
+
+
+def zero_points_contract(function: str, names: tuple[str, str], operands: Any, zero_points: Any, features: int) -> None:
+    """Requires zero points in their operands' dtypes: one for x, one or one for each feature for the kernel."""
+    for name, x, zero_point, shapes in zip(
+        names, operands, zero_points, (((), (1,)), ((), (1,), (features,))), strict=True
+    ):
+        if zero_point is not None:
+            argument = f"{name}_zero_point"
+            _contracts.same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
+            wanted = "a scalar" if len(shapes) == 2 else f"a scalar or shape ({features},), one for each feature"
+            _contracts.require(zero_point.shape in shapes, function, argument, wanted, f"shape {zero_point.shape}")

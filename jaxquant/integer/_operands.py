@@ -1,0 +1,75 @@
+"""Operands as the fast contractions want them: int8, with what was taken off them added to their zero points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _contracts, _dtypes
+
+DTYPES: tuple[np.dtype, ...] = tuple(
+    np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
+)
+EIGHT_BITS = DTYPES[:2]
+_UINT8 = np.dtype(jnp.uint8)
+
+
+def signed(x: jax.Array) -> jax.Array:
+    """Returns x as int8: uint8 less 128, which flips the top bit; narrower dtypes widened."""
+    if x.dtype == _UINT8:
+        return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
+    return x.astype(jnp.int8)
+
+
+def unsigned_like(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns int8 as the 8-bit dtype whose bits it holds."""
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def offset(dtype: Any) -> int:
+    """Returns what `signed` takes off the values of a dtype."""
+    return 128 if dtype == _UINT8 else 0
+
+
+def is_centred(zero_point: Any, dtype: Any) -> bool:
+    """Whether the zero point is known to be 0 once the operand is signed, so that no sum has to correct for it."""
+    if zero_point is None:
+        return offset(dtype) == 0
+    if _contracts.is_traced(zero_point):
+        return False
+    if isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable:
+        return False
+    try:
+        return bool(np.all(np.asarray(zero_point) == offset(dtype)))
+    except (TypeError, ValueError):  # no array: the contract of the zero point will say so
+        return False
+
+
+def signed_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
+    """Returns the int32 zero point of the signed operand; None where it is known to be 0."""
+    if centred:
+        return None
+    if zero_point is None:
+        return jnp.full((), -offset(dtype), jnp.int32)
+    return zero_point.astype(jnp.int32) - np.int32(offset(dtype))
+
+
+def number_zero_point(function: str, argument: str, value: Any, operand: Any) -> Any:
+    """Returns an int as a zero point of the operand's dtype, which must hold it; anything else as it came."""
+    dtype: Any = getattr(operand, "dtype", None)
+    if not isinstance(value, int) or dtype not in DTYPES:
+        return value
+    _contracts.integer(function, argument, value)
+    low, high = _dtypes.bounds(np.dtype(dtype))
+    _contracts.require(low <= value <= high, function, argument, f"an int in [{low}, {high}], for {dtype}", value)
+    return np.asarray(value, dtype)
+
+
+def centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
+    """Returns of which of two operands `is_centred` holds."""
+    left, right = (is_centred(z, getattr(x, "dtype", None)) for x, z in zip(operands, zero_points, strict=True))
+    return left, right
