@@ -1,1 +1,1 @@
-"""jaxquant against ONNX Runtime and plain JAX, timed in turns and compared bit for bit: `python -m benchmarks`."""
+"""jaxquant against ONNX Runtime, plain JAX and qwix, timed in turns and compared: `python -m benchmarks`."""

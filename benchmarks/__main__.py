@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import pathlib
 import platform
 import re
@@ -15,18 +16,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import operators, timing
+from . import contractions, operators, timing
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
-TABLES = (operators.TABLE,)
+TABLES = (operators.TABLE, contractions.TABLE)
 _QUICK_LIMIT = 1024
-_COMPILED_AT = 1024
+_QUICK_WORK = 1024**2
 _KINDS = {"latency": "", "queued": "queued: "}
 _LEGEND = (
     "Medians of alternated runs in one process. First one call that is waited for, then, queued, ten calls of which "
     "the last is waited for, per call. Ratios are jaxquant / opponent: below 1, jaxquant is faster. Mismatches are "
-    "elements that differ in any bit from ONNX Runtime's, or from numpy's where ONNX Runtime takes no part."
+    "elements that differ in any bit from ONNX Runtime's, or from numpy's where ONNX Runtime takes no part; of "
+    "matmul_nbits, elements that are off by more than 1e-5 of the largest."
 )
 
 
@@ -54,14 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__)
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="rows by name")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds per row at most; default 200, quick 20")
-    parser.add_argument("--quick", action="store_true", help=f"sizes up to {_QUICK_LIMIT} and few rounds: a smoke test")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: a smoke test")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where to write all figures")
     return parser
 
 
 def _environment() -> dict[str, Any]:
     versions = {"Python": platform.python_version()}
-    for package in ("jax", "jaxlib", "onnxruntime"):
+    for package in ("jax", "jaxlib", "onnxruntime", "qwix"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -78,19 +80,30 @@ def _cpu() -> str:
 def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:
     # ONNX Runtime's CPU kernels still say what is right when an accelerator is measured, but race against CPUs only.
     on_cpu = jax.default_backend() == "cpu"
-    opponents = [o for o in table.opponents if on_cpu or o != ONNX_RUNTIME]
+    opponents = table.opponents
+    if not on_cpu:
+        opponents = (*table.off_cpu, *(o for o in table.opponents if o != ONNX_RUNTIME))
+    throughput = "" if on_cpu else table.throughput
     rows = [r for r in table.rows if options.only.search(r.name)]
     if options.quick:
-        rows = [r for r in rows if max(r.shape) <= _QUICK_LIMIT]
+        rows = _quick(rows)
     if rows:
         print(f"\n### {table.title}\n")
-        _print_line(_head(opponents, on_cpu))
-        _print_line(["---"] * len(_head(opponents, on_cpu)))
+        _print_line(_head(opponents, throughput))
+        _print_line(["---"] * len(_head(opponents, throughput)))
     records = []
     for row in rows:
         records.append(_measure(row, opponents, options))
-        _print_line(_cells(records[-1], opponents, on_cpu))
+        _print_line(_cells(records[-1], opponents, throughput))
     return records
+
+
+def _quick(rows: Sequence[Row]) -> list[Row]:
+    """Returns the small rows, and of an operation that has none, the smallest."""
+    least: dict[str, int] = {}
+    for row in rows:
+        least[row.name] = min(math.prod(row.shape), least.get(row.name, sys.maxsize))
+    return [r for r in rows if max(r.shape) <= _QUICK_LIMIT and math.prod(r.shape) <= max(_QUICK_WORK, least[r.name])]
 
 
 def _measure(row: Row, opponents: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -99,7 +112,7 @@ def _measure(row: Row, opponents: Sequence[str], options: argparse.Namespace) ->
     missing = {o: call.reason for o, call in present.items() if isinstance(call, Missing)}
     calls: dict[str, Call] = {JAXQUANT: contest.jaxquant}
     calls |= {o: call for o, call in present.items() if not isinstance(call, Missing)}
-    first = {n: 1e3 * timing.first_call(c) for n, c in calls.items() if n != ONNX_RUNTIME} if _compiles(row) else {}
+    first = {n: 1e3 * timing.first_call(c) for n, c in calls.items() if n != ONNX_RUNTIME} if row.compile_time else {}
     rounds, seconds = (20, 0.5) if options.quick else (200, 4.0)
     rounds = max(options.rounds or rounds, 2)  # one sample has no quartiles
     timings = timing.measure(calls, rounds, seconds)
@@ -111,11 +124,8 @@ def _measure(row: Row, opponents: Sequence[str], options: argparse.Namespace) ->
         "missing": missing,
         "mismatches": _compare(contest, calls),
         "bytes": contest.bytes_read + sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(contest.jaxquant())),
+        "operations": 2 * contest.multiply_adds,
     }
-
-
-def _compiles(row: Row) -> bool:
-    return set(row.shape) == {_COMPILED_AT}
 
 
 def _compare(contest: Contest, calls: dict[str, Call]) -> dict[str, int | None]:
@@ -130,25 +140,30 @@ def _compare(contest: Contest, calls: dict[str, Call]) -> dict[str, int | None]:
     return found
 
 
-def _head(opponents: Sequence[str], on_cpu: bool) -> list[str]:
+def _head(opponents: Sequence[str], throughput: str) -> list[str]:
     cells = ["operation", "shape"]
     for prefix in _KINDS.values():
         cells += [f"{prefix}{name} ms" for name in (JAXQUANT, *opponents)]
         cells += [f"{prefix}ratio to {name}" for name in opponents]
     judged = [o for o in opponents if o != ONNX_RUNTIME]
-    return [*cells, *([] if on_cpu else ["jaxquant GB/s"]), "mismatches " + " / ".join((JAXQUANT, *judged))]
+    return [
+        *cells,
+        *([f"jaxquant {throughput}"] if throughput else []),
+        "mismatches " + " / ".join((JAXQUANT, *judged)),
+    ]
 
 
-def _cells(record: dict[str, Any], opponents: Sequence[str], on_cpu: bool) -> list[str]:
+def _cells(record: dict[str, Any], opponents: Sequence[str], throughput: str) -> list[str]:
     cells = [record["name"], record["shape"]]
     for kind in _KINDS:
         medians = {name: t[kind]["median_ms"] for name, t in record["timings"].items()}
         shown = (JAXQUANT, *opponents)
         cells += [f"{medians[n]:.3g}" if n in medians else record["missing"][n] for n in shown]
         cells += [f"{medians[JAXQUANT] / medians[n]:.2f}" if n in medians else "" for n in opponents]
-    if not on_cpu:
-        queued = record["timings"][JAXQUANT]["queued"]["median_ms"]
-        cells.append(f"{record['bytes'] / queued / 1e6:.0f}")
+    if throughput:
+        per_second = 1e3 / record["timings"][JAXQUANT]["queued"]["median_ms"]
+        amount = record["operations"] / 1e12 if throughput == "TOP/s" else record["bytes"] / 1e9
+        cells.append(f"{amount * per_second:.3g}")
     judged = [record["mismatches"].get(n) for n in (JAXQUANT, *opponents) if n != ONNX_RUNTIME]
     return [*cells, " / ".join("not compared" if count is None else str(count) for count in judged)]
 

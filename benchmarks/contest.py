@@ -13,6 +13,9 @@ import numpy as np
 JAXQUANT = "jaxquant"
 ONNX_RUNTIME = "ONNX Runtime"
 PLAIN = "plain JAX"
+FLOAT32 = "float32 JAX"
+BFLOAT16 = "JAX bfloat16"
+QWIX = "qwix"
 
 Call = Callable[[], Any]
 _BELOW_A_BYTE = ("int2", "uint2", "int4", "uint4")
@@ -40,6 +43,7 @@ class Contest:
         bytes_read: the size of jaxquant's inputs, for the bandwidth.
         unlike: opponents whose answer is another one by design, so that comparing it means nothing.
         compared: picks from a contestant's result what `expected` returns.
+        multiply_adds: how many the work takes, for the operations per second of a contraction.
     """
 
     jaxquant: Call
@@ -48,24 +52,43 @@ class Contest:
     bytes_read: int
     unlike: frozenset[str] = frozenset()
     compared: Callable[[Any], Any] = _whole
+    multiply_adds: int = 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. Inputs and sessions come to life in `build`, so that only one row holds memory."""
+    """One line of a table. Inputs and sessions come to life in `build`, so that only one row holds memory.
+
+    Attributes:
+        name: the operation.
+        shape: what its size is made of.
+        build: makes the contest.
+        compile_time: whether the first call is timed too.
+    """
 
     name: str
     shape: tuple[int, ...]
     build: Callable[[], Contest]
+    compile_time: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that share their opponents; `opponents` names the columns in order."""
+    """Rows that share their opponents.
+
+    Attributes:
+        title: what stands above the table.
+        opponents: the columns, in order.
+        rows: the lines.
+        off_cpu: the columns that come first where an accelerator is measured.
+        throughput: what is shown of jaxquant there, "GB/s" or "TOP/s".
+    """
 
     title: str
     opponents: tuple[str, ...]
     rows: Sequence[Row]
+    off_cpu: tuple[str, ...] = ()
+    throughput: str = "GB/s"
 
 
 def mismatches(result: Any, expected: Any) -> int:

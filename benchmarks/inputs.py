@@ -52,11 +52,16 @@ def finite(shape: tuple[int, ...]) -> np.ndarray:
     return np.resize(pool.astype(np.float32), shape)
 
 
-def codes(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns codes from the whole range of a dtype."""
+def codes(shape: tuple[int, ...], dtype: Any, seed: int = 4) -> np.ndarray:
+    """Returns codes from the whole range of a dtype; two operands want two seeds."""
     low, high = bounds(dtype)
-    pool = np.random.default_rng(4).integers(low, high + 1, _POOL, np.int16)
+    pool = np.random.default_rng(seed).integers(low, high + 1, _POOL, np.int16)
     return np.resize(pool, shape).astype(dtype)
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """Returns the 4-bit codes of bytes along the last axis, low nibble first."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def encoded(steps: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -29,10 +29,11 @@ def threads() -> int:
 def single_node(
     operator: str,
     inputs: Mapping[str, np.ndarray],
-    constants: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray | None],
     *,
     outputs: Sequence[str] = ("y",),
     opset: int = 13,
+    domain: str = "",
     **attributes: Any,
 ) -> Call | Missing:
     """Returns a call that runs one ONNX operator, or why there is none.
@@ -40,17 +41,20 @@ def single_node(
     Args:
         operator: the ONNX name.
         inputs: the arrays that are fed, by name, in the operator's order; they come before the constants.
-        constants: the initializers, likewise.
+        constants: the initializers, likewise; None leaves an optional input out.
         outputs: names for the outputs.
         opset: the version of the ONNX operator set.
+        domain: the operator's, where it is not ONNX's own.
         **attributes: the node's attributes.
     """
     if not _INSTALLED:
         return _NOT_INSTALLED
     from onnx import helper
 
-    node = helper.make_node(operator, [*inputs, *constants], list(outputs), **attributes)
-    session = _session([node], inputs, constants, outputs, opset)
+    names = [*inputs, *("" if array is None else name for name, array in constants.items())]
+    node = helper.make_node(operator, names, list(outputs), domain=domain, **attributes)
+    given = {name: array for name, array in constants.items() if array is not None}
+    session = _session([node], inputs, given, outputs, opset)
     feeds = dict(inputs)
     return lambda: session.run(None, feeds)
 
@@ -98,7 +102,8 @@ def _session(
         [helper.make_empty_tensor_value_info(name) for name in outputs],
         [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=_IR_VERSION)
+    versions = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=versions, ir_version=_IR_VERSION)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads()
     # Threads that spin after a run would starve whoever is measured next.

@@ -23,6 +23,7 @@ from .contest import ONNX_RUNTIME, PLAIN, Contest, Missing, Row, Table
 
 _SIZES = (64, 256, 1024, 4096)
 _LARGE = (1024, 4096)
+_COMPILED_AT = 1024
 _NO_OPERATOR = Missing("no such operator")
 
 
@@ -185,7 +186,7 @@ def _onednn_grouped(size: int, group: int) -> Contest:
 
 
 def _sized(name: str, sizes: tuple[int, ...], build: Callable[..., Contest], *arguments: Any) -> list[Row]:
-    return [Row(name, (size, size), partial(build, size, *arguments)) for size in sizes]
+    return [Row(name, (size, size), partial(build, size, *arguments), size == _COMPILED_AT) for size in sizes]
 
 
 ROWS = [

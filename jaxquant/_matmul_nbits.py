@@ -81,6 +81,7 @@ class _Config(NamedTuple):
 
     @property
     def blocks(self) -> int:
+        """How many runs of weights in a row have a scale."""
         return -(-self.K // self.block_size)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from onnx import ModelProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 Arrays = Mapping[str, np.ndarray]
+Optional = Mapping[str, np.ndarray | None]
 
 
 def tensor_type(dtype: Any) -> int:
@@ -24,15 +25,24 @@ def _plain(dtype: Any) -> bool:
     return np.dtype(dtype).isbuiltin == 1
 
 
-def model(op: str, feeds: Arrays, outputs: Mapping[str, Any], opset: int, attributes: Mapping[str, Any]) -> ModelProto:
-    """A model of one operator.
+def present(feeds: Optional) -> dict[str, np.ndarray]:
+    """The inputs that are given."""
+    return {n: np.asarray(a) for n, a in feeds.items() if a is not None}
+
+
+def model(
+    op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, domain: str, attributes: Mapping[str, Any]
+) -> ModelProto:
+    """A model of one operator; an input that is None is left out.
 
     An input that cannot be fed is a constant of the model; an output that cannot be fetched goes through a
     DequantizeLinear of scale 1, which keeps every code of 16 bits or fewer as a float32.
     """
     fetched = {n if _plain(d) else f"{n}_codes": d for n, d in outputs.items()}
-    nodes = [helper.make_node(op, list(feeds), list(fetched), **attributes)]
-    constants = [numpy_helper.from_array(np.asarray(a), n) for n, a in feeds.items() if not _plain(a.dtype)]
+    given = present(feeds)
+    names = [n if n in given else "" for n in feeds]
+    nodes = [helper.make_node(op, names, list(fetched), domain=domain, **attributes)]
+    constants = [numpy_helper.from_array(a, n) for n, a in given.items() if not _plain(a.dtype)]
     for name, dtype in outputs.items():
         if not _plain(dtype):
             nodes.append(helper.make_node("DequantizeLinear", [f"{name}_codes", "one"], [name]))
@@ -41,14 +51,20 @@ def model(op: str, feeds: Arrays, outputs: Mapping[str, Any], opset: int, attrib
     graph = helper.make_graph(
         nodes,
         op,
-        [helper.make_tensor_value_info(n, tensor_type(a.dtype), None) for n, a in feeds.items() if _plain(a.dtype)],
+        [
+            # MatMulNBits wants to know its bias's shape; the others share one session for all shapes.
+            helper.make_tensor_value_info(n, tensor_type(a.dtype), a.shape if domain else None)
+            for n, a in given.items()
+            if _plain(a.dtype)
+        ],
         [
             helper.make_tensor_value_info(n, tensor_type(d if _plain(d) else np.float32), None)
             for n, d in outputs.items()
         ],
         constants,
     )
-    built = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    domains = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    built = helper.make_model(graph, opset_imports=domains)
     built.ir_version = 10
     return built
 
@@ -62,11 +78,19 @@ def _session(serialized: bytes) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 
-def run(op: str, feeds: Arrays, outputs: Mapping[str, Any], opset: int, **attributes: Any) -> list[np.ndarray]:
+def run(
+    op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, domain: str = "", **attributes: Any
+) -> list[np.ndarray]:
     """Runs one operator in ONNX Runtime: numpy in, numpy out, in the dtypes asked for."""
-    session = _session(model(op, feeds, outputs, opset, attributes).SerializeToString())
-    found = session.run(list(outputs), {n: np.asarray(a) for n, a in feeds.items() if _plain(a.dtype)})
+    session = _session(model(op, feeds, outputs, opset, domain, attributes).SerializeToString())
+    found = session.run(list(outputs), {n: a for n, a in present(feeds).items() if _plain(a.dtype)})
     return [np.asarray(f).astype(d) for f, d in zip(found, outputs.values(), strict=True)]
+
+
+def ask(op: str, args: Sequence[Any], output: Any, domain: str = "", **attributes: Any) -> np.ndarray:
+    """Runs an operator of one output in ONNX Runtime, its inputs in order; None is an input that is left out."""
+    feeds = {f"input{i}": None if a is None else np.asarray(a) for i, a in enumerate(args)}
+    return run(op, feeds, {"y": output}, 21, domain=domain, **attributes)[0]
 
 
 def reference(op: str, feeds: Arrays, outputs: Mapping[str, Any], opset: int, **attributes: Any) -> list[np.ndarray]:

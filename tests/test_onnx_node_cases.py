@@ -1,4 +1,4 @@
-"""onnx's own single-node tests of the three operators, through an adapter that reads the model's one node."""
+"""onnx's own single-node tests of the operators, through an adapter that reads the model's one node."""
 
 from __future__ import annotations
 
@@ -17,12 +17,29 @@ import jaxquant as jq
 
 from . import transforms
 
-COUNTS = {"QuantizeLinear": 13, "DequantizeLinear": 14, "DynamicQuantizeLinear": 3}
+FUNCTIONS = {
+    "QuantizeLinear": jq.quantize_linear,
+    "DequantizeLinear": jq.dequantize_linear,
+    "DynamicQuantizeLinear": jq.dynamic_quantize_linear,
+    "MatMulInteger": jq.matmul_integer,
+    "QLinearMatMul": jq.qlinear_matmul,
+    "ConvInteger": jq.conv_integer,
+    "QLinearConv": jq.qlinear_conv,
+}
+COUNTS = {
+    "QuantizeLinear": 13,
+    "DequantizeLinear": 14,
+    "DynamicQuantizeLinear": 3,
+    "MatMulInteger": 1,
+    "QLinearMatMul": 8,
+    "ConvInteger": 2,
+    "QLinearConv": 1,
+}
 DTYPES = ("output_dtype", "precision")
 
 
 def node_tests() -> list[Any]:
-    """Every test whose model is one node of the three; the `_expanded` function bodies are other operators."""
+    """Every test whose model is one node of these; the `_expanded` function bodies are other operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # onnx's own casts, as it computes what it expects
         every = load_node_model_tests()
@@ -43,12 +60,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 def operator(node: onnx.NodeProto) -> Any:
     """The jaxquant function of a node, its attributes bound."""
-    functions = {
-        "QuantizeLinear": jq.quantize_linear,
-        "DequantizeLinear": jq.dequantize_linear,
-        "DynamicQuantizeLinear": jq.dynamic_quantize_linear,
-    }
-    return functools.partial(functions[node.op_type], **attributes(node))
+    return functools.partial(FUNCTIONS[node.op_type], **attributes(node))
 
 
 def array(value: Any) -> np.ndarray:
