@@ -39,14 +39,12 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
     """Whether the zero point is known to be 0 once the operand is signed, so that no sum has to correct for it."""
     if zero_point is None:
         return offset(dtype) == 0
-    if _contracts.is_traced(zero_point):
+    if _contracts.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
-    if isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable:
-        return False
-    try:
-        return bool(np.all(np.asarray(zero_point) == offset(dtype)))
-    except (TypeError, ValueError):  # no array: the contract of the zero point will say so
-        return False
+    if not isinstance(zero_point, jax.Array | np.ndarray | np.generic):
+        return False  # no array: the contract of the zero point will say so
+    equal = np.asarray(zero_point) == offset(dtype)
+    return bool(equal if equal.ndim == 0 else equal.all())
 
 
 def signed_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
