@@ -55,10 +55,14 @@ def _on_cpu(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, 
         return turned.reshape(batch, rows, 1)
     if rows == 1:
         return _on_cpu_row(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
+    row_sums = column_sums = None
+    if rhs_steps is not None:
+        row_sums = _product(lhs, jnp.ones((batch, _ROWS, depth), jnp.int8), True)[..., :1]
+    if lhs_steps is not None:  # one more row, of ones, in the same contraction: rhs is read once
+        lhs = lax.concatenate([lhs, jnp.ones((batch, 1, depth), jnp.int8)], 1)
     acc = _product(lhs, rhs, transposed)
-    ones = jnp.ones((batch, _ROWS, depth), jnp.int8)
-    row_sums = None if rhs_steps is None else _product(lhs, ones, True)[..., :1]
-    column_sums = None if lhs_steps is None else _product(ones, rhs, transposed)[:, :1]
+    if lhs_steps is not None:
+        acc, column_sums = acc[:, :rows], acc[:, rows:]
     return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
 
 
