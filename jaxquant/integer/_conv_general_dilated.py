@@ -114,6 +114,10 @@ def _conv_general_dilated(
     last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
     geometry = geometry._replace(groups=feature_group_count * batch_group_count)
     out = tuple(np.argsort(numbers.out_spec))
+    if not _fits(x, w, geometry):  # jax.lax's answer where no position of the kernel fits: no positions
+        like = functools.partial(_like_lax, geometry=geometry)
+        empty = jax.eval_shape(like, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
+        return jnp.zeros(tuple(empty.shape[axis] for axis in out), jnp.int32)
     return convolution(_operands.signed(x), _operands.signed(w), *steps, geometry, last, lambda acc, _: acc, out)
 
 
@@ -229,8 +233,19 @@ def _geometry(x: jax.Array, w: jax.Array, strides: Any, padding: Any, lhs_dilati
         pairs = ()
     wanted = f"a name, or {rank} pairs of ints"
     _contracts.require(len(pairs) == rank, _NAME, "padding", wanted, padding)
-    window_contract(_NAME, "lhs", holed, pairs, reach)
     return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
+
+
+def _fits(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
+    spans = zip(x.shape[2:], w.shape[2:], geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, strict=True)
+    return all(k > 0 and (n - 1) * t + 1 + sum(p) >= (k - 1) * d + 1 for n, k, p, t, d in spans)
+
+
+def _like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Array:
+    return lax.conv_general_dilated(
+        x, w, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation,
+        feature_group_count=geometry.groups,
+    )  # fmt: skip
 
 
 def positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:

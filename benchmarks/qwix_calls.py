@@ -1,0 +1,100 @@
+"""qwix's contestants: int8 weights made beforehand, int8 activations made from float32 in every call, all in one jit.
+
+Scales lie where qwix's own rules put them: one per row of the activations (per image in a convolution), and one per
+column (output channel) of the weights, or per block of a column.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .contest import Call, Missing
+
+_INSTALLED = importlib.util.find_spec("qwix") is not None
+_NOT_INSTALLED = Missing("not installed")
+
+
+def matmul(
+    a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None, block_size: int | None = None
+) -> Call | Missing:
+    """Returns a call that multiplies with int8 on both sides, batches included, or why there is none.
+
+    Args:
+        a: float32 activations.
+        b: float32 weights.
+        bias: added to the product.
+        block_size: how many weights along K share a scale; all of a column without it.
+    """
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    import qwix
+
+    last = a.ndim - 1
+    weights = _weights(b, jnp.int8, block_size)
+
+    @jax.jit
+    def product(a: jax.Array, b: Any, bias: jax.Array | None) -> jax.Array:
+        y = qwix.dot_general(qwix.quantize(a, jnp.int8, channelwise_axes=range(last)), b, _contracted(last))
+        return y if bias is None else y + bias
+
+    return _tried(partial(product, *jax.device_put((a, weights, bias))))
+
+
+def int4_weights(a: np.ndarray, b: np.ndarray, block_size: int) -> Call | Missing:
+    """Returns a call that multiplies float32 activations with int4 weights, or why there is none."""
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    import qwix
+
+    product = jax.jit(lambda a, b: qwix.dot_general(a, b, _contracted(a.ndim - 1)))
+    return _tried(partial(product, jax.device_put(a), _weights(b, jnp.int4, block_size)))
+
+
+def conv(x: np.ndarray, w: np.ndarray, bias: np.ndarray, attributes: dict[str, Any]) -> Call | Missing:
+    """Returns a call that convolves with int8 on both sides, or why there is none.
+
+    Args:
+        x: float32 images, batch first.
+        w: float32 kernels, output channels first.
+        bias: shaped to be added to the result.
+        attributes: the rest of `lax.conv_general_dilated`'s arguments.
+    """
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    import qwix
+
+    @jax.jit
+    def convolved(x: jax.Array, w: Any, bias: jax.Array) -> jax.Array:
+        return qwix.conv_general_dilated(qwix.quantize(x, jnp.int8, channelwise_axes=(0,)), w, **attributes) + bias
+
+    weights = qwix.quantize(jnp.asarray(w), jnp.int8, channelwise_axes=(0,))
+    return _tried(partial(convolved, jax.device_put(x), weights, jax.device_put(bias)))
+
+
+def _weights(b: np.ndarray, dtype: Any, block_size: int | None) -> Any:
+    import qwix
+
+    along_k = b.ndim - 2
+    columns = [axis for axis in range(b.ndim) if axis != along_k]
+    blocks = None if block_size is None else {along_k: block_size}
+    return jax.block_until_ready(qwix.quantize(jnp.asarray(b), dtype, channelwise_axes=columns, tiled_axes=blocks))
+
+
+def _contracted(last: int) -> Any:
+    batch = tuple(range(last - 1))
+    return ((last,), (last - 1,)), (batch, batch)
+
+
+def _tried(call: Call) -> Call | Missing:
+    """Returns a call that has run once, or what stopped it: XLA has not every integer kernel on every backend."""
+    try:
+        jax.block_until_ready(call())
+    except Exception as error:
+        return Missing(" ".join(str(error).split())[:60])
+    return call

@@ -1,0 +1,70 @@
+"""How a row of bad input is held to its contract: eagerly, without chex, under jit and under vmap."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+# name, operator, arrays, exception, argument, what was wanted, what came; the last two are patterns
+Row = tuple[str, Callable[..., Any], tuple[Any, ...], type[Exception], str, str, str]
+
+
+def function_name(op: Any) -> str:
+    """The operator's name as its errors give it."""
+    function = op.func if isinstance(op, functools.partial) else op
+    module = function.__module__.split(".")[1]
+    return f"{module}.{function.__name__}" if module in ("onednn", "integer") else function.__name__
+
+
+def ids(rows: list[Row]) -> list[str]:
+    """The rows' names in pytest."""
+    return [f"{function_name(row[1])}-{row[0]}".replace(" ", "_") for row in rows]
+
+
+def traceable(rows: list[Row]) -> list[Row]:
+    """The rows whose arrays jit and vmap take as they are; what they make of 64 bits is theirs, before any check."""
+
+    def passes(value: Any) -> bool:
+        if not isinstance(value, np.ndarray | np.generic):
+            return value is None
+        return value.dtype.kind not in "OSU" and (value.dtype.itemsize < 8 or value.dtype.kind == "c")
+
+    return [row for row in rows if all(map(passes, row[2]))]
+
+
+def refused(row: Row, call: Callable[..., Any], *arrays: Any) -> None:
+    """Requires the row's exception, by the row's words."""
+    text = rf"jaxquant\.{function_name(row[1])}: (the dtype of )?{row[4]}: wanted .*{row[5]}.*; got .*{row[6]}"
+    with pytest.raises(row[3], match=text) as raised:
+        call(*arrays)
+    assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"
+
+
+def refused_eagerly(row: Row) -> None:
+    """Requires the error from a plain call."""
+    refused(row, row[1], *row[2])
+
+
+def refused_without_chex(row: Row) -> None:
+    """Requires the error where chex's assertions are switched off."""
+    chex.disable_asserts()
+    try:
+        refused_eagerly(row)
+    finally:
+        chex.enable_asserts()
+
+
+def refused_while_tracing(row: Row) -> None:
+    """Requires the error from jit and from vmap, before anything is computed."""
+    _, op, arrays, *_ = row
+    if "the only zero point" in row[5]:
+        pytest.skip("a traced zero point cannot be looked at; the docstring says so")
+    refused(row, functools.partial(jax.eval_shape, jax.jit(lambda *a: op(*a))), *arrays)
+    stacked = [a if a is None else np.stack([a, a]) for a in arrays]
+    refused(row, functools.partial(jax.eval_shape, jax.vmap(lambda *a: op(*a), axis_size=2)), *stacked)

@@ -1,0 +1,34 @@
+"""One row of the full check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import transforms
+
+BATCH = 4
+
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row: an operator with all that is static, how to draw its arguments, and who knows the answer."""
+
+    operator: str
+    dtype: str
+    variant: str
+    oracle: str
+    op: Callable[..., Any]
+    draw: Callable[[np.random.Generator], Arrays]
+    want: Callable[..., Any]
+    transforms: tuple[str, ...] = tuple(transforms.ALL)
+
+    @property
+    def id(self) -> str:
+        """The case's name in pytest."""
+        return "-".join((self.operator, self.dtype, self.variant, self.oracle)).replace(" ", "_")
