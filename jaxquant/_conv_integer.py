@@ -10,7 +10,7 @@ import jax
 from jax.typing import ArrayLike
 
 from . import _contracts
-from ._convolution_attributes import STATICS, Attributes, geometry, hashable
+from ._convolution_attributes import STATICS, Attributes, geometry, static
 from .integer import _operands
 from .integer._conv_general_dilated import convolution, zero_points_contract
 
@@ -69,11 +69,12 @@ def conv_integer(
     """
     x_zero_point = _operands.number_zero_point(_NAME, "x_zero_point", x_zero_point, x)
     w_zero_point = _operands.number_zero_point(_NAME, "w_zero_point", w_zero_point, w)
-    return _enter(
-        x, w, x_zero_point, w_zero_point, auto_pad=auto_pad, dilations=hashable(dilations), group=group,
-        kernel_shape=hashable(kernel_shape), pads=hashable(pads), strides=hashable(strides),
-        centred=_operands.centred((x, w), (x_zero_point, w_zero_point)),
+    attributes = static(
+        _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
+        strides=strides,
     )  # fmt: skip
+    centred = _operands.centred((x, w), (x_zero_point, w_zero_point))
+    return _enter(x, w, x_zero_point, w_zero_point, **attributes, centred=centred)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=(*STATICS, "centred"))

@@ -24,9 +24,10 @@ class Attributes(NamedTuple):
     strides: Any
 
 
-def hashable(value: Any) -> Any:
-    """Returns a list as a tuple, as a static argument must be."""
-    return tuple(value) if isinstance(value, list) else value
+def static(function: str, **attributes: Any) -> dict[str, Any]:
+    """Returns the attributes as static arguments, integers held to be integers."""
+    numbers = {n: _contracts.integers(function, n, v) for n, v in attributes.items() if n != "auto_pad"}
+    return {**attributes, **numbers}
 
 
 def geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) -> Geometry:
@@ -61,17 +62,17 @@ def _padding(
 ) -> tuple[tuple[int, int], ...]:
     rank = len(spatial)
     _contracts.option(function, "auto_pad", given.auto_pad, _AUTO_PADS)
+    pads = (0,) * (2 * rank) if given.pads is None else given.pads
+    holds = isinstance(pads, tuple) and len(pads) == 2 * rank
+    wanted = f"{2 * rank} ints of 0 or more: where each spatial dimension begins, then where each ends"
+    _contracts.require(holds, function, "pads", wanted, pads)
+    for pad in pads:
+        _contracts.integer(function, "pads", pad)
+    _contracts.require(all(pad >= 0 for pad in pads), function, "pads", wanted, pads)
     if given.auto_pad == "NOTSET":
-        pads = (0,) * (2 * rank) if given.pads is None else given.pads
-        holds = isinstance(pads, tuple) and len(pads) == 2 * rank
-        wanted = f"{2 * rank} ints of 0 or more: where each spatial dimension begins, then where each ends"
-        _contracts.require(holds, function, "pads", wanted, pads)
-        for pad in pads:
-            _contracts.integer(function, "pads", pad)
-            _contracts.require(pad >= 0, function, "pads", wanted, pads)
         return tuple((int(pads[i]), int(pads[rank + i])) for i in range(rank))
-    unset = given.pads is None or not any(given.pads)
-    _contracts.require(unset, function, "pads", f"None beside auto_pad={given.auto_pad!r}", given.pads)
+    wanted = f"None or zeros beside auto_pad={given.auto_pad!r}"
+    _contracts.require(not any(pads), function, "pads", wanted, given.pads)
     if given.auto_pad == "VALID":
         return ((0, 0),) * rank
     return tuple(_same(*n, lower=given.auto_pad == "SAME_LOWER") for n in zip(spatial, reach, strides, strict=True))

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from . import _contracts, _dtypes, _granularity, _matmul
 from ._dynamic_quantize_linear import dynamic_codes, dynamic_range
 from ._matmul_integer_to_float import block_contract, block_count, blocked
+from ._quantize_linear import plain_scale
 from .integer import _operands
 
 _NAME = "dynamic_quantize_matmul"
@@ -60,7 +61,7 @@ def dynamic_quantize_matmul(
     as a constant. Of b_scale: g * acc * q_scale, summed over what shares the scale. Of bias: g summed over rows.
     Integers have none.
     """
-    b_scale = _contracts.float32(b_scale)
+    b_scale = plain_scale(_NAME, "b_scale", b_scale)
     b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
     centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
     return _enter(

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from . import _contracts, _dtypes, _matmul, _numerics
+from ._quantize_linear import plain_scale
 from .integer import _operands
 
 _NAME = "matmul_integer_to_float"
@@ -64,7 +65,7 @@ def matmul_integer_to_float(
     Cotangent of a_scale, of b_scale: g * acc times the other scale, summed over what shares the scale. Of bias: g
     summed over rows. Integers have none.
     """
-    a_scale, b_scale = _contracts.float32(a_scale), _contracts.float32(b_scale)
+    a_scale, b_scale = plain_scale(_NAME, "a_scale", a_scale), plain_scale(_NAME, "b_scale", b_scale)
     a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
     return _enter(

@@ -70,7 +70,9 @@ def matmul_nbits(
     Cotangent of a: g @ w. Of scales: (g.T @ a) * (q - zero_points) summed over each block. Of float zero_points:
     -(g.T @ a) * scales likewise. Of bias: g summed over rows. Integers have none.
     """
-    return _enter(_contracts.float32(a), b, scales, zero_points, bias, K=K, N=N, bits=bits, block_size=block_size)
+    statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
+    statics = {name: _contracts.integers(_NAME, name, value) for name, value in statics.items()}
+    return _enter(_contracts.float32(a), b, scales, zero_points, bias, **statics)
 
 
 class _Config(NamedTuple):

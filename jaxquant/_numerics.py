@@ -6,6 +6,8 @@ change an integer is answered here, once. Knows nothing of operators, axes or ze
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,7 @@ def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple
     return rounded(*primals), tangents[0]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:
     """Rounds float32 values to those of float16 or bfloat16, half to even, and returns them as float32.
 
@@ -109,6 +112,11 @@ def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:
         small = lax.round(value * np.float32(2**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2**-24)
         return jnp.where(jnp.abs(value) < np.float32(2**-14), small, lax.reduce_precision(value, 5, 10))
     return value
+
+
+@to_grid.defjvp
+def _to_grid_jvp(dtype: np.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return to_grid(*primals, dtype), tangents[0]  # straight through: a rounding is flat nearly everywhere
 
 
 def quotient_in(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:

@@ -12,7 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from . import _contracts, _dtypes, _requantize
-from ._convolution_attributes import STATICS, Attributes, geometry, hashable
+from ._convolution_attributes import STATICS, Attributes, geometry, static
+from ._quantize_linear import plain_scale
 from .integer import _operands
 from .integer._conv_general_dilated import convolution, zero_points_contract
 
@@ -80,15 +81,19 @@ def qlinear_conv(
 
     Source: ONNX QLinearConv-10; where the text leaves the order open, ONNX Runtime's CPU kernel.
     """
-    x_scale, w_scale, y_scale = (_contracts.float32(s) for s in (x_scale, w_scale, y_scale))
+    scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
+    x_scale, w_scale, y_scale = (plain_scale(_NAME, name, scale) for name, scale in scales)
     x_zero_point = _operands.number_zero_point(_NAME, "x_zero_point", x_zero_point, x)
     w_zero_point = _operands.number_zero_point(_NAME, "w_zero_point", w_zero_point, w)
     y_zero_point = _operands.number_zero_point(_NAME, "y_zero_point", y_zero_point, x)
-    return _enter(
-        x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, auto_pad=auto_pad,
-        dilations=hashable(dilations), group=group, kernel_shape=hashable(kernel_shape), pads=hashable(pads),
-        strides=hashable(strides), centred=_operands.centred((x, w), (x_zero_point, w_zero_point)),
+    attributes = static(
+        _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
+        strides=strides,
     )  # fmt: skip
+    centred = _operands.centred((x, w), (x_zero_point, w_zero_point))
+    return _enter(
+        x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, **attributes, centred=centred
+    )
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=(*STATICS, "centred"))

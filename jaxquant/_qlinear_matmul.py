@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from . import _contracts, _dtypes, _matmul, _requantize, _small_floats
-from ._quantize_linear import refuse_float_zero_point
+from ._quantize_linear import plain_scale, refuse_float_zero_point
 from .integer import _operands
 
 _NAME = "qlinear_matmul"
@@ -69,7 +69,8 @@ def qlinear_matmul(
 
     Source: ONNX QLinearMatMul-10, -21; where the texts leave the order open, ONNX Runtime's CPU kernel.
     """
-    a_scale, b_scale, y_scale = (_contracts.float32(s) for s in (a_scale, b_scale, y_scale))
+    scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
+    a_scale, b_scale, y_scale = (plain_scale(_NAME, name, scale) for name, scale in scales)
     a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
     y_zero_point = _operands.number_zero_point(_NAME, "y_zero_point", y_zero_point, a)

@@ -164,12 +164,21 @@ def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
     """Returns a Python number as a scale of x's float dtype, float32 where x is none; it must survive that."""
     dtype = getattr(x, "dtype", None)
     with np.errstate(over="ignore"):  # what is lost is an error below
-        scale = np.asarray(value, dtype if dtype in _dtypes.FLOATS else np.float32)
+        try:
+            scale = np.asarray(float(value), dtype if dtype in _dtypes.FLOATS else np.float32)
+        except OverflowError:  # an int beyond float64
+            scale = np.asarray(np.inf, np.float32)
     wanted = f"a number that {scale.dtype} can hold"
-    lost = (np.isinf(scale) and np.isfinite(value)) or (scale == 0 and value != 0)
+    lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
     _contracts.require_type(not isinstance(value, bool), function, argument, "a number", repr(value))
     _contracts.require(not lost, function, argument, wanted, value)
     return scale
+
+
+def plain_scale(function: str, argument: str, value: Any) -> Any:
+    """Returns a Python number as a float32 scale; anything else as it came."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number_scale(function, argument, value, None) if is_number else value
 
 
 def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scale: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,33 +113,41 @@ def sharded(x: Any, axis: int, kind: AxisType) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+def contracted(name: str, which: int) -> int:
+    """The dimension of a product's operand that the result has not."""
+    _, *shapes, _, _ = OPERATORS[name]
+    rank = len(shapes[which])
+    if which == 0 or name in ("dot_general", "matmul_nbits"):
+        return rank - 1
+    return max(rank - 2, 0)
+
+
 def placements(*, explicit: bool) -> list[tuple[str, int, int]]:
     """An operator, which of its operands is cut, and along which axis."""
     found = []
     for name, (_, *shapes, _, _) in OPERATORS.items():
         for which, shape in enumerate(shapes):
             axes = [a for a, n in enumerate(shape) if n % 8 == 0]
-            if name in CONVOLUTIONS and explicit:  # where a channel or a feature is cut JAX asks for an out_sharding
+            if explicit and name in CONVOLUTIONS:  # for a cut channel or feature JAX itself wants an out_sharding
                 axes = [0] if which == 0 else []
-            elif name in CONVOLUTIONS and which == 0 and name in ("conv_integer", "conv_general_dilated"):
-                # XLA's partitioner makes an invalid program of s8 convolutions to s32 over an uneven spatial cut.
+            elif explicit and name == "batched":  # JAX itself wants both batches cut alike, or none
+                axes.remove(0)
+            elif explicit and ("blocks" in name or name == "matmul_nbits"):  # a cut dimension would have to be split
+                axes = [a for a in axes if a != contracted(name, which)]
+            elif name in ("conv_integer", "conv_general_dilated") and which == 0:
+                # XLA's partitioner makes no valid program of s8 convolutions to s32 over an uneven cut.
                 axes = [a for a in axes if shape[a] != 8 or a == 0]
-            elif explicit:  # JAX itself refuses a cut batch of one operand, and a reshape of a cut dimension
-                inner = 0 if which == 0 and len(shape) == 2 else len(shape) - 1
-                axes = [inner] if name != "matmul_nbits" else [0]
-                axes = [a for a in axes if shape[a] % 8 == 0]
             found += [(name, which, axis) for axis in axes]
     return found
 
 
 def check_cut(rng: np.random.Generator, name: str, which: int, axis: int, kind: AxisType) -> jax.Array:
     """Returns the result of the compiled operator with one operand cut, after comparing it with one device's."""
-    op, given = OPERATORS[name][0], list(drawn(rng, name))
+    op, given = OPERATORS[name][0], list[Any](drawn(rng, name))
     want = op(*given)
     given[which] = sharded(given[which], axis, kind)
     got = jax.jit(op)(*given)
     same(name, got, want)
-    same(name, op(*given), want)
     return got
 
 
@@ -155,10 +162,9 @@ def test_automatic_shardings(rng: np.random.Generator, name: str, which: int, ax
 def test_explicit_shardings(rng: np.random.Generator, name: str, which: int, axis: int) -> None:
     """Rows of a, columns of b, images of a convolution: the result is cut where they lie."""
     got = check_cut(rng, name, which, axis, AxisType.Explicit)
-    place = 0 if which == 0 else got.ndim - 1
-    contracted = which == 0 and axis == len(OPERATORS[name][1]) - 1 or name == "by a vector" and which == 1
-    if not contracted:
-        assert jax.typeof(got).sharding.spec[place] == "d"
+    if name in CONVOLUTIONS or axis != contracted(name, which):
+        spec = jax.typeof(got).sharding.spec
+        assert spec[axis if which == 0 else got.ndim - 1] == "d"
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -173,8 +179,7 @@ def test_both_operands_on_the_mesh(rng: np.random.Generator, name: str, kind: Ax
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_contracted_dimensions_of_both_are_cut(rng: np.random.Generator, name: str) -> None:
     op, (a, b) = OPERATORS[name][0], drawn(rng, name)
-    row = {"dot_general": 1, "by a vector": 0, "matmul_nbits": 2}.get(name, b.ndim - 2)
-    placed = sharded(a, a.ndim - 1, AxisType.Auto), sharded(b, row, AxisType.Auto)
+    placed = [sharded(x, contracted(name, i), AxisType.Auto) for i, x in enumerate((a, b))]
     same(name, jax.jit(op)(*placed), op(a, b))
 
 
@@ -206,26 +211,44 @@ def test_partial_sums_of_a_cut_contraction_add_up(rng: np.random.Generator, name
         same(name, scattered(a, b), op(a, b))
 
 
-def test_gradients_under_shard_map(rng: np.random.Generator) -> None:
+LOSSES: dict[str, Callable[..., jax.Array]] = {
+    "dynamic_quantize_matmul": lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5).sum(),
+    "dynamic, blocks": lambda a, b, s: jq.dynamic_quantize_matmul(a, b, jnp.stack([s] * 3), 5).sum(),
+    "matmul_integer_to_float": lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5).sum(),
+    "to_float, blocks": lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, jnp.stack([s] * 3), 3, 5).sum(),
+    "matmul_nbits": lambda a, b, s: jq.matmul_nbits(a, b, jnp.stack([s] * 2, 1), K=64, N=32).sum(),
+}
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_gradients_under_shard_map(rng: np.random.Generator, name: str) -> None:
     """What is cut has a gradient of its own; what is not has the sum over the devices."""
-    losses = {
-        "dynamic_quantize_matmul": lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5).sum(),
-        "dynamic, blocks": lambda a, b, s: jq.dynamic_quantize_matmul(a, b, jnp.stack([s] * 3), 5).sum(),
-        "matmul_integer_to_float": lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5).sum(),
-        "matmul_nbits": lambda a, b, s: jq.matmul_nbits(a, b, jnp.stack([s] * 2, 1), K=64, N=32).sum(),
-    }
-    for name, loss in losses.items():
-        a, b = drawn(rng, name)
-        by = (0, 2) if a.dtype == np.float32 else (2,)
-        pull = jax.grad(loss, by)
-        split = [pull(part, b, COLUMNS) for part in np.split(a, 8)]
-        specs = (PartitionSpec("d"), PartitionSpec(), PartitionSpec())
-        out = tuple(specs[i] for i in by)
-        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-        got = jax.jit(jax.shard_map(pull, mesh=mesh, in_specs=specs, out_specs=out))(a, b, COLUMNS)
-        np.testing.assert_allclose(got[-1], np.sum([s[-1] for s in split], 0), rtol=1e-4)
-        if len(by) == 2:
-            np.testing.assert_allclose(got[0], np.concatenate([s[0] for s in split]), rtol=1e-4, atol=1e-4)
+    a, b = drawn(rng, name)
+    learned = (0, 2) if a.dtype == np.float32 else (2,)
+    pull = jax.grad(LOSSES[name], learned)
+    split = [pull(part, b, COLUMNS) for part in np.split(a, 8)]
+    specs = (PartitionSpec("d"), PartitionSpec(), PartitionSpec())
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    spread = jax.shard_map(pull, mesh=mesh, in_specs=specs, out_specs=tuple(specs[i] for i in learned))
+    got = jax.jit(spread)(a, b, COLUMNS)
+    np.testing.assert_allclose(got[-1], np.sum([s[-1] for s in split], 0), rtol=1e-4, atol=1)
+    if len(learned) == 2:
+        np.testing.assert_allclose(got[0], np.concatenate([s[0] for s in split]), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("cut", ["rows of a", "columns of b"])
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_gradients_where_operands_are_cut(rng: np.random.Generator, name: str, cut: str, kind: AxisType) -> None:
+    a, b = drawn(rng, name)
+    given: list[Any] = [a, b, COLUMNS]
+    if cut == "rows of a":
+        given[0] = sharded(a, 0, kind)
+    else:
+        given[1:] = sharded(b, 0 if name == "matmul_nbits" else 1, kind), sharded(COLUMNS, 0, kind)
+    pull = jax.grad(LOSSES[name], (0, 2) if a.dtype == np.float32 else (2,))
+    for got, want in zip(jax.jit(pull)(*given), pull(a, b, COLUMNS), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["matmul_integer", "row", "qlinear_matmul", "conv_integer", "dynamic_quantize_matmul"])
@@ -249,11 +272,6 @@ def test_export_lowers_for_every_platform(rng: np.random.Generator, name: str) -
     exported = export.export(jax.jit(op), platforms=["cpu", "cuda", "tpu"])(*shapes)
     assert set(exported.platforms) == {"cpu", "cuda", "tpu"}
     same(name, export.deserialize(exported.serialize()).call(*given), op(*given))
-    for platform in ("cuda", "tpu"):  # alone: what is for a CPU only must not be there
-        text = export.export(jax.jit(op), platforms=[platform])(*shapes).mlir_module()
-        assert "optimization_barrier" not in text or name.startswith(
-            ("dynamic", "qlinear", "few", "groups", "1x1", "matmul")
-        )
 
 
 @pytest.mark.parametrize("name", [n for n in OPERATORS if n not in ("row", "vector", "zero points", "dot_general")])
@@ -277,16 +295,12 @@ MODES: dict[str, Callable[[], Any]] = {
     "x64": lambda: jax.enable_x64(True),
     "disable_jit": jax.disable_jit,
     "debug_nans": lambda: jax.debug_nans(True),
-    "debug_infs": lambda: jax.debug_infs(True),
-    "check_tracer_leaks": jax.checking_leaks,
     "promotion": lambda: jax.numpy_dtype_promotion("standard"),
-    "rank promotion": lambda: jax.numpy_rank_promotion("allow"),
-    "no transfers": lambda: jax.transfer_guard("disallow_explicit"),
     "matmul precision": lambda: jax.default_matmul_precision("bfloat16"),
 }
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "no transfers"])
+@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(OPERATORS))
 def test_modes_of_jax_change_nothing(rng: np.random.Generator, name: str, mode: str) -> None:
     op, (a, b) = OPERATORS[name][0], drawn(rng, name)

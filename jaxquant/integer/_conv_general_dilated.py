@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,17 +71,24 @@ def conv_general_dilated(
     lhs_zero_point = _operands.number_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
     rhs_zero_point = _operands.number_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
     centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    ints = functools.partial(_contracts.integers, _NAME)
     return _enter(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
-        window_strides=_tuple(window_strides), padding=_tuple(padding), lhs_dilation=_tuple(lhs_dilation),
-        rhs_dilation=_tuple(rhs_dilation), dimension_numbers=_tuple(dimension_numbers),
-        feature_group_count=feature_group_count, batch_group_count=batch_group_count, centred=centred,
+        window_strides=ints("window_strides", window_strides), padding=ints("padding", padding),
+        lhs_dilation=ints("lhs_dilation", lhs_dilation), rhs_dilation=ints("rhs_dilation", rhs_dilation),
+        dimension_numbers=_static_numbers(dimension_numbers),
+        feature_group_count=ints("feature_group_count", feature_group_count),
+        batch_group_count=ints("batch_group_count", batch_group_count), centred=centred,
     )  # fmt: skip
 
 
-def _tuple(value: Any) -> Any:
-    """Returns lists as tuples, all the way down; jax.lax takes both."""
-    return tuple(_tuple(v) for v in value) if type(value) in (list, tuple) else value
+def _static_numbers(given: Any) -> Any:
+    """Returns dimension numbers hashable: three strings, or three permutations."""
+    if isinstance(given, lax.ConvDimensionNumbers):
+        return lax.ConvDimensionNumbers(*(tuple(g) if isinstance(g, list) else g for g in given))
+    if isinstance(given, list | tuple):
+        return tuple(tuple(g) if isinstance(g, list) else g for g in given)
+    return given
 
 
 _STATICS = (
@@ -192,8 +200,14 @@ def _unfolded(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
 
 
 def _dimension_numbers(lhs: jax.Array, rhs: jax.Array, given: Any) -> Any:
-    _contracts.require(lhs.ndim >= 2, _NAME, "lhs", "an array of rank 2 or more", f"shape {lhs.shape}")
+    _contracts.require(lhs.ndim >= 3, _NAME, "lhs", "an array of rank 3 or more", f"shape {lhs.shape}")
     _contracts.require(rhs.ndim == lhs.ndim, _NAME, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
+    rank = range(lhs.ndim)
+    if isinstance(given, lax.ConvDimensionNumbers):
+        holds = all(sorted(map(str, g)) == sorted(map(str, rank)) for g in given)
+        wanted = f"three permutations of {tuple(rank)}"
+        _contracts.require(holds, _NAME, "dimension_numbers", wanted, repr(given))
+        return given
     try:
         return lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
     except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
@@ -226,13 +240,13 @@ def _geometry(x: jax.Array, w: jax.Array, strides: Any, padding: Any, lhs_dilati
     reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], rhs_dilation, strict=True))
     if isinstance(padding, str):
         _contracts.option(_NAME, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
-        padding = lax.padtype_to_pads(holed, reach, strides, padding.upper())
-    try:
-        pairs = tuple((int(low), int(high)) for low, high in padding)
-    except (TypeError, ValueError):
-        pairs = ()
-    wanted = f"a name, or {rank} pairs of ints"
-    _contracts.require(len(pairs) == rank, _NAME, "padding", wanted, padding)
+        padding = tuple(lax.padtype_to_pads(holed, reach, strides, padding.upper()))
+    pairs = padding if isinstance(padding, tuple) else ()
+    holds = len(pairs) == rank and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
+    _contracts.require(holds, _NAME, "padding", f"a name, or {rank} pairs of ints", padding)
+    for pad in itertools.chain.from_iterable(pairs):
+        _contracts.integer(_NAME, "padding", pad)
+    pairs = tuple((int(low), int(high)) for low, high in pairs)
     return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
 
 

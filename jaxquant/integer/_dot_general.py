@@ -64,13 +64,8 @@ def dot_general(
     centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     return _enter(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
-        dimension_numbers=_hashable(dimension_numbers), centred=centred,
+        dimension_numbers=_contracts.integers(_NAME, "dimension_numbers", dimension_numbers), centred=centred,
     )  # fmt: skip
-
-
-def _hashable(value: Any) -> Any:
-    """Returns lists of dimensions as tuples; jax.lax takes both."""
-    return tuple(_hashable(v) for v in value) if isinstance(value, list | tuple) else value
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("dimension_numbers", "centred"))
@@ -175,9 +170,10 @@ def _outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[int, .
 def _roles(lhs: jax.Array, rhs: jax.Array, numbers: Any) -> tuple[Role, Role]:
     try:
         (contracted_l, contracted_r), (batch_l, batch_r) = numbers
-        groups = [tuple(int(a) for a in g) for g in (contracted_l, contracted_r, batch_l, batch_r)]
+        groups = [tuple(g) for g in (contracted_l, contracted_r, batch_l, batch_r)]
     except (TypeError, ValueError):
         groups = []
+    groups = groups if all(isinstance(a, int | np.integer) for g in groups for a in g) else []
     wanted = "((lhs contracted, rhs contracted), (lhs batch, rhs batch)), sequences of ints"
     _contracts.require(len(groups) == 4, _NAME, "dimension_numbers", wanted, numbers)
     roles = []

@@ -37,6 +37,8 @@ def offset(dtype: Any) -> int:
 
 def is_centred(zero_point: Any, dtype: Any) -> bool:
     """Whether the zero point is known to be 0 once the operand is signed, so that no sum has to correct for it."""
+    if dtype not in DTYPES:  # someone else's array says nothing of its dtype
+        return False
     if zero_point is None:
         return offset(dtype) == 0
     if _contracts.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
@@ -59,10 +61,10 @@ def signed_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -
 def number_zero_point(function: str, argument: str, value: Any, operand: Any) -> Any:
     """Returns an int as a zero point of the operand's dtype, which must hold it; anything else as it came."""
     dtype: Any = getattr(operand, "dtype", None)
-    if not isinstance(value, int) or dtype not in DTYPES:
+    if not isinstance(value, int) or dtype not in (*DTYPES, *_dtypes.FLOAT8):
         return value
     _contracts.integer(function, argument, value)
-    low, high = _dtypes.bounds(np.dtype(dtype))
+    low, high = _dtypes.bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
     _contracts.require(low <= value <= high, function, argument, f"an int in [{low}, {high}], for {dtype}", value)
     return np.asarray(value, dtype)
 

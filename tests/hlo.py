@@ -1,0 +1,98 @@
+"""What a compiled program keeps in memory, and what its contractions are fed, read off XLA's text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+Shape = tuple[str, tuple[int, ...]]
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*\)|\S+) ([\w-]+)\((.*)$")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+(?:e\w+)?)\[([\d,]*)\]")
+_INNER = re.compile(r"(?:body|condition|to_apply|calls|branch_computations|called_computations)=\{?([^,}\s]+)")
+_NO_BUFFERS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "call", "conditional")
+
+
+def arrays(text: str) -> list[Shape]:
+    """The arrays in a type, which may be a tuple's."""
+    return [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(text)]
+
+
+def width(dtype: str) -> int:
+    """The bits of an element."""
+    return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    results: list[Shape]
+    opcode: str
+    rest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """A dot or a convolution, wherever it stands."""
+
+    opcode: str
+    operands: tuple[Shape, ...]
+    result: Shape
+
+
+class Program:
+    """A compiled program: its computations, by name, as lists of instructions."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """The arguments need only have shapes and dtypes."""
+        self.text = jax.jit(function).lower(*arguments).compile().as_text() or ""
+        self.computations: dict[str, list[Instruction]] = {}
+        current: list[Instruction] = []
+        for line in self.text.splitlines():
+            if opened := _COMPUTATION.match(line):
+                current = self.computations[opened[2]] = []
+                self.entry = opened[2] if opened[1] else getattr(self, "entry", "")
+            elif found := _INSTRUCTION.match(line):
+                current.append(Instruction(found[1], arrays(found[2]), found[3], found[4]))
+
+    def in_memory(self) -> Iterator[Instruction]:
+        """The instructions outside of fusions: those of the entry, of loops' bodies and of calls."""
+        waiting, seen = [self.entry], set()
+        while waiting:
+            name = waiting.pop()
+            if name in seen or name not in self.computations:
+                continue
+            seen.add(name)
+            for instruction in self.computations[name]:
+                yield instruction
+                if instruction.opcode in ("while", "call", "conditional"):
+                    waiting += [n.lstrip("%") for n in _INNER.findall(instruction.rest)]
+
+    def wide_buffers(self) -> list[Shape]:
+        """The arrays of more than 8 bits an element that the program itself writes to memory."""
+        found = [s for i in self.in_memory() if i.opcode not in _NO_BUFFERS for s in i.results]
+        return [(dtype, shape) for dtype, shape in found if width(dtype) > 8]
+
+    def widest(self) -> int:
+        """The elements of the largest of them."""
+        return max((math.prod(shape) for _, shape in self.wide_buffers()), default=0)
+
+    def contractions(self) -> list[Contraction]:
+        """Every dot and every convolution."""
+        found = []
+        for body in self.computations.values():
+            types = {i.name: i.results for i in body}
+            for i in body:
+                if i.opcode in ("dot", "convolution"):
+                    names = re.findall(r"%([\w.-]+)", i.rest.split(")")[0])
+                    operands = tuple(types[n][0] for n in names[:2])
+                    found.append(Contraction(i.opcode, operands, i.results[0]))
+        return found
