@@ -142,7 +142,9 @@ def _product_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ..
         weights = weights - jnp.broadcast_to(_spread(b_steps, blocks, of), of.b).astype(jnp.float32)
     values = weights * jnp.broadcast_to(_spread(b_scale, blocks, of), of.b)
     highest = lax.Precision.HIGHEST
-    _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), jnp.zeros(of.a, jnp.float32))
+    # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
+    like = codes.reshape(of.a).astype(jnp.float32)
+    _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
     _, pull_scale = jax.vjp(lambda s: _scaled(config, codes, b, a_steps, b_steps, scale, s), b_scale)
     (da,) = pull_a(g)
     return da.reshape(codes.shape), None, None, pull_scale(g)[0]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from . import _contracts, _dtypes, _granularity, _numerics
@@ -26,7 +25,7 @@ class Shapes(NamedTuple):
     @property
     def product(self) -> tuple[int, ...]:
         """The product's shape while vectors are still matrices of one row or column."""
-        return (*np.broadcast_shapes(self.a[:-2], self.b[:-2]), self.a[-2], self.b[-1])
+        return (*lax.broadcast_shapes(self.a[:-2], self.b[:-2]), self.a[-2], self.b[-1])
 
 
 def shapes(function: str, a: jax.Array, b: jax.Array) -> Shapes:
@@ -38,7 +37,7 @@ def shapes(function: str, a: jax.Array, b: jax.Array) -> Shapes:
     got = f"shapes {a.shape} and {b.shape}"
     _contracts.require(wide_a[-1] == wide_b[-2], function, "b", f"{wide_a[-1]} rows, as a has columns", got)
     try:
-        batch = np.broadcast_shapes(wide_a[:-2], wide_b[:-2])
+        batch = lax.broadcast_shapes(wide_a[:-2], wide_b[:-2])
     except ValueError:
         _contracts.require(False, function, "b", "batch dimensions that broadcast against a's", got)
         raise
@@ -138,7 +137,7 @@ def scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
     """Returns float32(a_scale * b_scale) of two that broadcast against each other, rounded whatever follows."""
     rank = max(a_scale.ndim, b_scale.ndim)
     a, b = (s.reshape((1,) * (rank - s.ndim) + s.shape) for s in (a_scale, b_scale))
-    shape = np.broadcast_shapes(a.shape, b.shape)
+    shape = lax.broadcast_shapes(a.shape, b.shape)
     return _numerics.rounded(jnp.broadcast_to(a, shape) * jnp.broadcast_to(b, shape))
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from . import _contracts, _dtypes, _matmul, _numerics
 from ._quantize_linear import plain_scale
-from .integer import _operands
+from .integer import _layout, _operands
 
 _NAME = "matmul_integer_to_float"
 _ARGUMENTS = ("a", "b", "a_scale", "b_scale", "a_zero_point", "b_zero_point", "bias")
@@ -136,7 +137,8 @@ def blocked(
     blocks = b_scale.shape[0]
     length = of.b[0] // blocks
     part = of._replace(a=(*of.a[:-1], length), b=(length, of.b[1]))
-    a_blocks = jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0)
+    # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
+    a_blocks = _layout.pinned(jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0))
     own_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
 
     def step(y: jax.Array, block: Any) -> tuple[jax.Array, None]:
@@ -145,4 +147,9 @@ def blocked(
         return _numerics.rounded(y + _matmul.scaled(acc, _matmul.scales(a_scale, scale))), None
 
     each = (a_blocks, b.reshape(blocks, length, -1), own_steps, b_scale[:, None])
-    return lax.scan(step, jnp.zeros(part.product, jnp.float32), each)[0]
+    first, rest = (jax.tree.map(lambda v, run=run: v[run], each) for run in (0, slice(1, None)))
+    # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
+    rows, filters, steps, scale = first
+    acc = _matmul.product(rows, filters, a_steps, b_steps if steps is None else steps, part)
+    start = _matmul.scaled(acc, _matmul.scales(a_scale, scale)) + np.float32(0)
+    return lax.scan(step, start, rest)[0]

@@ -169,7 +169,7 @@ def _plane(packed: jax.Array, index: int, config: _Config) -> jax.Array:
 def _product(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
     """Returns float32 [rows, K] by the dequantized [N, K], [rows, N]."""
     a, scales = jnp.asarray(a), jnp.asarray(scales)
-    padded = lax.pad(a, np.float32(0), ((0, 0, 0), (0, config.blocks * config.block_size - config.K, 0)))
+    padded = _padded(a, config)
     cpu, default = (functools.partial(f, config) for f in (_in_chunks, _at_once))
     return lax.platform_dependent(padded, b, scales, zero_points, cpu=cpu, default=default)
 
@@ -182,18 +182,21 @@ def _product_fwd(
 
 def _product_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     a, b, scales, zero_points = residuals
-    a, scales = jnp.asarray(a), jnp.asarray(scales)
-    steps = jnp.stack(_steps(b, zero_points, config), axis=-1).reshape(*b.shape[:2], config.block_size)
-    weights = steps * jnp.broadcast_to(scales[..., None], steps.shape)
-    da = jnp.matmul(g, weights.reshape(config.N, -1)[:, : config.K], precision=lax.Precision.HIGHEST)
-    padded = lax.pad(a, np.float32(0), ((0, 0, 0), (0, steps.shape[1] * config.block_size - config.K, 0)))
-    dw = jnp.matmul(g.T, padded, precision=lax.Precision.HIGHEST).reshape(steps.shape)
     is_float = zero_points is not None and zero_points.dtype == _dtypes.FLOAT32
-    dz = -jnp.sum(dw, axis=2) * scales if is_float else None
-    return da, None, jnp.sum(dw * steps, axis=2), dz
+
+    def product(a: jax.Array, scales: jax.Array, steps: Any) -> jax.Array:
+        return _at_once(config, _padded(a, config), b, scales, steps if is_float else zero_points)
+
+    _, pull = jax.vjp(product, jnp.asarray(a), jnp.asarray(scales), zero_points if is_float else None)
+    da, ds, dz = pull(g)
+    return da, None, ds, dz
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+def _padded(a: jax.Array, config: _Config) -> jax.Array:
+    return lax.pad(a, np.float32(0), ((0, 0, 0), (0, config.blocks * config.block_size - config.K, 0)))
 
 
 def _steps(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:

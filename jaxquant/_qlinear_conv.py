@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
-from . import _contracts, _dtypes, _requantize
+from . import _contracts, _dtypes, _granularity, _requantize
 from ._convolution_attributes import STATICS, Attributes, geometry, static
 from ._quantize_linear import plain_scale
 from .integer import _operands
@@ -116,10 +115,11 @@ def _qlinear_conv(
     )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+        along = _granularity.PerAxis(axis)
         if b is not None:
-            acc = acc + lax.broadcast_in_dim(b, acc.shape, (axis,))
-        factors = lax.broadcast_in_dim(jnp.broadcast_to(scale, (w.shape[0],)), acc.shape, (axis,))
-        zero_point = lax.broadcast(y_zero_point.astype(jnp.int32).reshape(()), acc.shape)
+            acc = acc + along.expand(b, acc)
+        factors = along.expand(jnp.broadcast_to(scale, (w.shape[0],)), acc)
+        zero_point = _granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
         return _requantize.requantize(acc, factors, zero_point, y_zero_point.dtype)
 
     return convolution(_operands.signed(x), _operands.signed(w), *steps, found, False, epilogue)

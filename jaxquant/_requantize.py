@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import _numerics
 
@@ -12,7 +13,7 @@ from . import _numerics
 def multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array) -> jax.Array:
     """Returns float32(float32(a_scale * b_scale) / y_scale), for scales that broadcast against each other."""
     a, b, y = (s.astype(jnp.float32) for s in (a_scale, b_scale, y_scale))
-    shape = np.broadcast_shapes(a.shape, b.shape, y.shape)
+    shape = lax.broadcast_shapes(a.shape, b.shape, y.shape)
     a, b, y = (jnp.broadcast_to(s, shape) for s in (a, b, y))
     return _numerics.quotient(_numerics.rounded(a * b), y)
 

@@ -129,3 +129,34 @@ def test_arrays_of_others_are_taken(rng: np.random.Generator, op: Any) -> None:
         wrapped = [v if v is None else Wrapped(v) for v in given]
         np.testing.assert_array_equal(op(*wrapped), op(*given))
         np.testing.assert_array_equal(jax.jit(P(op, *wrapped))(), op(*given))
+
+
+EMPTY: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "rows": (lambda: jq.matmul_integer(of(U8, 0, 6), of(I8, 6, 5), 3, 4), (0, 5)),
+    "columns": (lambda: jq.matmul_integer(of(U8, 4, 6), of(I8, 6, 0), 3, 4), (4, 0)),
+    "depth": (lambda: jq.matmul_integer(of(U8, 4, 0), of(I8, 0, 5), 3, 4), (4, 5)),
+    "depth of a row": (lambda: jq.matmul_integer(of(U8, 0), of(I8, 0, 5), 3, 4), (5,)),
+    "batch": (lambda: jq.matmul_integer(of(U8, 0, 4, 6), of(I8, 0, 6, 5), 3, 4), (0, 4, 5)),
+    "no dimensions": (lambda: DG(of(U8), of(I8), of(U8), of(I8), dimension_numbers=(((), ()), ((), ()))), ()),
+    "dynamic rows": (lambda: jq.dynamic_quantize_matmul(of(F, 0, 6), of(I8, 6, 5), 0.5), (0, 5)),
+    "dynamic depth": (lambda: jq.dynamic_quantize_matmul(of(F, 4, 0), of(I8, 0, 5), 0.5), (4, 5)),
+    "blocks of rows": (lambda: jq.matmul_integer_to_float(of(U8, 0, 6), of(I8, 6, 5), 0.5, of(F, 2, 5)), (0, 5)),
+    "blocks of nothing": (lambda: jq.matmul_integer_to_float(of(U8, 4, 0), of(I8, 0, 5), 0.5, of(F, 2, 5)), (4, 5)),
+    "nbits rows": (lambda: NB(of(F, 0, 40), of(U8, 5, 2, 16), of(F, 5, 2)), (0, 5)),
+    "images": (lambda: jq.conv_integer(of(U8, 0, 4, 7, 9), of(I8, 6, 4, 3, 3), 3, 4), (0, 6, 5, 7)),
+    "images of many channels": (lambda: jq.conv_integer(of(U8, 0, 16, 7, 9), of(I8, 6, 16, 3, 3), 3, 4), (0, 6, 5, 7)),
+    "depthwise images": (lambda: jq.conv_integer(of(U8, 0, 6, 7, 9), of(I8, 6, 1, 3, 3), 3, 4, group=6), (0, 6, 5, 7)),
+    "features": (lambda: jq.conv_integer(of(U8, 2, 4, 7, 9), of(I8, 0, 4, 3, 3), 3, 4), (2, 0, 5, 7)),
+    "channels": (lambda: jq.conv_integer(of(U8, 2, 0, 7, 9), of(I8, 6, 0, 3, 3), 3, 4), (2, 6, 5, 7)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(EMPTY))
+def test_what_is_empty_is_no_bad_input(name: str) -> None:
+    """A sum of nothing is 0."""
+    op, shape = EMPTY[name]
+    for call in (op, jax.jit(op)):
+        y = call()
+        assert y.shape == shape
+        if y.size > 1:
+            np.testing.assert_array_equal(y, np.zeros(shape))

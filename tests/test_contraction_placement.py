@@ -247,6 +247,11 @@ def test_gradients_where_operands_are_cut(rng: np.random.Generator, name: str, c
     else:
         given[1:] = sharded(b, 0 if name == "matmul_nbits" else 1, kind), sharded(COLUMNS, 0, kind)
     pull = jax.grad(LOSSES[name], (0, 2) if a.dtype == np.float32 else (2,))
+    summed_over = a.dtype == np.float32 if cut == "columns of b" else name == "matmul_nbits"
+    if kind is AxisType.Explicit and summed_over:  # jax asks for out_sharding, as it does of a plain a @ b
+        with pytest.raises(Exception, match="ambiguous how the output"):
+            jax.jit(pull)(*given)
+        return
     for got, want in zip(jax.jit(pull)(*given), pull(a, b, COLUMNS), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -55,14 +54,15 @@ def _on_cpu(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, 
         return turned.reshape(batch, rows, 1)
     if rows == 1:
         return _on_cpu_row(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
-    row_sums = column_sums = None
-    if rhs_steps is not None:
-        row_sums = _product(lhs, jnp.ones((batch, _ROWS, depth), jnp.int8), True)[..., :1]
-    if lhs_steps is not None:  # one more row, of ones, in the same contraction: rhs is read once
+    # One more row, of ones, in the same contraction: rhs is read once. Both contractions take the longer lhs, or what
+    # makes it, a quantization perhaps, would be computed for each.
+    if lhs_steps is not None:
         lhs = lax.concatenate([lhs, jnp.ones((batch, 1, depth), jnp.int8)], 1)
     acc = _product(lhs, rhs, transposed)
-    if lhs_steps is not None:
-        acc, column_sums = acc[:, :rows], acc[:, rows:]
+    acc, column_sums = acc[:, :rows], acc[:, rows:]
+    row_sums = None
+    if rhs_steps is not None:
+        row_sums = _product(lhs, jnp.ones((batch, _ROWS, depth), jnp.int8), True)[:, :rows, :1]
     return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
 
 
@@ -73,7 +73,7 @@ def _on_cpu_row(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Ste
     # The kernel wants rows; a row of ones among them yields the sums of the other side for nothing.
     ones, zeros = jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 2, depth), jnp.int8)
     acc = _product(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
-    row_sums = None if rhs_steps is None else jnp.sum(lhs.astype(jnp.int32), axis=2, keepdims=True)
+    row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
     return _corrected(acc[:, :1], row_sums, acc[:, 1:2], lhs_steps, rhs_steps, depth)
 
 
@@ -103,7 +103,7 @@ def _corrected(
 
 def _wrapped(left: jax.Array, right: Any) -> jax.Array:
     """Returns the product of two int32 arrays of one rank, each as often repeated as it must be."""
-    shape = np.broadcast_shapes(left.shape, right.shape)
+    shape = lax.broadcast_shapes(left.shape, right.shape)
     return jnp.broadcast_to(left, shape) * jnp.broadcast_to(right, shape)
 
 
@@ -120,11 +120,13 @@ def _sum_of_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps
         left = row[:, :head].reshape(batch, _TERMS, length)
         right = rhs[:, :head].reshape(batch, _TERMS, length, columns)
         terms = [_scaled_rows(left[:, t], right[:, t]) for t in range(_TERMS)]
-        acc = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, terms)), axis=1)
+        acc = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, terms)), axis=1, dtype=jnp.int32)
     for k in range(head, depth):
         acc = acc + _scaled_rows(row[:, k], rhs[:, k])
     if rhs_steps is not None:
-        acc = acc - jnp.broadcast_to(_wrapped(rhs_steps, jnp.sum(row, axis=1, keepdims=True)), acc.shape)
+        acc = acc - jnp.broadcast_to(
+            _wrapped(rhs_steps, jnp.sum(row, axis=1, keepdims=True, dtype=jnp.int32)), acc.shape
+        )
     return acc[:, None]
 
 
@@ -134,8 +136,8 @@ def _scaled_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _plain(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
     axis = 2 if transposed else 1
-    row_sums = None if rhs_steps is None else jnp.sum(lhs.astype(jnp.int32), axis=2)[:, :, None]
-    column_sums = None if lhs_steps is None else jnp.sum(rhs.astype(jnp.int32), axis=axis)[:, None, :]
+    row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, dtype=jnp.int32)[:, :, None]
+    column_sums = None if lhs_steps is None else jnp.sum(rhs, axis=axis, dtype=jnp.int32)[:, None, :]
     acc = _product(lhs, rhs, transposed)
     return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, lhs.shape[2])
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import _contracts
+from .. import _contracts, _granularity
 from . import _convolution, _layout, _operands
 
 _NAME = "integer.conv_general_dilated"
@@ -173,12 +173,15 @@ def convolution(
     if any(c != (0, 0, 0) for c in config):
         fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
         x = lax.pad(x, fill, config)
+    if _granularity.is_placed(x) or _granularity.is_placed(w):
+        acc = epilogue(_in_place(x, w, x_steps, w_steps, geometry), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
     window = _convolution.Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups)
     window = _convolution.plan(x.shape, w.shape, window, channels_last=channels_last)
     rank = x.ndim
     last = (0, *range(2, rank), 1)
     if window.channels_last:
-        x = lax.transpose(x, last) if channels_last else _layout.transposed(x, last)
+        x = _layout.pinned(lax.transpose(x, last)) if channels_last else _layout.transposed(x, last)
     elif channels_last:
         x = _layout.transposed(x, range(rank))
     a = None if x_steps is None else x_steps.reshape(1, 1)
@@ -190,6 +193,24 @@ def convolution(
     if not _layout.is_moving(permutation, result.shape):
         return lax.transpose(result, permutation)
     return _unfolded(result, permutation)
+
+
+def _in_place(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+    """Returns the convolution where JAX tracks shardings in types and refuses reshapes: XLA's own, as it comes."""
+    convolve = functools.partial(
+        lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
+        rhs_dilation=geometry.rhs_dilation, feature_group_count=geometry.groups, preferred_element_type=jnp.int32,
+    )  # fmt: skip
+    acc = convolve(w)
+    expand = _granularity.PerAxis(1).expand
+    sums = jnp.sum(w, axis=tuple(range(1, w.ndim)), dtype=jnp.int32)
+    if w_steps is not None:
+        steps = jnp.broadcast_to(w_steps.reshape(-1), sums.shape)
+        sums = sums - np.int32(w[0].size) * steps
+        acc = acc - convolve(jnp.ones_like(w)) * expand(steps, acc)
+    if x_steps is None:
+        return acc
+    return acc - expand(jnp.broadcast_to(x_steps.reshape(1), sums.shape) * sums, acc)
 
 
 def _unfolded(result: jax.Array, permutation: Sequence[int]) -> jax.Array:

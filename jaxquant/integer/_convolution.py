@@ -23,6 +23,8 @@ from ._contraction import all_batched, contract
 # Measured on the machine of the README: up to here patches beat the convolution kernel (3 channels 7x7/2: 0.6 ms
 # against 2.9, 1 channel 5x5: 0.3 against 1.1 to 1.8; 16 channels 3x3: 0.39 against 0.31).
 _FEW_CHANNELS = 8
+# XLA:CPU gives its kernel no convolution of so many channels or fewer into so many features or fewer.
+_NARROW = 16
 _FEW_PIXELS = 16  # fewer columns than this leave a contraction per image thin: whole batches make its rows then
 _UNROLLED = 64  # kernel positions spelled out in the program; beyond, a kernel is taken dimension by dimension
 
@@ -51,7 +53,8 @@ def plan(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Window, *, 
     depth, positions = w_shape[1], math.prod(w_shape[2:])
     if depth == 1 and positions <= _UNROLLED:
         return window._replace(form="products", channels_last=channels_last)
-    if positions == 1 or depth <= _FEW_CHANNELS or window.groups > 1:
+    narrow = depth <= _FEW_CHANNELS or max(depth, w_shape[0]) <= _NARROW
+    if positions == 1 or narrow or window.groups > 1:
         pixels = _out_shape(x_shape[2:], w_shape[2:], window)
         few = all(isinstance(p, int) for p in pixels) and math.prod(pixels) < _FEW_PIXELS
         last = window.groups == 1 and (channels_last or few)
@@ -85,7 +88,7 @@ def _batchable(window: Window) -> Any:
 def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
     forms = {"products": _products, "patches": _patches, "direct": _direct}
     default = "products" if window.form == "products" else "patches"  # no GPU library convolves int8 into int32
-    chosen = {"cpu": forms[window.form], "tpu": _direct, "default": forms[default]}
+    chosen = {"cpu": forms[window.form], "tpu": _on_tpu, "default": forms[default]}
     bound = {name: functools.partial(form, window=window) for name, form in chosen.items()}
     return lax.platform_dependent(x, w, x_steps, w_steps, cpu=bound["cpu"], tpu=bound["tpu"], default=bound["default"])
 
@@ -121,7 +124,7 @@ def _products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, win
     assert acc is not None
     if x_steps is None:
         return acc
-    sums = jnp.sum(steps, axis=tuple(range(1, steps.ndim)))
+    sums = jnp.sum(steps, axis=tuple(range(1, steps.ndim)), dtype=jnp.int32)
     return acc - _correction(x_steps, sums, acc.shape, window)
 
 
@@ -233,15 +236,8 @@ def _seen(x: jax.Array, axes: Any, position: Any, window: Window, out: Any, star
 
 def _direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
     """XLA's own convolution; the sums that zero points need come from the same kernel, with weights of ones."""
-    names = "DHW"[-len(window.strides) :] if len(window.strides) <= 3 else "ABDEFGHW"[-len(window.strides) :]
-    lhs = f"N{names}C" if window.channels_last else f"NC{names}"
-    convolution = functools.partial(
-        lax.conv_general_dilated, window_strides=window.strides, padding="VALID", rhs_dilation=window.dilations,
-        dimension_numbers=(lhs, f"{names}IO", lhs), preferred_element_type=jnp.int32,
-    )  # fmt: skip
-    kernel_first = (*range(2, w.ndim), 1, 0)
-    acc = convolution(x, _layout.transposed(w, kernel_first), feature_group_count=window.groups)
-    axis = x.ndim - 1 if window.channels_last else 1
+    flat, filters, planar = _planar(x, w, window)
+    acc = _planar_convolution(flat, filters, planar)
     length = math.prod(w.shape[1:])
     # A contraction with ones: XLA:CPU adds up so many int8 four times slower.
     ones = jnp.ones((1, 8, length), jnp.int8)
@@ -249,12 +245,53 @@ def _direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, windo
     if w_steps is not None:
         wide = jnp.broadcast_to(w_steps, sums.shape)
         sums = sums - np.int32(length) * wide
-        each = 8 if window.groups == 1 else 1
-        ones = jnp.ones((*w.shape[2:], w.shape[1], window.groups * each), jnp.int8)
-        patch_sums = lax.slice_in_dim(convolution(x, ones, feature_group_count=window.groups), 0, None, each, axis)
-        repeated = _repeated(patch_sums, axis, acc.shape[axis] // window.groups)
-        acc = acc - repeated * _along_features(wide, acc.shape, window)
+        each = (8 if filters.shape[1] > _NARROW else _NARROW + 8) if window.groups == 1 else 1
+        ones = jnp.ones((window.groups * each, *filters.shape[1:]), jnp.int8)
+        patch_sums = lax.slice_in_dim(_planar_convolution(flat, ones, planar), 0, None, each, 3)
+        repeated = _repeated(patch_sums, 3, acc.shape[3] // window.groups)
+        acc = acc - repeated * _along_features(wide, acc.shape, planar)
+    out = _out_shape(tuple(x.shape[a] for a in _spatial(x, window)), w.shape[2:], window)
+    acc = acc.reshape(x.shape[0], *out, -1)
     return acc if x_steps is None else acc - _correction(x_steps, sums, acc.shape, window)
+
+
+def _on_tpu(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+    last = window._replace(channels_last=True)
+    acc = _direct(_between(x, window.channels_last, True), w, x_steps, w_steps, window=last)
+    return _between(acc, True, window.channels_last)
+
+
+def _planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.Array, Window]:
+    """Returns a convolution of any rank as one over planes, which is what the kernel takes.
+
+    One spatial dimension gets another of 1; of three or more, the leading ones become images and channels.
+    """
+    assert window.channels_last
+    rank = x.ndim - 2
+    if rank == 1:
+        planar = window._replace(strides=(1, *window.strides), dilations=(1, *window.dilations))
+        return x[:, None], w[:, :, None], planar
+    planar = window._replace(strides=window.strides[-2:], dilations=window.dilations[-2:])
+    if rank == 2:
+        return x, w, planar
+    axes, kernel = _spatial(x, window)[: rank - 2], w.shape[2:rank]
+    out = _out_shape(x.shape[1 : rank - 1], kernel, window._replace(
+        strides=window.strides[: rank - 2], dilations=window.dilations[: rank - 2]
+    ))  # fmt: skip
+    grouped = x.reshape(*x.shape[:-1], window.groups, -1)
+    seen = [_seen(grouped, axes, p, window, out) for p in itertools.product(*(range(k) for k in kernel))]
+    wide = jnp.stack(seen, axis=-2)  # [N, *out, H, W, groups, positions, channels / groups]
+    flat = wide.reshape(-1, *x.shape[rank - 1 : rank + 1], x.shape[-1] * len(seen))
+    filters = jnp.moveaxis(w, 1, rank - 1).reshape(w.shape[0], -1, *w.shape[rank:])
+    return _layout.pinned(flat), filters, planar
+
+
+def _planar_convolution(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:
+    return lax.conv_general_dilated(
+        x, _layout.transposed(w, (2, 3, 1, 0)), window.strides, "VALID", rhs_dilation=window.dilations,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=window.groups,
+        preferred_element_type=jnp.int32,
+    )  # fmt: skip
 
 
 def _under_vmap(window: Window, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:

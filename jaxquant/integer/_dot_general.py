@@ -149,7 +149,7 @@ def _in_place(lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, le
     for x, steps, role, start in ((lhs, lhs_steps, left, batch), (rhs, rhs_steps, right, batch + frees)):
         places = (*range(batch), *range(start, start + len(role.free)))
         outward = functools.partial(_outward, role=role, places=places, like=acc)
-        sums = jnp.sum(x.astype(jnp.int32), axis=role.contracted, keepdims=True)
+        sums = jnp.sum(x, axis=role.contracted, keepdims=True, dtype=jnp.int32)
         wide.append((None if steps is None else outward(steps, x), outward(sums, x)))
     (s, row_sums), (t, column_sums) = wide
     if t is not None:
