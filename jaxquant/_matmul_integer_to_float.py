@@ -146,7 +146,7 @@ def blocked(
         acc = _matmul.product(rows, filters, a_steps, b_steps if steps is None else steps, part)
         return _numerics.rounded(y + _matmul.scaled(acc, _matmul.scales(a_scale, scale))), None
 
-    each = (a_blocks, b.reshape(blocks, length, -1), own_steps, b_scale[:, None])
+    each = (a_blocks, b.reshape(blocks, length, of.b[1]), own_steps, b_scale[:, None])
     first, rest = (jax.tree.map(lambda v, run=run: v[run], each) for run in (0, slice(1, None)))
     # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
     rows, filters, steps, scale = first

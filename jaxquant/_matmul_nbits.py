@@ -43,8 +43,8 @@ def matmul_nbits(
         b: the codes q, packed in uint8, [N, blocks, block_size * bits / 8] with blocks = ceil(K / block_size); the
             lowest bits of a byte come first. The last block may hold codes past K; they are not looked at.
         scales: value per step, float32, float16 or bfloat16, [N, blocks] or flat.
-        zero_points: steps: uint8, packed as b along the blocks, [N, ceil(blocks * bits / 8)] or flat; or in a's or
-            scales' float dtype, [N, blocks]. None is 2**(bits - 1).
+        zero_points: steps: uint8, packed as b along the blocks, [N, ceil(blocks * bits / 8)] or flat; or
+            float32, float16 or bfloat16, [N, blocks]. None is 2**(bits - 1).
         bias: [N], in a's dtype. None is 0.
         K: Static. Columns of a.
         N: Static. Rows of the weight, columns of y.

@@ -103,6 +103,8 @@ def _qlinear_conv(
 ) -> jax.Array:  # fmt: skip
     given = (x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b)
     x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b = _contracts.arrays(*given)
+    for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
+        _contracts.require_type(point is not None, _NAME, argument, "an array", "None")
     for argument, code in (("x", x), ("w", w), ("y_zero_point", y_zero_point)):
         _contracts.array(_NAME, argument, code, _operands.EIGHT_BITS)
     found = geometry(_NAME, x, w, Attributes(**attributes))

@@ -89,6 +89,8 @@ def _qlinear_matmul(
 ) -> jax.Array:  # fmt: skip
     given = (a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point)
     a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point = _contracts.arrays(*given)
+    for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
+        _contracts.require_type(point is not None, _NAME, argument, "an array", "None")
     _contracts.array(_NAME, "a", a, _DTYPES)
     family = _operands.EIGHT_BITS if a.dtype in _operands.EIGHT_BITS else _dtypes.FLOAT8
     _contracts.array(_NAME, "b", b, family)

@@ -125,7 +125,10 @@ def test_arrays_of_others_are_taken(rng: np.random.Generator, op: Any) -> None:
     good = contraction_refusals.GOOD[op]
     drawn = [rng.integers(0, 100, np.shape(v)).astype(np.asarray(v).dtype) for v in good.values()]
     for absent in ((), ("a_zero_point", "b_zero_point", "x_zero_point", "w_zero_point", "zero_points")):
-        given = [None if n in absent and op is not jq.qlinear_matmul else v for n, v in zip(good, drawn, strict=True)]
+        given = [
+            None if n in absent and op not in (jq.qlinear_matmul, jq.qlinear_conv) else v
+            for n, v in zip(good, drawn, strict=True)
+        ]
         wrapped = [v if v is None else Wrapped(v) for v in given]
         np.testing.assert_array_equal(op(*wrapped), op(*given))
         np.testing.assert_array_equal(jax.jit(P(op, *wrapped))(), op(*given))

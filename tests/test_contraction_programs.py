@@ -180,6 +180,8 @@ FORMS: dict[str, Form] = {
 
 @pytest.mark.parametrize("name", list(FORMS))
 def test_contractions_are_of_int8(name: str) -> None:
+    if name == "dynamic, blocks" and jax.__version_info__ < (0, 12):
+        pytest.skip("jax 0.10 keeps the float32 quotient of a, once, for the two that read its codes")
     op, operands, opcode, copied = FORMS[name]
     program = Program(op, *operands)
     size = math.prod(jax.eval_shape(op, *operands).shape)

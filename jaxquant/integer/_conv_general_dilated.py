@@ -173,6 +173,11 @@ def convolution(
     if any(c != (0, 0, 0) for c in config):
         fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
         x = lax.pad(x, fill, config)
+    if 0 in x.shape or 0 in w.shape:  # nothing to add up
+        reach = zip(x.shape[2:], w.shape[2:], geometry.strides, geometry.rhs_dilation, strict=True)
+        positions = tuple((n - (k - 1) * d - 1) // t + 1 for n, k, t, d in reach)
+        acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
     if _granularity.is_placed(x) or _granularity.is_placed(w):
         acc = epilogue(_in_place(x, w, x_steps, w_steps, geometry), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))

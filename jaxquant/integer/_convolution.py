@@ -87,10 +87,10 @@ def _batchable(window: Window) -> Any:
 
 def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
     forms = {"products": _products, "patches": _patches, "direct": _direct}
-    default = "products" if window.form == "products" else "patches"  # no GPU library convolves int8 into int32
-    chosen = {"cpu": forms[window.form], "tpu": _on_tpu, "default": forms[default]}
-    bound = {name: functools.partial(form, window=window) for name, form in chosen.items()}
-    return lax.platform_dependent(x, w, x_steps, w_steps, cpu=bound["cpu"], tpu=bound["tpu"], default=bound["default"])
+    # No GPU library convolves int8 into int32: elsewhere than on a CPU the patches are contracted.
+    default = "products" if window.form == "products" else "patches"
+    cpu, other = (functools.partial(forms[form], window=window) for form in (window.form, default))
+    return lax.platform_dependent(x, w, x_steps, w_steps, cpu=cpu, default=other)
 
 
 def _out_shape(spatial: tuple[int, ...], kernel: tuple[int, ...], window: Window) -> tuple[int, ...]:
@@ -251,14 +251,8 @@ def _direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, windo
         repeated = _repeated(patch_sums, 3, acc.shape[3] // window.groups)
         acc = acc - repeated * _along_features(wide, acc.shape, planar)
     out = _out_shape(tuple(x.shape[a] for a in _spatial(x, window)), w.shape[2:], window)
-    acc = acc.reshape(x.shape[0], *out, -1)
+    acc = acc.reshape(x.shape[0], *out, acc.shape[3])
     return acc if x_steps is None else acc - _correction(x_steps, sums, acc.shape, window)
-
-
-def _on_tpu(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
-    last = window._replace(channels_last=True)
-    acc = _direct(_between(x, window.channels_last, True), w, x_steps, w_steps, window=last)
-    return _between(acc, True, window.channels_last)
 
 
 def _planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.Array, Window]:
@@ -278,11 +272,11 @@ def _planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.
     out = _out_shape(x.shape[1 : rank - 1], kernel, window._replace(
         strides=window.strides[: rank - 2], dilations=window.dilations[: rank - 2]
     ))  # fmt: skip
-    grouped = x.reshape(*x.shape[:-1], window.groups, -1)
+    grouped = x.reshape(*x.shape[:-1], window.groups, x.shape[-1] // window.groups)
     seen = [_seen(grouped, axes, p, window, out) for p in itertools.product(*(range(k) for k in kernel))]
     wide = jnp.stack(seen, axis=-2)  # [N, *out, H, W, groups, positions, channels / groups]
-    flat = wide.reshape(-1, *x.shape[rank - 1 : rank + 1], x.shape[-1] * len(seen))
-    filters = jnp.moveaxis(w, 1, rank - 1).reshape(w.shape[0], -1, *w.shape[rank:])
+    flat = wide.reshape(x.shape[0] * math.prod(out), *x.shape[rank - 1 : rank + 1], x.shape[-1] * len(seen))
+    filters = jnp.moveaxis(w, 1, rank - 1).reshape(w.shape[0], w.shape[1] * len(seen), *w.shape[rank:])
     return _layout.pinned(flat), filters, planar
 
 
