@@ -77,6 +77,16 @@ def _matmul_integer(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Conte
     return Contest(ours, opponents, onnx, read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
 
 
+def _against_bare(shape: tuple[int, ...]) -> Contest:
+    """The same beside the least that XLA can do: its own contraction of int8, no signs and no zero points."""
+    contest = _matmul_integer(shape, "uint8", "int8")
+    a, b = (jax.device_put(inputs.codes(s, "int8", seed=i)) for i, s in enumerate((shape[:2], shape[1:]), 4))
+    dimensions = (((1,), (0,)), ((), ()))
+    bare = jax.jit(lambda a, b: jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.int32))
+    opponents = {ONNX_RUNTIME: contest.opponents[ONNX_RUNTIME], FLOAT32: partial(bare, a, b), QWIX: Missing("none")}
+    return dataclasses.replace(contest, opponents=opponents)
+
+
 def _dynamic_dense(shape: tuple[int, ...], constant: bool = False) -> Contest:
     m, k, n = shape
     a, bias = inputs.finite((m, k)), inputs.finite((n,))
@@ -219,6 +229,7 @@ _SQUARE = _Conv(64, 64, 3)
 
 ROWS = [
     *_products("matmul_integer uint8 x int8, zero points", _CUBES, 1, _matmul_integer, "uint8", "int8"),
+    *_products("matmul_integer uint8 x int8, zero points; float32: only lax.dot_general", _CUBES, 1, _against_bare),
     *_products("matmul_integer uint8 x uint8, zero points", _CUBES, 1, _matmul_integer, "uint8", "uint8"),
     *_products("matmul_integer int8 x int8, zero points", _CUBES, 1, _matmul_integer, "int8", "int8"),
     *_products("matmul_integer uint8 x int8, zero points, one row", _ONE_ROW, 2, _matmul_integer, "uint8", "int8"),

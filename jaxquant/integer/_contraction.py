@@ -54,15 +54,21 @@ def _on_cpu(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, 
         return turned.reshape(batch, rows, 1)
     if rows == 1:
         return _on_cpu_row(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
-    # One more row, of ones, in the same contraction: rhs is read once. Both contractions take the longer lhs, or what
-    # makes it, a quantization perhaps, would be computed for each.
-    if lhs_steps is not None:
-        lhs = lax.concatenate([lhs, jnp.ones((batch, 1, depth), jnp.int8)], 1)
+    ones = jnp.ones((batch, _ROWS, depth), jnp.int8)
+    row_sums = column_sums = None
+    # Where rhs is the larger, one more row, of ones, in the same contraction reads it only once: 0.88 ms against 1.0
+    # for 128 x 768 x 3072. Where lhs is, that row would cost a copy of it: 2.0 ms against 1.65 for 1024^3. Both
+    # contractions take the longer lhs, or what makes it, a quantization perhaps, would be computed for each.
+    together = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
+    if together:
+        lhs = lax.concatenate([lhs, ones[:, :1]], 1)
     acc = _product(lhs, rhs, transposed)
-    acc, column_sums = acc[:, :rows], acc[:, rows:]
-    row_sums = None
+    if together:
+        acc, column_sums = acc[:, :rows], acc[:, rows:]
+    elif lhs_steps is not None:
+        column_sums = _product(ones, rhs, transposed)[:, :1]
     if rhs_steps is not None:
-        row_sums = _product(lhs, jnp.ones((batch, _ROWS, depth), jnp.int8), True)[:, :rows, :1]
+        row_sums = _product(lhs, ones, True)[:, :rows, :1]
     return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
 
 
