@@ -25,11 +25,6 @@ def signed(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int8)
 
 
-def unsigned_like(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns int8 as the 8-bit dtype whose bits it holds."""
-    return lax.bitcast_convert_type(x, dtype)
-
-
 def offset(dtype: Any) -> int:
     """Returns what `signed` takes off the values of a dtype."""
     return 128 if dtype == _UINT8 else 0
