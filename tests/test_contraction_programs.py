@@ -194,6 +194,18 @@ def test_contractions_are_of_int8(name: str) -> None:
     assert program.widest() <= 2 * size, program.wide_buffers()
 
 
+@pytest.mark.parametrize(("channels", "features"), [(9, 9), (12, 16), (16, 16), (17, 4), (12, 24)])
+def test_narrow_convolutions_are_of_int8(channels: int, features: int) -> None:
+    """XLA:CPU has no int8 kernel for 16 channels or fewer into 16 features or fewer."""
+    program = Program(
+        lambda x, w: jq.conv_integer(x, w, 3), of(U8, 2, channels, 31, 33), of(I8, features, channels, 3, 3)
+    )
+    found = program.contractions()
+    assert found
+    for c in found:
+        assert [dtype for dtype, _ in (*c.operands, c.result)] == ["s8", "s8", "s32"], c
+
+
 def row(a: Any, b: Any) -> jax.Array:
     """One row."""
     return jq.matmul_integer(a, b, 3, 5)
