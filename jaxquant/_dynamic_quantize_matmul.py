@@ -102,12 +102,7 @@ class _Config(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: _Config, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
     """Returns the product before its bias; b_steps are of the signed b."""
-    a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
-    per_tensor = _granularity.PerTensor()
-    _, _, scale, zero_point = dynamic_range(a, per_tensor, _UINT8, config.contiguous)
-    codes = dynamic_codes(a, scale, zero_point, per_tensor)
-    steps = _operands.signed_steps(zero_point, _UINT8, False)
-    return _scaled(config, codes, b, steps, b_steps, scale, b_scale)
+    return _product_fwd(config, a, b, b_steps, b_scale)[0]
 
 
 def _scaled(

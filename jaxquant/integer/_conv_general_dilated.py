@@ -187,8 +187,6 @@ def convolution(
     last = (0, *range(2, rank), 1)
     if window.channels_last:
         x = _layout.pinned(lax.transpose(x, last)) if channels_last else _layout.transposed(x, last)
-    elif channels_last:
-        x = _layout.transposed(x, range(rank))
     a = None if x_steps is None else x_steps.reshape(1, 1)
     b = None if w_steps is None else w_steps.reshape(-1)
     acc = _convolution.convolve(x, w, a, b, window)
