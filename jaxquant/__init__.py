@@ -2,6 +2,9 @@
 
 from . import integer as integer
 from . import onednn as onednn
+from ._array import QuantizedArray as QuantizedArray
+from ._codebook import CodeBook as CodeBook
+from ._codebook import nf4 as nf4
 from ._conv_integer import conv_integer as conv_integer
 from ._dequantize_linear import dequantize_linear as dequantize_linear
 from ._dynamic_fake_quantize_linear import dynamic_fake_quantize_linear as dynamic_fake_quantize_linear
@@ -9,10 +12,18 @@ from ._dynamic_quantize_linear import DynamicQuantizeLinearOutput as DynamicQuan
 from ._dynamic_quantize_linear import dynamic_quantize_linear as dynamic_quantize_linear
 from ._dynamic_quantize_matmul import dynamic_quantize_matmul as dynamic_quantize_matmul
 from ._fake_quantize_linear import fake_quantize_linear as fake_quantize_linear
+from ._granularity import Blocked as Blocked
+from ._granularity import PerAxis as PerAxis
+from ._granularity import PerTensor as PerTensor
 from ._matmul_integer import matmul_integer as matmul_integer
 from ._matmul_integer_to_float import matmul_integer_to_float as matmul_integer_to_float
 from ._matmul_nbits import matmul_nbits as matmul_nbits
+from ._onnx_view import OnnxView as OnnxView
+from ._onnx_view import from_onnx as from_onnx
+from ._onnx_view import onnx_view as onnx_view
 from ._qlinear_conv import qlinear_conv as qlinear_conv
 from ._qlinear_matmul import qlinear_matmul as qlinear_matmul
+from ._quantize import quantize as quantize
 from ._quantize_linear import quantize_linear as quantize_linear
+from ._spec import QuantSpec as QuantSpec
 from .onednn import dynamic_dequantize as dynamic_dequantize

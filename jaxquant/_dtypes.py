@@ -68,3 +68,10 @@ def narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
 def largest(dtype: np.dtype) -> float:
     """Returns the largest finite value of a small float dtype: 448 for float8_e4m3fn, 6 for float4_e2m1fn."""
     return float(jnp.finfo(dtype).max)
+
+
+def width(dtype: np.dtype) -> int:
+    """Returns the bits that an element takes where it is packed."""
+    if dtype in FLOAT4:
+        return 4
+    return bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize

@@ -1,9 +1,10 @@
-"""Which elements share a scale. ONNX's scalar, 1-D and blocked scales become one thing here: a scale of
-x's shape. Knows nothing of arithmetic."""
+"""Which elements share a scale. ONNX's scalar, 1-D and blocked scales, and those of x's rank that arrays carry, become
+one thing here: a scale of x's shape. Knows nothing of arithmetic."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +16,92 @@ from . import _contracts
 
 @dataclasses.dataclass(frozen=True)
 class PerTensor:
-    """One scale for the whole array; its shape is () or (1,)."""
+    """One scale for the whole array."""
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns `scale` in the shape and sharding of `like`."""
+        """Returns a `scale` of one element in the shape and sharding of `like`."""
         return placed(lax.broadcast(scale.reshape(()), like.shape), like)
 
 
 @dataclasses.dataclass(frozen=True)
 class PerAxis:
-    """One scale per index of the axis that is kept; a 1-D scale as long as that axis."""
+    """One scale per index of the axis, or of the axes, that are kept; the others share it.
 
-    axis: int
+    Attributes:
+        axis: an int, negative from the back, or several.
+    """
+
+    axis: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Takes a list for a tuple; refuses what is no axis."""
+        object.__setattr__(self, "axis", _static_axes("PerAxis", self.axis))
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns `scale` in the shape and sharding of `like`."""
-        return placed(lax.broadcast_in_dim(scale, like.shape, (self.axis,)), like)
+        """Returns `scale`, of the kept axes' shape, in the shape and sharding of `like`."""
+        return placed(lax.broadcast_in_dim(scale, like.shape, _axes(self.axis)), like)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """One scale per run of `size` indices along `axis`; elsewhere a scale per index. The last run may be short."""
+    """One scale per run of `size` indices along the axis; elsewhere a scale per index. The last run may be short.
 
-    axis: int
+    Attributes:
+        axis: an int, negative from the back; or several, each cut into runs of the same size.
+        size: how many indices make a run.
+    """
+
+    axis: int | tuple[int, ...]
     size: int
+
+    def __post_init__(self) -> None:
+        """Takes a list for a tuple; refuses what is no axis or no size."""
+        object.__setattr__(self, "axis", _static_axes("Blocked", self.axis))
+        _contracts.integer("Blocked", "size", self.size)
+        _contracts.require(self.size > 0, "Blocked", "size", "a positive int", self.size)
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale` with every entry along the axis repeated `size` times, in the shape of `like`."""
-        return Groups(tuple(self.size if a == self.axis else 1 for a in range(like.ndim))).expand(scale, like)
+        axes = _axes(self.axis)
+        return Groups(tuple(self.size if a in axes else 1 for a in range(like.ndim))).expand(scale, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Aligned:
+    """A scale of x's rank that says it by its shape: a dimension is 1 and shared, x's with a scale per index, or
+    counts runs.
+
+    Attributes:
+        block_size: the length of a run. Without one the runs are equally long.
+    """
+
+    block_size: int | None = None
+
+    def sizes(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns how many indices of each dimension share an entry, or None where the shapes do not fit."""
+        if len(scale) != len(shape):
+            return None
+        found = []
+        for entries, length in zip(scale, shape, strict=True):
+            if entries == 1:
+                found.append(length)
+            elif entries == length:
+                found.append(1)
+            elif self.block_size is not None and -(-length // self.block_size) == entries:
+                found.append(self.block_size)
+            elif self.block_size is None and entries and length % entries == 0:
+                found.append(length // entries)
+            else:
+                return None
+        return tuple(found)
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` in the shape and sharding of `like`."""
+        if all(entries in (1, length) for entries, length in zip(scale.shape, like.shape, strict=True)):
+            return placed(lax.broadcast_in_dim(scale, like.shape, range(like.ndim)), like)
+        sizes = self.sizes(scale.shape, like.shape)
+        assert sizes is not None
+        return Groups(sizes).expand(scale, like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +123,33 @@ class Groups:
         return placed(lax.slice(repeated.reshape(merged), (0,) * like.ndim, like.shape), like)
 
 
-Granularity = PerTensor | PerAxis | Blocked | Groups
+Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
+Choice = PerTensor | PerAxis | Blocked  # what a user chooses from
+
+
+def _axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (axis,) if isinstance(axis, int) else axis
+
+
+def _static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
+    if not isinstance(axis, list | tuple):
+        _contracts.integer(function, "axis", axis)
+        return int(axis)
+    for each in axis:
+        _contracts.integer(function, "axis", each)
+    _contracts.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
+    return tuple(int(each) for each in axis)
+
+
+def scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape, of x's rank, of a scale chosen for an x of this shape."""
+    if isinstance(granularity, PerTensor):
+        return (1,) * len(shape)
+    axes = tuple(_contracts.axis(function, a, len(shape)) for a in _axes(granularity.axis))
+    _contracts.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
+    if isinstance(granularity, PerAxis):
+        return tuple(n if a in axes else 1 for a, n in enumerate(shape))
+    return tuple(-(-n // granularity.size) if a in axes else n for a, n in enumerate(shape))
 
 
 def is_placed(value: jax.Array) -> bool:
@@ -141,8 +226,8 @@ def slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granulari
 
 def reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
     """Returns the axes that share one scale under a per-tensor or per-axis granularity."""
-    kept = granularity.axis if isinstance(granularity, PerAxis) else None
-    return tuple(a for a in range(rank) if a != kept)
+    kept = _axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
+    return tuple(a for a in range(rank) if a not in kept)
 
 
 def collapse(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,0 +1,335 @@
+"""The one array type: codes with their scale and zero point, a pytree that goes wherever arrays go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from . import _contracts, _dtypes, _granularity, _indexing, _numerics, _small_floats
+from ._codebook import CodeBook
+from ._dequantize_linear import dequantize as dequantize_codes
+
+_NAME = "QuantizedArray"
+_SCALES = (*_dtypes.FLOATS, _dtypes.E8M0)
+_CHECKED = 2**16  # a scale of so many entries is looked at; a longer one would cost more than it tells
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class QuantizedArray:
+    """Codes, and what they stand for: x = (values - zero_point) * scale.
+
+    A pytree of up to three arrays. It stores no granularity: the shapes say it, and say it still after `jax.vmap`, a
+    slice or a transpose. `scale` and `zero_point` have the rank of `values`; each of their dimensions is 1 (shared),
+    that of `values` (an entry per index), or counts blocks. They may differ from each other.
+
+    The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every method and function
+    that is given one does. It is immutable, and it is no `jax.Array`: what would need its values as floats
+    asks for `dequantize()`, and nothing calls that for you.
+
+    Attributes:
+        values: the codes, int2 to uint16, float8 or float4_e2m1fn; under a code book its indices.
+        scale: value per step, float32, float16, bfloat16 or float8_e8m0fnu.
+        zero_point: steps, in the dtype of `values`, or None for 0.
+        dtype: Static. What `dequantize` returns: float32, float16 or bfloat16. By default the dtype of the scale.
+        block_size: Static. How many indices share an entry of a dimension that counts blocks. None where there are
+            none, or where they divide the dimension. It is stored because the shapes do not tell the length of a
+            block whose last one is short.
+        codebook: Static. What the codes are indices of, or None.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x = jnp.array([[-1.27, 0.5, 0.005], [3.0, 254.0, -1.0]])
+        >>> q = jq.quantize(x, jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
+        >>> q
+        QuantizedArray(int8[2,3], scale=float32[2,1], zero_point=None, dtype=float32, nbytes=14)
+        >>> q.values
+        Array([[-127,   50,    0],
+               [   2,  127,    0]], dtype=int8)
+        >>> q[1].dequantize()
+        Array([  4., 254.,   0.], dtype=float32)
+        >>> jax.tree.map(jnp.shape, q)
+        QuantizedArray(values=(2, 3), scale=(2, 1), zero_point=None)
+    """
+
+    __slots__ = ("_block_size", "_checked", "_codebook", "_dtype", "scale", "values", "zero_point")
+
+    values: Any
+    scale: Any
+    zero_point: Any
+
+    def __init__(
+        self,
+        values: Any,
+        scale: Any,
+        zero_point: Any = None,
+        *,
+        dtype: DTypeLike | None = None,
+        block_size: int | None = None,
+        codebook: CodeBook | None = None,
+    ) -> None:
+        if dtype is None:
+            found = getattr(scale, "dtype", None)
+            dtype = _dtypes.FLOAT32 if found == _dtypes.E8M0 else found
+        self._fill(values, scale, zero_point, None if dtype is None else np.dtype(dtype), block_size, codebook)
+
+    def _fill(self, values: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
+        for name, value in (
+            ("values", values),
+            ("scale", scale),
+            ("zero_point", zero_point),
+            ("_dtype", dtype),
+            ("_block_size", block_size),
+            ("_codebook", codebook),
+            ("_checked", False),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"jaxquant.{_NAME}: {name}: it is immutable; use replace({name}=...)")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"jaxquant.{_NAME}: {name}: it is immutable")
+
+    # A pytree.
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the arrays, and what is static."""
+        return (self.values, self.scale, self.zero_point), (self._dtype, self._block_size, self._codebook)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        """Returns the arrays under their names, and what is static."""
+        children, static = self.tree_flatten()
+        keys = (jax.tree_util.GetAttrKey(name) for name in ("values", "scale", "zero_point"))
+        return tuple(zip(keys, children, strict=True)), static
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
+        """Returns what `tree_flatten` was given, whatever the children are by now."""
+        new = object.__new__(cls)
+        new._fill(*children, *static)
+        return new
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies by the parts."""
+        children, static = self.tree_flatten()
+        return _rebuilt, (static, children)
+
+    def replace(self, **changes: Any) -> QuantizedArray:
+        """Returns the same with other `values`, `scale`, `zero_point`, `dtype`, `block_size` or `codebook`."""
+        parts = {
+            "values": self.values, "scale": self.scale, "zero_point": self.zero_point, "dtype": self._dtype,
+            "block_size": self._block_size, "codebook": self._codebook,
+        }  # fmt: skip
+        for name in changes:
+            _contracts.require(name in parts, f"{_NAME}.replace", name, f"one of {', '.join(parts)}", "it is none")
+        return QuantizedArray(**{**parts, **changes})
+
+    # What an array tells of itself.
+
+    @property
+    def dtype(self) -> Any:
+        """What `dequantize` returns."""
+        return self._dtype
+
+    @property
+    def block_size(self) -> int | None:
+        """The indices that share an entry of a dimension that counts blocks."""
+        return self._block_size
+
+    @property
+    def codebook(self) -> CodeBook | None:
+        """What the codes are indices of."""
+        return self._codebook
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of `values`."""
+        return tuple(jnp.shape(self.values))
+
+    @property
+    def ndim(self) -> int:
+        """The rank of `values`."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the codes, the scale and the zero point as they are stored: 4 bits take half a byte, 2 bits a
+        quarter. On a CPU jax 0.10 holds a byte for each of them while a program runs.
+        """
+        return sum(stored_bytes(part) for part in (self.values, self.scale, self.zero_point) if part is not None)
+
+    def __len__(self) -> int:
+        """Returns the length of the first dimension."""
+        _contracts.require_type(self.ndim > 0, f"{_NAME}.__len__", "self", "rank 1 or more", "rank 0")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[QuantizedArray]:
+        """Yields the slices along the first dimension."""
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        """Refuses: a truth value would need the values as floats."""
+        raise TypeError(_contracts.message(f"{_NAME}.__bool__", "self", "q.dequantize() for a truth value", repr(self)))
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Refuses: numpy would get floats that nobody asked for."""
+        raise TypeError(_contracts.message(f"{_NAME}.__array__", "self", "q.dequantize(), or q.values", repr(self)))
+
+    def __repr__(self) -> str:
+        """Returns dtypes and shapes, not numbers; of a pytree of other things, those."""
+        parts = (self.values, self.scale, self.zero_point)
+        if not all(part is None or hasattr(part, "dtype") for part in parts) or self.values is None:
+            return f"{_NAME}(values={self.values!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
+        codes = _brief(self.values)
+        if self._codebook is not None:
+            codes = codes.replace(str(self.values.dtype), self._codebook.name)
+        blocks = f", block_size={self._block_size}" if self._block_size else ""
+        point = "None" if self.zero_point is None else _brief(self.zero_point)
+        rest = f"scale={_brief(self.scale)}, zero_point={point}{blocks}, dtype={self._dtype}, nbytes={self.nbytes}"
+        return f"{_NAME}({codes}, {rest})"
+
+    # What an array is turned into.
+
+    def dequantize(self) -> jax.Array:
+        """Returns (values - zero_point) * scale, in `dtype`: bit for bit what `dequantize_linear` returns.
+
+        The product is taken in float32 and rounded to `dtype` once. A code book's entry stands for values.
+
+        Raises:
+            TypeError, ValueError: the parts do not fit each other.
+        """
+        q = contract(f"{_NAME}.dequantize", "self", self)
+        return dequantized(q)
+
+    def astype(self, dtype: DTypeLike) -> QuantizedArray:
+        """Returns the same codes with another `dtype` for `dequantize` to return: float32, float16 or bfloat16."""
+        return self.replace(dtype=_contracts.dtype(f"{_NAME}.astype", "dtype", dtype, _dtypes.FLOATS))
+
+    def __getitem__(self, index: Any) -> QuantizedArray:
+        """Returns what numpy's indexing picks, with the entries of scale and zero point that belong to it.
+
+        A slice that cuts through blocks gets an entry per index.
+        """
+        return _indexing.picked(contract(f"{_NAME}.__getitem__", "self", self), index)
+
+    def reshape(self, *shape: Any) -> QuantizedArray:
+        """Returns the same elements in another shape, whose dimensions must leave those that share an entry together.
+
+        Raises:
+            ValueError: the scale or the zero point has no shape that goes with the new one.
+        """
+        return _indexing.reshaped(contract(f"{_NAME}.reshape", "self", self), shape)
+
+    def transpose(self, *axes: Any) -> QuantizedArray:
+        """Returns the array with its dimensions in another order; reversed where none is given."""
+        q = contract(f"{_NAME}.transpose", "self", self)
+        return _indexing.transposed(q, axes)
+
+    @property
+    def T(self) -> QuantizedArray:  # noqa: N802 as numpy has it
+        """The array with its dimensions reversed."""
+        return self.transpose()
+
+    @property
+    def mT(self) -> QuantizedArray:  # noqa: N802 as numpy has it
+        """The array with its last two dimensions exchanged."""
+        _contracts.require(self.ndim > 1, f"{_NAME}.mT", "self", "rank 2 or more", f"rank {self.ndim}")
+        return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+
+
+def _rebuilt(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
+    return QuantizedArray.tree_unflatten(static, children)
+
+
+def _brief(part: Any) -> str:
+    return f"{part.dtype}[{','.join(map(str, part.shape))}]"
+
+
+def stored_bytes(part: Any) -> int:
+    """Returns the bytes of an array whose elements are packed: 4 bits take half a byte, 2 bits a quarter."""
+    dtype = np.dtype(part.dtype)
+    size = int(np.prod(part.shape, dtype=np.int64))
+    return -(-size * _dtypes.width(dtype) // 8)
+
+
+def contract(function: str, argument: str, q: Any) -> QuantizedArray:
+    """Requires a QuantizedArray whose parts are arrays that fit each other; returns it with JAX's arrays."""
+    _contracts.require_type(
+        isinstance(q, QuantizedArray), function, argument, "a QuantizedArray", _contracts.described(q)
+    )
+    if q._checked:
+        return q
+    given = (q.values, q.scale, q.zero_point)
+    values, scale, zero_point = (v if v is None else _as_array(v) for v in given)
+    codes = _dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
+    _contracts.array(function, f"{argument}.values", values, codes)
+    _contracts.array(function, f"{argument}.scale", scale, _SCALES)
+    _contracts.dtype(function, f"{argument}.dtype", q.dtype, _dtypes.FLOATS)
+    _aligned(function, f"{argument}.scale", scale, values, q.block_size)
+    if zero_point is not None:
+        is_integer = values.dtype in _dtypes.INTEGERS and q.codebook is None
+        wanted = f"None: {q.codebook or values.dtype} has no zero point"
+        _contracts.require(is_integer, function, f"{argument}.zero_point", wanted, _contracts.described(zero_point))
+        _contracts.same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
+        _aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
+    _positive(function, f"{argument}.scale", scale)
+    if any(a is not b for a, b in zip(given, (values, scale, zero_point), strict=True)):
+        q = q.replace(values=values, scale=scale, zero_point=zero_point)
+    object.__setattr__(q, "_checked", True)
+    return q
+
+
+def trusted(q: QuantizedArray) -> QuantizedArray:
+    """Returns a QuantizedArray that was made here, of parts that fit: no door looks at it again."""
+    object.__setattr__(q, "_checked", True)
+    return q
+
+
+def _as_array(value: Any) -> Any:
+    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _aligned(function: str, argument: str, part: Any, values: Any, block_size: int | None) -> None:
+    fits = _granularity.Aligned(block_size).sizes(part.shape, values.shape) is not None
+    blocks = "blocks that divide it" if block_size is None else f"blocks of {block_size}"
+    wanted = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
+    if not fits:
+        _contracts.require(False, function, argument, wanted, f"shape {part.shape}")
+
+
+def _positive(function: str, argument: str, scale: Any) -> None:
+    """Requires a scale that is known to be positive; NaN passes, for it shows in every result."""
+    if _contracts.is_traced(scale) or scale.size > _CHECKED or not scale.is_fully_addressable:
+        return
+    known = np.asarray(scale).astype(np.float32)
+    wrong = known <= 0
+    if wrong.any():
+        _contracts.require(False, function, argument, "positive numbers", f"{known[wrong].ravel()[0]}")
+
+
+def dequantized(q: QuantizedArray) -> jax.Array:
+    """Returns what the codes stand for; q has passed its contract."""
+    return _dequantize(q.values, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook"))
+def _dequantize(
+    values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any
+) -> jax.Array:
+    aligned = _granularity.Aligned(block_size)
+    if codebook is None:
+        return dequantize_codes(values, scale, zero_point, aligned, dtype)
+    wide = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    product = _numerics.rounded(codebook.decode(values) * aligned.expand(wide, values))
+    return _numerics.to_grid(product, dtype).astype(dtype)

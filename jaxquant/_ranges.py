@@ -1,0 +1,192 @@
+"""From a range to a scale and a zero point, and the range of an array. Knows specs; knows nothing of codes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _dtypes, _granularity, _numerics, _reductions
+from ._spec import QuantSpec
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_TINY, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+
+def shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes, of x's rank, of the scale and of the zero point of an x of this shape."""
+    points = spec.zero_point_granularity
+    assert points is not None
+    return (
+        _granularity.scale_shape(function, spec.granularity, shape),
+        _granularity.scale_shape(function, points, shape),
+    )
+
+
+def finest(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the shape of the ranges that a scale and a zero point come from; None where neither is the coarser."""
+    pairs = tuple(zip(scale, zero_point, strict=True))
+    if not all(s == z or 1 in (s, z) for s, z in pairs):
+        return None
+    if not (all(s in (1, z) for s, z in pairs) or all(z in (1, s) for s, z in pairs)):
+        return None
+    return tuple(z if s == 1 else s for s, z in pairs)
+
+
+def extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None, contiguous: bool) -> tuple[jax.Array, ...]:
+    """Returns (min(x, 0), max(x, 0)) as two float32 arrays of the given shape, which is aligned with x's."""
+    x = x.astype(jnp.float32)
+    sizes = _granularity.Aligned(block_size).sizes(shape, x.shape)
+    assert sizes is not None
+    cut = [a for a, (size, n) in enumerate(zip(sizes, x.shape, strict=True)) if size not in (1, n)]
+    if cut:
+        return _of_blocks(x, shape, sizes, cut[0], block_size)
+    axes = tuple(a for a, (size, n) in enumerate(zip(sizes, x.shape, strict=True)) if size == n and shape[a] == 1)
+    low, high = _reductions.extremes(x, axes, contiguous)
+    return low.reshape(shape), high.reshape(shape)
+
+
+def _of_blocks(
+    x: jax.Array, shape: tuple[int, ...], sizes: tuple[int, ...], axis: int, block_size: int | None
+) -> tuple[jax.Array, ...]:
+    """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
+    size, length = sizes[axis], x.shape[axis]
+    whole = length // size
+    parts = []
+    for start, runs, run in ((0, whole, size), (whole * size, 1, length - whole * size)):
+        if runs == 0 or run == 0:
+            continue
+        part = lax.slice_in_dim(x, start, start + runs * run, axis=axis)
+        part = part.reshape(*x.shape[:axis], runs, run, *x.shape[axis + 1 :])
+        inner = (*shape[:axis], runs, 1, *shape[axis + 1 :])
+        found = extremes(part, inner, block_size, False)
+        parts.append([v.reshape(*shape[:axis], runs, *shape[axis + 1 :]) for v in found])
+    low, high = (lax.concatenate([p[i] for p in parts], axis) for i in (0, 1))
+    return low, high
+
+
+def parameters(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (scale, zero_point) for float32 ranges; every argument has passed its contract.
+
+    A range is widened to hold 0; one that is 0 has scale 1. NaN and infinite ranges have such scales.
+
+    Args:
+        spec: Static.
+        low: the lower ends, of the finer of the two shapes.
+        high: the upper ends.
+        scale_shape: Static. Of the scale.
+        point_shape: Static. Of the zero point.
+
+    Returns:
+        The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None where it is 0 by the spec.
+    """
+    low, high = _widened(low, -1), _widened(high, 1)
+    fixed = spec.fixed_zero_point
+    if fixed is not None:
+        scale = _holding(spec, _symmetric(spec, low, high, float(fixed)))
+        return scale, None if fixed == 0 else jnp.full(point_shape, fixed, spec.carrier)
+    qmin, qmax = spec.bounds
+    group_low, group_high = _pooled(low, scale_shape, jnp.min), _pooled(high, scale_shape, jnp.max)
+    width = group_high - group_low
+    if scale_shape == low.shape != point_shape:  # a scale has less to share than a zero point
+        pooled_low, pooled_high = _pooled(low, point_shape, jnp.min), _pooled(high, point_shape, jnp.max)
+        point = _zero_point(spec, pooled_low, _asymmetric(spec, pooled_high - pooled_low, qmax - qmin))
+        steps = jnp.broadcast_to(point.astype(jnp.float32), low.shape)
+        scale = jnp.maximum(_share(low, np.float32(qmin) - steps), _share(high, np.float32(qmax) - steps))
+        return _holding(spec, _guarded(scale, low, high)), point
+    if scale_shape != low.shape:  # each slice has its own zero point: what they share must span the widest
+        width = _pooled(high - low, scale_shape, jnp.max)
+    scale = _holding(spec, _asymmetric(spec, width, qmax - qmin))
+    wide = _values(scale)
+    return scale, _zero_point(spec, low, jnp.broadcast_to(wide, low.shape))
+
+
+def _values(scale: jax.Array) -> jax.Array:
+    return scale.astype(jnp.float32)
+
+
+def _widened(bound: jax.Array, sign: int) -> jax.Array:
+    """Returns a bound moved to 0 where it is on the other side; NaN stays."""
+    outside = bound * np.float32(sign) < 0
+    return jnp.where(outside, _ZERO, bound)
+
+
+def _pooled(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Array:
+    axes = tuple(a for a, (n, wanted) in enumerate(zip(values.shape, shape, strict=True)) if n != wanted)
+    result = reduce(values, axis=axes, keepdims=True)  # type: ignore[operator]
+    nan = jnp.any(jnp.isnan(values), axis=axes, keepdims=True)  # XLA:CPU's own reductions lose it
+    return jnp.where(nan, np.float32(np.nan), result)
+
+
+def _quotient(x: jax.Array, by: float) -> jax.Array:
+    return _numerics.quotient(x, _granularity.placed(jnp.full(x.shape, by, jnp.float32), x))
+
+
+def _share(bound: jax.Array, steps: jax.Array) -> jax.Array:
+    """Returns bound / steps, and 0 for no steps: a bound of 0 needs none."""
+    none = steps == 0
+    return jnp.where(none, _ZERO, _numerics.quotient(bound, jnp.where(none, _ONE, steps)))
+
+
+def _symmetric(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
+    least, most = spec.bounds
+    if spec.codebook or spec.dtype in _dtypes.SMALL_FLOATS:
+        largest = spec.codebook.largest if spec.codebook else most
+        size = jnp.maximum(-low, high)
+        size = jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), size)
+        return _guarded(_quotient(size, largest), low, high)
+    scale = jnp.maximum(_quotient(low, least - fixed), _quotient(high, most - fixed))
+    return _guarded(scale, low, high)
+
+
+def _asymmetric(spec: QuantSpec, width: jax.Array, steps: float) -> jax.Array:
+    return _guarded(_quotient(width, steps), width, width)
+
+
+def _guarded(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns a scale that is 1 for a range of 0, never 0 for another, and NaN for a NaN."""
+    empty = (low == 0) & (high == 0)
+    scale = jnp.where(empty, _ONE, jnp.maximum(scale, _TINY))
+    return jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), scale)
+
+
+def _zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
+    qmin, qmax = (int(b) for b in spec.bounds)
+    start = np.float32(qmin) - _numerics.quotient(low, scale)
+    # As ONNX Runtime's DynamicQuantizeLinear: its clamp takes a NaN to the upper bound.
+    start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
+    return _numerics.encode(start, None, spec.carrier, (qmin, qmax))
+
+
+def _holding(spec: QuantSpec, scale: jax.Array) -> jax.Array:
+    """Returns a float32 scale rounded up to what the spec's scale can be."""
+    if spec.power_of_two:
+        scale = _power_of_two(scale)
+    if spec.scale_dtype == _dtypes.E8M0:
+        return _as_e8m0(scale)
+    if spec.scale_dtype == _dtypes.FLOAT32:
+        return scale
+    nearest = _numerics.to_grid(scale, spec.scale_dtype)
+    info = jnp.finfo(spec.scale_dtype)
+    half = jnp.maximum(scale * np.float32(info.eps / 2), np.float32(info.smallest_subnormal) / 2)
+    above = _numerics.to_grid(_numerics.rounded(scale + half), spec.scale_dtype)
+    # What is beyond the dtype saturates; an infinity that came stays one.
+    above = jnp.where(jnp.isfinite(scale), jnp.minimum(above, np.float32(info.max)), above)
+    return jnp.where(nearest >= scale, nearest, above).astype(spec.scale_dtype)
+
+
+def _power_of_two(scale: jax.Array) -> jax.Array:
+    """Returns the least power of two that is not below a positive normal scale."""
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    up = ((bits + np.int32(0x7FFFFF)) >> 23) << 23
+    power = lax.bitcast_convert_type(jnp.minimum(up, np.int32(254 << 23)), jnp.float32)
+    return jnp.where(jnp.isfinite(scale), power, scale)
+
+
+def _as_e8m0(power: jax.Array) -> jax.Array:
+    code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF
+    code = jnp.where(jnp.isfinite(power), code, 255)  # its NaN; it has no infinity
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), _dtypes.E8M0)
