@@ -117,13 +117,12 @@ def _stacked(x: Any, batch: tuple[int, ...], own: tuple[int, ...]) -> Any:
 
 def outward(value: jax.Array, acc: jax.Array) -> jax.Array:
     """Returns what belongs to rows or columns in the shape and placement of the product."""
-    value = value.reshape((1,) * (acc.ndim - value.ndim) + value.shape)
-    return _granularity.placed(jnp.broadcast_to(value, acc.shape), acc)
+    return _granularity.placed(lax.broadcast_in_dim(value, acc.shape, range(acc.ndim - value.ndim, acc.ndim)), acc)
 
 
 def scaled(acc: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns float32(acc) * scale, as product of the two rounded once, whatever follows."""
-    return _numerics.rounded(acc.astype(jnp.float32) * outward(scale, acc))
+    return _numerics.rounded(lax.mul(lax.convert_element_type(acc, jnp.float32), outward(scale, acc)))
 
 
 def bias_contract(function: str, bias: Any, of: Shapes) -> None:
@@ -136,9 +135,10 @@ def bias_contract(function: str, bias: Any, of: Shapes) -> None:
 def scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
     """Returns float32(a_scale * b_scale) of two that broadcast against each other, rounded whatever follows."""
     rank = max(a_scale.ndim, b_scale.ndim)
-    a, b = (s.reshape((1,) * (rank - s.ndim) + s.shape) for s in (a_scale, b_scale))
+    a, b = (lax.expand_dims(s, range(rank - s.ndim)) if s.ndim < rank else s for s in (a_scale, b_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape)
-    return _numerics.rounded(jnp.broadcast_to(a, shape) * jnp.broadcast_to(b, shape))
+    a, b = (s if s.shape == shape else lax.broadcast_in_dim(s, shape, range(rank)) for s in (a, b))
+    return _numerics.rounded(lax.mul(a, b))
 
 
 def biased(y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -2,6 +2,9 @@
 change an integer is answered here, once. Knows nothing of operators, axes or zero-point conventions.
 
 `tests/test_numerics.py` holds the canaries: they fail the day a new XLA breaks one of these.
+
+Written in `lax` where `jnp` would read better: each jnp function is a jitted one, which JAX traces anew for every shape,
+and every operator comes through here; in jnp a quantize_linear took 10 ms to trace.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _TINY = np.finfo(np.float32).tiny
 
 def _never() -> jax.Array:
     """A False that no compiler pass can see through."""
-    return lax.optimization_barrier(jnp.zeros((), jnp.bool_))
+    return lax.optimization_barrier(np.zeros((), np.bool_))
 
 
 def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -58,28 +61,44 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     """
     mantissa_x, exponent_x = _mantissa(x)
     mantissa_s, exponent_s = _mantissa(scale)
+    as_float = functools.partial(lax.convert_element_type, new_dtype=jnp.float32)
+    as_int = functools.partial(lax.convert_element_type, new_dtype=jnp.int32)
+    distance = lax.add(lax.sub(exponent_x, exponent_s), np.int32(150))
     result = approximate
     for _ in range(3):  # a step over a power of two lands beside its aim; the next one mends it
         mantissa_q, exponent_q = _mantissa(result)
-        shift = exponent_x - exponent_s - exponent_q + 150  # 23 or 24 where the quotient is near
-        residual = lax.shift_left(mantissa_x, jnp.clip(shift, 20, 27)) - mantissa_q * mantissa_s
-        coarse = lax.round(residual.astype(jnp.float32) / mantissa_s.astype(jnp.float32)).astype(jnp.int32)
-        rest = 2 * (residual - coarse * mantissa_s)
+        shift = lax.sub(distance, exponent_q)  # 23 or 24 where the quotient is near
+        shift = lax.clamp(np.int32(20), shift, np.int32(27))
+        residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
+        coarse = as_int(lax.round(lax.div(as_float(residual), as_float(mantissa_s))))
+        rest = lax.sub(residual, lax.mul(coarse, mantissa_s))
+        rest = lax.add(rest, rest)
         # Floats lie twice as dense below a power of two, so there a quarter of a step is half way.
-        below = jnp.where((mantissa_q == 0x800000) & (coarse == 0), mantissa_s >> 1, mantissa_s)
-        step = coarse + (rest > mantissa_s).astype(jnp.int32) - (rest < -below).astype(jnp.int32)
-        moved = lax.bitcast_convert_type(result, jnp.int32) + step
+        power = lax.eq(mantissa_q, np.int32(0x800000))
+        power = lax.bitwise_and(power, lax.eq(coarse, np.int32(0)))
+        half = lax.shift_right_logical(mantissa_s, np.int32(1))
+        below = lax.select(power, half, mantissa_s)
+        step = lax.add(coarse, as_int(lax.gt(rest, mantissa_s)))
+        step = lax.sub(step, as_int(lax.lt(rest, lax.neg(below))))
+        moved = lax.add(lax.bitcast_convert_type(result, jnp.int32), step)
         result = lax.bitcast_convert_type(moved, jnp.float32)
-    ordinary = jnp.isfinite(approximate) & (jnp.abs(approximate) >= 2 * _TINY)
+    ordinary = _is_ordinary(approximate, 2 * _TINY)
     for operand in (x, scale):
-        ordinary &= jnp.isfinite(operand) & (jnp.abs(operand) >= _TINY)
+        ordinary = lax.bitwise_and(ordinary, _is_ordinary(operand, _TINY))
     return lax.select(ordinary, result, approximate)
+
+
+def _is_ordinary(value: jax.Array, least: np.float32) -> jax.Array:
+    """Returns where a float32 is finite and its magnitude `least` or more."""
+    large = lax.ge(lax.abs(value), np.float32(least))
+    return lax.bitwise_and(lax.is_finite(value), large)
 
 
 def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the 24-bit integer mantissa and the biased exponent of a normal float32, both int32."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
-    return (bits & 0x7FFFFF) | 0x800000, (bits >> 23) & 0xFF
+    mantissa = lax.bitwise_or(lax.bitwise_and(bits, np.int32(0x7FFFFF)), np.int32(0x800000))
+    return mantissa, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(23)), np.int32(0xFF))
 
 
 @jax.custom_jvp
@@ -90,8 +109,8 @@ def rounded(result: jax.Array) -> jax.Array:
     0.10 adds two constants in a row as one; both round once where a runtime rounds twice. As integers the bits of
     no float but some NaN are above those of the plain NaN: this minimum does nothing, but no compiler can tell.
     """
-    bits = jnp.minimum(lax.bitcast_convert_type(result, jnp.int32), np.int32(0x7FC00000))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    bits = lax.bitcast_convert_type(result, jnp.int32)
+    return lax.bitcast_convert_type(lax.min(bits, np.int32(0x7FC00000)), jnp.float32)
 
 
 @rounded.defjvp
@@ -157,17 +176,18 @@ def encode(
     """
     low, high = _dtypes.bounds(dtype) if bounds is None else bounds
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the code 0; its low 16 bits are zeros
-    code = lax.bitcast_convert_type(value + _MAGIC, jnp.int32) + np.int32(_NAN_WRAP)
+    code = lax.bitcast_convert_type(lax.add(value, _MAGIC), jnp.int32)
+    code = lax.add(code, np.int32(_NAN_WRAP))
     if zero_point is None:
         code = lax.clamp(zero + np.int32(low), code, zero + np.int32(high))
     else:
-        offset = zero - zero_point
-        code = lax.clamp(offset + np.int32(low), code, offset + np.int32(high)) + zero_point
+        least, most = (lax.sub(zero + np.int32(end), zero_point) for end in (low, high))
+        code = lax.add(lax.clamp(least, code, most), zero_point)
     if _dtypes.bits(dtype) < 8:
         # Packing nibbles ends XLA:CPU's vector loop: 51 ms for 4096 x 4096 in one loop, 5 ms in two (jax 0.12;
         # on 0.10 the packing alone takes 40).
-        code = lax.optimization_barrier(code.astype(jnp.int8))
-    return code.astype(dtype)
+        code = lax.optimization_barrier(lax.convert_element_type(code, jnp.int8))
+    return lax.convert_element_type(code, dtype)
 
 
 def in_range(

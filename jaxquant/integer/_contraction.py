@@ -61,14 +61,14 @@ def _on_cpu(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, 
     # contractions take the longer lhs, or what makes it, a quantization perhaps, would be computed for each.
     together = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
     if together:
-        lhs = lax.concatenate([lhs, ones[:, :1]], 1)
+        lhs = lax.concatenate([lhs, lax.slice_in_dim(ones, 0, 1, axis=1)], 1)
     acc = _product(lhs, rhs, transposed)
     if together:
-        acc, column_sums = acc[:, :rows], acc[:, rows:]
+        acc, column_sums = (lax.slice_in_dim(acc, *ends, axis=1) for ends in ((0, rows), (rows, rows + 1)))
     elif lhs_steps is not None:
-        column_sums = _product(ones, rhs, transposed)[:, :1]
+        column_sums = lax.slice_in_dim(_product(ones, rhs, transposed), 0, 1, axis=1)
     if rhs_steps is not None:
-        row_sums = _product(lhs, ones, True)[:, :rows, :1]
+        row_sums = lax.slice(_product(lhs, ones, True), (0, 0, 0), (batch, rows, 1))
     return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
 
 
@@ -88,7 +88,8 @@ def _product(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
     last = 2 if transposed else 1
     if lhs.shape[0] == 1:
         dimensions: Any = (((1,), (last - 1,)), ((), ()))
-        return lax.dot_general(lhs[0], rhs[0], dimensions, preferred_element_type=jnp.int32)[None]
+        acc = lax.dot_general(lax.squeeze(lhs, (0,)), lax.squeeze(rhs, (0,)), dimensions, None, jnp.int32)
+        return lax.expand_dims(acc, (0,))
     return lax.dot_general(lhs, rhs, (((2,), (last,)), ((0,), (0,))), preferred_element_type=jnp.int32)
 
 
@@ -97,20 +98,25 @@ def _corrected(
 ) -> jax.Array:
     """Returns the accumulator less what the zero points have put into it."""
     if rhs_steps is not None:
-        acc = acc - jnp.broadcast_to(_wrapped(rhs_steps[:, None, :], row_sums), acc.shape)
+        acc = lax.sub(acc, _spread(_wrapped(lax.expand_dims(rhs_steps, (1,)), row_sums), acc.shape))
     if lhs_steps is not None:
         assert column_sums is not None
         if rhs_steps is not None:
-            centred = _wrapped(rhs_steps[:, None, :], jnp.asarray(depth, jnp.int32)[None, None, None])
+            centred = _wrapped(lax.expand_dims(rhs_steps, (1,)), jnp.asarray(depth, jnp.int32)[None, None, None])
             column_sums = jnp.broadcast_to(column_sums, (*column_sums.shape[:2], acc.shape[2])) - centred
-        acc = acc - jnp.broadcast_to(_wrapped(lhs_steps[:, :, None], column_sums), acc.shape)
+        acc = lax.sub(acc, _spread(_wrapped(lax.expand_dims(lhs_steps, (2,)), column_sums), acc.shape))
     return acc
 
 
 def _wrapped(left: jax.Array, right: Any) -> jax.Array:
     """Returns the product of two int32 arrays of one rank, each as often repeated as it must be."""
     shape = lax.broadcast_shapes(left.shape, right.shape)
-    return jnp.broadcast_to(left, shape) * jnp.broadcast_to(right, shape)
+    return lax.mul(_spread(left, shape), _spread(right, shape))
+
+
+def _spread(value: jax.Array, shape: Any) -> jax.Array:
+    """Returns an array repeated along its dimensions of 1; jnp's own is slower to trace."""
+    return value if value.shape == shape else lax.broadcast_in_dim(value, shape, range(len(shape)))
 
 
 def _sum_of_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps) -> jax.Array:
