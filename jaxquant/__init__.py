@@ -7,6 +7,8 @@ from ._codebook import CodeBook as CodeBook
 from ._codebook import nf4 as nf4
 from ._conv_integer import conv_integer as conv_integer
 from ._dequantize_linear import dequantize_linear as dequantize_linear
+from ._dot import dot_general as dot_general
+from ._dot import matmul as matmul
 from ._dynamic_fake_quantize_linear import dynamic_fake_quantize_linear as dynamic_fake_quantize_linear
 from ._dynamic_quantize_linear import DynamicQuantizeLinearOutput as DynamicQuantizeLinearOutput
 from ._dynamic_quantize_linear import dynamic_quantize_linear as dynamic_quantize_linear

@@ -189,7 +189,8 @@ class QuantizedArray:
     def __repr__(self) -> str:
         """Returns dtypes and shapes, not numbers; of a pytree of other things, those."""
         parts = (self.values, self.scale, self.zero_point)
-        if not all(part is None or hasattr(part, "dtype") for part in parts) or self.values is None:
+        is_whole = self.values is not None and self.scale is not None
+        if not is_whole or not all(part is None or hasattr(part, "dtype") for part in parts):
             return f"{_NAME}(values={self.values!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
         codes = _brief(self.values)
         if self._codebook is not None:
@@ -222,6 +223,18 @@ class QuantizedArray:
         A slice that cuts through blocks gets an entry per index.
         """
         return _indexing.picked(contract(f"{_NAME}.__getitem__", "self", self), index)
+
+    def __matmul__(self, other: Any) -> jax.Array:
+        """Returns `matmul(self, other)`."""
+        from ._dot import matmul  # an operator's room lies above that of what it works on
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> jax.Array:
+        """Returns `matmul(other, self)`."""
+        from ._dot import matmul
+
+        return matmul(other, self)
 
     def reshape(self, *shape: Any) -> QuantizedArray:
         """Returns the same elements in another shape, whose dimensions must leave those that share an entry together.
@@ -265,13 +278,14 @@ def stored_bytes(part: Any) -> int:
 
 def contract(function: str, argument: str, q: Any) -> QuantizedArray:
     """Requires a QuantizedArray whose parts are arrays that fit each other; returns it with JAX's arrays."""
-    _contracts.require_type(
-        isinstance(q, QuantizedArray), function, argument, "a QuantizedArray", _contracts.described(q)
-    )
+    if not isinstance(q, QuantizedArray):
+        _contracts.require_type(False, function, argument, "a QuantizedArray", _contracts.described(q))
     if q._checked:
         return q
+    _static(function, argument, q)
     given = (q.values, q.scale, q.zero_point)
-    values, scale, zero_point = (v if v is None else _as_array(v) for v in given)
+    parts: list[Any] = [v if v is None else _as_array(v) for v in given]
+    values, scale, zero_point = parts
     codes = _dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
     _contracts.array(function, f"{argument}.values", values, codes)
     _contracts.array(function, f"{argument}.scale", scale, _SCALES)
@@ -288,6 +302,14 @@ def contract(function: str, argument: str, q: Any) -> QuantizedArray:
         q = q.replace(values=values, scale=scale, zero_point=zero_point)
     object.__setattr__(q, "_checked", True)
     return q
+
+
+def _static(function: str, argument: str, q: QuantizedArray) -> None:
+    if q.block_size is not None:
+        _contracts.integer(function, f"{argument}.block_size", q.block_size)
+        _contracts.require(q.block_size > 0, function, f"{argument}.block_size", "a positive int", q.block_size)
+    is_book = q.codebook is None or isinstance(q.codebook, CodeBook)
+    _contracts.require_type(is_book, function, f"{argument}.codebook", "a CodeBook or None", q.codebook)
 
 
 def trusted(q: QuantizedArray) -> QuantizedArray:

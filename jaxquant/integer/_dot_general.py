@@ -76,7 +76,7 @@ def _dot_general(
     lhs, rhs, lhs_zero_point, rhs_zero_point = _contracts.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
     _contracts.array(_NAME, "lhs", lhs, _operands.DTYPES)
     _contracts.array(_NAME, "rhs", rhs, _operands.DTYPES)
-    left, right = _roles(lhs, rhs, dimension_numbers)
+    left, right = roles(_NAME, lhs, rhs, dimension_numbers)
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
         _zero_point_contract(side, x, point, role)
     steps = (
@@ -167,7 +167,8 @@ def _outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[int, .
     return _granularity.placed(lax.broadcast_in_dim(full, like.shape, places), like)
 
 
-def _roles(lhs: jax.Array, rhs: jax.Array, numbers: Any) -> tuple[Role, Role]:
+def roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
+    """Holds dimension numbers to their contract and returns what the dimensions of each operand are there for."""
     try:
         (contracted_l, contracted_r), (batch_l, batch_r) = numbers
         groups = [tuple(g) for g in (contracted_l, contracted_r, batch_l, batch_r)]
@@ -175,18 +176,18 @@ def _roles(lhs: jax.Array, rhs: jax.Array, numbers: Any) -> tuple[Role, Role]:
         groups = []
     groups = groups if all(isinstance(a, int | np.integer) for g in groups for a in g) else []
     wanted = "((lhs contracted, rhs contracted), (lhs batch, rhs batch)), sequences of ints"
-    _contracts.require(len(groups) == 4, _NAME, "dimension_numbers", wanted, numbers)
+    _contracts.require(len(groups) == 4, function, "dimension_numbers", wanted, numbers)
     roles = []
     for side, x, contracted, batch in (("lhs", lhs, groups[0], groups[2]), ("rhs", rhs, groups[1], groups[3])):
         named = (*contracted, *batch)
         distinct = len(set(named)) == len(named) and all(0 <= a < x.ndim for a in named)
         wanted = f"different dimensions of {side}, in [0, {x.ndim})"
-        _contracts.require(distinct, _NAME, "dimension_numbers", wanted, numbers)
+        _contracts.require(distinct, function, "dimension_numbers", wanted, numbers)
         roles.append(Role(batch, tuple(a for a in range(x.ndim) if a not in named), contracted))
     for name in ("batch", "contracted"):
         sizes = [tuple(x.shape[a] for a in getattr(r, name)) for x, r in zip((lhs, rhs), roles, strict=True)]
         got = f"{sizes[0]} in lhs, {sizes[1]} in rhs"
-        _contracts.require(sizes[0] == sizes[1], _NAME, "dimension_numbers", f"equal {name} sizes", got)
+        _contracts.require(sizes[0] == sizes[1], function, "dimension_numbers", f"equal {name} sizes", got)
     return roles[0], roles[1]
 
 

@@ -1,0 +1,167 @@
+"""`jax.lax.dot_general` and `numpy.matmul` over quantized arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _array, _contracts, _dtypes, _matmul, _quantized_dot
+from ._array import QuantizedArray
+from ._weight_only import weight_only
+from .integer import _operands
+from .integer._dot_general import DotDimensionNumbers, roles
+
+_NAME = "dot_general"
+Operand = QuantizedArray | ArrayLike
+
+
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: DotDimensionNumbers,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """out = sum over the contracted dimensions of lhs * rhs, where one side or both are quantized.
+
+    Both quantized: an integer contraction, acc = sum of (lhs.values - lhs.zero_point) (rhs.values - rhs.zero_point),
+    exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. With a scale or a zero
+    point per block of a contracted dimension there is one such contraction for each block, and out adds them up in
+    ascending order in float32, each sum rounded once. A contraction so long that int32 could wrap around is cut into
+    blocks likewise. What cannot stay integer is refused.
+
+    One side a float array (weight-only): a float contraction with the other dequantized. On a CPU a large one is
+    dequantized a piece at a time, never as a whole.
+
+    Args:
+        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.
+        rhs: likewise; one of the two is a QuantizedArray.
+        dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as `jax.lax` has it.
+        precision: Static. As `jax.lax` has it, for the float contraction; of integers there is nothing to choose.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype that JAX
+            promotes those of the operands to.
+
+    Returns:
+        The batch dimensions, then lhs's free ones, then rhs's.
+
+    Raises:
+        TypeError: neither side is quantized, or an operand has a dtype that there is not: int16, float8, float4 and
+            code books do not contract as integers.
+        ValueError: dimension numbers do not fit the operands; a scale or zero point differs from index to index of a
+            contracted dimension, or the blocks of the two sides do not end together.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55]]), jq.QuantSpec(jnp.uint8))
+        >>> w = jq.quantize(jnp.array([[127.0, 1.0], [-3.5, 2.5], [0.5, -2.0]]), jq.QuantSpec(jnp.int8))
+        >>> jq.dot_general(x, w, (((1,), (0,)), ((), ())))  # -3.5, 2.5 and 0.5 are ties
+        Array([[-127. ,   -4.1]], dtype=float32)
+        >>> jq.dot_general(jnp.array([[1.0, 2.0, 4.0]]), w, (((1,), (0,)), ((), ())))  # weight-only
+        Array([[119.,  -3.]], dtype=float32)
+
+    Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
+
+    Cotangent of a float operand: that of the contraction with the other side dequantized. Of a scale: g * acc times
+    the other scale, or of weight-only g times the float product, summed over what shares the scale. Codes and zero
+    points have none.
+    """
+    return contraction(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type)
+
+
+def contraction(function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
+    """Returns `dot_general`, with errors that name another function."""
+    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    quantized = [isinstance(x, QuantizedArray) for x in (lhs, rhs)]
+    got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
+    _contracts.require_type(any(quantized), function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    numbers = _contracts.integers(function, "dimension_numbers", numbers)
+    if preferred is not None:
+        preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
+    left, right = roles(function, lhs, rhs, numbers)
+    if not all(quantized):
+        return weight_only(lhs, rhs, left=left, right=right, precision=precision, preferred=preferred)
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
+        _quantized_dot.contract(function, argument, q)
+    plan = _quantized_dot.planned(function, lhs, rhs, left, right)
+    centred = tuple(_operands.is_centred(q.zero_point, q.values.dtype) for q in (lhs, rhs))
+    return _quantized_dot.contracted(lhs, rhs, plan=plan, centred=centred, preferred=preferred)
+
+
+def operand(function: str, argument: str, x: Any) -> Any:
+    """Requires a QuantizedArray or a float array, and returns it."""
+    if isinstance(x, QuantizedArray):
+        return _array.contract(function, argument, x)
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()
+    (x,) = _contracts.arrays(x)
+    _contracts.array(function, argument, x, _dtypes.FLOATS)
+    return x
+
+
+def matmul(
+    lhs: Operand, rhs: Operand, *, precision: Any = None, preferred_element_type: DTypeLike | None = None
+) -> jax.Array:
+    """out = lhs @ rhs, where one side or both are quantized; numpy.matmul's shapes.
+
+    The contraction is `dot_general`'s, which says what is computed, and in which order.
+
+    Args:
+        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
+        rhs: likewise; one of the two is a QuantizedArray.
+        precision: Static. As `jax.lax.dot_general` has it, where one side is a float array.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype that JAX
+            promotes those of the operands to.
+
+    Returns:
+        The product, of numpy.matmul's shape.
+
+    Raises:
+        TypeError: neither side is quantized, or an operand has a dtype that there is not.
+        ValueError: shapes do not fit each other, or what must stay together is not (see `dot_general`).
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.005, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
+        >>> w = jq.quantize(jnp.array([[127.0], [-3.5], [0.5]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        >>> x.values, jq.matmul(x, w)
+        (Array([[  0, 100, 255],
+               [100, 102, 102]], dtype=uint8), Array([[-127.  ],
+               [  -0.08]], dtype=float32))
+        >>> x @ w == jq.matmul(x, w)
+        Array([[ True],
+               [ True]], dtype=bool)
+
+    Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
+
+    Cotangents: as of `dot_general`.
+    """
+    a: Any = operand("matmul", "lhs", lhs)
+    b: Any = operand("matmul", "rhs", rhs)
+    shapes = _matmul.shapes("matmul", a, b)
+    contract = functools.partial(contraction, "matmul", precision=precision, preferred=preferred_element_type)
+    if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
+        y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
+        return y.reshape(shapes.out)
+    batch = shapes.product[:-2]
+    a, b = (_batched(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
+    n = len(batch)
+    both = tuple(range(n))
+    return contract(a, b, (((n + 1,), (n,)), (both, both))).reshape(shapes.out)
+
+
+def _batched(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+    """Returns an operand as a stack of matrices under the common batch dimensions."""
+    wide = (1,) * (len(batch) + 2 - len(shape)) + shape
+    x = x if x.shape == wide else x.reshape(wide)
+    full = (*batch, *wide[-2:])
+    if x.shape == full:
+        return x
+    if isinstance(x, QuantizedArray):
+        return x.replace(values=jnp.broadcast_to(x.values, full))
+    return jnp.broadcast_to(x, full)
