@@ -32,6 +32,9 @@ class CodeBook:
     def __post_init__(self) -> None:
         """Refuses a table that is not ascending or has no dtype for its codes."""
         _contracts.require_type(isinstance(self.name, str), "CodeBook", "name", "a string", repr(self.name))
+        is_sequence = isinstance(self.levels, list | tuple | np.ndarray)
+        wanted = "a sequence of numbers"
+        _contracts.require_type(is_sequence, "CodeBook", "levels", wanted, _contracts.described(self.levels))
         for level in self.levels:
             _contracts.real("CodeBook", "levels", level)
         levels = tuple(float(np.float32(level)) for level in self.levels)

@@ -138,7 +138,7 @@ def _static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
     for each in axis:
         _contracts.integer(function, "axis", each)
     _contracts.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
-    return tuple(int(each) for each in axis)
+    return int(axis[0]) if len(axis) == 1 else tuple(int(each) for each in axis)  # one axis, however it was written
 
 
 def scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -44,46 +44,65 @@ def picked(q: QuantizedArray, index: Any) -> QuantizedArray:
 
 def _items(shape: tuple[int, ...], index: Any) -> list[Any]:
     """Returns an index as one item for each dimension, and a None for each new one."""
-    items: list[Any] = []
-    for item in index if isinstance(index, tuple) else (index,):
-        items.extend(_item(item))
-    rest = len(shape) - sum(item is not None and item is not Ellipsis for item in items)
+    items = [_item(item) for item in (index if isinstance(index, tuple) else (index,))]
+    rest = len(shape) - sum(_rank(item) for item in items)
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     _contracts.require(len(dots) <= 1, _ITEM, "index", "one ellipsis at most", index)
     wanted = f"at most {len(shape)} dimensions, the array's"
     _contracts.require(rest >= 0, _ITEM, "index", wanted, len(shape) - rest)
     place = dots[0] if dots else len(items)
     items = [*items[:place], *[slice(None)] * rest, *items[place + len(dots) :]]
-    axis = 0
+    axis, found = 0, []
     for item in items:
-        if item is None:
-            continue
         if isinstance(item, int) and not -shape[axis] <= item < shape[axis]:
             wanted = f"an int in [{-shape[axis]}, {shape[axis] - 1}] for dimension {axis}"
             raise IndexError(_contracts.message(_ITEM, "index", wanted, item))
-        axis += 1
-    return items
+        found += _unmasked(item, shape[axis : axis + _rank(item)])
+        axis += _rank(item)
+    return found
 
 
-def _item(item: Any) -> list[Any]:
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, jax.Array | np.ndarray) and item.dtype.kind == "b"
+
+
+def _rank(item: Any) -> int:
+    """Returns how many of the array's dimensions an item takes."""
     if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if _is_mask(item) else 1
+
+
+def _unmasked(item: Any, shape: tuple[int, ...]) -> list[Any]:
+    if not _is_mask(item):
         return [item]
+    if item.shape != shape:
+        wanted = f"a mask of shape {shape}, that of the dimensions it is for"
+        raise IndexError(_contracts.message(_ITEM, "index", wanted, f"shape {item.shape}"))
+    return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
+
+
+def _item(item: Any) -> Any:
+    if item is None or item is Ellipsis:
+        return item
     if isinstance(item, slice):
         for bound in (item.start, item.stop, item.step):
             if bound is not None:
                 _contracts.integer(_ITEM, "index", bound)
-        return [item]
+        return item
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
-        return [int(item)]
-    item = np.asarray(item) if isinstance(item, list) else item
+        return int(item)
+    if isinstance(item, list):
+        item = np.asarray(item) if item else np.zeros(0, np.int32)
     is_array = isinstance(item, jax.Array | np.ndarray)
     wanted = "ints, slices, None, an ellipsis, or arrays of integers or bools"
     _contracts.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", wanted, _contracts.described(item))
-    if item.dtype.kind == "b":
-        wanted = "a mask that is not traced: its result's shape depends on it"
-        _contracts.require_type(not _contracts.is_traced(item), _ITEM, "index", wanted, _contracts.described(item))
-        return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
-    return [item]
+    if _is_mask(item):
+        wanted = "a mask that is not traced, of rank 1 or more: its result's shape depends on it"
+        known = not _contracts.is_traced(item) and item.ndim > 0
+        _contracts.require_type(known, _ITEM, "index", wanted, _contracts.described(item))
+        return item
+    return item if item.dtype.itemsize > 2 else item.astype(np.int32)  # int8 cannot count to 200
 
 
 def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None) -> Any:
@@ -120,13 +139,15 @@ def _of_shared(item: Any) -> Any:
 
 
 def _wrapped(index: Any, length: int) -> Any:
-    return jnp.where(index < 0, index + index.dtype.type(length), index)
+    """Returns an index counted from the front, the nearest where there is none such, as JAX takes it."""
+    counted = jnp.where(index < 0, index + index.dtype.type(length), index)
+    return jnp.clip(counted, index.dtype.type(0), index.dtype.type(max(length - 1, 0)))
 
 
 def transposed(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     """Returns q with its dimensions in another order; q has passed its contract."""
-    given = axes[0] if len(axes) == 1 and not isinstance(axes[0], int | np.integer) else axes
-    order = tuple(range(q.ndim))[::-1] if given is None or not len(given) else tuple(given)
+    given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list | None) else axes
+    order = tuple(range(q.ndim))[::-1] if not given else tuple(given)
     for axis in order:
         _contracts.integer(_TRANSPOSE, "axes", axis)
     wanted = f"a permutation of {tuple(range(q.ndim))}"
@@ -142,7 +163,7 @@ def transposed(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
 def reshaped(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     """Returns q in another shape; q has passed its contract."""
     new = _resolved(q, shape)
-    found, sizes = [], set()
+    found, sizes, short = [], set(), False
     for name in ("scale", "zero_point"):
         part = getattr(q, name)
         if part is None:
@@ -154,7 +175,7 @@ def reshaped(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
         _contracts.require(plan is not None, _RESHAPE, "shape", wanted, got)
         assert plan is not None
         sizes |= {size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n)}
-        short = any(n % size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n))
+        short |= any(n % size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n))
         _contracts.require(len(sizes) < 2 or not short, _RESHAPE, "shape", wanted, got)
         found.append(part.reshape(tuple(entries for entries, _ in plan)))
     block_size = sizes.pop() if len(sizes) == 1 else None
@@ -180,8 +201,23 @@ def _plan(
     entries: tuple[int, ...], sizes: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
     """Returns the entries and the run of each new dimension, or None where there is no such scale."""
+    if old == new:
+        return list(zip(entries, sizes, strict=True))
     if 0 in old:
         return [(1, n) for n in new] if math.prod(entries) == 1 else None
+    # Dimensions of 1 come and go.
+    long = [i for i, n in enumerate(old) if n != 1]
+    entries, sizes, old = (tuple(each[i] for i in long) for each in (entries, sizes, old))
+    plan = _long_plan(entries, sizes, old, tuple(n for n in new if n != 1))
+    if plan is None:
+        return None
+    rest = iter(plan)
+    return [(1, 1) if n == 1 else next(rest) for n in new]
+
+
+def _long_plan(
+    entries: tuple[int, ...], sizes: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
+) -> list[tuple[int, int]] | None:
     plan: list[tuple[int, int]] = []
     for olds, news in _groups(old, new):
         lengths = [new[j] for j in news]
@@ -201,8 +237,8 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         olds, news, left, right = [], [], 1, 1
-        while (not olds and not news) or left != right:
-            if i < len(old) and (left <= right or j == len(new)):
+        while not olds or left != right:
+            if left <= right:
                 olds, left, i = [*olds, i], left * old[i], i + 1
             else:
                 news, right, j = [*news, j], right * new[j], j + 1
@@ -214,8 +250,6 @@ def _run(dims: list[tuple[int, int, int]]) -> int | None:
     """Returns how many neighbours in memory share an entry, or None where it is not the same number everywhere."""
     run, inside = 1, True
     for length, entries, size in reversed(dims):
-        if length == 1:
-            continue
         if not inside:
             if entries != length:
                 return None

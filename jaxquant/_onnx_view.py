@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _array, _contracts, _dtypes, _granularity
 from ._array import QuantizedArray
+from ._quantize_linear import refuse_float_zero_point
 
 _NAME, _BACK = "onnx_view", "from_onnx"
 
@@ -64,7 +65,7 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     q = _array.contract(_NAME, "q", q)
     _contracts.require(q.codebook is None, _NAME, "q", "a dtype that ONNX has", q.codebook)
     sizes = _common(q)
-    entries = tuple(-(-n // size) if n else 0 for n, size in zip(q.shape, sizes, strict=True))
+    entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
     scale, zero_point = (None if p is None else _at(p, q, entries, sizes) for p in (q.scale, q.zero_point))
     assert scale is not None
     kept = [a for a, n in enumerate(entries) if n != 1]
@@ -80,15 +81,15 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
 
 
 def _common(q: QuantizedArray) -> tuple[int, ...]:
-    """Returns how many indices share an entry in ONNX's form: blocks along one axis at most."""
+    """Returns how many indices share an entry in ONNX's form: blocks along one axis at most. Nothing is shared by 0."""
     aligned = _granularity.Aligned(q.block_size)
     each = [aligned.sizes(p.shape, q.shape) for p in (q.scale, q.zero_point) if p is not None]
     sizes = []
     for a, n in enumerate(q.shape):
         found = [s[a] for s in each if s is not None]
-        least = min(found)
+        least = min(found) if n else max(found)
         # Runs of one part that do not end where the other's do: an entry per index.
-        sizes.append(least if all(s % least == 0 or s == n for s in found) else 1)
+        sizes.append(least if all(s == n or s % least == 0 for s in found) else 1)
     runs = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if 1 < size < n]
     shared = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size == n and n > 1]
     kept = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
@@ -155,11 +156,20 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
-    x, x_scale, x_zero_point = _contracts.arrays(x, _contracts.float32(x_scale), x_zero_point)
+    given: Any = _contracts.arrays(x, _contracts.float32(x_scale), x_zero_point)
+    return _from_onnx(*given, axis=axis, block_size=block_size, output_dtype=output_dtype)
+
+
+def _from_onnx(
+    x: Any, x_scale: Any, x_zero_point: Any, *, axis: int, block_size: int, output_dtype: Any
+) -> QuantizedArray:
     _contracts.array(_BACK, "x", x, _dtypes.QUANTIZED)
     _contracts.array(_BACK, "x_scale", x_scale, (*_dtypes.FLOATS, _dtypes.E8M0))
     granularity = _granularity.resolve(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
+    if output_dtype is not None:
+        output_dtype = _contracts.dtype(_BACK, "output_dtype", output_dtype, _dtypes.FLOATS)
     if x_zero_point is not None:
+        refuse_float_zero_point(_BACK, "x_zero_point", x_zero_point)
         _contracts.same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "x's")
         _granularity.matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
     scale, zero_point = (None if p is None else _of_rank(p, x, granularity) for p in (x_scale, x_zero_point))

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from . import _dtypes, _granularity, _numerics, _reductions
+from . import _dtypes, _granularity, _numerics, _reductions, _small_floats
 from ._spec import QuantSpec
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -53,6 +54,10 @@ def _of_blocks(
     """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
     size, length = sizes[axis], x.shape[axis]
     whole = length // size
+    if _granularity.is_placed(x):  # a run must lie on one device to be cut out
+        places = list(jax.typeof(x).sharding.spec)
+        places[axis] = None
+        x = reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*places)))
     parts = []
     for start, runs, run in ((0, whole, size), (whole * size, 1, length - whole * size)):
         if runs == 0 or run == 0:
@@ -94,18 +99,18 @@ def parameters(
     if scale_shape == low.shape != point_shape:  # a scale has less to share than a zero point
         pooled_low, pooled_high = _pooled(low, point_shape, jnp.min), _pooled(high, point_shape, jnp.max)
         point = _zero_point(spec, pooled_low, _asymmetric(spec, pooled_high - pooled_low, qmax - qmin))
+        # A bound other than 0 needs a step on its side of the zero point, or no scale reaches it.
+        floor = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
+        ceiling = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
+        point = jnp.clip(point.astype(jnp.int32), floor, ceiling).astype(spec.carrier)
         steps = jnp.broadcast_to(point.astype(jnp.float32), low.shape)
         scale = jnp.maximum(_share(low, np.float32(qmin) - steps), _share(high, np.float32(qmax) - steps))
         return _holding(spec, _guarded(scale, low, high)), point
     if scale_shape != low.shape:  # each slice has its own zero point: what they share must span the widest
         width = _pooled(high - low, scale_shape, jnp.max)
     scale = _holding(spec, _asymmetric(spec, width, qmax - qmin))
-    wide = _values(scale)
+    wide = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
     return scale, _zero_point(spec, low, jnp.broadcast_to(wide, low.shape))
-
-
-def _values(scale: jax.Array) -> jax.Array:
-    return scale.astype(jnp.float32)
 
 
 def _widened(bound: jax.Array, sign: int) -> jax.Array:
@@ -133,12 +138,11 @@ def _share(bound: jax.Array, steps: jax.Array) -> jax.Array:
 
 def _symmetric(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
     least, most = spec.bounds
-    if spec.codebook or spec.dtype in _dtypes.SMALL_FLOATS:
-        largest = spec.codebook.largest if spec.codebook else most
-        size = jnp.maximum(-low, high)
-        size = jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), size)
-        return _guarded(_quotient(size, largest), low, high)
-    scale = jnp.maximum(_quotient(low, least - fixed), _quotient(high, most - fixed))
+    largest = spec.codebook.largest if spec.codebook else most - fixed
+    if spec.codebook or least - fixed == -largest:
+        scale = _quotient(jnp.maximum(-low, high), largest)
+    else:
+        scale = jnp.maximum(_quotient(low, least - fixed), _quotient(high, largest))
     return _guarded(scale, low, high)
 
 
@@ -169,13 +173,12 @@ def _holding(spec: QuantSpec, scale: jax.Array) -> jax.Array:
         return _as_e8m0(scale)
     if spec.scale_dtype == _dtypes.FLOAT32:
         return scale
-    nearest = _numerics.to_grid(scale, spec.scale_dtype)
-    info = jnp.finfo(spec.scale_dtype)
-    half = jnp.maximum(scale * np.float32(info.eps / 2), np.float32(info.smallest_subnormal) / 2)
-    above = _numerics.to_grid(_numerics.rounded(scale + half), spec.scale_dtype)
     # What is beyond the dtype saturates; an infinity that came stays one.
-    above = jnp.where(jnp.isfinite(scale), jnp.minimum(above, np.float32(info.max)), above)
-    return jnp.where(nearest >= scale, nearest, above).astype(spec.scale_dtype)
+    largest = np.float32(jnp.finfo(spec.scale_dtype).max)
+    scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, largest), scale)
+    nearest = _numerics.to_grid(scale, spec.scale_dtype)
+    bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
+    return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)
 
 
 def _power_of_two(scale: jax.Array) -> jax.Array:

@@ -17,6 +17,11 @@ _PER_TENSOR = PerTensor()
 _SCALES = (*_dtypes.FLOATS, _dtypes.E8M0)
 
 
+def _format(dtype: Any) -> Any:
+    """Returns a code book as it came, and anything else as the dtype that it names."""
+    return dtype if isinstance(dtype, CodeBook) else _contracts.dtype(_NAME, "dtype", dtype, _dtypes.QUANTIZED)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantSpec:
     """What a real number becomes: which codes, which elements share a scale, and how a range becomes a scale.
@@ -62,9 +67,7 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         """Fills in the defaults and refuses contradictions."""
-        dtype: Any = self.dtype
-        if not isinstance(dtype, CodeBook):
-            dtype = _contracts.dtype(_NAME, "dtype", dtype, _dtypes.QUANTIZED)
+        dtype = _format(self.dtype)
         is_integer = dtype in _dtypes.INTEGERS
         signed = not is_integer or _dtypes.bounds(dtype)[0] < 0
         symmetric = signed if self.symmetric is None else self.symmetric

@@ -106,27 +106,17 @@ def _conv_general_dilated(
     lhs, rhs, lhs_zero_point, rhs_zero_point = _contracts.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
     _contracts.array(_NAME, "lhs", lhs, _operands.DTYPES)
     _contracts.array(_NAME, "rhs", rhs, _operands.DTYPES)
-    numbers = _dimension_numbers(lhs, rhs, dimension_numbers)
-    x = lax.transpose(lhs, numbers.lhs_spec)
-    w = lax.transpose(rhs, numbers.rhs_spec)
-    _groups_contract(x, w, feature_group_count, batch_group_count)
-    geometry = _geometry(x, w, window_strides, padding, lhs_dilation, rhs_dilation)
-    zero_points_contract(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), w.shape[0])
-    if batch_group_count > 1:  # the groups of images become groups of channels
-        x = x.reshape(batch_group_count, -1, *x.shape[1:])
-        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    plan = planned(
+        _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count,
+    )  # fmt: skip
+    features = rhs.shape[plan.numbers.rhs_spec[0]]
+    zero_points_contract(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
     steps = (
         _operands.signed_steps(lhs_zero_point, lhs.dtype, centred[0]),
         _operands.signed_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
-    geometry = geometry._replace(groups=feature_group_count * batch_group_count)
-    out = tuple(np.argsort(numbers.out_spec))
-    if not _fits(x, w, geometry):  # jax.lax's answer where no position of the kernel fits: no positions
-        like = functools.partial(_like_lax, geometry=geometry)
-        empty = jax.eval_shape(like, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
-        return jnp.zeros(tuple(empty.shape[axis] for axis in out), jnp.int32)
-    return convolution(_operands.signed(x), _operands.signed(w), *steps, geometry, last, lambda acc, _: acc, out)
+    return laid_out(lhs, rhs, *steps, plan, lambda acc, _: acc)
 
 
 _enter = _contracts.entrance(_NAME, _conv_general_dilated, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
@@ -140,6 +130,46 @@ class Geometry(NamedTuple):
     lhs_dilation: tuple[int, ...]
     rhs_dilation: tuple[int, ...]
     groups: int = 1
+
+
+class Plan(NamedTuple):
+    """What is static in a convolution of `jax.lax`'s: which dimension is which, what slides how, what does not meet."""
+
+    numbers: lax.ConvDimensionNumbers
+    geometry: Geometry
+    features: int
+    batches: int
+
+
+def planned(
+    function: str, lhs: Any, rhs: Any, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
+    numbers: Any, features: Any, batches: Any,
+) -> Plan:  # fmt: skip
+    """Holds the attributes of a convolution to their contracts, and returns them as a program wants them."""
+    found = _dimension_numbers(function, lhs, rhs, numbers)
+    x, w = (tuple(v.shape[a] for a in spec) for v, spec in ((lhs, found.lhs_spec), (rhs, found.rhs_spec)))
+    _groups_contract(function, x, w, features, batches)
+    geometry = _geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
+    return Plan(found, geometry._replace(groups=features * batches), features, batches)
+
+
+def laid_out(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: Plan,
+    epilogue: Callable[[jax.Array, int], jax.Array],
+) -> jax.Array:  # fmt: skip
+    """Returns the convolution of two operands of any layout, as `convolution` does, in the layout of the plan."""
+    numbers, geometry = plan.numbers, plan.geometry
+    x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
+    if plan.batches > 1:  # the groups of images become groups of channels
+        x = x.reshape(plan.batches, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
+    out = tuple(int(a) for a in np.argsort(numbers.out_spec))
+    if not _fits(x, w, geometry):  # jax.lax's answer where no position of the kernel fits: no positions
+        like = functools.partial(_like_lax, geometry=geometry)
+        empty = jax.eval_shape(like, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
+        return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
+    return convolution(_operands.signed(x), _operands.signed(w), lhs_steps, rhs_steps, geometry, last, epilogue, out)
 
 
 def convolution(
@@ -223,53 +253,58 @@ def _unfolded(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
     return lax.transpose(_layout.pinned(result), tuple(permutation))
 
 
-def _dimension_numbers(lhs: jax.Array, rhs: jax.Array, given: Any) -> Any:
-    _contracts.require(lhs.ndim >= 3, _NAME, "lhs", "an array of rank 3 or more", f"shape {lhs.shape}")
-    _contracts.require(rhs.ndim == lhs.ndim, _NAME, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
+def _dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> Any:
+    _contracts.require(lhs.ndim >= 3, function, "lhs", "an array of rank 3 or more", f"shape {lhs.shape}")
+    _contracts.require(
+        rhs.ndim == lhs.ndim, function, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}"
+    )
     rank = range(lhs.ndim)
     if isinstance(given, lax.ConvDimensionNumbers):
         holds = all(sorted(map(str, g)) == sorted(map(str, rank)) for g in given)
         wanted = f"three permutations of {tuple(rank)}"
-        _contracts.require(holds, _NAME, "dimension_numbers", wanted, repr(given))
-        return given
+        _contracts.require(holds, function, "dimension_numbers", wanted, repr(given))
+        return lax.ConvDimensionNumbers(*(tuple(int(a) for a in g) for g in given))
     try:
         return lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
     except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
-        text = _contracts.message(_NAME, "dimension_numbers", f"numbers for rank {lhs.ndim} ({error})", repr(given))
+        text = _contracts.message(function, "dimension_numbers", f"numbers for rank {lhs.ndim} ({error})", repr(given))
         raise _contracts.ContractValueError(text) from error
 
 
-def _groups_contract(x: jax.Array, w: jax.Array, features: Any, batches: Any) -> None:
+def _groups_contract(function: str, x: tuple[int, ...], w: tuple[int, ...], features: Any, batches: Any) -> None:
     for argument, count, wanted, n in (
-        ("feature_group_count", features, "a divisor of lhs's channels", x.shape[1]),
-        ("feature_group_count", features, "a divisor of the features", w.shape[0]),
-        ("batch_group_count", batches, "a divisor of lhs's batch", x.shape[0]),
-        ("batch_group_count", batches, "a divisor of the features", w.shape[0]),
+        ("feature_group_count", features, "a divisor of lhs's channels", x[1]),
+        ("feature_group_count", features, "a divisor of the features", w[0]),
+        ("batch_group_count", batches, "a divisor of lhs's batch", x[0]),
+        ("batch_group_count", batches, "a divisor of the features", w[0]),
     ):
-        _contracts.integer(_NAME, argument, count)
-        _contracts.require(count > 0 and n % count == 0, _NAME, argument, f"{wanted}, {n}", count)
+        _contracts.integer(function, argument, count)
+        _contracts.require(count > 0 and n % count == 0, function, argument, f"{wanted}, {n}", count)
     both = features == 1 or batches == 1
-    _contracts.require(both, _NAME, "batch_group_count", "1 where feature_group_count is not", batches)
-    wanted = f"{x.shape[1] // features} channels, lhs's {x.shape[1]} in {features} groups"
-    _contracts.require(w.shape[1] * features == x.shape[1], _NAME, "rhs", wanted, w.shape[1])
+    _contracts.require(both, function, "batch_group_count", "1 where feature_group_count is not", batches)
+    wanted = f"{x[1] // features} channels, lhs's {x[1]} in {features} groups"
+    _contracts.require(w[1] * features == x[1], function, "rhs", wanted, w[1])
 
 
-def _geometry(x: jax.Array, w: jax.Array, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any) -> Geometry:
-    rank = x.ndim - 2
+def _geometry(
+    function: str, x: tuple[int, ...], w: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
+    rhs_dilation: Any,
+) -> Geometry:  # fmt: skip
+    rank = len(x) - 2
     ones = (1,) * rank
-    strides = positive(_NAME, "window_strides", strides, rank)
-    lhs_dilation = positive(_NAME, "lhs_dilation", ones if lhs_dilation is None else lhs_dilation, rank)
-    rhs_dilation = positive(_NAME, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
-    holed = tuple((s - 1) * d + 1 if s else 0 for s, d in zip(x.shape[2:], lhs_dilation, strict=True))
-    reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], rhs_dilation, strict=True))
+    strides = positive(function, "window_strides", strides, rank)
+    lhs_dilation = positive(function, "lhs_dilation", ones if lhs_dilation is None else lhs_dilation, rank)
+    rhs_dilation = positive(function, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
+    holed = tuple((s - 1) * d + 1 if s else 0 for s, d in zip(x[2:], lhs_dilation, strict=True))
+    reach = tuple((k - 1) * d + 1 for k, d in zip(w[2:], rhs_dilation, strict=True))
     if isinstance(padding, str):
-        _contracts.option(_NAME, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
+        _contracts.option(function, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
         padding = tuple(lax.padtype_to_pads(holed, reach, strides, padding.upper()))
     pairs = padding if isinstance(padding, tuple) else ()
     holds = len(pairs) == rank and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
-    _contracts.require(holds, _NAME, "padding", f"a name, or {rank} pairs of ints", padding)
+    _contracts.require(holds, function, "padding", f"a name, or {rank} pairs of ints", padding)
     for pad in itertools.chain.from_iterable(pairs):
-        _contracts.integer(_NAME, "padding", pad)
+        _contracts.integer(function, "padding", pad)
     pairs = tuple((int(low), int(high)) for low, high in pairs)
     return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
 
