@@ -12,7 +12,8 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-SEED = int(os.environ.get("JAXQUANT_SEED", str(int.from_bytes(os.urandom(4), "little"))))
+# In the environment, so that the processes of a parallel run draw from the same one.
+SEED = int(os.environ.setdefault("JAXQUANT_SEED", str(int.from_bytes(os.urandom(4), "little"))))
 
 
 def pytest_report_header() -> str:
