@@ -111,6 +111,15 @@ def integers(function: str, argument: str, value: Any) -> Any:
     return value
 
 
+def hashable(function: str, argument: str, value: Any) -> None:
+    """Requires a value that can be static in a compiled program."""
+    try:
+        hash(value)
+    except TypeError:
+        text = message(function, argument, "a static, hashable value", described(value))
+        raise ContractTypeError(text) from None
+
+
 def real(function: str, argument: str, value: Any) -> None:
     """Requires a static finite real number; a bool is none, a traced value neither."""
     holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -223,8 +232,4 @@ def _explain(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> 
             got = f"dtype {value.dtype}" if unreadable else type(value).__name__
             raise ContractTypeError(message(function, argument, "an array", got)) from None
     for argument, value in statics.items():
-        try:
-            hash(value)
-        except TypeError:
-            text = message(function, argument, "a static, hashable value", described(value))
-            raise ContractTypeError(text) from None
+        hashable(function, argument, value)

@@ -13,7 +13,6 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _array, _contracts, _dtypes, _matmul, _quantized_dot
 from ._array import QuantizedArray
 from ._weight_only import weight_only
-from .integer import _operands
 from .integer._dot_general import DotDimensionNumbers, roles
 
 _NAME = "dot_general"
@@ -77,20 +76,25 @@ def dot_general(
 def contraction(function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
     """Returns `dot_general`, with errors that name another function."""
     lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    numbers = _contracts.integers(function, "dimension_numbers", numbers)
+    _contracts.hashable(function, "dimension_numbers", numbers)
+    _contracts.hashable(function, "precision", precision)
+    if preferred is not None:
+        preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
+    return _contraction(lhs, rhs, function=function, numbers=numbers, precision=precision, preferred=preferred)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred"))
+def _contraction(lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
     quantized = [isinstance(x, QuantizedArray) for x in (lhs, rhs)]
     got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
     _contracts.require_type(any(quantized), function, "lhs, rhs", "a QuantizedArray on one side at least", got)
-    numbers = _contracts.integers(function, "dimension_numbers", numbers)
-    if preferred is not None:
-        preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
     left, right = roles(function, lhs, rhs, numbers)
     if not all(quantized):
-        return weight_only(lhs, rhs, left=left, right=right, precision=precision, preferred=preferred)
+        return weight_only(lhs, rhs, left, right, precision, preferred)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         _quantized_dot.contract(function, argument, q)
-    plan = _quantized_dot.planned(function, lhs, rhs, left, right)
-    centred = tuple(_operands.is_centred(q.zero_point, q.values.dtype) for q in (lhs, rhs))
-    return _quantized_dot.contracted(lhs, rhs, plan=plan, centred=centred, preferred=preferred)
+    return _quantized_dot.contracted(lhs, rhs, _quantized_dot.planned(function, lhs, rhs, left, right), preferred)
 
 
 def operand(function: str, argument: str, x: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -86,13 +85,10 @@ def exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     return (2**31 - 1) // math.prod(largest)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("plan", "centred", "preferred"))
-def contracted(
-    lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, centred: tuple[bool, bool], preferred: Any
-) -> jax.Array:
+def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
     """Returns the product of two quantized arrays in the dtype `preferred`, or what theirs promote to."""
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else preferred
-    sides = [_side(q, role, known) for q, role, known in zip((lhs, rhs), plan[:2], centred, strict=True)]
+    sides = [_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     y = _whole(sides) if plan.axes is None else _in_blocks(sides, plan)
     return _numerics.to_grid(y, dtype).astype(dtype)
 
@@ -115,11 +111,12 @@ class _Side(NamedTuple):
     runs: tuple[Any, Any]
 
 
-def _side(q: QuantizedArray, role: Role, centred: bool) -> _Side:
+def _side(q: QuantizedArray, role: Role) -> _Side:
     aligned, kept = _granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
     point = None if q.zero_point is None else _unblocked(q, q.zero_point, kept)
     scale = _small_floats.decode(q.scale) if q.scale.dtype == _dtypes.E8M0 else q.scale.astype(jnp.float32)
+    centred = _operands.is_centred(q.zero_point, q.values.dtype)
     steps = _operands.signed_steps(point, q.values.dtype, centred)
     return _Side(role, _operands.signed(q.values), steps, _unblocked(q, scale, kept), (runs[0], runs[1]))
 

@@ -27,8 +27,7 @@ class _Product(NamedTuple):
     precision: Any
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("left", "right", "precision", "preferred"))
-def weight_only(lhs: Any, rhs: Any, *, left: Role, right: Role, precision: Any, preferred: Any) -> jax.Array:
+def weight_only(lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any) -> jax.Array:
     """Returns the float product of a quantized and a float array."""
     which = 0 if isinstance(lhs, QuantizedArray) else 1
     q, x = (lhs, rhs) if which == 0 else (rhs, lhs)
