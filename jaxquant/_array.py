@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _indexing, _numerics, _small_floats
+from . import _contracts, _description, _dtypes, _granularity, _indexing, _numerics, _small_floats
 from ._codebook import CodeBook
 from ._dequantize_linear import dequantize as dequantize_codes
 
@@ -160,7 +162,7 @@ class QuantizedArray:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +263,15 @@ class QuantizedArray:
         return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
 
+# A program that takes or returns one can be saved by jax.export.
+export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="jaxquant.QuantizedArray",
+    serialize_auxdata=lambda static: _description.encoded(static).encode(),
+    deserialize_auxdata=_description.decoded,
+)
+
+
 def _rebuilt(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
     return QuantizedArray.tree_unflatten(static, children)
 
@@ -272,8 +283,7 @@ def _brief(part: Any) -> str:
 def stored_bytes(part: Any) -> int:
     """Returns the bytes of an array whose elements are packed: 4 bits take half a byte, 2 bits a quarter."""
     dtype = np.dtype(part.dtype)
-    size = int(np.prod(part.shape, dtype=np.int64))
-    return -(-size * _dtypes.width(dtype) // 8)
+    return -(-math.prod(part.shape) * _dtypes.width(dtype) // 8)
 
 
 def contract(function: str, argument: str, q: Any) -> QuantizedArray:
@@ -297,7 +307,7 @@ def contract(function: str, argument: str, q: Any) -> QuantizedArray:
         _contracts.require(is_integer, function, f"{argument}.zero_point", wanted, _contracts.described(zero_point))
         _contracts.same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
         _aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
-    _positive(function, f"{argument}.scale", scale)
+    positive(function, f"{argument}.scale", scale)
     if any(a is not b for a, b in zip(given, (values, scale, zero_point), strict=True)):
         q = q.replace(values=values, scale=scale, zero_point=zero_point)
     object.__setattr__(q, "_checked", True)
@@ -330,7 +340,7 @@ def _aligned(function: str, argument: str, part: Any, values: Any, block_size: i
         _contracts.require(False, function, argument, wanted, f"shape {part.shape}")
 
 
-def _positive(function: str, argument: str, scale: Any) -> None:
+def positive(function: str, argument: str, scale: Any) -> None:
     """Requires a scale that is known to be positive; NaN passes, for it shows in every result."""
     if _contracts.is_traced(scale) or scale.size > _CHECKED or not scale.is_fully_addressable:
         return

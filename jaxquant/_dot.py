@@ -87,8 +87,9 @@ def contraction(function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any,
 @functools.partial(jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred"))
 def _contraction(lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
     quantized = [isinstance(x, QuantizedArray) for x in (lhs, rhs)]
-    got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
-    _contracts.require_type(any(quantized), function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    if not any(quantized):
+        got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
+        _contracts.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
     left, right = roles(function, lhs, rhs, numbers)
     if not all(quantized):
         return weight_only(lhs, rhs, left, right, precision, preferred)

@@ -75,3 +75,8 @@ def width(dtype: np.dtype) -> int:
     if dtype in FLOAT4:
         return 4
     return bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize
+
+
+def named(name: str) -> np.dtype:
+    """Returns the dtype of a name, one of ml_dtypes' included, whatever numpy knows of it."""
+    return np.dtype(getattr(jnp, name))
