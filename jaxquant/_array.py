@@ -190,15 +190,15 @@ class QuantizedArray:
 
     def __repr__(self) -> str:
         """Returns dtypes and shapes, not numbers; of a pytree of other things, those."""
-        parts = (self.values, self.scale, self.zero_point)
+        parts: tuple[Any, Any, Any] = (self.values, self.scale, self.zero_point)
         is_whole = self.values is not None and self.scale is not None
         if not is_whole or not all(part is None or hasattr(part, "dtype") for part in parts):
             return f"{_NAME}(values={self.values!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
-        codes = _brief(self.values)
+        codes = _brief(parts[0])
         if self._codebook is not None:
-            codes = codes.replace(str(self.values.dtype), self._codebook.name)
+            codes = codes.replace(str(parts[0].dtype), self._codebook.name)
         blocks = f", block_size={self._block_size}" if self._block_size else ""
-        point = "None" if self.zero_point is None else _brief(self.zero_point)
+        point = "None" if parts[2] is None else _brief(parts[2])
         rest = f"scale={_brief(self.scale)}, zero_point={point}{blocks}, dtype={self._dtype}, nbytes={self.nbytes}"
         return f"{_NAME}({codes}, {rest})"
 

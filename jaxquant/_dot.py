@@ -43,8 +43,8 @@ def dot_general(
         rhs: likewise; one of the two is a QuantizedArray.
         dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as `jax.lax` has it.
         precision: Static. As `jax.lax` has it, for the float contraction; of integers there is nothing to choose.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype that JAX
-            promotes those of the operands to.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
 
     Returns:
         The batch dimensions, then lhs's free ones, then rhs's.
@@ -120,8 +120,8 @@ def matmul(
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
         rhs: likewise; one of the two is a QuantizedArray.
         precision: Static. As `jax.lax.dot_general` has it, where one side is a float array.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype that JAX
-            promotes those of the operands to.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
 
     Returns:
         The product, of numpy.matmul's shape.
@@ -133,11 +133,11 @@ def matmul(
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.005, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
-        >>> w = jq.quantize(jnp.array([[127.0], [-3.5], [0.5]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        >>> w = jq.quantize(jnp.array([[63.5], [-3.25], [0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> x.values, jq.matmul(x, w)
         (Array([[  0, 100, 255],
-               [100, 102, 102]], dtype=uint8), Array([[-127.  ],
-               [  -0.08]], dtype=float32))
+               [100, 102, 102]], dtype=uint8), Array([[-63.5 ],
+               [ -0.06]], dtype=float32))
         >>> x @ w == jq.matmul(x, w)
         Array([[ True],
                [ True]], dtype=bool)

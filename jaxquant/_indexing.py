@@ -82,7 +82,8 @@ def _unmasked(item: Any, shape: tuple[int, ...]) -> list[Any]:
     return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
 
 
-def _item(item: Any) -> Any:
+def _item(given: Any) -> Any:
+    item: Any = np.asarray(given or np.zeros(0, np.int32)) if isinstance(given, list) else given
     if item is None or item is Ellipsis:
         return item
     if isinstance(item, slice):
@@ -92,8 +93,11 @@ def _item(item: Any) -> Any:
         return item
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
-    if isinstance(item, list):
-        item = np.asarray(item) if item else np.zeros(0, np.int32)
+    return _index_array(item)
+
+
+def _index_array(item: Any) -> Any:
+    """Requires an array of integers, or a mask whose elements are known."""
     is_array = isinstance(item, jax.Array | np.ndarray)
     wanted = "ints, slices, None, an ellipsis, or arrays of integers or bools"
     _contracts.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", wanted, _contracts.described(item))
@@ -249,7 +253,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 def _run(dims: list[tuple[int, int, int]]) -> int | None:
     """Returns how many neighbours in memory share an entry, or None where it is not the same number everywhere."""
     run, inside = 1, True
-    for length, entries, size in reversed(dims):
+    for place, (length, entries, size) in reversed(list(enumerate(dims))):
         if not inside:
             if entries != length:
                 return None
@@ -258,24 +262,25 @@ def _run(dims: list[tuple[int, int, int]]) -> int | None:
         elif entries == length:
             inside = False
         else:
-            if length % size:
+            if length % size and place:  # a short run in the middle
                 return None
             run, inside = run * size, False
     return run
 
 
 def _spread(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
-    """Returns the entries and the run of dimensions over which neighbours share an entry, `run` of them each."""
+    """Returns the entries and the run of dimensions over which neighbours share an entry, `run` of them each, but for
+    the last ones, which may be fewer."""
     plan: list[tuple[int, int]] = []
-    for length in reversed(lengths):
+    for place, length in reversed(list(enumerate(lengths))):
         if length <= run:
             if run % length:
                 return None
             plan.append((1, length))
             run //= length
-        elif length % run:
+        elif length % run and place:
             return None
         else:
-            plan.append((length // run, run))
+            plan.append((-(-length // run), run))
             run = 1
     return plan[::-1]

@@ -3,8 +3,8 @@ change an integer is answered here, once. Knows nothing of operators, axes or ze
 
 `tests/test_numerics.py` holds the canaries: they fail the day a new XLA breaks one of these.
 
-Written in `lax` where `jnp` would read better: each jnp function is a jitted one, which JAX traces anew for every shape,
-and every operator comes through here; in jnp a quantize_linear took 10 ms to trace.
+Written in `lax` where `jnp` would read better: every operator comes through here, and each jnp function is a jitted
+one, which JAX traces anew for every shape. In jnp a quantize_linear took 10 ms to trace, in lax it takes 4.
 """
 
 from __future__ import annotations

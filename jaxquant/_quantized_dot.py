@@ -86,8 +86,8 @@ def exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
 
 
 def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
-    """Returns the product of two quantized arrays in the dtype `preferred`, or what theirs promote to."""
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else preferred
+    """Returns the product of two quantized arrays in the dtype `preferred`, or in the wider of theirs."""
+    dtype = preferred or _dtypes.wider(lhs.dtype, rhs.dtype)
     sides = [_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     y = _whole(sides) if plan.axes is None else _in_blocks(sides, plan)
     return _numerics.to_grid(y, dtype).astype(dtype)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _array, _granularity, _scheduling
+from . import _array, _dtypes, _granularity, _scheduling
 from ._array import QuantizedArray
 from .integer._dot_general import Role
 
@@ -31,7 +31,7 @@ def weight_only(lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, pre
     """Returns the float product of a quantized and a float array."""
     which = 0 if isinstance(lhs, QuantizedArray) else 1
     q, x = (lhs, rhs) if which == 0 else (rhs, lhs)
-    wide = jnp.promote_types(q.dtype, x.dtype)
+    wide = _dtypes.wider(q.dtype, x.dtype)
     parts, static = q.astype(wide).tree_flatten()
     config = _Product(left, right, which, static, precision)
     y: Any = _product(config, x.astype(wide), *parts)

@@ -1,0 +1,219 @@
+"""`numpy.einsum` over quantized arrays: one `dot_general` for two operands, pair by pair for more."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from . import _contracts, _dtypes, _numerics
+from ._array import QuantizedArray, trusted
+from ._dot import Operand, contraction, operand
+
+_NAME = "einsum"
+_TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
+_OPTIMAL = 6  # the search for the best order takes the factorial of their number
+_ANY_SIZE = 2**62  # numpy would otherwise keep intermediate results as small as the operands
+_Labels = tuple[str, ...]
+
+
+def einsum(
+    subscripts: str, *operands: Operand, precision: Any = None, preferred_element_type: DTypeLike | None = None
+) -> jax.Array:
+    """out = sum over the indices that the output lacks of the product of the operands, some or all quantized.
+
+    Two operands are one `dot_general`, which says what is computed, and a transpose: integers where both are
+    quantized, a float contraction where one is. An index that one operand alone has, and the output lacks, is summed
+    after the contraction, in float32.
+
+    More operands are contracted pair by pair, in the order of `numpy.einsum_path` (the best one up to 6 operands, a
+    greedy one beyond). What a pair leaves is float32: the third quantized operand meets it weight-only. To contract
+    two in integers that would not meet, write two calls. A single operand is dequantized.
+
+    Args:
+        subscripts: Static. numpy's notation: a term for each operand, and "->" with the output; without it, what occurs
+            once in alphabetical order. "..." stands for the dimensions left over; there, and only there, a size of 1
+            goes with any other. Spaces do not matter.
+        operands: a QuantizedArray, or an array of float32, float16 or bfloat16, each; one at least is a
+            QuantizedArray. An index that a float operand has twice takes its diagonal.
+        precision: Static. As `jax.lax.dot_general` has it, for float contractions.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
+
+    Returns:
+        The dimensions of the output's indices, in their order.
+
+    Raises:
+        TypeError: no operand is quantized, or one has a dtype that there is not.
+        ValueError: the subscripts do not fit the operands, sizes do not fit each other, or a quantized operand has an
+            index twice; and what `dot_general` refuses, lhs and rhs being the two operands that meet.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> spec = jq.QuantSpec(jnp.int8)
+        >>> query = jq.quantize(jnp.array([[127.0, 2.5], [-0.5, 300.0]]), spec, -127.0, 127.0)  # ties, and one beyond
+        >>> key = jq.quantize(jnp.array([[1.0, -1.0], [63.5, 0.25], [0.0, 2.0]]), spec)  # 0.25 is half a step
+        >>> jq.einsum("qd,kd->kq", query, key).tolist()
+        [[125.0, -127.0], [8064.5, 0.0], [4.0, 254.0]]
+        >>> jq.einsum("qd, kd, k", query, key, jnp.array([1.0, 0.0, 0.5]))  # q is what remains
+        Array([127.,   0.], dtype=float32)
+
+    Source: numpy.einsum; the arithmetic is `dot_general`'s.
+
+    Cotangents: as of `dot_general`.
+    """
+    given = [operand(_NAME, f"operands[{i}]", x) for i, x in enumerate(operands)]
+    got = ", ".join(_contracts.described(x) for x in given) or "none"
+    quantized = any(isinstance(x, QuantizedArray) for x in given)
+    _contracts.require_type(quantized, _NAME, "operands", "a QuantizedArray among them", got)
+    dtypes = {x.dtype for x in given}
+    dtype = dtypes.pop() if len(dtypes) == 1 else _dtypes.FLOAT32
+    if preferred_element_type is not None:
+        dtype = _contracts.dtype(_NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS)
+    terms, out = _parsed(subscripts, [x.ndim for x in given])
+    sizes = _sizes(given, terms)
+    parts = [_distinct(i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
+    if len(parts) == 1:
+        (x, labels) = parts[0]
+        values = x.astype(jnp.float32).dequantize()
+        found = _Part(values, labels).summed([label for label in labels if label not in out])
+    else:
+        found = _contracted(parts, _path(parts, out, sizes), out, precision, dtype)
+    y = lax.transpose(found.x, [found.labels.index(label) for label in out])
+    return y if y.dtype == dtype else _numerics.to_grid(y.astype(jnp.float32), dtype).astype(dtype)
+
+
+class _Part(NamedTuple):
+    """An operand, or what some of them have become, and the indices of its dimensions."""
+
+    x: Any
+    labels: _Labels
+
+    def summed(self, labels: Sequence[str]) -> _Part:
+        """Returns the sum over some of the dimensions."""
+        axes = tuple(self.labels.index(label) for label in labels)
+        kept = tuple(label for label in self.labels if label not in labels)
+        return _Part(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
+
+
+def _parsed(subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
+    """Returns the indices of each operand and of the output; those of "..." are numbers, from the back."""
+    _contracts.require_type(
+        isinstance(subscripts, str), _NAME, "subscripts", "a string", _contracts.described(subscripts)
+    )
+    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
+    texts = inputs.split(",")
+    wanted = f"as many terms as operands, {len(ranks)}"
+    _contracts.require(len(texts) == len(ranks), _NAME, "subscripts", wanted, f"{len(texts)} in {subscripts!r}")
+    for text in (*texts, output):
+        wanted = 'terms of letters and one "..." at most, with "," between and "->" before the last'
+        _contracts.require(bool(_TERM.fullmatch(text)), _NAME, "subscripts", wanted, repr(subscripts))
+    extras = []
+    for i, (text, rank) in enumerate(zip(texts, ranks, strict=True)):
+        named = len(text.replace("...", ""))
+        holds = named <= rank if "..." in text else named == rank
+        _contracts.require(holds, _NAME, f"operands[{i}]", f"a rank that fits {text!r}", f"rank {rank}")
+        extras.append(rank - named)
+    terms = [_labels(text, extra) for text, extra in zip(texts, extras, strict=True)]
+    letters = inputs.replace("...", "").replace(",", "")
+    if not arrow:
+        output = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    named = output.replace("...", "")
+    holds = len(set(named)) == len(named) and set(named) <= set(letters)
+    wanted = "an output of different indices of the operands"
+    _contracts.require(holds, _NAME, "subscripts", wanted, repr(subscripts))
+    wanted = 'an output with "...", for there are dimensions that it stands for'
+    _contracts.require("..." in output or max(extras) == 0, _NAME, "subscripts", wanted, repr(subscripts))
+    return terms, _labels(output, max(extras))
+
+
+def _labels(text: str, extra: int) -> _Labels:
+    before, dots, behind = text.partition("...")
+    return (*before, *(str(extra - i) for i in range(extra) if dots), *behind)
+
+
+def _sizes(given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
+    """Returns the size of each index; a 1 under "..." gives way to another."""
+    sizes: dict[str, int] = {}
+    for i, (x, labels) in enumerate(zip(given, terms, strict=True)):
+        for label, n in zip(labels, x.shape, strict=True):
+            known = sizes.setdefault(label, n)
+            is_dots = label not in string.ascii_letters
+            sizes[label] = n if is_dots and known == 1 else known
+            holds = n == sizes[label] or (is_dots and n == 1)
+            index = 'under "..."' if is_dots else f"of index {label!r}"
+            wanted = f"size {known} {index}, as before it"
+            _contracts.require(holds, _NAME, f"operands[{i}]", wanted, f"shape {x.shape}")
+    wanted = f"{len(string.ascii_letters)} indices at most"
+    _contracts.require(len(sizes) <= len(string.ascii_letters), _NAME, "subscripts", wanted, len(sizes))
+    return sizes
+
+
+def _distinct(i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
+    """Returns an operand that has every index once, at its full size or not at all."""
+    if len(set(labels)) < len(labels):
+        wanted = "each index once in a quantized operand, or the operand dequantized"
+        got = "".join(label for label in labels if label in string.ascii_letters)
+        _contracts.require(not isinstance(x, QuantizedArray), _NAME, f"operands[{i}]", wanted, repr(got))
+        kept = tuple(dict.fromkeys(labels))
+        x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
+        labels = kept
+    shared = tuple(a for a, label in enumerate(labels) if x.shape[a] != sizes[label])
+    if not shared:
+        return _Part(x, labels)
+    squeezed = jax.tree.map(lambda part: lax.squeeze(part, shared), x)
+    kept = tuple(label for a, label in enumerate(labels) if a not in shared)
+    return _Part(trusted(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept)
+
+
+def _path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    """Returns which operands meet, in numpy's form: by their places in a list that what they become is added to."""
+    if len(parts) == 2:
+        return [(0, 1)]
+    letters = dict(zip(sizes, string.ascii_letters, strict=False))
+    terms = ["".join(letters[label] for label in labels) for labels in (*(p.labels for p in parts), out)]
+    nothing = np.zeros(())  # arrays of the operands' shapes that take no memory
+    shapes = [np.broadcast_to(nothing, p.x.shape) for p in parts]
+    how = ("optimal" if len(parts) <= _OPTIMAL else "greedy", _ANY_SIZE)
+    path, _ = np.einsum_path(f"{','.join(terms[:-1])}->{terms[-1]}", *shapes, optimize=how)
+    return path[1:]
+
+
+def _contracted(parts: list[_Part], path: Sequence[tuple[int, ...]], out: _Labels, precision: Any, dtype: Any) -> _Part:
+    waiting = list(parts)
+    for step in path:
+        meeting = [waiting[i] for i in sorted(step)]
+        waiting = [p for i, p in enumerate(waiting) if i not in step]
+        while len(meeting) > 1:  # where the order does not matter, numpy has all of them meet at once
+            a, b, *meeting = meeting
+            kept = {*out, *(label for p in (*meeting, *waiting) for label in p.labels)}
+            is_last = not meeting and not waiting
+            meeting.insert(0, _pair(a, b, kept, precision, dtype if is_last else _dtypes.FLOAT32))
+        waiting += meeting
+    (found,) = waiting
+    return found
+
+
+def _pair(a: _Part, b: _Part, kept: set[str], precision: Any, dtype: Any) -> _Part:
+    """Returns the product of two operands, summed over every index that is not kept."""
+    both = [label for label in a.labels if label in b.labels]
+    batch, contracted = ([label for label in both if (label in kept) == is_kept] for is_kept in (True, False))
+    frees = [label for p in (a, b) for label in p.labels if label not in both]
+    alone = [label for label in frees if label not in kept]
+    axes = ([tuple(map(p.labels.index, group)) for p in (a, b)] for group in (contracted, batch))
+    numbers: Any = tuple((left, right) for left, right in axes)
+    is_float = not isinstance(a.x, QuantizedArray) and not isinstance(b.x, QuantizedArray)
+    # Of unlike dtypes both become float32, which a user's strict promotion would not let them.
+    x, y = (p.x.astype(jnp.float32) if is_float or a.x.dtype != b.x.dtype else p.x for p in (a, b))
+    if is_float:
+        y = lax.dot_general(x, y, numbers, precision=precision)
+    else:
+        y = contraction(_NAME, x, y, numbers, precision, _dtypes.FLOAT32 if alone else dtype)
+    return _Part(y, (*batch, *frees)).summed(alone)
