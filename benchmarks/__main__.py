@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import contractions, operators, timing
+from . import arrays, calibrators, contractions, operators, timing, tracing
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
-TABLES = (operators.TABLE, contractions.TABLE)
+TABLES = (operators.TABLE, contractions.TABLE, *arrays.TABLES, calibrators.TABLE, tracing.TABLE)
 _QUICK_LIMIT = 1024
 _QUICK_WORK = 1024**2
 _KINDS = {"latency": "", "queued": "queued: "}
@@ -28,7 +28,7 @@ _LEGEND = (
     "Medians of alternated runs in one process. First one call that is waited for, then, queued, ten calls of which "
     "the last is waited for, per call. Ratios are jaxquant / opponent: below 1, jaxquant is faster. Mismatches are "
     "elements that differ in any bit from ONNX Runtime's, or from numpy's where ONNX Runtime takes no part; of "
-    "matmul_nbits, elements that are off by more than 1e-5 of the largest."
+    "float sums (matmul_nbits, matmul float32 x ...), elements that are off by more than 1e-5 of the largest."
 )
 
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxquant as jq
+
 from .contest import Call, Missing
 
 _INSTALLED = importlib.util.find_spec("qwix") is not None
@@ -48,22 +50,55 @@ def matmul(
 
 def int4_weights(a: np.ndarray, b: np.ndarray, block_size: int) -> Call | Missing:
     """Returns a call that multiplies float32 activations with int4 weights, or why there is none."""
+    return weight_only(a, b, jnp.int4, block_size)
+
+
+def weight_only(a: np.ndarray, b: np.ndarray, dtype: Any, block_size: int | None = None) -> Call | Missing:
+    """Returns a call that multiplies float32 activations with weights of a dtype or "nf4", or why there is none."""
     if not _INSTALLED:
         return _NOT_INSTALLED
     import qwix
 
     product = jax.jit(lambda a, b: qwix.dot_general(a, b, _contracted(a.ndim - 1)))
-    return _tried(partial(product, jax.device_put(a), _weights(b, jnp.int4, block_size)))
+    return _tried(partial(product, jax.device_put(a), _weights(b, dtype, block_size)))
 
 
-def conv(x: np.ndarray, w: np.ndarray, bias: np.ndarray, attributes: dict[str, Any]) -> Call | Missing:
+def einsum(subscripts: str, a: np.ndarray, b: np.ndarray) -> Call | Missing:
+    """Returns a call that contracts int8 with int8, a scale each, or why there is none: a is quantized in it."""
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    import qwix
+
+    held = jax.block_until_ready(qwix.quantize(jnp.asarray(b), jnp.int8))
+    product = jax.jit(lambda a, b: qwix.einsum(subscripts, qwix.quantize(a, jnp.int8), b))
+    return _tried(partial(product, jax.device_put(a), held))
+
+
+def quantize(x: np.ndarray, granularity: Any) -> Call | Missing:
+    """Returns a call that quantizes a float32 matrix to int8, a scale for what shares one of jaxquant's."""
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    import qwix
+
+    shared: dict[str, Any] = {"channelwise_axes": ()}
+    if isinstance(granularity, jq.PerAxis):
+        shared = {"channelwise_axes": (granularity.axis,)}
+    elif isinstance(granularity, jq.Blocked):
+        shared = {"channelwise_axes": (0,), "tiled_axes": {1: granularity.size}}
+    return _tried(partial(jax.jit(lambda x: qwix.quantize(x, jnp.int8, **shared)), jax.device_put(x)))
+
+
+def conv(
+    x: np.ndarray, w: np.ndarray, bias: np.ndarray, attributes: dict[str, Any], feature_axis: int = 0
+) -> Call | Missing:
     """Returns a call that convolves with int8 on both sides, or why there is none.
 
     Args:
         x: float32 images, batch first.
-        w: float32 kernels, output channels first.
+        w: float32 kernels.
         bias: shaped to be added to the result.
         attributes: the rest of `lax.conv_general_dilated`'s arguments.
+        feature_axis: where the kernels have their output channels.
     """
     if not _INSTALLED:
         return _NOT_INSTALLED
@@ -73,7 +108,7 @@ def conv(x: np.ndarray, w: np.ndarray, bias: np.ndarray, attributes: dict[str, A
     def convolved(x: jax.Array, w: Any, bias: jax.Array) -> jax.Array:
         return qwix.conv_general_dilated(qwix.quantize(x, jnp.int8, channelwise_axes=(0,)), w, **attributes) + bias
 
-    weights = qwix.quantize(jnp.asarray(w), jnp.int8, channelwise_axes=(0,))
+    weights = qwix.quantize(jnp.asarray(w), jnp.int8, channelwise_axes=(feature_axis,))
     return _tried(partial(convolved, jax.device_put(x), weights, jax.device_put(bias)))
 
 

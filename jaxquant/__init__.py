@@ -3,8 +3,17 @@
 from . import integer as integer
 from . import onednn as onednn
 from ._array import QuantizedArray as QuantizedArray
+from ._calibration import Calibrator as Calibrator
+from ._calibration import Range as Range
+from ._calibration import absmax as absmax
+from ._calibration import entropy as entropy
+from ._calibration import minmax as minmax
+from ._calibration import moving_average as moving_average
+from ._calibration import mse as mse
+from ._calibration import percentile as percentile
 from ._codebook import CodeBook as CodeBook
 from ._codebook import nf4 as nf4
+from ._conv_general_dilated import conv_general_dilated as conv_general_dilated
 from ._conv_integer import conv_integer as conv_integer
 from ._dequantize_linear import dequantize_linear as dequantize_linear
 from ._dot import dot_general as dot_general
@@ -13,6 +22,7 @@ from ._dynamic_fake_quantize_linear import dynamic_fake_quantize_linear as dynam
 from ._dynamic_quantize_linear import DynamicQuantizeLinearOutput as DynamicQuantizeLinearOutput
 from ._dynamic_quantize_linear import dynamic_quantize_linear as dynamic_quantize_linear
 from ._dynamic_quantize_matmul import dynamic_quantize_matmul as dynamic_quantize_matmul
+from ._einsum import einsum as einsum
 from ._fake_quantize_linear import fake_quantize_linear as fake_quantize_linear
 from ._granularity import Blocked as Blocked
 from ._granularity import PerAxis as PerAxis
@@ -25,7 +35,10 @@ from ._onnx_view import from_onnx as from_onnx
 from ._onnx_view import onnx_view as onnx_view
 from ._qlinear_conv import qlinear_conv as qlinear_conv
 from ._qlinear_matmul import qlinear_matmul as qlinear_matmul
+from ._quantization_error import QuantizationError as QuantizationError
+from ._quantization_error import quantization_error as quantization_error
 from ._quantize import quantize as quantize
 from ._quantize_linear import quantize_linear as quantize_linear
 from ._spec import QuantSpec as QuantSpec
+from ._take import take as take
 from .onednn import dynamic_dequantize as dynamic_dequantize

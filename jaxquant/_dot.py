@@ -132,12 +132,12 @@ def matmul(
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.005, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
+        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.495, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
         >>> w = jq.quantize(jnp.array([[63.5], [-3.25], [0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
         >>> x.values, jq.matmul(x, w)
         (Array([[  0, 100, 255],
-               [100, 102, 102]], dtype=uint8), Array([[-63.5 ],
-               [ -0.06]], dtype=float32))
+               [150, 102, 102]], dtype=uint8), Array([[-63.5     ],
+               [ 31.689999]], dtype=float32))
         >>> x @ w == jq.matmul(x, w)
         Array([[ True],
                [ True]], dtype=bool)

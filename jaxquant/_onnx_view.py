@@ -165,6 +165,7 @@ def _from_onnx(
 ) -> QuantizedArray:
     _contracts.array(_BACK, "x", x, _dtypes.QUANTIZED)
     _contracts.array(_BACK, "x_scale", x_scale, (*_dtypes.FLOATS, _dtypes.E8M0))
+    _array.positive(_BACK, "x_scale", x_scale)
     granularity = _granularity.resolve(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
     if output_dtype is not None:
         output_dtype = _contracts.dtype(_BACK, "output_dtype", output_dtype, _dtypes.FLOATS)
@@ -176,8 +177,7 @@ def _from_onnx(
     if x.dtype in _dtypes.SMALL_FLOATS:
         zero_point = None
     blocks = granularity.size if isinstance(granularity, _granularity.Blocked) else None
-    q = QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks)
-    return _array.contract(_BACK, "x", q)
+    return _array.trusted(QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks))
 
 
 def _of_rank(part: Any, x: Any, granularity: _granularity.Granularity) -> Any:
