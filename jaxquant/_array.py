@@ -246,6 +246,13 @@ class QuantizedArray:
         """
         return _indexing.reshaped(contract(f"{_NAME}.reshape", "self", self), shape)
 
+    def per_index(self, *axes: int) -> QuantizedArray:
+        """Returns the same with an entry of scale and zero point for each index of the given axes.
+
+        `jax.vmap` and `jax.lax.scan` map every array of a pytree: an axis to map must be there in all of them.
+        """
+        return _indexing.per_index(contract(f"{_NAME}.per_index", "self", self), axes)
+
     def transpose(self, *axes: Any) -> QuantizedArray:
         """Returns the array with its dimensions in another order; reversed where none is given."""
         q = contract(f"{_NAME}.transpose", "self", self)

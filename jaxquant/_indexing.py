@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _ITEM = "QuantizedArray.__getitem__"
 _RESHAPE = "QuantizedArray.reshape"
+_PER_INDEX = "QuantizedArray.per_index"
 _TRANSPOSE = "QuantizedArray.transpose"
 
 
@@ -126,13 +127,33 @@ def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int
             if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == block_size):
                 own.append(slice(start // size, -(-stop // size)))
             else:  # it cuts through blocks
-                wide = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
-                part = jax.lax.slice_in_dim(wide, 0, length, axis=axis)
+                part = unblocked(part, axis, size, length)
                 own.append(item)
         else:
             own.append((item % length if isinstance(item, int) else _wrapped(item, length)) // size)
         axis += 1
     return part[tuple(own)]
+
+
+def unblocked(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
+    """Returns a scale or zero point with an entry per index of an axis along which it has one per `size` of them."""
+    wide = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
+    return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
+
+
+def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
+    """Returns q with an entry per index of some axes; q has passed its contract."""
+    parts = {}
+    for name in ("scale", "zero_point"):
+        part = getattr(q, name)
+        if part is not None:
+            for axis in axes:
+                axis = _contracts.axis(_PER_INDEX, axis, q.ndim)
+                size, length = _sizes(q, part)[axis], q.shape[axis]
+                if part.shape[axis] != length:
+                    part = unblocked(part, axis, size, length)
+            parts[name] = part
+    return q.replace(**parts)
 
 
 def _of_shared(item: Any) -> Any:

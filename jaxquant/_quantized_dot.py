@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _contracts, _dtypes, _granularity, _matmul, _numerics, _small_floats
+from . import _contracts, _dtypes, _granularity, _indexing, _matmul, _numerics, _small_floats
 from ._array import QuantizedArray
 from .integer import _layout, _operands
 from .integer._dot_general import Role, dot
@@ -127,8 +127,7 @@ def _unblocked(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.A
     assert sizes is not None
     for a in axes:
         if part.shape[a] not in (1, q.shape[a]):
-            wide = jnp.repeat(part, sizes[a], axis=a, total_repeat_length=part.shape[a] * sizes[a])
-            part = lax.slice_in_dim(wide, 0, q.shape[a], axis=a)
+            part = _indexing.unblocked(part, a, sizes[a], q.shape[a])
     return part
 
 
