@@ -34,6 +34,8 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
     NaN or infinite, and shows in all that is dequantized from it.
 
     The codes are `quantize_linear`'s with precision float32, ONNX Runtime's, and of a code book the nearest entry.
+    With a scale that is known, `from_onnx(quantize_linear(x, scale, ...), scale, ...)` makes the array.
+
     They carry no gradient, and neither do the scale and the zero point, for x, `lo` and `hi` alike:
     `fake_quantize_linear` is the one to train through.
 

@@ -17,6 +17,7 @@ import jax
 import pytest
 
 import jaxquant as jq
+from jaxquant import checkpoint
 
 ROOT = pathlib.Path(jq.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -35,6 +36,7 @@ FLOORS = {
     "_codebook": 1,
     "integer": 2,
     "_spec": 2,
+    "_packing": 2,
     "_description": 2,
     "_requantize": 2,
     "_quantize_linear": 2,
@@ -78,10 +80,21 @@ NEIGHBOURS = {
     ("_array", "_dot"),  # the operator @, when it is called
     ("_indexing", "_array"),  # for the annotations alone
 }
+CHECKPOINT = {
+    "pack": ["values"],
+    "unpack": ["packed", "dtype", "shape"],
+    "to_arrays": ["tree"],
+    "from_arrays": ["tree"],
+    "save_safetensors": ["path", "tree"],
+    "load_safetensors": ["path"],
+    "save_orbax": ["path", "tree"],
+    "load_orbax": ["path", "like"],
+}
 PUBLIC = {
     **{name: getattr(jq, name) for name in vars(jq) if inspect.isfunction(getattr(jq, name))},
     **{f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f)},
     **{f"integer.{name}": f for name, f in vars(jq.integer).items() if inspect.isfunction(f)},
+    **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
 }
 # What stands in for a JAX function has its argument order, dimension numbers and all; its zero points come last.
 LIKE_JAX = (
@@ -132,7 +145,7 @@ def test_doors(path: pathlib.Path) -> None:
     assert "jax._src" not in text
     assert "jax.devices" not in text
     assert ("import chex" in text) == (path.name == "_contracts.py")
-    for framework in ("flax", "torch", "onnx", "onnxruntime", "tensorflow"):
+    for framework in ("flax", "torch", "onnx", "onnxruntime", "tensorflow", "orbax", "safetensors"):
         assert not re.search(rf"^\s*(import|from) {framework}\b", text, re.MULTILINE)
 
 
@@ -174,6 +187,7 @@ def test_docstrings(name: str) -> None:
         if name in LIKE_JAX:
             is_static = parameter.name not in TRACED_IN_JAX
         is_static |= parameter.name == "spec" and name not in FACTORIES
+        is_static |= name == "checkpoint.unpack" and parameter.name in ("dtype", "shape")
         assert is_static == (f" {parameter.name}: Static." in arguments)
     if name not in (*LIKE_JAX, *MANY_INPUTS):
         kinds = [p.kind for p in inspect.signature(PUBLIC[name]).parameters.values()]
@@ -259,6 +273,7 @@ def test_the_public_names_are_the_issue_s() -> None:
         "onednn.dequantize": ["src", "scales", "zps", "qtype", "axis"],
         "onednn.dynamic_quantize": ["src", "scales", "zps", "qtype", "axis", "dtype"],
         "onednn.dynamic_dequantize": ["src", "scales", "zps", "qtype", "axis", "group_shape"],
+        **{f"checkpoint.{name}": arguments for name, arguments in CHECKPOINT.items()},
     }
     assert {name: list(inspect.signature(f).parameters) for name, f in PUBLIC.items()} == wanted
 
@@ -267,8 +282,8 @@ def test_import_is_light() -> None:
     """No framework comes along, and little time; the bound is wide, the measured time is in the README."""
     program = (
         "import sys, time, jax, jax.numpy, chex; t = time.perf_counter(); import jaxquant;"
-        "print(time.perf_counter() - t, [m for m in ('flax', 'onnx', 'onnxruntime', 'torch', 'optax', 'haiku')"
-        " if m in sys.modules])"
+        "print(time.perf_counter() - t, [m for m in ('flax', 'onnx', 'onnxruntime', 'torch', 'optax', 'haiku',"
+        " 'orbax', 'safetensors') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     seconds, frameworks = run.stdout.strip().split(" ", 1)
