@@ -107,7 +107,7 @@ def _quantize(
     assert shape is not None
     size = _block_size(spec)
     if lo is None or hi is None:
-        low, high = _ranges.extremes(x, shape, size, contiguous)
+        low, high = _ranges.extremes(x, shape, size, contiguous, _ranges.is_mirrored(spec))
     else:
         low, high = (_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
     scale, zero_point = _ranges.parameters(spec, low, high, scale_shape, point_shape)

@@ -4,6 +4,7 @@ long arrays. Knows nothing of scales."""
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,20 @@ def extremes(x: jax.Array, axes: tuple[int, ...], contiguous: bool = False) -> t
     return lax.platform_dependent(x, cpu=on_cpu, default=functools.partial(_plain, axes=axes))
 
 
+def magnitude(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns max(|x|) over `axes`, float32; NaN where there is one. Nothing at all has 0."""
+    plain = functools.partial(_magnitude, axes=axes, has_nan=_any_nan)
+    if x.size == 0 or _granularity.is_placed(x):
+        return plain(x)
+    return lax.platform_dependent(
+        x, cpu=functools.partial(_magnitude, axes=axes, has_nan=_any_nan_guarded), default=plain
+    )
+
+
+def _magnitude(x: jax.Array, axes: tuple[int, ...], has_nan: Any) -> jax.Array:
+    return jnp.where(has_nan(x, axes), np.float32(np.nan), jnp.max(lax.abs(x), axis=axes, initial=_ZERO))
+
+
 def _columns(size: int) -> int:
     """Returns the length of a stretch: the largest divisor of size / ROWS that is worth it, or 0."""
     if size < _WORTH or size % _ROWS:
@@ -40,7 +55,11 @@ def _columns(size: int) -> int:
 
 
 def _plain(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    return _with_nan(x, axes, jnp.any(jnp.isnan(x), axis=axes))
+    return _with_nan(x, axes, _any_nan(x, axes))
+
+
+def _any_nan(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.any(jnp.isnan(x), axis=axes)
 
 
 def _with_nan(x: jax.Array, axes: tuple[int, ...], has_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -49,16 +68,19 @@ def _with_nan(x: jax.Array, axes: tuple[int, ...], has_nan: jax.Array) -> tuple[
 
 
 def _guarded(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    return _with_nan(x, axes, _any_nan_guarded(x, axes))
+
+
+def _any_nan_guarded(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     # XLA:CPU sums at the speed of memory and tests for NaN at a fifth of it. A finite sum has no NaN in it, the
     # first elements no more than the rest.
     first = tuple(0 if a in axes else slice(None) for a in range(x.ndim))
-    has_nan = lax.cond(
+    return lax.cond(
         jnp.isfinite(jnp.sum(x)),
         lambda x: jnp.isnan(x[first]),
-        lambda x: jnp.any(jnp.isnan(x), axis=axes),
+        lambda x: _any_nan(x, axes),
         x,
     )
-    return _with_nan(x, axes, has_nan)
 
 
 def _blocked(x: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:

@@ -42,6 +42,9 @@ def contract(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps,
 
 def _contract(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
     operands = (lhs, rhs, lhs_steps, rhs_steps)
+    columns = rhs.shape[1] if transposed else rhs.shape[2]
+    if lhs_steps is None and rhs_steps is None and 1 not in (lhs.shape[1], columns):
+        return _product(lhs, rhs, transposed)  # the same everywhere
     cpu, default = (functools.partial(f, transposed=transposed) for f in (_on_cpu, _plain))
     return lax.platform_dependent(*operands, cpu=cpu, default=default)
 
