@@ -1,0 +1,112 @@
+"""What the calibrators compute, in numpy over the whole data, written from the definitions. Never imports jaxquant."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+LEAST_EXPONENT = -100
+
+
+def histogram(x: np.ndarray, bins: int) -> tuple[int, np.ndarray, int]:
+    """(exponent, counts, zeros): the bins over [-2**exponent, 2**exponent), those below 0 the mirror of those above."""
+    x = x.astype(np.float64).ravel()
+    zeros = int((x == 0).sum())
+    x = x[x != 0]
+    exponent = int(max([LEAST_EXPONENT, *np.frexp(np.abs(x))[1]]))
+    size = np.floor(np.abs(x) / width(exponent, bins)).astype(np.int64)
+    index = np.where(x < 0, bins // 2 - 1 - size, bins // 2 + size)
+    return exponent, np.bincount(index, minlength=bins), zeros
+
+
+def width(exponent: int, bins: int) -> float:
+    return math.ldexp(1.0, exponent) / (bins // 2)
+
+
+def parameters(kind: str, low: float, high: float) -> tuple[np.float32, float]:
+    """The float32 scale and the zero point of a range, as `quantize` documents them; kinds are those of `rounded`."""
+    low32, high32 = np.float32(min(low, 0)), np.float32(max(high, 0))
+    if kind == "uint8":
+        scale = np.float32((high32 - low32) / np.float32(255))
+        return scale, float(np.rint(np.clip(np.float32(0) - np.float32(low32 / scale), 0, 255)))
+    largest = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "float4_e2m1fn": 6, "nf4": 1}[kind]
+    return np.float32(max(-low32, high32) / np.float32(largest)), 0.0
+
+
+def rounded(kind: str, steps: np.ndarray, point: float, levels: np.ndarray | None = None) -> np.ndarray:
+    """The nearest code to each of float32 steps, as steps."""
+    if kind in ("int8", "int4", "uint8"):
+        low, high = {"int8": (-127, 127), "int4": (-7, 7), "uint8": (0, 255)}[kind]
+        return np.clip(np.rint(steps) + point, low, high) - point
+    if levels is not None:
+        return levels[np.abs(steps[:, None] - levels).argmin(axis=1)]
+    dtype = np.dtype(getattr(ml_dtypes, kind))
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(steps, -largest, largest).astype(dtype).astype(np.float64)
+
+
+def squared_error(kind: str, x: np.ndarray, low: float, high: float, levels: np.ndarray | None = None) -> float:
+    """The mean of (x - x_q)**2 over all of x, in float64."""
+    scale, point = parameters(kind, low, high)
+    steps = (x.astype(np.float32) / scale).astype(np.float32)
+    back = rounded(kind, steps, point, levels) * np.float64(scale)
+    return float(np.mean((x.astype(np.float64) - back) ** 2))
+
+
+def least_error(kind: str, x: np.ndarray, grid: int, levels: np.ndarray | None = None) -> tuple[int, np.ndarray]:
+    """Which share of the whole range has the least error, by trying each on all the data; and all the errors."""
+    low, high = min(x.min(), 0), max(x.max(), 0)
+    errors = []
+    for i in range(1, grid + 1):
+        share = i / grid
+        if kind == "uint8":
+            errors.append(squared_error(kind, x, low * share, high * share))
+        else:
+            reach = max(-low, high) * share
+            errors.append(squared_error(kind, x, max(-reach, low), min(reach, high), levels))
+    found = np.array(errors)
+    return grid - int(found[::-1].argmin()), found
+
+
+def divergence(counts: np.ndarray, start: int, end: int, levels: int) -> float:
+    """KL(P || Q) of the bins from `start` to before `end`, run by run, in float64."""
+    kept = counts[start:end].astype(np.float64)
+    p = kept.copy()
+    p[0] += counts[:start].sum()
+    p[-1] += counts[end:].sum()
+    q = np.zeros_like(p)
+    runs = np.arange(len(p)) * levels // len(p)
+    for run in range(levels):
+        here = (runs == run) & (p > 0)
+        if here.any():
+            q[here] = kept[runs == run].sum() / here.sum()
+    if q.sum() == 0:
+        return math.inf
+    p, q = smoothed(p), smoothed(q)
+    return float(np.sum(p * np.log(p / q)))
+
+
+def smoothed(counts: np.ndarray) -> np.ndarray:
+    empty = counts == 0
+    total = counts.sum()
+    given = min(1e-4 * empty.sum(), total / 2)
+    return np.where(empty, given / max(empty.sum(), 1), counts * (1 - given / total)) / total
+
+
+def least_divergence(counts: np.ndarray, levels: int, symmetric: bool) -> tuple[int, dict[int, float]]:
+    """How many bins a range reaches to either side of 0 that has the least divergence; and all of them."""
+    half = len(counts) // 2
+    if symmetric:
+        counts = counts[half:] + counts[:half][::-1]
+    found = {}
+    (some,) = np.nonzero(counts)
+    for side in range(levels if symmetric else max(1, levels // 2), half + 1):
+        if symmetric:
+            start, end = 0, min(side, some[-1] + 1)
+        else:
+            start, end = max(half - side, min(some[0], half)), min(half + side, max(some[-1], half - 1) + 1)
+        if end - start >= levels or side == half:
+            found[side] = divergence(counts, start, end, levels)
+    return min(found, key=lambda side: found[side]), found

@@ -1,0 +1,382 @@
+"""The calibrators that keep no histogram, and what all of them share: contracts, transforms, devices, faults."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxquant as jq
+
+SPECS = {
+    "per-tensor": jq.QuantSpec(jnp.int8),
+    "rows": jq.QuantSpec(jnp.uint8, jq.PerAxis(1)),
+    "columns": jq.QuantSpec(jnp.int8, jq.PerAxis(-1)),
+    "two axes": jq.QuantSpec(jnp.int4, jq.PerAxis((0, 2))),
+    "blocks": jq.QuantSpec(jnp.int4, jq.Blocked(1, 4)),
+}
+REDUCED = {"per-tensor": (0, 1, 2), "rows": (0, 2), "columns": (0, 1), "two axes": (1,)}
+# One of each: the statistics differ, the contracts do not.
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "minmax": jq.minmax,
+    "absmax": jq.absmax,
+    "moving_average": jq.moving_average,
+    "percentile": functools.partial(jq.percentile, q=99.0, bins=64),
+    "mse": functools.partial(jq.mse, bins=64, grid=8),
+    "entropy": functools.partial(jq.entropy, bins=64),
+}
+INT4 = jq.QuantSpec(jnp.int4)
+KEPT = [name for name in FACTORIES if name != "moving_average"]  # the order of what they see does not matter
+
+
+def made(name: str, spec: jq.QuantSpec = INT4) -> jq.Calibrator:
+    return FACTORIES[name](spec)
+
+
+def over(cal: jq.Calibrator, *batches: Any) -> Any:
+    state = cal.init(batches[0])
+    for batch in batches:
+        state = cal.update(state, batch)
+    return state
+
+
+def same(a: Any, b: Any) -> None:
+    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def least_most(x: np.ndarray, name: str) -> Any:
+    if name != "blocks":
+        return tuple(f(x, axis=REDUCED[name], keepdims=True) for f in (np.min, np.max))
+    parts = [x[:, i : i + 4] for i in range(0, x.shape[1], 4)]
+    return tuple(np.concatenate([f(p, axis=1, keepdims=True) for p in parts], axis=1) for f in (np.min, np.max))
+
+
+@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_extremes_are_numpy_s(rng: np.random.Generator, name: str, dtype: str) -> None:
+    """Every layout and, with a last block of three, padding; the values of one sign, so that 0 is not among them."""
+    for offset in (0.0, 9.0, -9.0):
+        x = (np.clip(rng.normal(size=(5, 7, 6)), -4, 4) + offset).astype(jnp.dtype(dtype))
+        low, high = least_most(x.astype(np.float32), name)
+        state = over(jq.minmax(SPECS[name]), x)
+        same(tuple(jq.minmax(SPECS[name]).finalize(state)), (low, high))
+        size = np.maximum(np.abs(low), np.abs(high))
+        same(tuple(jq.absmax(SPECS[name]).finalize(state)), (-size, size))
+        q = jq.quantize(jnp.asarray(x), SPECS[name], *jq.minmax(SPECS[name]).finalize(state))
+        same(q, jq.quantize(jnp.asarray(x), SPECS[name]))
+
+
+LONG = [(), (1,), (40001,), (2**18,), (300, 5), (300, 1000), (2, 3, 70_001)]
+
+
+@pytest.mark.parametrize(("shape", "kept"), [(s, k) for s in LONG for k in ((None, 0, -1) if len(s) > 1 else (None,))])
+def test_extremes_of_long_arrays(rng: np.random.Generator, shape: tuple[int, ...], kept: int | None) -> None:
+    """And a NaN of either sign anywhere in them."""
+    spec = jq.QuantSpec(jnp.int8) if kept is None else jq.QuantSpec(jnp.int8, jq.PerAxis(kept))
+    axes = tuple(a for a in range(len(shape)) if kept is None or a != kept % len(shape))
+    x = rng.normal(size=shape).astype(np.float32)
+    cal = jq.minmax(spec)
+    state = over(cal, x)
+    want = [f(x, axis=axes, keepdims=True) for f in (np.min, np.max)]
+    same(tuple(state), [np.asarray(v, np.float32) for v in want])
+    for sign in (1, -1):
+        spoiled = x.copy()
+        place = tuple(int(rng.integers(n)) for n in shape)
+        spoiled[place] = sign * np.float32(np.nan)
+        found = np.isnan(np.asarray(cal.update(cal.init(x), spoiled).low))
+        np.testing.assert_array_equal(found, np.isnan(spoiled).any(axis=axes, keepdims=True))
+        same(cal.merge(state, cal.update(cal.init(x), spoiled)).low, np.where(found, np.float32(np.nan), want[0]))
+
+
+def test_denormal_numbers_are_no_zeros() -> None:
+    x = np.array([0, 1e-40, -3e-42], np.float32)
+    assert [float(v[0]) for v in over(jq.minmax(INT4), x)] == [x[2], x[1]]
+    lo, hi = made("minmax").finalize(over(made("minmax"), x))
+    assert (lo[0], hi[0]) == (x[2], x[1])
+    for name in FACTORIES:  # whatever a histogram makes of them, they are data
+        lo, hi = made(name).finalize(over(made(name), x))
+        assert lo[0] <= hi[0]
+
+
+def test_moving_average_is_torch_s(rng: np.random.Generator) -> None:
+    """torch: m = m + averaging_constant * (min(batch) - m), in float32; the first batch starts it."""
+    cal = jq.moving_average(SPECS["columns"], decay=0.9)
+    batches = rng.normal(size=(20, 3, 5, 6)).astype(np.float32)
+    low, high = least_most(batches[0], "columns")
+    for batch in batches[1:]:
+        least, most = least_most(batch, "columns")
+        low, high = (m + np.float32(0.1) * (b - m) for m, b in ((low, least), (high, most)))
+    state = over(cal, *batches)
+    same(tuple(cal.finalize(state)), (low, high))
+    assert (np.asarray(state.batches) == 20).all()
+    same(cal.update(state, np.zeros((0, 5, 6), np.float32)), state)
+    last = jq.moving_average(INT4, decay=0.0)
+    assert float(last.finalize(over(last, np.array([1, 9], np.float32), np.array([2, 3], np.float32))).hi[0]) == 3
+
+
+def test_averages_are_merged_by_their_batches(rng: np.random.Generator) -> None:
+    cal = jq.moving_average(INT4, decay=0.5)
+    batches = rng.normal(size=(4, 10)).astype(np.float32)
+    a, b = over(cal, *batches[:3]), over(cal, batches[3])
+    both = cal.merge(a, b)
+    for got, first, second in zip(both[:2], a[:2], b[:2], strict=True):
+        np.testing.assert_allclose(got, 0.75 * np.asarray(first) + 0.25 * np.asarray(second), rtol=1e-6)
+    same(cal.merge(b, a), both)
+    same(cal.merge(a, cal.init(batches[0])), a)
+    mapped = jax.vmap(lambda s: cal.all_reduce(s, "d"), axis_name="d")(jax.tree.map(lambda *v: jnp.stack(v), a, b))
+    np.testing.assert_allclose(np.asarray(mapped.low)[0], both.low, rtol=1e-6)
+
+
+# Transforms and devices.
+
+
+@pytest.mark.parametrize("name", list(FACTORIES))
+def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name: str) -> None:
+    cal = made(name, jq.QuantSpec(jnp.int4, jq.PerAxis(0)))
+    x = (rng.normal(size=(3, 4, 2, 65)) * np.exp(rng.uniform(-4, 4, (3, 4, 1, 1)))).astype(np.float32)
+    want = [over(cal, *batches) for batches in x]
+    stacked = jax.tree.map(lambda *v: jnp.stack(v), *want)
+
+    def scanned(batches: jax.Array) -> Any:
+        return jax.lax.scan(lambda s, b: (cal.update(s, b), None), cal.init(batches[0]), batches)[0]
+
+    same(jax.jit(jax.vmap(scanned))(x), stacked)
+    finalize = jax.jit(jax.vmap(cal.finalize))
+    same(finalize(stacked), jax.tree.map(lambda *v: jnp.stack(v), *(cal.finalize(s) for s in want)))
+    restored = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, want[0])))
+    same(cal.merge(restored, want[1]), cal.merge(want[0], want[1]))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) -> None:
+    """By all_reduce under shard_map, with the loop inside; by jit over shards; and with shardings in types."""
+    cal = made(name, jq.QuantSpec(jnp.int4, jq.PerAxis(1)))
+    x = (rng.normal(size=(2, 16, 5, 33)) * np.exp(rng.uniform(-4, 4, (2, 16, 1, 1)))).astype(np.float32)
+    want = over(cal, *x)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def on_each(batches: jax.Array) -> Any:
+        state = jax.lax.scan(lambda s, b: (cal.update(s, b), None), cal.init(batches[0]), batches)[0]
+        return cal.all_reduce(state, "d")
+
+    spread = jax.shard_map(on_each, mesh=mesh, in_specs=PartitionSpec(None, "d"), out_specs=PartitionSpec())
+    same(jax.jit(spread)(x), want)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+        batches = [jax.device_put(b, NamedSharding(mesh, PartitionSpec("d"))) for b in x]
+        same(jax.jit(lambda *b: over(cal, *b))(*batches), want)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_all_reduce_of_a_nan(name: str) -> None:
+    cal = made(name)
+    states = [
+        over(cal, np.array([1, 2], np.float32)),
+        over(cal, np.array([1, np.nan], np.float32)),
+        over(cal, np.array([3, -np.inf], np.float32)),
+    ]
+    stacked = jax.tree.map(lambda *v: jnp.stack(v), *states)
+    for i, fault in enumerate(("NaN", "infinity")):
+        rows = jax.tree.map(lambda v, i=i: v[jnp.array([0, i + 1])], stacked)
+        found = jax.vmap(lambda s: cal.all_reduce(s, "d"), axis_name="d")(rows)
+        with pytest.raises(ValueError, match=fault):
+            cal.finalize(jax.tree.map(lambda v: v[0], found))
+
+
+def test_programs_are_saved_for_every_platform() -> None:
+    cal = made("percentile")
+    batch = jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    program = jax.jit(lambda state, x: cal.finalize(cal.update(state, x)))
+    exported = export.export(program, platforms=["cpu", "cuda", "tpu"])(cal.init(batch), batch)
+    again = export.deserialize(exported.serialize())
+    x = jnp.arange(24.0).reshape(4, 6)
+    same(again.call(cal.init(x), x), program(cal.init(x), x))
+
+
+def test_nothing_flows_back() -> None:
+    cal = made("mse")
+    x = jnp.arange(6.0)
+
+    def loss(x: jax.Array) -> tuple[jax.Array, Any]:
+        return (x * x).sum(), cal.update(cal.init(x), x)
+
+    gradient, state = jax.grad(loss, has_aux=True)(x)
+    np.testing.assert_array_equal(gradient, 2 * np.arange(6))
+    same(state, over(cal, x))
+
+
+# What a range cannot be made of.
+
+BAD = {
+    "no data": None,
+    "only zeros": np.array([0, -0.0], np.float32),
+    "a NaN": np.array([1, np.nan], np.float32),
+    "an infinity": np.array([1, -np.inf], np.float32),
+}
+
+
+@pytest.mark.parametrize("fault", list(BAD))
+@pytest.mark.parametrize("name", list(FACTORIES))
+def test_what_has_no_range(name: str, fault: str) -> None:
+    cal = made(name, jq.QuantSpec(jnp.int4, jq.PerAxis((0, 1))))
+    x = np.array([[[1, 2]] * 3] * 2, np.float32)
+    if BAD[fault] is None:
+        x = np.zeros((2, 3, 0), np.float32)
+    else:
+        x[1, 0] = BAD[fault]
+    state = over(cal, x)
+    slices, first = (6, r"\(0, 0, 0\)") if fault == "no data" else (1, r"\(1, 0, 0\)")
+    text = (
+        rf"jaxquant\.{name}\.finalize: state: wanted finite .*; got {fault} in {slices} of 6 slices, first in {first}"
+    )
+    with pytest.raises(ValueError, match=text):
+        cal.finalize(state)
+    traced = jax.jit(cal.finalize)(state)
+    for end in traced:
+        spoiled = np.isnan(np.asarray(end))
+        assert spoiled.sum() == slices
+        assert spoiled[1, 0, 0]
+    if fault == "only zeros":
+        found = cal.finalize(state, allow_zero=True)
+        assert (found.lo[1, 0, 0], found.hi[1, 0, 0]) == (0, 0)
+        assert (np.asarray(found.hi)[[0, 0, 0, 1, 1], [0, 1, 2, 1, 2], 0] > 0).all()
+        q = jq.quantize(jnp.asarray(x), jq.QuantSpec(jnp.int4, jq.PerAxis((0, 1))), *found)
+        assert q.scale[1, 0, 0] == 1
+        same(jax.jit(functools.partial(cal.finalize, allow_zero=True))(state), found)
+    else:
+        with pytest.raises(ValueError, match=fault):
+            cal.finalize(state, allow_zero=True)
+
+
+def test_an_infinity_stays_one_in_an_average() -> None:
+    cal = jq.moving_average(INT4)
+    with pytest.raises(ValueError, match="an infinity"):
+        cal.finalize(
+            over(
+                cal, np.array([1, np.inf], np.float32), np.array([1, 2], np.float32), np.array([-np.inf, 0], np.float32)
+            )
+        )
+
+
+# Contracts.
+
+F = np.ones((2, 3), np.float32)
+ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: jq.minmax(jnp.int8), TypeError, "minmax: spec: wanted a QuantSpec; got"),  # type: ignore[arg-type]
+    (lambda: jq.absmax("int8"), TypeError, "absmax: spec: wanted a QuantSpec; got 'int8'"),  # type: ignore[arg-type]
+    (lambda: jq.percentile(None, 99), TypeError, "percentile: spec: wanted a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.entropy(None), TypeError, "entropy: spec: wanted a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.mse(None), TypeError, "mse: spec: wanted a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.moving_average(INT4, "x"), TypeError, "decay: wanted a static Python number"),  # type: ignore[arg-type]
+    (lambda: jq.moving_average(INT4, 1.0), ValueError, r"decay: wanted a number in \[0, 1\); got 1.0"),
+    (lambda: jq.moving_average(INT4, -0.1), ValueError, r"decay: wanted a number in \[0, 1\); got -0.1"),
+    (lambda: jq.percentile(INT4, 0), ValueError, r"q: wanted percent, in \(0, 100\]; got 0"),
+    (lambda: jq.percentile(INT4, 100.1), ValueError, r"q: wanted percent, in \(0, 100\]; got 100.1"),
+    (lambda: jq.percentile(INT4, True), TypeError, "q: wanted a static Python number"),
+    (lambda: jq.percentile(INT4, 9, bins=100), ValueError, r"percentile: bins: wanted a power of two .*100"),
+    (
+        lambda: jq.percentile(INT4, 9, bins=8),
+        ValueError,
+        r"bins: wanted a power of two in \[16, 65536\]; got 8",
+    ),
+    (lambda: jq.percentile(INT4, 9, bins=2**17), ValueError, r"bins: wanted a power of two .*; got 131072"),
+    (lambda: jq.mse(INT4, bins=64.0), TypeError, "mse: bins: wanted an int; got 64.0"),  # type: ignore[arg-type]
+    (lambda: jq.mse(INT4, grid=0), ValueError, r"mse: grid: wanted an int in \[1, 65536\]; got 0"),
+    (lambda: jq.mse(INT4, grid=True), TypeError, "mse: grid: wanted an int; got True"),
+    (lambda: jq.mse(INT4, every=0), ValueError, "mse: every: wanted a positive int; got 0"),
+    (
+        lambda: jq.mse(jq.QuantSpec(jnp.uint8, zero_point_granularity=jq.PerAxis(0))),
+        ValueError,
+        r"mse: spec.zero_point_granularity: wanted the granularity of the scale.*; got PerAxis\(axis=0\)",
+    ),
+    (lambda: jq.entropy(INT4, bins=16), ValueError, r"entropy: bins: .* \[32, 8192\], for 8 levels; got 16"),
+    (
+        lambda: jq.entropy(jq.QuantSpec(jnp.int16)),
+        TypeError,
+        "entropy: spec.dtype: wanted int2, .* or uint8; got int16",
+    ),
+    (lambda: jq.entropy(jq.QuantSpec(jq.nf4)), TypeError, "entropy: spec.dtype: wanted .*; got nf4"),
+    (lambda: made("minmax").init([1.0]), TypeError, "minmax.init: example: wanted an array or a jax.Shape.*; got list"),
+    (
+        lambda: jq.minmax(SPECS["two axes"]).init(F),
+        ValueError,
+        r"minmax.init: axis: wanted an integer in \[-2, 1\], .*; got 2",
+    ),
+    (
+        lambda: over(made("mse"), F.astype(np.int32)),
+        TypeError,
+        "mse.update: batch: wanted dtype float32, .*; got int32",
+    ),
+    (lambda: over(made("mse"), F > 0), TypeError, "mse.update: batch: wanted dtype float32, .*; got bool"),
+    (
+        lambda: made("mse").update(made("mse").init(F), [1.0]),
+        TypeError,
+        "mse.update: batch: wanted an array; got list",
+    ),
+    (
+        lambda: over(jq.minmax(jq.QuantSpec(jnp.int8, jq.PerAxis(1))), F, F[:, :2]),
+        ValueError,
+        r"minmax.update: batch: wanted a batch whose ranges have shape \(1, 3\), .*; got ranges of shape \(1, 2\), .*",
+    ),
+    (
+        lambda: made("minmax").update(made("mse").init(F), F),
+        TypeError,
+        "minmax.update: state: wanted a ExtremesState, as minmax.init makes it; got HistogramState",
+    ),
+    (
+        lambda: made("percentile").merge(made("percentile").init(F), jq.percentile(INT4, 9).init(F)),
+        ValueError,
+        r"percentile.merge: b.counts: wanted uint32\[1, 1, 64\], .*; got uint32\[1, 1, 2048\]",
+    ),
+    (
+        lambda: made("mse").merge(made("entropy").init(F), made("mse").init(F)),
+        ValueError,
+        r"mse.merge: a.least: wanted int32\[1, 1, 64\], as mse.init makes it; got None",
+    ),
+    (
+        lambda: made("minmax").merge(made("minmax").init(F), made("minmax").init(F[0])),
+        ValueError,
+        r"minmax.merge: b.low: wanted shape \(1, 1\), as that of a; got shape \(1,\)",
+    ),
+    (lambda: made("minmax").finalize(F), TypeError, "minmax.finalize: state: wanted a ExtremesState, .*; got ndarray"),
+    (
+        lambda: made("minmax").finalize(made("minmax").init(F), allow_zero=3),  # type: ignore[call-arg]
+        TypeError,
+        "minmax.finalize: allow_zero: wanted True or False; got 3",
+    ),
+    (lambda: made("absmax").all_reduce(F, "d"), TypeError, "absmax.all_reduce: state: wanted a ExtremesState"),
+    (
+        lambda: made("mse", jq.QuantSpec(jnp.int4, jq.PerAxis(0))).init(jax.ShapeDtypeStruct((2**28, 1), jnp.float32)),
+        ValueError,
+        r"mse: spec: wanted fewer than 2147483648 bins in all; got 268435456 slices",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_refusals(row: int) -> None:
+    call, error, text = ROWS[row]
+    with pytest.raises(error, match=rf"jaxquant\.{text}" if not text.startswith(("bins", "decay", "q:")) else text):
+        call()
+
+
+def test_numbers_and_flax_parameters_are_batches() -> None:
+    class Parameter:
+        def __jax_array__(self) -> jax.Array:
+            return jnp.array([-3, 1], np.float32)
+
+    cal = made("minmax")
+    assert float(cal.finalize(cal.update(cal.init(1.0), 2.5)).hi) == 2.5
+    lo, hi = cal.finalize(cal.update(cal.init(jnp.zeros(2)), Parameter()))
+    assert (lo[0], hi[0]) == (-3, 1)
+    assert float(cal.finalize(over(cal, np.array([0.1, 0.2]))).hi[0]) == np.float32(0.2)
