@@ -1,0 +1,169 @@
+"""`python -m benchmarks.memory`: what calibrating and quantizing hold in memory. Status 1 where a target is missed.
+
+Every line is a process of its own, whose peak resident size is taken by getrusage before the work and after it: what
+the compiler takes for the work counts. Nothing here imports JAX but those processes: on Linux a process starts with
+the peak of the one that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_GIGABYTE, _MEGABYTE = 2**30, 2**20
+_BATCH_BYTES = 64 * _MEGABYTE
+_CHANNELS = 1024
+_STATE_LIMIT = 50 * 10**6
+_PEAK_LIMIT = 1.6  # of the array that is quantized
+_HEADROOM = 3  # of the array: what must be free for its line
+_CALIBRATORS = ("minmax", "absmax", "moving_average", "percentile", "mse", "entropy")
+_DTYPES = ("int8", "uint8", "int4")
+_PER_TENSOR, _PER_CHANNEL = ("PerTensor",), ("PerAxis", 1)
+_GRANULARITIES = (_PER_TENSOR, ("PerAxis", 0), _PER_CHANNEL, ("Blocked", 1, 32))
+_FLOAT_BYTES = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("benchmarks.memory", description=__doc__)
+    parser.add_argument("--megabytes", type=int, metavar="N", help="of data in every line; default 1024, or what fits")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.case:
+        print(json.dumps(_measured(json.loads(options.case))))
+        return 0
+    size = options.megabytes * _MEGABYTE if options.megabytes else _fitting()
+    missed = _calibration(size) + _quantization(size)
+    print("\nmissed: " + "; ".join(missed) if missed else "\nevery target met")
+    return 1 if missed else 0
+
+
+def _fitting() -> int:
+    """Returns a gigabyte, or less where the machine has not three times that to spare."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = _GIGABYTE
+    while size * _HEADROOM > free and size > _BATCH_BYTES:
+        size //= 2
+    if size < _GIGABYTE:
+        print(f"{free // _MEGABYTE} MiB are free: {size // _MEGABYTE} MiB of data in place of 1024\n")
+    return size
+
+
+def _calibration(size: int) -> list[str]:
+    batches = max(1, size // _BATCH_BYTES)
+    print(f"### Calibrating {batches * _BATCH_BYTES // _MEGABYTE} MiB of float32 in batches of 64 MiB\n")
+    heads = ["calibrator", "ranges", "state, bytes", f"target below {_STATE_LIMIT:,}", "peak above the batches, MB"]
+    _print_line(heads)
+    _print_line(["---"] * len(heads))
+    missed = []
+    for name in _CALIBRATORS:
+        for granularity, ranges in ((_PER_TENSOR, "1"), (_PER_CHANNEL, f"{_CHANNELS}")):
+            found = _in_process({"calibrator": name, "granularity": granularity, "batches": batches})
+            met = found["state"] < _STATE_LIMIT
+            peak = f"{found['peak'] / 1e6:.0f}"
+            _print_line([name, ranges, f"{found['state']:,}", "met" if met else "MISSED", peak])
+            missed += [] if met else [f"{name} {ranges}"]
+    return missed
+
+
+def _quantization(size: int) -> list[str]:
+    print(f"\n### Quantizing {size // _MEGABYTE} MiB of float32: the peak in sizes of the array, itself included\n")
+    heads = [f"{way}: {dtype}" for way in ("called as it is", "under jit") for dtype in _DTYPES]
+    _print_line(["granularity", *heads, f"target below {_PEAK_LIMIT}"])
+    _print_line(["---"] * (2 + len(heads)))
+    missed = []
+    for granularity in _GRANULARITIES:
+        title = f"{granularity[0]}({', '.join(map(str, granularity[1:]))})"
+        cells, over = [title], []
+        for jitted in (False, True):
+            for dtype in _DTYPES:
+                case = {"quantize": dtype, "granularity": granularity, "jitted": jitted, "size": size}
+                peak = _in_process(case)["peak"] / size
+                cells.append(f"{peak:.2f}")
+                over += [f"{title} {dtype}{' under jit' * jitted}"] if peak >= _PEAK_LIMIT else []
+        _print_line([*cells, "MISSED" if over else "met"])
+        missed += over
+    return missed
+
+
+def _in_process(case: dict[str, Any]) -> dict[str, int]:
+    command = [sys.executable, "-m", "benchmarks.memory", "--case", json.dumps(case)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+def _measured(case: dict[str, Any]) -> dict[str, int]:
+    import jaxquant as jq
+
+    name, *given = case["granularity"]
+    granularity = getattr(jq, name)(*given)
+    return _calibrated(case, granularity) if "calibrator" in case else _quantized(case, granularity)
+
+
+def _calibrated(case: dict[str, Any], granularity: Any) -> dict[str, int]:
+    import jax
+    import jax.numpy as jnp
+
+    import jaxquant as jq
+
+    spec = jq.QuantSpec(jnp.int8, granularity)
+    calibrator = getattr(jq, case["calibrator"])(spec, *((99.9,) if case["calibrator"] == "percentile" else ()))
+    grown = jax.jit(lambda x, i: x * (i + 1.0))  # each batch is larger than the last: histograms grow as well
+    first = _made((_BATCH_BYTES // _FLOAT_BYTES // _CHANNELS, _CHANNELS))
+    jax.block_until_ready(grown(first, 0.0))
+    update = jax.jit(calibrator.update)
+    before = _peak()
+    state = calibrator.init(first)
+    for i in range(case["batches"]):
+        state = jax.block_until_ready(update(state, grown(first, float(i))))
+    calibrator.finalize(state)
+    return {"state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "peak": _peak() - before}
+
+
+def _quantized(case: dict[str, Any], granularity: Any) -> dict[str, int]:
+    import jax
+    import jax.numpy as jnp
+
+    import jaxquant as jq
+
+    spec = jq.QuantSpec(getattr(jnp, case["quantize"]), granularity)
+
+    def quantize(x: jax.Array) -> jq.QuantizedArray:
+        return jq.quantize(x, spec)
+
+    _made((8, 8))
+    before = _peak()
+    x = _made((case["size"] // _FLOAT_BYTES // 2**14, 2**14))
+    jax.block_until_ready((jax.jit(quantize) if case["jitted"] else quantize)(x))
+    return {"peak": _peak() - before}
+
+
+def _made(shape: tuple[int, int]) -> Any:
+    """Returns float32 from -1 to 1 as if drawn by chance, in memory that holds nothing else."""
+    import jax
+    import jax.numpy as jnp
+
+    def draw() -> jax.Array:
+        row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+        mixed = (row * jnp.uint32(shape[1]) + column) * jnp.uint32(2654435761)
+        return (mixed >> 8).astype(jnp.float32) * jnp.float32(2**-23) - 1
+
+    return jax.block_until_ready(jax.jit(draw)())
+
+
+def _peak() -> int:
+    """Returns the largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _print_line(cells: Sequence[str]) -> None:
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
