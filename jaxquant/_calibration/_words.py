@@ -74,11 +74,6 @@ def _joined(limbs: list[jax.Array]) -> Words:
     return Words(a | (b << _LIMB), c | (d << _LIMB))
 
 
-def summed(words: Words, axis: int) -> Words:
-    """Returns the sum over an axis of at most TERMS entries."""
-    return _joined([jnp.sum(limb, axis=axis, dtype=jnp.uint32) for limb in _limbs(words)])
-
-
 def cumulative(words: Words) -> Words:
     """Returns the sums of the first 1, 2, ... entries of the last axis, which has at most TERMS."""
     return _joined([jnp.cumsum(limb, axis=-1, dtype=jnp.uint32) for limb in _limbs(words)])
