@@ -63,23 +63,20 @@ def dynamic_fake_quantize_linear(
     """
     return _enter(
         _contracts.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
-        contiguous=not _contracts.is_traced(x),
     )  # fmt: skip
 
 
-@functools.partial(
-    jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name", "contiguous")
-)
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
 def _dynamic_fake_quantize_linear(
     x: jax.Array, *,
-    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None, contiguous: bool,
+    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
     (x,) = _contracts.arrays(x)
     found, granularity = contract(_NAME, x, dtype, axis)
     _training.contract(_NAME, training, lda_coeff, name)
     config = Config(granularity, found, _dtypes.narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
     with _training.scope(name):
-        _, _, scale, zero_point = dynamic_range(jax.lax.stop_gradient(x), granularity, found, contiguous)
+        _, _, scale, zero_point = dynamic_range(jax.lax.stop_gradient(x), granularity, found)
         return fake_quantize(config, x, scale, zero_point)
 
 

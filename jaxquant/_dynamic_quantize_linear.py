@@ -87,21 +87,18 @@ def dynamic_quantize_linear(
     """
     return _enter(
         _contracts.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
-        contiguous=not _contracts.is_traced(x),
     )  # fmt: skip
 
 
-@functools.partial(
-    jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name", "contiguous")
-)
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
 def _dynamic_quantize_linear(
     x: jax.Array, *,
-    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None, contiguous: bool,
+    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
     (x,) = _contracts.arrays(x)
     found, granularity = contract(_NAME, x, dtype, axis)
     _training.contract(_NAME, training, lda_coeff, name)
-    config = _Config(granularity, found, bool(training), float(lda_coeff), contiguous)
+    config = _Config(granularity, found, bool(training), float(lda_coeff))
     with _training.scope(name):
         return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
 
@@ -114,7 +111,6 @@ class _Config(NamedTuple):
     dtype: np.dtype
     training: bool
     lda_coeff: float
-    contiguous: bool
 
 
 _Outputs = tuple[jax.Array, jax.Array, jax.Array]
@@ -123,14 +119,14 @@ _Outputs = tuple[jax.Array, jax.Array, jax.Array]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
     x = jnp.asarray(x)  # an inlined jit can hand a Python number through
-    _, _, scale, zero_point = dynamic_range(x, config.granularity, config.dtype, config.contiguous)
+    _, _, scale, zero_point = dynamic_range(x, config.granularity, config.dtype)
     return dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point
 
 
 def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
     _training.refuse_backward(_NAME, config.training)
     x = jnp.asarray(x)
-    low, high, scale, zero_point = dynamic_range(x, config.granularity, config.dtype, config.contiguous)
+    low, high, scale, zero_point = dynamic_range(x, config.granularity, config.dtype)
     return (dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
 
 
@@ -157,11 +153,11 @@ def _share(x: jax.Array, extreme: jax.Array, granularity: _granularity.Granulari
 
 
 def dynamic_range(
-    x: jax.Array, granularity: _granularity.Granularity, dtype: np.dtype, contiguous: bool
+    x: jax.Array, granularity: _granularity.Granularity, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
     axes = _granularity.reduced_axes(granularity, x.ndim)
-    low, high = _reductions.extremes(x, axes, contiguous)
+    low, high = _reductions.extremes(x, axes)
     qmin, qmax = _dtypes.narrow_bounds(dtype)
     width = high - low
     steps = _granularity.placed(jnp.full(width.shape, qmax - qmin, jnp.float32), width)

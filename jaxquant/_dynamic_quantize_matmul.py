@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +64,13 @@ def dynamic_quantize_matmul(
     b_scale = plain_scale(_NAME, "b_scale", b_scale)
     b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
     centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
-    return _enter(
-        _contracts.float32(a), b, b_scale, b_zero_point, bias,
-        centred=centred, contiguous=not _contracts.is_traced(a),
-    )  # fmt: skip
+    return _enter(_contracts.float32(a), b, b_scale, b_zero_point, bias, centred=centred)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("centred", "contiguous"))
+@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
 def _dynamic_quantize_matmul(
     a: jax.Array, b: jax.Array, b_scale: jax.Array, b_zero_point: jax.Array | None, bias: jax.Array | None, *,
-    centred: bool, contiguous: bool,
+    centred: bool,
 ) -> jax.Array:  # fmt: skip
     a, b, b_scale, b_zero_point, bias = _contracts.arrays(a, b, b_scale, b_zero_point, bias)
     _contracts.array(_NAME, "a", a, (_dtypes.FLOAT32,))
@@ -87,28 +84,28 @@ def _dynamic_quantize_matmul(
     else:
         _, steps = _matmul.zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
         b_scale = _matmul.of_columns(_NAME, "b_scale", b_scale, of)
-    y: Any = _product(_Config(of, contiguous), a, b, steps, b_scale)
+    y: Any = _product(of, a, b, steps, b_scale)
     return _matmul.biased(y, bias).reshape(of.out)
 
 
 _enter = _contracts.entrance(_NAME, _dynamic_quantize_matmul, ("a", "b", "b_scale", "b_zero_point", "bias"))
 
 
-class _Config(NamedTuple):
-    of: _matmul.Shapes
-    contiguous: bool
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(config: _Config, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+def _product(of: _matmul.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
     """Returns the product before its bias; b_steps are of the signed b."""
-    return _product_fwd(config, a, b, b_steps, b_scale)[0]
+    return _product_fwd(of, a, b, b_steps, b_scale)[0]
 
 
 def _scaled(
-    config: _Config, codes: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, a_scale: jax.Array, b_scale: jax.Array
+    of: _matmul.Shapes,
+    codes: jax.Array,
+    b: jax.Array,
+    a_steps: Any,
+    b_steps: Any,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
 ) -> jax.Array:
-    of = config.of
     a_scale = a_scale.reshape((1,) * len(of.a))
     if block_count(b_scale, of) > 1:
         return blocked(codes, b, a_steps, b_steps, a_scale, b_scale, of)
@@ -117,20 +114,19 @@ def _scaled(
 
 
 def _product_fwd(
-    config: _Config, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+    of: _matmul.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     per_tensor = _granularity.PerTensor()
-    _, _, scale, zero_point = dynamic_range(a, per_tensor, _UINT8, config.contiguous)
+    _, _, scale, zero_point = dynamic_range(a, per_tensor, _UINT8)
     codes = dynamic_codes(a, scale, zero_point, per_tensor)
     steps = _operands.signed_steps(zero_point, _UINT8, False)
-    y = _scaled(config, codes, b, steps, b_steps, scale, b_scale)
+    y = _scaled(of, codes, b, steps, b_steps, scale, b_scale)
     return y, (codes, b, steps, b_steps, scale, b_scale)
 
 
-def _product_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _product_bwd(of: _matmul.Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     codes, b, a_steps, b_steps, scale, b_scale = residuals
-    of = config.of
     weights = _operands.signed(b.reshape(of.b)).astype(jnp.float32)
     blocks = block_count(b_scale, of)
     if b_steps is not None:
@@ -140,7 +136,7 @@ def _product_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ..
     # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
     like = codes.reshape(of.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
-    _, pull_scale = jax.vjp(lambda s: _scaled(config, codes, b, a_steps, b_steps, scale, s), b_scale)
+    _, pull_scale = jax.vjp(lambda s: _scaled(of, codes, b, a_steps, b_steps, scale, s), b_scale)
     (da,) = pull_a(g)
     return da.reshape(codes.shape), None, None, pull_scale(g)[0]
 

@@ -74,7 +74,7 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
     lo, hi = _contracts.float32(lo), _contracts.float32(hi)
     if lo is not None:
         _known_range(lo, hi)
-    given = _enter(_contracts.float32(x), lo, hi, spec=spec, contiguous=not _contracts.is_traced(x))
+    given = _enter(_contracts.float32(x), lo, hi, spec=spec)
     return trusted(given)
 
 
@@ -92,10 +92,8 @@ def _known_range(lo: Any, hi: Any) -> None:
         _contracts.require(bool((low <= high).all()), _NAME, "lo", "no more than hi", "more")
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("spec", "contiguous"))
-def _quantize(
-    x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec, contiguous: bool
-) -> QuantizedArray:
+@functools.partial(jax.jit, inline=True, static_argnames=("spec",))
+def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec) -> QuantizedArray:
     x, lo, hi = _contracts.arrays(x, lo, hi)
     _contracts.array(_NAME, "x", x, _dtypes.FLOATS)
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
@@ -107,7 +105,7 @@ def _quantize(
     assert shape is not None
     size = _block_size(spec)
     if lo is None or hi is None:
-        low, high = _ranges.extremes(x, shape, size, contiguous, _ranges.is_mirrored(spec))
+        low, high = _ranges.extremes(x, shape, size)
     else:
         low, high = (_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
     scale, zero_point = _ranges.parameters(spec, low, high, scale_shape, point_shape)

@@ -35,29 +35,21 @@ def finest(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ..
     return tuple(z if s == 1 else s for s, z in pairs)
 
 
-def extremes(
-    x: jax.Array, shape: tuple[int, ...], block_size: int | None, contiguous: bool, mirrored: bool = False
-) -> tuple[jax.Array, ...]:
-    """Returns (min(x, 0), max(x, 0)) as two float32 arrays of the given shape, which is aligned with x's.
-
-    `mirrored` asks for (-max(|x|), max(|x|)) instead, which takes one reduction less.
-    """
+def extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, ...]:
+    """Returns (min(x, 0), max(x, 0)) as two float32 arrays of the given shape, which is aligned with x's."""
     x = x.astype(jnp.float32)
     sizes = _granularity.Aligned(block_size).sizes(shape, x.shape)
     assert sizes is not None
     cut = [a for a, (size, n) in enumerate(zip(sizes, x.shape, strict=True)) if size not in (1, n)]
     if cut:
-        return _of_blocks(x, shape, sizes, cut[0], block_size, mirrored)
+        return _of_blocks(x, shape, sizes, cut[0], block_size)
     axes = tuple(a for a, (size, n) in enumerate(zip(sizes, x.shape, strict=True)) if size == n and shape[a] == 1)
-    if mirrored:
-        high = _reductions.magnitude(x, axes).reshape(shape)
-        return -high, high
-    low, high = _reductions.extremes(x, axes, contiguous)
+    low, high = _reductions.extremes(x, axes)
     return low.reshape(shape), high.reshape(shape)
 
 
 def _of_blocks(
-    x: jax.Array, shape: tuple[int, ...], sizes: tuple[int, ...], axis: int, block_size: int | None, mirrored: bool
+    x: jax.Array, shape: tuple[int, ...], sizes: tuple[int, ...], axis: int, block_size: int | None
 ) -> tuple[jax.Array, ...]:
     """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
     size, length = sizes[axis], x.shape[axis]
@@ -73,7 +65,7 @@ def _of_blocks(
         part = lax.slice_in_dim(x, start, start + runs * run, axis=axis)
         part = part.reshape(*x.shape[:axis], runs, run, *x.shape[axis + 1 :])
         inner = (*shape[:axis], runs, 1, *shape[axis + 1 :])
-        found = extremes(part, inner, block_size, False, mirrored)
+        found = extremes(part, inner, block_size)
         parts.append([v.reshape(*shape[:axis], runs, *shape[axis + 1 :]) for v in found])
     low, high = (lax.concatenate([p[i] for p in parts], axis) for i in (0, 1))
     return low, high
@@ -144,17 +136,10 @@ def _share(bound: jax.Array, steps: jax.Array) -> jax.Array:
     return jnp.where(none, _ZERO, _numerics.quotient(bound, jnp.where(none, _ONE, steps)))
 
 
-def is_mirrored(spec: QuantSpec) -> bool:
-    """Whether a spec's scale depends on the largest magnitude alone."""
-    least, most = spec.bounds
-    fixed = spec.fixed_zero_point
-    return fixed is not None and (spec.codebook is not None or least - fixed == fixed - most)
-
-
 def _symmetric(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
     least, most = spec.bounds
     largest = spec.codebook.largest if spec.codebook else most - fixed
-    if is_mirrored(spec):
+    if spec.codebook or least - fixed == -largest:
         scale = _quotient(jnp.maximum(-low, high), largest)
     else:
         scale = jnp.maximum(_quotient(low, least - fixed), _quotient(high, largest))
