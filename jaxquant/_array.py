@@ -30,6 +30,9 @@ class QuantizedArray:
     slice or a transpose. `scale` and `zero_point` have the rank of `values`; each of their dimensions is 1 (shared),
     that of `values` (an entry per index), or counts blocks. They may differ from each other.
 
+    `jax.vmap` and `jax.lax.scan` map every part of it: an axis to map must be there in the scale too, among the axes
+    that `PerAxis` keeps, or by `per_index(axis)`.
+
     The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every method and function
     that is given one does. It is immutable, and it is no `jax.Array`: what would need its values as floats
     asks for `dequantize()`, and nothing calls that for you.
@@ -77,7 +80,8 @@ class QuantizedArray:
     ) -> None:
         if dtype is None:
             found = getattr(scale, "dtype", None)
-            dtype = _dtypes.FLOAT32 if found == _dtypes.E8M0 else found
+            # float64 is numpy's word for a float, which JAX makes a float32.
+            dtype = _dtypes.FLOAT32 if found in (_dtypes.E8M0, np.dtype(np.float64)) else found
         self._fill(values, scale, zero_point, None if dtype is None else np.dtype(dtype), block_size, codebook)
 
     def _fill(self, values: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
@@ -226,6 +230,15 @@ class QuantizedArray:
         """
         return _indexing.picked(contract(f"{_NAME}.__getitem__", "self", self), index)
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
+        """Takes numpy's `@`, and refuses all else that numpy would do with floats."""
+        if ufunc is np.matmul and method == "__call__" and not keywords:
+            from ._dot import matmul
+
+            return matmul(*inputs)
+        text = _contracts.message(_NAME, "self", f"q.dequantize() for numpy's {ufunc.__name__}", repr(self))
+        raise TypeError(text)
+
     def __matmul__(self, other: Any) -> jax.Array:
         """Returns `matmul(self, other)`."""
         from ._dot import matmul  # an operator's room lies above that of what it works on
@@ -295,6 +308,8 @@ def stored_bytes(part: Any) -> int:
 
 def contract(function: str, argument: str, q: Any) -> QuantizedArray:
     """Requires a QuantizedArray whose parts are arrays that fit each other; returns it with JAX's arrays."""
+    if not isinstance(q, QuantizedArray) and hasattr(q, "__jax_array__"):
+        q = q.__jax_array__()  # a flax.nnx.Param, for one
     if not isinstance(q, QuantizedArray):
         _contracts.require_type(False, function, argument, "a QuantizedArray", _contracts.described(q))
     if q._checked:

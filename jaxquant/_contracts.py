@@ -216,7 +216,10 @@ def _narrowed(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
 
 def float32(value: Any) -> Any:
     """Returns a Python number as a float32; anything else as it came."""
-    return np.float32(value) if type(value) in (int, float) else value
+    if type(value) not in (int, float):
+        return value
+    with np.errstate(over="ignore"):  # what is too large is an infinity, without numpy's warning
+        return np.float32(value)
 
 
 def arrays(*values: Any) -> tuple[Any, ...]:

@@ -95,6 +95,7 @@ def conv_general_dilated(
     dtype = _dtypes.wider(x.dtype, w.dtype)
     if preferred_element_type is not None:
         dtype = _contracts.dtype(_NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS)
+    _contracts.hashable(_NAME, "precision", precision)
     ints = functools.partial(_contracts.integers, _NAME)
     plan = planned(
         _NAME, x, w, ints("window_strides", window_strides), ints("padding", padding),

@@ -100,10 +100,10 @@ def _contraction(lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: 
 
 def operand(function: str, argument: str, x: Any) -> Any:
     """Requires a QuantizedArray or a float array, and returns it."""
+    if not isinstance(x, jax.Array | QuantizedArray) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()  # a flax.nnx.Param, for one
     if isinstance(x, QuantizedArray):
         return _array.contract(function, argument, x)
-    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
-        x = x.__jax_array__()
     (x,) = _contracts.arrays(x)
     _contracts.array(function, argument, x, _dtypes.FLOATS)
     return x
@@ -148,7 +148,7 @@ def matmul(
     """
     a: Any = operand("matmul", "lhs", lhs)
     b: Any = operand("matmul", "rhs", rhs)
-    shapes = _matmul.shapes("matmul", a, b)
+    shapes = _matmul.shapes("matmul", a, b, ("lhs", "rhs"))
     contract = functools.partial(contraction, "matmul", precision=precision, preferred=preferred_element_type)
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))

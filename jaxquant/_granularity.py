@@ -112,9 +112,7 @@ class Groups:
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale` with every entry repeated `sizes` times, cut to the shape of `like`."""
-        if is_placed(scale):  # a reshape does not say where its result lies
-            mesh = jax.typeof(scale).sharding.mesh
-            scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*(None,) * scale.ndim)))
+        scale = whole(scale)  # a reshape does not say where its result lies
         # A box longer than its dimension repeats no more often than that is long.
         sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
@@ -160,6 +158,14 @@ def is_placed(value: jax.Array) -> bool:
 def placed(value: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `value` sharded as `like`, where JAX tracks shardings in types."""
     return reshard(value, jax.typeof(like).sharding) if is_placed(like) else value
+
+
+def whole(value: jax.Array) -> jax.Array:
+    """Returns `value` whole on every device, where JAX tracks shardings in types, for what lies nowhere special."""
+    if not is_placed(value):
+        return value
+    mesh = jax.typeof(value).sharding.mesh
+    return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
 
 
 def resolve(

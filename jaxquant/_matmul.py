@@ -28,18 +28,20 @@ class Shapes(NamedTuple):
         return (*lax.broadcast_shapes(self.a[:-2], self.b[:-2]), self.a[-2], self.b[-1])
 
 
-def shapes(function: str, a: jax.Array, b: jax.Array) -> Shapes:
+def shapes(function: str, a: jax.Array, b: jax.Array, names: tuple[str, str] = ("a", "b")) -> Shapes:
     """Holds two operands to numpy.matmul's contract."""
-    for name, x in (("a", a), ("b", b)):
+    for name, x in zip(names, (a, b), strict=True):
         _contracts.require(x.ndim > 0, function, name, "an array of rank 1 or more", "rank 0")
     wide_a = a.shape if a.ndim > 1 else (1, *a.shape)
     wide_b = b.shape if b.ndim > 1 else (*b.shape, 1)
     got = f"shapes {a.shape} and {b.shape}"
-    _contracts.require(wide_a[-1] == wide_b[-2], function, "b", f"{wide_a[-1]} rows, as a has columns", got)
+    _contracts.require(
+        wide_a[-1] == wide_b[-2], function, names[1], f"{wide_a[-1]} rows, as {names[0]} has columns", got
+    )
     try:
         batch = lax.broadcast_shapes(wide_a[:-2], wide_b[:-2])
     except ValueError:
-        _contracts.require(False, function, "b", "batch dimensions that broadcast against a's", got)
+        _contracts.require(False, function, names[1], f"batch dimensions that broadcast against {names[0]}'s", got)
         raise
     rows = (wide_a[-2],) if a.ndim > 1 else ()
     columns = (wide_b[-1],) if b.ndim > 1 else ()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _contracts, _dtypes, _granularity
@@ -50,10 +49,7 @@ def _pack(values: jax.Array) -> jax.Array:
     (values,) = _contracts.arrays(values)
     _contracts.array(_PACK, "values", values, DTYPES)
     width = _dtypes.width(values.dtype)
-    if _granularity.is_placed(values):  # laid flat, it lies nowhere in particular
-        mesh = jax.typeof(values).sharding.mesh
-        values = reshard(values, NamedSharding(mesh, PartitionSpec(*(None,) * values.ndim)))
-    flat = values.reshape(-1)
+    flat = _granularity.whole(values).reshape(-1)
     if width == 8:
         return lax.bitcast_convert_type(flat, jnp.uint8)
     if flat.dtype in _dtypes.FLOAT4:

@@ -153,5 +153,6 @@ def _used(q: QuantizedArray) -> jax.Array:
         index = _small_floats.magnitude_code(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
         index = values.astype(jnp.int32) - _dtypes.bounds(dtype)[0]
+    index = _granularity.whole(index)
     seen = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
     return jnp.mean(seen, dtype=jnp.float32)

@@ -31,7 +31,8 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
     - floats and code books: scale = max(-lo, hi) / their largest value.
 
     A slice without a range (all zeros, or no elements) has scale 1. A NaN or an infinity in a slice makes its scale
-    NaN or infinite, and shows in all that is dequantized from it.
+    NaN or infinite, and shows in all that is dequantized from it: 0 times infinity is NaN, and the infinity itself may
+    come back with the other sign.
 
     The codes are `quantize_linear`'s with precision float32, ONNX Runtime's, and of a code book the nearest entry.
     With a scale that is known, `from_onnx(quantize_linear(x, scale, ...), scale, ...)` makes the array.
@@ -42,8 +43,9 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
     Args:
         x: values, float32, float16 or bfloat16, of any shape; a Python number is float32.
         spec: Static. How to quantize.
-        lo: the lower end of the range, in the unit of x, float32, float16 or bfloat16: a scalar, or of x's rank with
-            the dimensions of the scale, as calibrators return it. A Python number is float32. Given with `hi` only.
+        lo: the lower end of the range, in the unit of x, float32, float16 or bfloat16: one element, or of x's rank
+            with the dimensions of the scale, as calibrators return it. A Python number is float32. Given with `hi`
+            only.
         hi: the upper end, likewise.
 
     Returns:
@@ -127,6 +129,8 @@ def _block_size(spec: QuantSpec) -> int | None:
 
 def _bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     _contracts.array(_NAME, argument, bound, _dtypes.FLOATS)
+    if bound.size == 1:  # of another rank too: calibrated on batches, used on one row
+        return jnp.broadcast_to(bound.astype(jnp.float32).reshape(()), shape)
     fits = bound.ndim == 0 or (
         bound.ndim == len(shape) and all(b in (1, n) for b, n in zip(bound.shape, shape, strict=True))
     )

@@ -94,23 +94,27 @@ def parameters(
         scale = _holding(spec, _symmetric(spec, low, high, float(fixed)))
         return scale, None if fixed == 0 else jnp.full(point_shape, fixed, spec.carrier)
     qmin, qmax = spec.bounds
-    group_low, group_high = _pooled(low, scale_shape, jnp.min), _pooled(high, scale_shape, jnp.max)
-    width = group_high - group_low
     if scale_shape == low.shape != point_shape:  # a scale has less to share than a zero point
         pooled_low, pooled_high = _pooled(low, point_shape, jnp.min), _pooled(high, point_shape, jnp.max)
-        point = _zero_point(spec, pooled_low, _asymmetric(spec, pooled_high - pooled_low, qmax - qmin))
+        point = _zero_point(spec, pooled_low, _asymmetric(pooled_low, pooled_high, qmax - qmin))
         # A bound other than 0 needs a step on its side of the zero point, or no scale reaches it.
         floor = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
         ceiling = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
         point = jnp.clip(point.astype(jnp.int32), floor, ceiling).astype(spec.carrier)
-        steps = jnp.broadcast_to(point.astype(jnp.float32), low.shape)
+        steps = _spread(point.astype(jnp.float32), low)
         scale = jnp.maximum(_share(low, np.float32(qmin) - steps), _share(high, np.float32(qmax) - steps))
         return _holding(spec, _guarded(scale, low, high)), point
+    wide = _asymmetric(low, high, qmax - qmin)
     if scale_shape != low.shape:  # each slice has its own zero point: what they share must span the widest
-        width = _pooled(high - low, scale_shape, jnp.max)
-    scale = _holding(spec, _asymmetric(spec, width, qmax - qmin))
+        wide = _pooled(jnp.where(low == high, _ZERO, wide), scale_shape, jnp.max)
+        wide = jnp.where(wide == 0, _ONE, wide)
+    scale = _holding(spec, wide)
     wide = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
-    return scale, _zero_point(spec, low, jnp.broadcast_to(wide, low.shape))
+    return scale, _zero_point(spec, low, _spread(wide, low))
+
+
+def _spread(value: jax.Array, like: jax.Array) -> jax.Array:
+    return _granularity.placed(jnp.broadcast_to(value, like.shape), like)
 
 
 def _widened(bound: jax.Array, sign: int) -> jax.Array:
@@ -146,8 +150,10 @@ def _symmetric(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -
     return _guarded(scale, low, high)
 
 
-def _asymmetric(spec: QuantSpec, width: jax.Array, steps: float) -> jax.Array:
-    return _guarded(_quotient(width, steps), width, width)
+def _asymmetric(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
+    # Halves, which are exact: the whole width may be more than a float32 holds.
+    half = np.float32(0.5)
+    return _guarded(_quotient(high * half - low * half, steps / 2), low, high)
 
 
 def _guarded(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

@@ -13,7 +13,15 @@ def after(value: jax.Array, done: jax.Array) -> jax.Array:
     A loop would say the same, but XLA:CPU runs element-wise work in a loop's body on one thread; and chunks that do
     not depend on each other it computes one behind the other before it uses the first, out of the cache again.
     """
-    return lax.platform_dependent(value, done, cpu=_after, default=lambda v, _: v)
+    return lax.platform_dependent(value, done, cpu=_after, default=_beside)
+
+
+def _beside(value: jax.Array, done: jax.Array) -> jax.Array:
+    """Returns the value as it came, which under `jax.shard_map` then varies where `done` does, as in the other form."""
+    if done.size == 0:
+        return value
+    first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
+    return value ^ jnp.broadcast_to(jnp.zeros_like(first).astype(value.dtype), value.shape)
 
 
 def _after(value: jax.Array, done: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _array, _dtypes, _granularity, _scheduling
+from . import _array, _dtypes, _granularity, _numerics, _scheduling
 from ._array import QuantizedArray
 from .integer._dot_general import Role
 
@@ -30,24 +30,33 @@ class _Product(NamedTuple):
 def weight_only(lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any) -> jax.Array:
     """Returns the float product of a quantized and a float array."""
     which = 0 if isinstance(lhs, QuantizedArray) else 1
-    q, x = (lhs, rhs) if which == 0 else (rhs, lhs)
+    q: Any = (lhs, rhs)[which]
+    x: Any = (lhs, rhs)[1 - which]
     wide = _dtypes.wider(q.dtype, x.dtype)
     parts, static = q.astype(wide).tree_flatten()
     config = _Product(left, right, which, static, precision)
-    y: Any = _product(config, x.astype(wide), *parts)
+    axis = _chunked(config, x, parts[0])
+    # A rule of one's own stands in the way of forward mode, and makes gradients that nobody asked for.
+    y: Any = _at_once(config, x.astype(wide), *parts) if axis is None else _product(config, x.astype(wide), *parts)
     dtype = wide if preferred is None else preferred
-    return y if y.dtype == dtype else y.astype(dtype)
+    return _numerics.to_grid(y, dtype).astype(dtype)
+
+
+def _chunked(config: _Product, x: jax.Array, values: jax.Array) -> int | None:
+    """Returns the dimension of the codes along which they are dequantized a piece at a time, or None."""
+    role = (config.left, config.right)[config.quantized]
+    axis = max(role.free, key=lambda a: values.shape[a], default=None)
+    whole = values.size <= _CHUNK or _granularity.is_placed(x) or _granularity.is_placed(values)
+    return None if whole else axis
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
-    """Returns the contraction of x with what the codes stand for."""
+    """Returns the float32 contraction of x with what the codes stand for, dequantized a piece at a time on a CPU."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)
-    role = (config.left, config.right)[config.quantized]
     at_once = functools.partial(_at_once, config)
-    axis = max(role.free, key=lambda a: values.shape[a], default=None)
-    if axis is None or values.size <= _CHUNK or _granularity.is_placed(x) or _granularity.is_placed(values):
-        return at_once(x, values, scale, zero_point)
+    axis = _chunked(config, x, values)
+    assert axis is not None
     in_chunks = functools.partial(_in_chunks, config, axis)
     return lax.platform_dependent(x, values, scale, zero_point, cpu=in_chunks, default=at_once)
 
@@ -71,8 +80,14 @@ _product.defvjp(_product_fwd, _product_bwd)
 def _at_once(config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
     q = QuantizedArray.tree_unflatten(config.static, (values, scale, zero_point))
     operands = (_array.dequantized(q), x) if config.quantized == 0 else (x, _array.dequantized(q))
-    dimensions = tuple((getattr(config.left, g), getattr(config.right, g)) for g in ("contracted", "batch"))
-    return lax.dot_general(*operands, dimensions, precision=config.precision)  # type: ignore[arg-type]
+    return _contracted(config, *operands)
+
+
+def _contracted(config: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the product in float32, whatever its operands are."""
+    left, right = config.left, config.right
+    dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
+    return lax.dot_general(lhs, rhs, dimensions, config.precision, jnp.float32)
 
 
 def _in_chunks(
@@ -92,8 +107,7 @@ def _in_chunks(
             chunk = chunk.replace(scale=lax.bitcast_convert_type(bits, chunk.scale.dtype))
         weights = lax.optimization_barrier(_array.dequantized(chunk))
         operands = (weights, x) if config.quantized == 0 else (x, weights)
-        dimensions = tuple((getattr(config.left, g), getattr(config.right, g)) for g in ("contracted", "batch"))
-        parts.append(lax.dot_general(*operands, dimensions, precision=config.precision))  # type: ignore[arg-type]
+        parts.append(_contracted(config, *operands))
     role = (config.left, config.right)[config.quantized]
     ahead = 0 if config.quantized == 0 else len(config.left.free)
     return jnp.concatenate(parts, axis=len(role.batch) + ahead + role.free.index(axis))

@@ -247,6 +247,33 @@ def test_dtypes(rng: np.random.Generator) -> None:
     assert jq.matmul(x.dequantize(), w, preferred_element_type=jnp.float16).dtype == jnp.float16
 
 
+def test_weight_only_sums_in_float32() -> None:
+    """Of 16-bit operands too: float16 would overflow, bfloat16 lose its digits."""
+    x, w = jnp.full((2, 256), 100, jnp.float16), jnp.full((256, 3), 300, jnp.float16)
+    y = jq.matmul(x, jq.quantize(w, QuantSpec(jnp.int8)), preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(y, np.full((2, 3), 256 * 100 * 300.0), rtol=1e-3)
+    y = jq.einsum("ab,bc->a", x, jq.quantize(w, QuantSpec(jnp.int8)), preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(y, np.full(2, 3 * 256 * 100 * 300.0), rtol=1e-3)
+
+
+def test_forward_mode(rng: np.random.Generator) -> None:
+    """Small weight-only contractions and integer ones can be differentiated either way, and twice."""
+    x = rng.normal(size=(2, 8)).astype(np.float32)
+    q = jq.quantize(rng.normal(size=(8, 4)).astype(np.float32), QuantSpec(jnp.int8, PerAxis(1)))
+    _, found = jax.jvp(lambda x: jq.matmul(x, q), (x,), (x,))
+    np.testing.assert_allclose(found, jq.matmul(x, q), rtol=1e-5)
+    hessian = jax.hessian(lambda s: jnp.sum(jq.matmul(x, q.replace(scale=s)) ** 2))(q.scale)
+    assert np.isfinite(np.asarray(hessian)).all()
+
+
+def test_numpy_on_the_left(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(2, 8)).astype(np.float32)
+    q = jq.quantize(rng.normal(size=(8, 4)).astype(np.float32), QuantSpec(jnp.int8))
+    np.testing.assert_array_equal(x @ q, jq.matmul(x, q))
+    with pytest.raises(TypeError, match=r"QuantizedArray: self: wanted q\.dequantize\(\) for numpy's add"):
+        np.add(x, q)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the form is a CPU's")
 @pytest.mark.parametrize(
     "spec",
@@ -303,11 +330,13 @@ def test_bad_input_is_named(row: Any) -> None:
 
 
 def test_bad_input_of_matmul_is_named() -> None:
-    with pytest.raises(ValueError, match=r"jaxquant\.matmul: b: wanted 6 rows, as a has columns; got shapes \(4, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"jaxquant\.matmul: rhs: wanted 6 rows, as lhs has columns; got shapes \(4, 6\)"
+    ):
         jq.matmul(Q, Q)
     with pytest.raises(TypeError, match=r"jaxquant\.matmul: preferred_element_type: wanted dtype float32"):
         jq.matmul(Q, F, preferred_element_type=jnp.int32)
-    with pytest.raises(ValueError, match=r"jaxquant\.matmul: b: wanted an array of rank 1 or more; got rank 0"):
+    with pytest.raises(ValueError, match=r"jaxquant\.matmul: rhs: wanted an array of rank 1 or more; got rank 0"):
         jq.matmul(Q, jnp.float32(1))
 
 

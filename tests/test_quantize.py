@@ -451,3 +451,20 @@ def test_a_gibibyte_takes_no_second_one(name: str, granularity: jq.PerTensor | j
     back = jax.jit(lambda q: q.dequantize()).lower(q).compile().memory_analysis()
     assert back is not None
     assert back.temp_size_in_bytes < 2**20
+
+
+def test_a_range_wider_than_a_float32() -> None:
+    """Its ends are float32, its width is none; the scale is."""
+    x = np.array([-2e38, 0, 2e38, 3e38], np.float32)
+    for q in (jq.quantize(x, jq.QuantSpec(jnp.uint8)), jq.quantize(x, jq.QuantSpec(jnp.uint8), -2e38, 3e38)):
+        found = np.asarray(q.dequantize(), np.float64)
+        assert np.abs(found - x.astype(np.float64)).max() <= 0.5001 * 5e38 / 255
+
+
+def test_one_element_is_a_range_for_every_rank(rng: np.random.Generator) -> None:
+    """Calibrated on batches of one rank, used on another."""
+    x = rng.normal(size=(2, 3, 4)).astype(np.float32)
+    spec = jq.QuantSpec(jnp.uint8)
+    found = jq.quantize(x, spec, np.full((1, 1), -2, np.float32), np.full((1, 1), 2, np.float32))
+    np.testing.assert_array_equal(found.values, jq.quantize(x, spec, -2.0, 2.0).values)
+    assert found.scale.shape == (1, 1, 1)
