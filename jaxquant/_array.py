@@ -384,6 +384,6 @@ def _dequantize(
     aligned = _granularity.Aligned(block_size)
     if codebook is None:
         return dequantize_codes(values, scale, zero_point, aligned, dtype)
-    wide = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    wide = _small_floats.scale_as_float32(scale)
     product = _numerics.rounded(codebook.decode(values) * aligned.expand(wide, values))
     return _numerics.to_grid(product, dtype).astype(dtype)

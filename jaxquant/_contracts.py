@@ -214,6 +214,13 @@ def _narrowed(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(result)
 
 
+def unwrapped(value: Any) -> Any:
+    """Returns the array inside an object that stands for one, a flax.nnx.Param for one; anything else as it came."""
+    if isinstance(value, jax.Array) or not hasattr(value, "__jax_array__"):
+        return value
+    return value.__jax_array__()
+
+
 def float32(value: Any) -> Any:
     """Returns a Python number as a float32; anything else as it came."""
     if type(value) not in (int, float):

@@ -88,43 +88,70 @@ def conv_general_dilated(
     points have none.
     """
     x, w = operand(_NAME, "lhs", lhs), operand(_NAME, "rhs", rhs)
-    quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
-    if not any(quantized):
-        got = f"{_contracts.described(x)} and {_contracts.described(w)}"
-        _contracts.require_type(False, _NAME, "lhs, rhs", "a QuantizedArray on one side at least", got)
-    dtype = _dtypes.wider(x.dtype, w.dtype)
     if preferred_element_type is not None:
-        dtype = _contracts.dtype(_NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS)
+        preferred_element_type = _contracts.dtype(
+            _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
+        )
     _contracts.hashable(_NAME, "precision", precision)
-    ints = functools.partial(_contracts.integers, _NAME)
-    plan = planned(
-        _NAME, x, w, ints("window_strides", window_strides), ints("padding", padding),
+    plan = plan_of(
+        _NAME, x, w, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count,
+    )  # fmt: skip
+    return convolution(_NAME, x, w, plan, precision, preferred_element_type)
+
+
+def plan_of(
+    function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
+    dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
+) -> Plan:  # fmt: skip
+    """Holds what is static of a convolution to its contracts, and returns how it is run."""
+    ints = functools.partial(_contracts.integers, function)
+    return planned(
+        function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
         ints("lhs_dilation", lhs_dilation), ints("rhs_dilation", rhs_dilation), dimension_numbers,
         ints("feature_group_count", feature_group_count), ints("batch_group_count", batch_group_count),
     )  # fmt: skip
+
+
+def convolution(function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any) -> jax.Array:
+    """Returns `conv_general_dilated`, with errors that name another function."""
+    quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
+    if not any(quantized):
+        got = f"{_contracts.described(x)} and {_contracts.described(w)}"
+        _contracts.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    dtype = preferred or _dtypes.wider(x.dtype, w.dtype)
     if not all(quantized):
         return _weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
-    _integer_contract(x, w, plan)
+    _integer_contract(function, x, w, plan)
     return _integer(x, w, plan=plan, dtype=dtype)
 
 
-def _integer_contract(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
+def floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
+    """Returns the convolution of floats."""
+    geometry = plan.geometry
+    return lax.conv_general_dilated(
+        lhs, rhs, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, plan.numbers,
+        feature_group_count=plan.features, batch_group_count=plan.batches, precision=precision,
+    )  # fmt: skip
+
+
+def _integer_contract(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
     """Requires two arrays that convolve as integers: one scale and one zero point for all that is added up."""
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
     for argument, q, kept, per in (
         ("lhs", lhs, {"scale": image}, "image"),
         ("rhs", rhs, {"scale": feature, "zero_point": feature}, "output feature"),
     ):
-        _quantized_dot.contract(_NAME, argument, q)
+        _quantized_dot.contract(function, argument, q)
         for name in ("scale", "zero_point"):
             part, axis = getattr(q, name), kept.get(name)
             shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
             wanted = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
             got = None if part is None else f"shape {part.shape} for values of shape {q.shape}"
-            _contracts.require(shared, _NAME, f"{argument}.{name}", f"{wanted}or {argument}.dequantize()", got)
+            _contracts.require(shared, function, f"{argument}.{name}", f"{wanted}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), _quantized_dot.exact_terms(lhs, rhs)
     wanted = f"{limit} products of two codes in a sum at most, all that int32 holds, or rhs.dequantize()"
-    _contracts.require(terms <= limit, _NAME, "rhs", wanted, terms)
+    _contracts.require(terms <= limit, function, "rhs", wanted, terms)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
@@ -133,21 +160,18 @@ def _weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) 
         x.astype(jnp.float32).dequantize() if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
     )
-    geometry = plan.geometry
-    y = lax.conv_general_dilated(
-        lhs, rhs, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, plan.numbers,
-        feature_group_count=plan.features, batch_group_count=plan.batches, precision=precision,
-    )  # fmt: skip
+    y = floats(lhs, rhs, plan, precision)
     return _numerics.to_grid(y, dtype).astype(dtype)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "dtype"))
 def _integer(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
-    images = _entries(lhs, lhs.scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
+    lhs_scale, rhs_scale = (_small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
+    images = _entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     if images.size > 1 and plan.batches > 1:  # each group of images has its own features
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
-    scale = _matmul.scales(images, _entries(rhs, rhs.scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
+    scale = _matmul.scales(images, _entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
     points = (
         None if q.zero_point is None else _entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
@@ -167,8 +191,6 @@ def _integer(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any
 
 def _entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
     """Returns a scale or zero point that varies along one dimension at most: one entry, or one for each index of it."""
-    part = _small_floats.decode(part) if part.dtype == _dtypes.E8M0 else part
-    part = part.astype(jnp.float32) if part.dtype in _dtypes.FLOATS else part
     if part.size != 1:
         along = tuple(n if a == axis else 1 for a, n in enumerate(q.shape))
         part = _granularity.Aligned(q.block_size).expand(part, jnp.zeros(along, part.dtype))

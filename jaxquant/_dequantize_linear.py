@@ -112,7 +112,7 @@ def dequantize(
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         steps = codes.astype(jnp.float32)
-    values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    values = _small_floats.scale_as_float32(scale)
     product = _numerics.rounded(steps * granularity.expand(values, x))
     return _numerics.to_grid(product, dtype).astype(dtype)
 

@@ -77,7 +77,7 @@ def einsum(
     dtype = dtypes.pop() if len(dtypes) == 1 else _dtypes.FLOAT32
     if preferred_element_type is not None:
         dtype = _contracts.dtype(_NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS)
-    terms, out = _parsed(subscripts, [x.ndim for x in given])
+    terms, out = parsed(_NAME, subscripts, [x.ndim for x in given])
     sizes = _sizes(given, terms)
     parts = [_distinct(i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
     if len(parts) == 1:
@@ -103,23 +103,23 @@ class _Part(NamedTuple):
         return _Part(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
 
 
-def _parsed(subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
+def parsed(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
     """Returns the indices of each operand and of the output; those of "..." are numbers, from the back."""
     _contracts.require_type(
-        isinstance(subscripts, str), _NAME, "subscripts", "a string", _contracts.described(subscripts)
+        isinstance(subscripts, str), function, "subscripts", "a string", _contracts.described(subscripts)
     )
     inputs, arrow, output = subscripts.replace(" ", "").partition("->")
     texts = inputs.split(",")
     wanted = f"as many terms as operands, {len(ranks)}"
-    _contracts.require(len(texts) == len(ranks), _NAME, "subscripts", wanted, f"{len(texts)} in {subscripts!r}")
+    _contracts.require(len(texts) == len(ranks), function, "subscripts", wanted, f"{len(texts)} in {subscripts!r}")
     for text in (*texts, output):
         wanted = 'terms of letters and one "..." at most, with "," between and "->" before the last'
-        _contracts.require(bool(_TERM.fullmatch(text)), _NAME, "subscripts", wanted, repr(subscripts))
+        _contracts.require(bool(_TERM.fullmatch(text)), function, "subscripts", wanted, repr(subscripts))
     extras = []
     for i, (text, rank) in enumerate(zip(texts, ranks, strict=True)):
         named = len(text.replace("...", ""))
         holds = named <= rank if "..." in text else named == rank
-        _contracts.require(holds, _NAME, f"operands[{i}]", f"a rank that fits {text!r}", f"rank {rank}")
+        _contracts.require(holds, function, f"operands[{i}]", f"a rank that fits {text!r}", f"rank {rank}")
         extras.append(rank - named)
     terms = [_labels(text, extra) for text, extra in zip(texts, extras, strict=True)]
     letters = inputs.replace("...", "").replace(",", "")
@@ -128,9 +128,9 @@ def _parsed(subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labe
     named = output.replace("...", "")
     holds = len(set(named)) == len(named) and set(named) <= set(letters)
     wanted = "an output of different indices of the operands"
-    _contracts.require(holds, _NAME, "subscripts", wanted, repr(subscripts))
+    _contracts.require(holds, function, "subscripts", wanted, repr(subscripts))
     wanted = 'an output with "...", for there are dimensions that it stands for'
-    _contracts.require("..." in output or max(extras) == 0, _NAME, "subscripts", wanted, repr(subscripts))
+    _contracts.require("..." in output or max(extras) == 0, function, "subscripts", wanted, repr(subscripts))
     return terms, _labels(output, max(extras))
 
 

@@ -168,6 +168,14 @@ def whole(value: jax.Array) -> jax.Array:
     return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
 
 
+def varying(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `value`, which under `jax.shard_map` then varies where `like` does, as a loop's carry has to."""
+    if like.size == 0 or is_placed(like):
+        return value
+    first = lax.slice(like, (0,) * like.ndim, (1,) * like.ndim).reshape(())
+    return lax.select(lax.eq(first, first), value, value)
+
+
 def resolve(
     function: str,
     argument: str,

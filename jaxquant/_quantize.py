@@ -99,18 +99,8 @@ def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec:
     x, lo, hi = _contracts.arrays(x, lo, hi)
     _contracts.array(_NAME, "x", x, _dtypes.FLOATS)
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
-    scale_shape, point_shape = _ranges.shapes(_NAME, spec, x.shape)
-    shape = _ranges.finest(scale_shape, point_shape)
-    wanted = "one granularity that is the coarser of the two"
-    got = f"{spec.granularity} and {spec.zero_point_granularity}"
-    _contracts.require(shape is not None, _NAME, "spec", wanted, got)
-    assert shape is not None
-    size = _block_size(spec)
-    if lo is None or hi is None:
-        low, high = _ranges.extremes(x, shape, size)
-    else:
-        low, high = (_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
-    scale, zero_point = _ranges.parameters(spec, low, high, scale_shape, point_shape)
+    scale, zero_point, shape = found(_NAME, x, spec, lo, hi)
+    size = _ranges.one_block_size(_NAME, spec)
     values = encode(x, scale, zero_point, spec)
     short = any(s not in (1, n) for s, n in zip(shape, x.shape, strict=True))
     return QuantizedArray(
@@ -121,10 +111,17 @@ def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec:
 _enter = _contracts.entrance(_NAME, _quantize, ("x", "lo", "hi"))
 
 
-def _block_size(spec: QuantSpec) -> int | None:
-    sizes = {g.size for g in (spec.granularity, spec.zero_point_granularity) if isinstance(g, _granularity.Blocked)}
-    _contracts.require(len(sizes) < 2, _NAME, "spec", "blocks of one size", f"sizes {sorted(sizes)}")
-    return sizes.pop() if sizes else None
+def found(
+    function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
+    """Returns the scale and the zero point of x, from a range or from x itself, and the shape of the ranges."""
+    scale_shape, point_shape = _ranges.shapes(function, spec, x.shape)
+    shape = _ranges.range_shape(function, spec, x.shape)
+    if lo is None or hi is None:
+        low, high = _ranges.extremes(x, shape, _ranges.one_block_size(function, spec))
+    else:
+        low, high = (_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
+    return *_ranges.parameters(spec, low, high, scale_shape, point_shape), shape
 
 
 def _bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -141,7 +138,7 @@ def _bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array
 
 def encode(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, spec: QuantSpec) -> jax.Array:
     """Returns the codes of x under a scale and a zero point of the spec's; every argument has passed its contract."""
-    aligned = _granularity.Aligned(_block_size(spec))
+    aligned = _granularity.Aligned(_ranges.one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(quotients(x, aligned.expand(scale, x), _dtypes.FLOAT32))
     bounds = None if spec.dtype in _dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))

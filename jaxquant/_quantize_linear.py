@@ -116,7 +116,7 @@ def quotients(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
     """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
     if carrier == _dtypes.INT32:
         return _numerics.integer_quotient(x, scale)
-    values = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    values = _small_floats.scale_as_float32(scale)
     return _numerics.quotient_in(x.astype(jnp.float32), values, carrier)
 
 

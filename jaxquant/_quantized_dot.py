@@ -115,7 +115,7 @@ def _side(q: QuantizedArray, role: Role) -> _Side:
     aligned, kept = _granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
     point = None if q.zero_point is None else _unblocked(q, q.zero_point, kept)
-    scale = _small_floats.decode(q.scale) if q.scale.dtype == _dtypes.E8M0 else q.scale.astype(jnp.float32)
+    scale = _small_floats.scale_as_float32(q.scale)
     centred = _operands.is_centred(q.zero_point, q.values.dtype)
     steps = _operands.signed_steps(point, q.values.dtype, centred)
     return _Side(role, _operands.signed(q.values), steps, _unblocked(q, scale, kept), (runs[0], runs[1]))

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from . import _dtypes, _granularity, _numerics, _reductions, _small_floats
+from . import _contracts, _dtypes, _granularity, _numerics, _reductions, _small_floats
 from ._spec import QuantSpec
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -33,6 +33,34 @@ def finest(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ..
     if not (all(s in (1, z) for s, z in pairs) or all(z in (1, s) for s, z in pairs)):
         return None
     return tuple(z if s == 1 else s for s, z in pairs)
+
+
+def range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the ranges of an x of this shape: the scale's, or the zero point's where that is finer."""
+    found = finest(*shapes(function, spec, shape))
+    wanted = "one granularity that is the coarser of the two"
+    got = f"{spec.granularity} and {spec.zero_point_granularity}"
+    _contracts.require(found is not None, function, "spec", wanted, got)
+    assert found is not None
+    return found
+
+
+def block_size(spec: QuantSpec) -> int | None:
+    """Returns the length of the spec's blocks, of the scale's where the zero point's differ; None without blocks."""
+    sizes = _block_sizes(spec)
+    return sizes[0] if sizes else None
+
+
+def one_block_size(function: str, spec: QuantSpec) -> int | None:
+    """Requires blocks of one length, or none, and returns it."""
+    sizes = sorted(set(_block_sizes(spec)))
+    _contracts.require(len(sizes) < 2, function, "spec", "blocks of one size", f"sizes {sizes}")
+    return block_size(spec)
+
+
+def _block_sizes(spec: QuantSpec) -> list[int]:
+    both = (spec.granularity, spec.zero_point_granularity)
+    return [granularity.size for granularity in both if isinstance(granularity, _granularity.Blocked)]
 
 
 def extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, ...]:
@@ -109,7 +137,7 @@ def parameters(
         wide = _pooled(jnp.where(low == high, _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
     scale = _holding(spec, wide)
-    wide = _small_floats.decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)
+    wide = _small_floats.scale_as_float32(scale)
     return scale, _zero_point(spec, low, _spread(wide, low))
 
 

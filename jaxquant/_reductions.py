@@ -4,6 +4,7 @@ long arrays. Knows nothing of scales."""
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,20 @@ def _at_once(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]
     # One reduction of both, over int32 that sort as the floats do: XLA:CPU reads x once, with vectors, and whatever
     # makes x is computed in the same loop. Of floats, of one end alone, or over leading axes it makes scalar loops, ten
     # to thirty times slower.
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    keys = _sorting(bits)
-    low, high = lax.reduce((keys, keys), (_NOTHING, _NOTHING), _both, axes)
-    low, high = lax.min(low, _NOTHING), lax.max(high, _NOTHING)  # of a single element XLA forgets where it started
-    # -NaN lies below all numbers, NaN above.
-    has_nan = lax.bitwise_or(lax.lt(low, ~_INFINITY), lax.gt(high, _INFINITY))
-    low, high = (lax.bitcast_convert_type(_sorting(key), jnp.float32) for key in (low, high))
-    return jnp.where(has_nan, np.float32(np.nan), low), jnp.where(has_nan, np.float32(np.nan), high)
+    keys = keys_of(x)
+    low, high = lax.reduce((keys, keys), (_NOTHING, _NOTHING), both, axes)
+    # Of a single element XLA forgets where it started.
+    return ends_of(lax.min(low, _NOTHING), lax.max(high, _NOTHING))
+
+
+def keys_of(x: jax.Array) -> jax.Array:
+    """Returns int32 that sort as the floats do, with -NaN below all numbers and NaN above."""
+    return _sorting(lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32))
+
+
+def floats_of(keys: jax.Array) -> jax.Array:
+    """Returns the float32 that sort as these int32 do."""
+    return lax.bitcast_convert_type(_sorting(keys), jnp.float32)
 
 
 def _sorting(bits: jax.Array) -> jax.Array:
@@ -47,8 +54,16 @@ def _sorting(bits: jax.Array) -> jax.Array:
     return lax.bitwise_xor(bits, lax.bitwise_and(below, _MAGNITUDE))
 
 
-def _both(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the lesser of two first and the larger of two second keys: one reduction finds both ends."""
     return lax.min(a[0], b[0]), lax.max(a[1], b[1])
+
+
+def ends_of(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the floats of the least and the largest keys, NaN where a NaN is among them."""
+    has_nan = lax.bitwise_or(lax.lt(low, ~_INFINITY), lax.gt(high, _INFINITY))
+    low, high = floats_of(low), floats_of(high)
+    return jnp.where(has_nan, np.float32(np.nan), low), jnp.where(has_nan, np.float32(np.nan), high)
 
 
 def _plain(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

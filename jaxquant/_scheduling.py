@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import _granularity
+
 
 def after(value: jax.Array, done: jax.Array) -> jax.Array:
     """Returns an integer array unchanged, on a CPU not before `done` is computed.
@@ -13,15 +15,7 @@ def after(value: jax.Array, done: jax.Array) -> jax.Array:
     A loop would say the same, but XLA:CPU runs element-wise work in a loop's body on one thread; and chunks that do
     not depend on each other it computes one behind the other before it uses the first, out of the cache again.
     """
-    return lax.platform_dependent(value, done, cpu=_after, default=_beside)
-
-
-def _beside(value: jax.Array, done: jax.Array) -> jax.Array:
-    """Returns the value as it came, which under `jax.shard_map` then varies where `done` does, as in the other form."""
-    if done.size == 0:
-        return value
-    first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
-    return value ^ jnp.broadcast_to(jnp.zeros_like(first).astype(value.dtype), value.shape)
+    return lax.platform_dependent(value, done, cpu=_after, default=_granularity.varying)
 
 
 def _after(value: jax.Array, done: jax.Array) -> jax.Array:

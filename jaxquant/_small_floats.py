@@ -1,4 +1,4 @@
-"""float8, float4 and float8_e8m0fnu to and from float32 by their bits. Knows nothing of scales.
+"""float8, float4 and float8_e8m0fnu to and from float32 by their bits. Knows nothing of what they stand for.
 
 XLA:CPU of jax 0.12 converts these types wrongly inside the body of a scan (float8_e4m3fn overflow becomes -0, -0
 becomes the NaN of float8_e4m3fnuz); integer arithmetic gives the same bits everywhere.
@@ -101,3 +101,8 @@ def decode(value: jax.Array) -> jax.Array:
 @decode.defjvp
 def _decode_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return decode(*primals), tangents[0].astype(jnp.float32)
+
+
+def scale_as_float32(scale: jax.Array) -> jax.Array:
+    """Returns a scale of any dtype that there is as float32: exact, but for large int32."""
+    return decode(scale) if scale.dtype == _dtypes.E8M0 else scale.astype(jnp.float32)

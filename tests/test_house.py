@@ -74,6 +74,7 @@ NEIGHBOURS = {
     ("_contracts", "_dtypes"),
     ("_numerics", "_small_floats"),
     ("_reductions", "_granularity"),
+    ("_scheduling", "_granularity"),
     ("_dequantize_linear", "_quantize_linear"),
     ("_dynamic_quantize_linear", "_quantize_linear"),
     ("_dynamic_fake_quantize_linear", "_fake_quantize_linear"),

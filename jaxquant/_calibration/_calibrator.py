@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from .. import _contracts
+from .. import _contracts, _granularity, _ranges
 from .._spec import QuantSpec
 from . import _slices
 
@@ -99,9 +99,9 @@ def _init(parts: Parts, example: Any) -> Any:
     has_shape = hasattr(example, "shape") and hasattr(example, "dtype")
     wanted = "an array or a jax.ShapeDtypeStruct"
     _contracts.require_type(has_shape, name, "example", wanted, type(example).__name__)
-    state = parts.nothing(_slices.range_shape(name, parts.spec, tuple(example.shape)))
+    state = parts.nothing(_ranges.range_shape(name, parts.spec, tuple(example.shape)))
     if _contracts.is_traced(example):  # a loop under jax.shard_map takes no carry that does not vary as its data do
-        state = jax.tree.map(lambda part: _slices.varying(part, example), state)
+        state = jax.tree.map(lambda part: _granularity.varying(part, example), state)
     return state
 
 
@@ -109,7 +109,7 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     name = f"{parts.function}.update"
     _state(parts, name, "state", state)
     batch = _slices.floats(name, "batch", batch)
-    shape = _slices.range_shape(name, parts.spec, batch.shape)
+    shape = _ranges.range_shape(name, parts.spec, batch.shape)
     wanted = f"a batch whose ranges have shape {tuple(state.low.shape)}, as the example of init had"
     got = f"ranges of shape {shape}, of a batch of shape {batch.shape}"
     _contracts.require(shape == tuple(state.low.shape), name, "batch", wanted, got)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from .. import _contracts, _numerics
+from .. import _contracts, _numerics, _ranges, _reductions
 from .._spec import QuantSpec
 from . import _calibrator, _slices
 from ._calibrator import Calibrator, Parts, Range
@@ -142,14 +142,14 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     _contracts.real("moving_average", "decay", decay)
     _contracts.require(0 <= decay < 1, "moving_average", "decay", "a number in [0, 1)", decay)
     _calibrator.spec_of("moving_average", spec)
-    step = functools.partial(_averaged, block=_slices.block_size(spec), share=1 - float(decay))
+    step = functools.partial(_averaged, block=_ranges.block_size(spec), share=1 - float(decay))
     parts = Parts("moving_average", spec, _no_average, step, _average_of_both, _average_across, _finish_average)
     return _calibrator.built(parts)
 
 
 def _running(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
     _calibrator.spec_of(function, spec)
-    step = functools.partial(_extended, block=_slices.block_size(spec))
+    step = functools.partial(_extended, block=_ranges.block_size(spec))
     return _calibrator.built(Parts(function, spec, nothing, step, _together, across, finish))
 
 
@@ -168,13 +168,13 @@ def _extended(state: ExtremesState, batch: jax.Array, *, block: int | None) -> E
 
 def together(a: Any, b: Any) -> ExtremesState:
     """Returns the extremes of both, NaN where one of them is."""
-    low = lax.min(*(_slices.keys_of(state.low) for state in (a, b)))
-    high = lax.max(*(_slices.keys_of(state.high) for state in (a, b)))
+    low = lax.min(*(_reductions.keys_of(state.low) for state in (a, b)))
+    high = lax.max(*(_reductions.keys_of(state.high) for state in (a, b)))
     return _extremes(low, high, jnp.isnan(a.low) | jnp.isnan(b.low))
 
 
 def _extremes(low: jax.Array, high: jax.Array, has_nan: jax.Array) -> ExtremesState:
-    return ExtremesState(*(jnp.where(has_nan, np.float32(np.nan), _slices.floats_of(keys)) for keys in (low, high)))
+    return ExtremesState(*(jnp.where(has_nan, np.float32(np.nan), _reductions.floats_of(keys)) for keys in (low, high)))
 
 
 _together = functools.partial(jax.jit, inline=True)(together)
@@ -183,8 +183,8 @@ _together = functools.partial(jax.jit, inline=True)(together)
 def across(state: Any, axis_name: Any) -> ExtremesState:
     """Returns the extremes over a mapped axis, NaN where there is one."""
     has_nan = lax.pmax(jnp.isnan(state.low).astype(jnp.int32), axis_name) > 0
-    low = lax.pmin(_slices.keys_of(state.low), axis_name)
-    return _extremes(low, lax.pmax(_slices.keys_of(state.high), axis_name), has_nan)
+    low = lax.pmin(_reductions.keys_of(state.low), axis_name)
+    return _extremes(low, lax.pmax(_reductions.keys_of(state.high), axis_name), has_nan)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from .. import _contracts
+from .. import _contracts, _granularity, _ranges
 from .._spec import QuantSpec
 from . import _calibrator, _extremes, _slices, _words
 from ._calibrator import Calibrator, Parts
@@ -134,7 +134,7 @@ def _grown(state: HistogramState, exponent: jax.Array) -> HistogramState:
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
     steps = jnp.minimum(steps, bins_of(state).bit_length())  # then all that there is lies in the two bins beside 0
-    parts = jax.tree.map(lambda part: _slices.varying(part, steps), (state.counts, state.least, state.most))
+    parts = jax.tree.map(lambda part: _granularity.varying(part, steps), (state.counts, state.least, state.most))
 
     def halve(carry: Any) -> Any:
         left, parts = carry
@@ -173,7 +173,7 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
         return state
     most = "fewer than 2**31 elements"
     _contracts.require(batch.size < 2**31, f"{settings.function}.update", "batch", most, f"shape {batch.shape}")
-    shape, block = state.low.shape, _slices.block_size(settings.spec)
+    shape, block = state.low.shape, _ranges.block_size(settings.spec)
     new = _extremes.ExtremesState(*_slices.extremes(batch, shape, block))
     state = _grown(state, jnp.maximum(state.exponent, _exponent(*new)))
     tables = _tables(batch, per_width(state), settings)
@@ -205,9 +205,9 @@ def _exponent(low: jax.Array, high: jax.Array) -> jax.Array:
 def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[jax.Array]:
     """Returns, of the ranges' shape and a last dimension, how many elements are in each bin, and zeros behind the bins;
     and if asked for the least and the largest magnitude."""
-    shape, block = per_width.shape, _slices.block_size(settings.spec)
+    shape, block = per_width.shape, _ranges.block_size(settings.spec)
     is_padded = _slices.is_padded(batch, shape, block)
-    x = _sampled(_slices.arranged(_slices.here(batch), shape, block, np.nan), settings.every)
+    x = _sampled(_slices.arranged(_granularity.whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]
     per_width = per_width.reshape(entries)
     slots = settings.bins + _SPARE
@@ -215,7 +215,7 @@ def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[
     def fill(x: jax.Array, per_width: jax.Array, chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
         empty = [0, _NONE, 0] if settings.has_ends else [0]
         tables = tuple(jnp.full(entries * slots, np.int32(v)) for v in empty)
-        tables = tuple(_slices.varying(table, per_width) for table in tables)
+        tables = tuple(_granularity.varying(table, per_width) for table in tables)
         counts = [-(-n // size) for n, size in zip(x.shape, chunk, strict=True)]
         slot = lax.broadcasted_iota(jnp.int32, chunk, 1) * slots
         # Neighbours that are 0 get different slots: adding to one that was just written to has to wait.

@@ -97,7 +97,7 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     ranges = _candidates(spec, low, high, shares)
     parameters = functools.partial(_ranges.parameters, spec, scale_shape=low.shape, point_shape=low.shape)
     scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
-    wide = _small_floats.decode(scales) if scales.dtype == _dtypes.E8M0 else scales.astype(jnp.float32)
+    wide = _small_floats.scale_as_float32(scales)
     zero = jnp.zeros_like(wide) if points is None else points.astype(jnp.float32)
     stretches = _stretches(state)
     per_width = _histogram.per_width(state)

@@ -13,34 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, reshard
 
-from .. import _contracts, _dtypes, _granularity, _ranges
-from .._granularity import Blocked
-from .._spec import QuantSpec
+from .. import _contracts, _dtypes, _granularity, _reductions
 
 _FIRST, _LAST = np.int32(-(2**31)), np.int32(2**31 - 1)
-_INFINITY = np.int32(0x7F800000)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
 _FOLDED = 2**14  # elements that stay in the cache
-
-
-def range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the ranges of a batch: the scale's, or the zero point's where that is the finer."""
-    found = _ranges.finest(*_ranges.shapes(function, spec, shape))
-    wanted = "one granularity that is the coarser of the two"
-    got = f"{spec.granularity} and {spec.zero_point_granularity}"
-    _contracts.require(found is not None, function, "spec", wanted, got)
-    assert found is not None
-    return found
-
-
-def block_size(spec: QuantSpec) -> int | None:
-    """Returns the length of the spec's blocks, or None where it has none."""
-    for granularity in (spec.granularity, spec.zero_point_granularity):
-        if isinstance(granularity, Blocked):
-            return granularity.size
-    return None
 
 
 def sizes(x: Any, shape: tuple[int, ...], block: int | None) -> tuple[int, ...]:
@@ -57,21 +34,6 @@ def members(x: Any, shape: tuple[int, ...], block: int | None) -> np.ndarray:
         run = np.minimum(size, n - size * np.arange(shape[axis], dtype=np.int64))
         counts *= run.reshape([-1 if a == axis else 1 for a in range(len(shape))])
     return counts
-
-
-def here(x: jax.Array) -> jax.Array:
-    """Returns x, whole on every device where JAX tracks its sharding in its type: what follows cuts across it."""
-    if not _granularity.is_placed(x):
-        return x
-    return reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
-
-
-def varying(value: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `value`, which under `jax.shard_map` then varies where `like` does, as a loop's carry has to."""
-    if like.size == 0 or _granularity.is_placed(like):
-        return value
-    first = lax.slice(like, (0,) * like.ndim, (1,) * like.ndim).reshape(())
-    return jnp.where(first == first, value, value)
 
 
 def is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
@@ -112,42 +74,26 @@ def extremes(x: jax.Array, shape: tuple[int, ...], block: int | None) -> tuple[j
     """
     if x.size == 0:
         return jnp.full(shape, np.float32(np.inf)), jnp.full(shape, np.float32(-np.inf))
-    x = here(x)
+    x = _granularity.whole(x)  # what follows cuts across it
     if is_padded(x, shape, block):
-        keys = keys_of(x)
+        keys = _reductions.keys_of(x)
         parts = (arranged(keys, shape, block, _LAST), arranged(keys, shape, block, _FIRST))
     else:
         parts = (arranged(x, shape, block, 0),)
     columns = parts[0].shape[0] > 1 and parts[0].shape[2] == 1
     low, high = lax.platform_dependent(*parts, cpu=_folded if columns else _reduced, default=_reduced)
-    has_nan = (low < ~_INFINITY) | (high > _INFINITY)
-    low, high = (jnp.where(has_nan, np.float32(np.nan), floats_of(v)) for v in (low, high))
+    low, high = _reductions.ends_of(low, high)
     return low.reshape(shape), high.reshape(shape)
-
-
-def keys_of(x: jax.Array) -> jax.Array:
-    """Returns int32 that sort as the floats do, with -NaN below all and NaN above."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    return bits ^ ((bits >> 31) & _MAGNITUDE)
-
-
-def floats_of(keys: jax.Array) -> jax.Array:
-    """Returns the floats that sort as these int32 do."""
-    return lax.bitcast_convert_type(keys ^ ((keys >> 31) & _MAGNITUDE), jnp.float32)
 
 
 def _ends(parts: Any) -> list[jax.Array]:
     """Returns the keys to take the least of, and those to take the largest of: one array for both, or one each."""
-    return [part if part.dtype == np.int32 else keys_of(part) for part in (parts[0], parts[-1])]
-
-
-def _both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
-    return lax.min(a[0], b[0]), lax.max(a[1], b[1])
+    return [part if part.dtype == np.int32 else _reductions.keys_of(part) for part in (parts[0], parts[-1])]
 
 
 def _reduced(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     # One reduction of both: XLA reads the batch once. Of one alone, on integers, it makes a loop without vectors.
-    low, high = lax.reduce(tuple(_ends(parts)), (_LAST, _FIRST), _both, (0, 2))
+    low, high = lax.reduce(tuple(_ends(parts)), (_LAST, _FIRST), _reductions.both, (0, 2))
     return low, high
 
 
@@ -160,7 +106,7 @@ def _folded(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     some = max(1, min(rows, _FOLDED // (wide * columns)))
 
     def step(i: Any, found: Any) -> tuple[jax.Array, jax.Array]:
-        return _both(found, _ends([lax.dynamic_slice_in_dim(part, i * some, some) for part in flat]))
+        return _reductions.both(found, _ends([lax.dynamic_slice_in_dim(part, i * some, some) for part in flat]))
 
     first = tuple(_ends([part[:some] for part in flat]))
     found = lax.fori_loop(1, -(-rows // some), step, first)  # the last step overlaps; no harm
