@@ -3,6 +3,8 @@
 from . import integer as integer
 from . import onednn as onednn
 from ._array import QuantizedArray as QuantizedArray
+from ._backward import FloatBackward as FloatBackward
+from ._backward import Int8Backward as Int8Backward
 from ._calibration import Calibrator as Calibrator
 from ._calibration import Range as Range
 from ._calibration import absmax as absmax
@@ -23,6 +25,7 @@ from ._dynamic_quantize_linear import DynamicQuantizeLinearOutput as DynamicQuan
 from ._dynamic_quantize_linear import dynamic_quantize_linear as dynamic_quantize_linear
 from ._dynamic_quantize_matmul import dynamic_quantize_matmul as dynamic_quantize_matmul
 from ._einsum import einsum as einsum
+from ._fake_quantize import fake_quantize as fake_quantize
 from ._fake_quantize_linear import fake_quantize_linear as fake_quantize_linear
 from ._granularity import Blocked as Blocked
 from ._granularity import PerAxis as PerAxis
@@ -39,6 +42,16 @@ from ._quantization_error import QuantizationError as QuantizationError
 from ._quantization_error import quantization_error as quantization_error
 from ._quantize import quantize as quantize
 from ._quantize_linear import quantize_linear as quantize_linear
+from ._quantized_conv_general_dilated import quantized_conv_general_dilated as quantized_conv_general_dilated
+from ._quantized_dot_general import quantized_dot_general as quantized_dot_general
+from ._quantized_einsum import quantized_einsum as quantized_einsum
+from ._quantizer import Quantizer as Quantizer
+from ._rules import LSQ as LSQ
+from ._rules import PACT as PACT
+from ._rules import LSQPlus as LSQPlus
+from ._rules import StochasticRounding as StochasticRounding
+from ._rules import StraightThrough as StraightThrough
 from ._spec import QuantSpec as QuantSpec
+from ._straight_through import save_codes as save_codes
 from ._take import take as take
 from .onednn import dynamic_dequantize as dynamic_dequantize

@@ -73,19 +73,26 @@ def einsum(
     got = ", ".join(_contracts.described(x) for x in given) or "none"
     quantized = any(isinstance(x, QuantizedArray) for x in given)
     _contracts.require_type(quantized, _NAME, "operands", "a QuantizedArray among them", got)
-    dtypes = {x.dtype for x in given}
-    dtype = dtypes.pop() if len(dtypes) == 1 else _dtypes.FLOAT32
     if preferred_element_type is not None:
-        dtype = _contracts.dtype(_NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS)
-    terms, out = parsed(_NAME, subscripts, [x.ndim for x in given])
-    sizes = _sizes(given, terms)
-    parts = [_distinct(i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
+        preferred_element_type = _contracts.dtype(
+            _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
+        )
+    return summed(_NAME, subscripts, given, precision, preferred_element_type)
+
+
+def summed(function: str, subscripts: str, given: Sequence[Any], precision: Any, preferred: Any) -> jax.Array:
+    """Returns `einsum`, with errors that name another function."""
+    dtypes = {x.dtype for x in given}
+    dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else _dtypes.FLOAT32)
+    terms, out = parsed(function, subscripts, [x.ndim for x in given])
+    sizes = _sizes(function, given, terms)
+    parts = [_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
     if len(parts) == 1:
         (x, labels) = parts[0]
         values = x.astype(jnp.float32).dequantize()
         found = _Part(values, labels).summed([label for label in labels if label not in out])
     else:
-        found = _contracted(parts, _path(parts, out, sizes), out, precision, dtype)
+        found = _contracted(function, parts, _path(parts, out, sizes), out, precision, dtype)
     y = lax.transpose(found.x, [found.labels.index(label) for label in out])
     return y if y.dtype == dtype else _numerics.to_grid(y.astype(jnp.float32), dtype).astype(dtype)
 
@@ -139,7 +146,7 @@ def _labels(text: str, extra: int) -> _Labels:
     return (*before, *(str(extra - i) for i in range(extra) if dots), *behind)
 
 
-def _sizes(given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
+def _sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
     """Returns the size of each index; a 1 under "..." gives way to another."""
     sizes: dict[str, int] = {}
     for i, (x, labels) in enumerate(zip(given, terms, strict=True)):
@@ -150,18 +157,18 @@ def _sizes(given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
             holds = n == sizes[label] or (is_dots and n == 1)
             index = 'under "..."' if is_dots else f"of index {label!r}"
             wanted = f"size {known} {index}, as before it"
-            _contracts.require(holds, _NAME, f"operands[{i}]", wanted, f"shape {x.shape}")
+            _contracts.require(holds, function, f"operands[{i}]", wanted, f"shape {x.shape}")
     wanted = f"{len(string.ascii_letters)} indices at most"
-    _contracts.require(len(sizes) <= len(string.ascii_letters), _NAME, "subscripts", wanted, len(sizes))
+    _contracts.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", wanted, len(sizes))
     return sizes
 
 
-def _distinct(i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
+def _distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
     """Returns an operand that has every index once, at its full size or not at all."""
     if len(set(labels)) < len(labels):
         wanted = "each index once in a quantized operand, or the operand dequantized"
         got = "".join(label for label in labels if label in string.ascii_letters)
-        _contracts.require(not isinstance(x, QuantizedArray), _NAME, f"operands[{i}]", wanted, repr(got))
+        _contracts.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", wanted, repr(got))
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept
@@ -186,7 +193,9 @@ def _path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[t
     return path[1:]
 
 
-def _contracted(parts: list[_Part], path: Sequence[tuple[int, ...]], out: _Labels, precision: Any, dtype: Any) -> _Part:
+def _contracted(
+    function: str, parts: list[_Part], path: Sequence[tuple[int, ...]], out: _Labels, precision: Any, dtype: Any
+) -> _Part:
     waiting = list(parts)
     for step in path:
         meeting = [waiting[i] for i in sorted(step)]
@@ -195,13 +204,13 @@ def _contracted(parts: list[_Part], path: Sequence[tuple[int, ...]], out: _Label
             a, b, *meeting = meeting
             kept = {*out, *(label for p in (*meeting, *waiting) for label in p.labels)}
             is_last = not meeting and not waiting
-            meeting.insert(0, _pair(a, b, kept, precision, dtype if is_last else _dtypes.FLOAT32))
+            meeting.insert(0, _pair(function, a, b, kept, precision, dtype if is_last else _dtypes.FLOAT32))
         waiting += meeting
     (found,) = waiting
     return found
 
 
-def _pair(a: _Part, b: _Part, kept: set[str], precision: Any, dtype: Any) -> _Part:
+def _pair(function: str, a: _Part, b: _Part, kept: set[str], precision: Any, dtype: Any) -> _Part:
     """Returns the product of two operands, summed over every index that is not kept."""
     both = [label for label in a.labels if label in b.labels]
     batch, contracted = ([label for label in both if (label in kept) == is_kept] for is_kept in (True, False))
@@ -215,5 +224,5 @@ def _pair(a: _Part, b: _Part, kept: set[str], precision: Any, dtype: Any) -> _Pa
     if is_float:
         y = lax.dot_general(x, y, numbers, precision=precision)
     else:
-        y = contraction(_NAME, x, y, numbers, precision, _dtypes.FLOAT32 if alone else dtype)
+        y = contraction(function, x, y, numbers, precision, _dtypes.FLOAT32 if alone else dtype)
     return _Part(y, (*batch, *frees)).summed(alone)

@@ -140,7 +140,7 @@ def indices(draw: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
             items.append(slice(draw(ends), draw(ends), draw(st.sampled_from([None, 1, 2, -1, -2]))))
     if draw(st.booleans()):
         items.insert(draw(st.integers(0, len(items))), Ellipsis)
-        after = len(items) - items.index(Ellipsis) - 1
+        after = len(items) - next(n for n, i in enumerate(items) if i is Ellipsis) - 1
         taken = sum(i is not None for i in items[len(items) - after :])
         if taken and len(shape) > len([i for i in items if i is not None]) - 1:
             items = [i for i in items if i is not Ellipsis]  # what follows the dots was drawn for other dimensions

@@ -1,0 +1,118 @@
+"""`numpy.einsum` of floats that are quantized on the way in, with a gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _backward, _contracts, _dtypes, _quantizer, _straight_through
+from ._array import QuantizedArray
+from ._backward import Backward, FloatBackward
+from ._einsum import parsed, summed
+from ._quantizer import Quantizer
+from ._spec import QuantSpec
+
+_NAME = "quantized_einsum"
+
+
+def quantized_einsum(
+    subscripts: str,
+    *operands: ArrayLike,
+    specs: Sequence[QuantSpec | Quantizer | None],
+    backward: Backward = FloatBackward(),
+    key: jax.Array | None = None,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """out = einsum(subscripts, *(quantize(x, spec) for each operand)), float in and float out, with a gradient.
+
+    Forward it is `einsum` to the last bit: two quantized operands are one integer contraction, more are contracted pair
+    by pair. What is kept for the way back is as of `quantized_dot_general`.
+
+    Args:
+        subscripts: Static. As of `einsum`.
+        operands: float32, float16 or bfloat16, each.
+        specs: how each of them is quantized: a QuantSpec, whose scale comes from it, a `Quantizer`, or None: not at
+            all. One at least is not None.
+        backward: Static. `FloatBackward()`, or `Int8Backward()` for two operands that are both quantized.
+        key: of `jax.random`, for Int8Backward(stochastic_rounding=True).
+        precision: Static. As `jax.lax.dot_general` has it, for float contractions, those of the backward pass included.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
+
+    Returns:
+        The dimensions of the output's indices, in their order.
+
+    Raises:
+        TypeError: an operand, a spec or a backward pass is none; or what `einsum` refuses.
+        ValueError: likewise; or there are not as many specs as operands.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> spec = jq.QuantSpec(jnp.int8)
+        >>> x, w = jnp.array([[127.0, 2.5], [-0.5, 300.0]]), jnp.array([[1.0, -1.0], [63.5, 0.25], [0.0, 2.0]])
+        >>> clipped = jq.Quantizer(spec, 1.0)  # 2.5 and -0.5 are ties, and 300 saturates
+        >>> product = lambda x: jq.quantized_einsum("qd,kd->kq", x, w, specs=(clipped, spec))
+        >>> product(x).tolist()
+        [[125.0, -127.0], [8064.5, 0.0], [4.0, 254.0]]
+        >>> jax.grad(lambda x: product(x).sum())(x)
+        Array([[64.5,  1. ],
+               [64.5,  0. ]], dtype=float32)
+
+    Source: numpy.einsum; Jacob et al., arXiv 1712.05877, section 3.
+
+    Cotangents: as of `quantized_dot_general`.
+    """
+    given = list(_contracts.arrays(*map(_contracts.unwrapped, operands)))
+    for i, x in enumerate(given):
+        _contracts.array(_NAME, f"operands[{i}]", x, _dtypes.FLOATS)
+    counts = isinstance(specs, list | tuple) and len(specs) == len(given)
+    got = f"{len(specs)} for {len(given)} operands" if isinstance(specs, list | tuple) else _contracts.described(specs)
+    _contracts.require(counts, _NAME, "specs", "a spec or None for each operand", got)
+    _backward.contract(_NAME, backward, key, specs)
+    opened = tuple(_quantizer.of(_NAME, f"specs[{i}]", spec) for i, spec in enumerate(specs))
+    if preferred_element_type is not None:
+        preferred_element_type = _contracts.dtype(
+            _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
+        )
+    _contracts.hashable(_NAME, "precision", precision)
+    parsed(_NAME, subscripts, [x.ndim for x in given])
+    operation = Einsum(subscripts, precision, preferred_element_type)
+    return _quantized_einsum(tuple(given), opened, key, operation=operation, backward=backward)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
+def _quantized_einsum(operands: Any, specs: Any, key: Any, *, operation: Einsum, backward: Any) -> jax.Array:
+    names = [(f"operands[{i}]", f"specs[{i}]") for i in range(len(operands))]
+    return _straight_through.contracted(_NAME, names, operation, operands, specs, backward, key)
+
+
+class Einsum(NamedTuple):
+    """`einsum` with its subscripts."""
+
+    subscripts: str
+    precision: Any
+    preferred: Any
+
+    def forward(self, *operands: Any) -> jax.Array:
+        """Returns the contraction of quantized and float operands."""
+        return summed(_NAME, self.subscripts, operands, self.precision, self.preferred)
+
+    def floats(self, *operands: jax.Array) -> jax.Array:
+        """Returns the contraction of floats."""
+        return jnp.einsum(self.subscripts, *operands, precision=self.precision)
+
+    def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Returns the cotangent of one operand from an integer contraction."""
+        terms, out = parsed(_NAME, self.subscripts, [q.ndim for q in qs])
+        sizes: dict[str, int] = {}
+        for q, labels in zip(qs, terms, strict=True):
+            for label, n in zip(labels, q.shape, strict=True):
+                wanted = 'FloatBackward(), for a size of 1 stands for another under "..."'
+                _contracts.require(sizes.setdefault(label, n) == n, _NAME, "backward", wanted, "Int8Backward()")
+        return _backward.of_labels(_NAME, which, terms, out, qs, g, key)

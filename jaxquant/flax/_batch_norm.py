@@ -1,0 +1,83 @@
+"""Batch normalisation, whose running statistics are constants once training is over, as part of the layer before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
+
+from .. import _contracts
+
+_NAME = "flax.fold_batch_norm"
+
+
+def fold_batch_norm(
+    layer: Mapping[str, Any], norm: Mapping[str, Any], stats: Mapping[str, Any], *, epsilon: float = 1e-5
+) -> dict[str, Any]:
+    """kernel = kernel * scale / sqrt(var + epsilon), bias = (bias - mean) * scale / sqrt(var + epsilon) + its bias.
+
+    The layer then returns what the normalisation after it returned, in inference. It needs `use_bias=True`, and the
+    module to serve has no normalisation there. Fold before the ranges are observed and before training goes on: weights
+    are quantized as they are folded.
+
+    Args:
+        layer: the parameters of a `Conv` or `Dense`: "kernel", whose features are its last axis, and perhaps "bias".
+        norm: the parameters of a `BatchNorm` over that axis: "scale" and "bias", each of which may be missing.
+        stats: its "batch_stats": "mean" and "var".
+        epsilon: Static. That of the `BatchNorm`.
+
+    Returns:
+        {"kernel": ..., "bias": ...} in the dtype of the kernel, and partitioned as it is.
+
+    Raises:
+        TypeError: epsilon is no number.
+        ValueError: an entry is missing, or does not have one element for each feature.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> layer = {"kernel": jnp.array([[1.0, 2.0]]), "bias": jnp.array([0.5, 0.0])}
+        >>> stats = {"mean": jnp.array([0.5, 4.0]), "var": jnp.array([0.25, 4.0])}
+        >>> norm = {"scale": jnp.array([1.0, 3.0]), "bias": jnp.array([0.0, -1.0])}
+        >>> folded = jq.flax.fold_batch_norm(layer, norm, stats, epsilon=0.0)
+        >>> folded["kernel"], folded["bias"]
+        (Array([[2., 3.]], dtype=float32), Array([ 0., -7.], dtype=float32))
+
+    Source: Jacob et al., arXiv 1712.05877, section 3.2, equation 14.
+    """
+    _contracts.real(_NAME, "epsilon", epsilon)
+    kernel = _entry("layer", layer, "kernel")
+    features = kernel.shape[-1:]
+    mean, var = (_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
+    scale = _entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
+    offset = _entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
+    bias = _entry("layer", layer, "bias", features, 0.0).astype(jnp.float32)
+    factor = scale / jnp.sqrt(var + np.float32(epsilon))
+    wide = jnp.broadcast_to(factor, kernel.shape)
+    folded = {
+        "kernel": (kernel.astype(jnp.float32) * wide).astype(kernel.dtype),
+        "bias": ((bias - mean) * factor + offset).astype(kernel.dtype),
+    }
+    boxes = {name: layer[name] for name in folded if isinstance(layer.get(name), meta.AxisMetadata)}
+    return {**folded, **{name: meta.replace_boxed(box, folded[name]) for name, box in boxes.items()}}
+
+
+def _entry(
+    argument: str,
+    given: Mapping[str, Any],
+    name: str,
+    shape: tuple[int, ...] | None = None,
+    default: float | None = None,
+) -> jax.Array:
+    is_there = isinstance(given, Mapping) and name in given
+    wanted = f'a mapping with "{name}"'
+    _contracts.require(is_there or default is not None, _NAME, argument, wanted, _contracts.described(given))
+    if default is not None and not is_there:
+        return jnp.full(shape or (), default, jnp.float32)
+    value = jnp.asarray(meta.unbox(given[name]))
+    if shape is not None:
+        _contracts.shape(_NAME, f'{argument}["{name}"]', value, shape, "one for each feature of the kernel")
+    return value

@@ -1,0 +1,237 @@
+"""The Linen modules that contract: each stands in for a function of `jax.lax`, and holds what a layer's ranges need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import meta
+from flax.linen import dtypes
+
+from .. import _contracts
+from .._array import QuantizedArray
+from .._backward import Backward, FloatBackward, Int8Backward
+from .._conv_general_dilated import conv_general_dilated
+from .._dot import dot_general
+from .._einsum import einsum
+from .._quantized_conv_general_dilated import quantized_conv_general_dilated
+from .._quantized_dot_general import quantized_dot_general
+from .._quantized_einsum import quantized_einsum
+from .._quantizer import Quantizer
+from .._spec import QuantSpec
+from . import _site
+from ._range import Dynamic, Observed, Source
+from ._record import NAME, Record
+from ._site import Site
+
+RANGES, SCALES, ROUNDING = "ranges", "scales", "rounding"
+
+
+def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """(inputs, kernel, bias) = flax's `promote_dtype` of inputs and bias; the kernel keeps its dtype.
+
+    A kernel is quantized as it is stored, so that training and serving have the same codes. One that is converted
+    passes through.
+
+    Args:
+        inputs: of the layer, or None.
+        kernel: a float array, or a QuantizedArray.
+        bias: or None.
+        dtype: Static. That of the computation; None finds it from the three.
+        inexact: Static. Whether integers become floats.
+
+    Returns:
+        (inputs, kernel, bias).
+
+    Raises:
+        ValueError: dtype is no float, and inexact is True.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> kernel = jq.quantize(jnp.array([[127.0, 0.5]]), jq.QuantSpec(jnp.int8))  # 0.5 is half a step
+        >>> inputs, same, bias = jq.flax.promote_dtype(jnp.ones(1), kernel, jnp.zeros(2), dtype=jnp.bfloat16)
+        >>> inputs.dtype, same is kernel, bias.dtype
+        (dtype(bfloat16), True, dtype(bfloat16))
+
+    Source: flax.linen.dtypes.promote_dtype.
+    """
+    given = [x for x in (inputs, bias) if x is not None]
+    found = dtypes.canonicalize_dtype(*given, jax.numpy.zeros((), kernel.dtype), dtype=dtype, inexact=inexact)
+    inputs, bias = (None if x is None else jax.numpy.asarray(x, found) for x in (inputs, bias))
+    return inputs, kernel, bias
+
+
+class Contraction(nn.Module):
+    """What the modules of this room share.
+
+    Attributes:
+        weight: how the weights are quantized.
+        activation: how the activations are, or None.
+        weight_range: where the range of the weights comes from.
+        activation_range: where that of the activations comes from.
+        backward: how the gradient is contracted.
+        kernel_name: what the weights are called in "params", in the module around this.
+    """
+
+    weight: QuantSpec
+    activation: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    kernel_name: str = "kernel"
+
+    def sites(self) -> tuple[Site, Site | None]:
+        """Returns where something is quantized."""
+        return _site.contract(
+            "/".join(self.path) or type(self).__name__, self.weight, self.activation, self.weight_range,
+            self.activation_range,
+        )  # fmt: skip
+
+    def contracted(self, x: jax.Array, kernel: Any, training: Callable[..., Any], serving: Callable[..., Any]) -> Any:
+        """Returns `serving(x, kernel)` with x quantized for a converted kernel, else `training(x, kernel, ...)`."""
+        path = "/".join(self.path)
+        weight, activation = self.sites()
+        with _site.at(path):
+            if isinstance(kernel, QuantizedArray):
+                return serving(x if activation is None else self._served(activation, x), kernel)
+            self._record(weight, activation, kernel)
+            specs = (self._quantizer(activation, x), self._quantizer(weight, kernel))
+            draws = isinstance(self.backward, Int8Backward) and self.backward.stochastic_rounding
+            key = self.make_rng(ROUNDING) if draws and not self.is_initializing() else None
+            backward = FloatBackward() if draws and key is None else self.backward
+            return training(x, kernel, specs, {"backward": backward, "key": key})
+
+    def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
+        return None if site is None else _site.quantizer(site, x, self._given(site, x))
+
+    def _given(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any] | None:
+        """Returns a scale and a zero point from the variables, or None where x has its own."""
+        if isinstance(site.source, Dynamic):
+            return None
+        if isinstance(site.source, Observed):
+            return self._observed(site, x)
+        names = _site.names(site)
+        if not all(self.has_variable(SCALES, name) for name in names):
+            self._require_mutable(SCALES, site)
+            for name, start in zip(names, _site.initial(site, x), strict=True):
+                self.variable(SCALES, name, self._boxed, site, start)
+        parts = [meta.unbox(self.get_variable(SCALES, name)) for name in names]
+        return _site.learned(site, tuple(parts))
+
+    def _observed(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
+        is_mutable = self.is_mutable_collection(RANGES)
+        if not self.has_variable(RANGES, site.of):
+            self._require_mutable(RANGES, site)
+        state = self.variable(RANGES, site.of, _site.unseen, site, x)
+        if self.is_initializing():
+            return _site.of_state(site, _site.seen(site, state.value, x), x.shape)
+        if is_mutable:
+            state.value = _site.seen(site, state.value, x)
+        return _site.of_state(site, state.value, x.shape)
+
+    def _require_mutable(self, collection: str, site: Site) -> None:
+        wanted = f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it'
+        _contracts.require(self.is_mutable_collection(collection), "flax", site.of, wanted, "neither")
+
+    def _boxed(self, site: Site, start: jax.Array) -> Any:
+        """Returns a learned scale with the partitioning of its weights, where those have one."""
+        box = self._stored()
+        names = getattr(box, "names", None)
+        if site.of != "weight" or not isinstance(box, meta.AxisMetadata) or names is None:
+            return start
+        own = tuple(name if n != 1 else None for name, n in zip(names, start.shape, strict=True))
+        return dataclasses.replace(box, value=start, names=own)  # type: ignore[call-arg]
+
+    def _stored(self) -> Any:
+        """Returns the weights as "params" has them."""
+        parent = self.parent
+        has = isinstance(parent, nn.Module) and parent.has_variable("params", self.kernel_name)
+        return parent.get_variable("params", self.kernel_name) if has else None  # type: ignore[union-attr]
+
+    def _record(self, weight: Site, activation: Site | None, kernel: jax.Array) -> None:
+        parent, stored = self.parent, meta.unbox(self._stored())
+        is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
+        wanted = "promote_dtype=jq.flax.promote_dtype in the layer: flax's own rounds the kernel before it is quantized"
+        same = stored is None or stored.dtype == kernel.dtype
+        _contracts.require_type(same, "flax", "kernel", wanted, f"{kernel.dtype} of {getattr(stored, 'dtype', None)}")
+        if self.is_mutable_collection(RANGES):
+            shape, dtype = tuple(kernel.shape), kernel.dtype
+            self.put_variable(RANGES, NAME, Record(weight, activation, self.kernel_name, shape, dtype, is_ready))
+
+    def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
+        if isinstance(site.source, Dynamic):
+            return _site.codes(site, x, None)
+        stored = self.get_variable(RANGES, site.of) if self.has_variable(RANGES, site.of) else None
+        wanted = 'its range in the collection "ranges", as jq.flax.convert makes it'
+        is_one = isinstance(stored, dict) and "scale" in stored
+        _contracts.require(is_one, "flax", site.of, wanted, "none")
+        assert stored is not None
+        return _site.codes(site, x, (stored["scale"], stored.get("zero_point")))
+
+
+class DotGeneral(Contraction):
+    """`jax.lax.dot_general(activations, weights, ...)` in integers."""
+
+    @nn.compact
+    def __call__(
+        self, lhs: jax.Array, rhs: Any, dimension_numbers: Any, precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:  # fmt: skip
+        """Returns the contraction."""
+        static = {"precision": precision, "preferred_element_type": preferred_element_type or lhs.dtype}
+
+        def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
+            return quantized_dot_general(
+                lhs, rhs, dimension_numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more
+            )
+
+        return self.contracted(lhs, rhs, training, lambda x, w: dot_general(x, w, dimension_numbers, **static))
+
+
+class ConvGeneralDilated(Contraction):
+    """`jax.lax.conv_general_dilated(activations, weights, ...)` in integers."""
+
+    @nn.compact
+    def __call__(self, lhs: jax.Array, rhs: Any, *static: Any, precision: Any = None, **more: Any) -> jax.Array:
+        """Returns the convolution."""
+        named = {**more, "precision": precision, "preferred_element_type": lhs.dtype}
+
+        def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
+            return quantized_conv_general_dilated(
+                lhs, rhs, *static, lhs_spec=specs[0], rhs_spec=specs[1], **named, **more
+            )
+
+        return self.contracted(lhs, rhs, training, lambda x, w: conv_general_dilated(x, w, *static, **named))
+
+
+class Product(Contraction):
+    """`jax.numpy.einsum(subscripts, activations, weights)` in integers."""
+
+    @nn.compact
+    def __call__(self, subscripts: str, lhs: jax.Array, rhs: Any, precision: Any, preferred: Any) -> jax.Array:
+        """Returns the contraction."""
+        static = {"precision": precision, "preferred_element_type": preferred or lhs.dtype}
+
+        def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
+            return quantized_einsum(subscripts, lhs, rhs, specs=specs, **static, **more)
+
+        return self.contracted(lhs, rhs, training, lambda x, w: einsum(subscripts, x, w, **static))
+
+
+@dataclasses.dataclass(frozen=True)
+class Injected:
+    """A factory of one of these modules for a layer of flax's; equal where its arguments are."""
+
+    module: type[Contraction]
+    weight: QuantSpec
+    activation: QuantSpec | None
+    weight_range: Source
+    activation_range: Source
+    backward: Backward
+
+    def __call__(self) -> Contraction:
+        """Returns the module."""
+        return self.module(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)

@@ -1,0 +1,170 @@
+"""From the variables of a trained Linen module to those that serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from flax.core import FrozenDict, meta, unfreeze
+
+from .. import _contracts
+from .._array import QuantizedArray
+from . import _site
+from ._contraction import RANGES, SCALES
+from ._range import Dynamic, Observed
+from ._record import NAME, Record
+from ._site import Site
+
+_NAME = "flax.convert"
+
+
+def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """serving = variables with quantize(kernel, weight) in the place of each float kernel, and constants for ranges.
+
+    `module.apply(serving, x)` contracts integers, with the codes that the module had while it was trained. Float
+    kernels and calibrators are gone; whatever is not quantized, biases and norms for example, stays as it is. Layers
+    under `nn.scan` and `nn.vmap` keep their leading axis, which must be 0. Partitioned kernels have partitioned codes,
+    and scales to match.
+
+    Args:
+        module: that the variables are of.
+        variables: of `init` and `apply`: "params", "ranges", and "scales" where something is learned.
+
+    Returns:
+        The collections without "scales", as plain dicts.
+
+    Raises:
+        TypeError: module is no Linen module.
+        ValueError: no layer is quantized; or, after its path, what is missing in one: data, a kernel, a scale.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant.flax import linen as qnn
+        >>> specs = {"weight": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnn.Conv(4, (3, 3), **specs)
+        >>> x = jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2)
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> _, seen = layer.apply(variables, x, mutable=["ranges"])
+        >>> serving = jq.flax.convert(layer, {**variables, **seen})
+        >>> serving["params"]["kernel"].values.dtype, serving["params"]["bias"].dtype
+        (dtype(int4), dtype('float32'))
+        >>> {name: float(v.squeeze()) for name, v in serving["ranges"]["ConvGeneralDilated_0"]["activation"].items()}
+        {'scale': 0.009999999776482582, 'zero_point': 100.0}
+
+    Source: Jacob et al., arXiv 1712.05877, section 2.
+    """
+    is_linen = isinstance(module, nn.Module)
+    wanted = "a flax.linen.Module (jaxquant.flax.nnx.convert is for NNX)"
+    _contracts.require_type(is_linen, _NAME, "module", wanted, type(module).__name__)
+    given: Any = unfreeze(variables) if isinstance(variables, dict | FrozenDict) else {}
+    records = list(_records(given.get(RANGES, {}), ()))
+    wanted = f'variables of a quantized module, with "params" and the collection "{RANGES}" that init makes'
+    _contracts.require(bool(records) and "params" in given, _NAME, "variables", wanted, sorted(given) or "none")
+    serving = {name: _copied(value) for name, value in given.items() if name not in (SCALES, RANGES)}
+    ranges: dict[str, Any] = {}
+    for path, record in records:
+        scales = _at(given.get(SCALES, {}), path) or {}
+        state = _at(given[RANGES], path) or {}
+        with _site.at("/".join(path[:-1]) or type(module).__name__):
+            holder = _at(serving["params"], path[:-1])
+            kernel = holder.get(record.kernel) if isinstance(holder, dict) else None
+            holds = kernel is not None and not isinstance(kernel, QuantizedArray)
+            _contracts.require(holds, _NAME, f"params[{record.kernel!r}]", "a float kernel", type(kernel).__name__)
+            holder[record.kernel], depth = _kernel(record, kernel, scales)
+            constants = _activation(record.activation, state, scales, depth)
+        if constants:
+            _put(ranges, path, constants)
+    return {**serving, RANGES: ranges} if ranges else serving
+
+
+def _records(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Record]]:
+    if not isinstance(node, Mapping):
+        return
+    if isinstance(node.get(NAME), Record):
+        yield path, node[NAME]
+    for name, child in node.items():
+        yield from _records(child, (*path, name))
+
+
+def _copied(node: Any) -> Any:
+    return {name: _copied(child) for name, child in node.items()} if isinstance(node, Mapping) else node
+
+
+def _at(node: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
+
+
+def _put(node: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        node = node.setdefault(name, {})
+    node[path[-1]] = value
+
+
+def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[QuantizedArray, int]:
+    """Returns a kernel's codes, and how many leading axes stack it."""
+    kernel = meta.unbox(boxed)
+    depth = kernel.ndim - len(record.shape)
+    wanted = f"shape {record.shape}, with the axes of nn.scan and nn.vmap before it"
+    fits = depth >= 0 and tuple(kernel.shape[depth:]) == record.shape
+    _contracts.require(fits, _NAME, f"params[{record.kernel!r}]", wanted, f"shape {tuple(kernel.shape)}")
+    wanted = "promote_dtype=jq.flax.promote_dtype in this layer, for flax's own takes no converted kernel"
+    _contracts.require(record.is_ready, _NAME, "module", wanted, "flax.linen's")
+    site = record.weight
+    parts = () if isinstance(site.source, Dynamic) else _learned(site, scales)
+
+    def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
+        return _site.codes(site, kernel, _site.learned(site, parts) if parts else None)
+
+    q = _stacked(quantized, depth)(kernel, parts)
+    names = getattr(boxed, "names", None)
+    if not isinstance(boxed, meta.AxisMetadata) or names is None:
+        return q, depth
+
+    def part(value: Any) -> Any:
+        if value is None:
+            return None
+        own = tuple(name if n != 1 else None for name, n in zip(names, value.shape, strict=True))
+        return meta.replace_boxed(boxed, value).replace(names=own)  # type: ignore[attr-defined]
+
+    return q.replace(values=part(q.values), scale=part(q.scale), zero_point=part(q.zero_point)), depth
+
+
+def _activation(site: Site | None, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
+    """Returns the constants that activations are quantized by."""
+    if site is None or isinstance(site.source, Dynamic):
+        return {}
+    if isinstance(site.source, Observed):
+        seen = state.get(site.of)
+        wanted = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
+        holds = seen is not None and bool((np.asarray(seen["batches"]) > 0).all())
+        _contracts.require(holds, _NAME, site.of, wanted, "no data")
+        found = _stacked(lambda state: _site.of_state(site, state), depth)(seen)
+    else:
+        found = _stacked(lambda *parts: _site.learned(site, parts), depth)(*_learned(site, scales))
+    scale, zero_point = found
+    known = not _contracts.is_traced(scale)
+    wanted = "a range of finite numbers"
+    _contracts.require(not known or bool(np.isfinite(np.asarray(scale)).all()), _NAME, site.of, wanted, "none")
+    if zero_point is None:
+        return {site.of: {"scale": scale}}
+    if zero_point.dtype != site.spec.carrier:
+        zero_point = _site.whole(site, zero_point)
+    return {site.of: {"scale": scale, "zero_point": zero_point}}
+
+
+def _learned(site: Site, scales: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    for name in _site.names(site):
+        wanted = f'it in the collection "{SCALES}": apply(..., mutable=["{SCALES}"]) starts it'
+        _contracts.require(name in scales, _NAME, name, wanted, "none")
+    return tuple(meta.unbox(scales[name]) for name in _site.names(site))
+
+
+def _stacked(function: Any, depth: int) -> Any:
+    for _ in range(depth):
+        function = jax.vmap(function)
+    return function

@@ -1,0 +1,93 @@
+"""Where the range of a layer's weights or activations comes from: a frozen dataclass for each way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from .. import _contracts
+from .._calibration import Calibrator, moving_average
+from .._rules import LSQ, PACT, LSQPlus, Rule, StraightThrough
+from .._spec import QuantSpec
+
+Factory = Callable[[QuantSpec], Calibrator]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """(lo, hi) = the range of what is quantized, found anew at each call. Nothing is stored.
+
+    Attributes:
+        calibrator: how: None takes the least and the largest value; `jq.mse` and the other calibrators are asked
+            through their `init`, `update` and `finalize`.
+        gradient: of the rounding.
+    """
+
+    calibrator: Factory | None = None
+    gradient: StraightThrough = StraightThrough()
+
+    def __post_init__(self) -> None:
+        """Refuses what is no calibrator or gradient."""
+        _factory("Dynamic", self.calibrator, " or None")
+        _gradient("Dynamic", self.gradient, (StraightThrough,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """(lo, hi) = what a calibrator found in the batches so far: a static range.
+
+    The calibrator's state is in the collection "ranges" (of NNX, in a `Ranges` variable). A batch moves it before it is
+    quantized while that collection is mutable; otherwise it is only read. `init` does not count as a batch.
+
+    Attributes:
+        calibrator: a factory of calibrators: `jq.moving_average`, `jq.minmax`, `jq.mse`, a `functools.partial` of one.
+        freeze_after: the number of batches after which the state stays as it is. None: never.
+        gradient: of the rounding.
+    """
+
+    calibrator: Factory = moving_average
+    freeze_after: int | None = None
+    gradient: StraightThrough = StraightThrough()
+
+    def __post_init__(self) -> None:
+        """Refuses what is no calibrator, count or gradient."""
+        _factory("Observed", self.calibrator)
+        _gradient("Observed", self.gradient, (StraightThrough,))
+        if self.freeze_after is not None:
+            _contracts.integer("Observed", "freeze_after", self.freeze_after)
+            _contracts.require(self.freeze_after > 0, "Observed", "freeze_after", "a positive int", self.freeze_after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """y = fake_quantize(x, spec, scale, zero_point, gradient), whose scale is trained, with LSQPlus its zero point too.
+
+    They are in the collection "scales" (of NNX, in `Scale` variables), beside "params", where a float checkpoint would
+    not find them. Where they are missing and the collection is mutable, they start from the weights and the batch at
+    hand, as the gradient's `initial` has it. A scale counts by its magnitude.
+
+    Attributes:
+        gradient: `LSQ()`, `LSQPlus()` or `PACT()`. Of activations LSQ counts the elements of one example, where it is
+            told nothing else.
+    """
+
+    gradient: LSQ | LSQPlus | PACT = LSQ()
+
+    def __post_init__(self) -> None:
+        """Refuses what does not learn."""
+        _gradient("Learned", self.gradient, (LSQ, LSQPlus, PACT))
+
+
+Source = Dynamic | Observed | Learned
+
+
+def _factory(name: str, calibrator: Any, more: str = "") -> None:
+    known = callable(calibrator) or (bool(more) and calibrator is None)
+    wanted = f"a factory of calibrators, such as jq.moving_average{more}"
+    _contracts.require_type(known, name, "calibrator", wanted, _contracts.described(calibrator))
+
+
+def _gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:
+    wanted = " or ".join(f"{rule.__name__}()" for rule in known)
+    _contracts.require_type(isinstance(gradient, known), name, "gradient", wanted, _contracts.described(gradient))

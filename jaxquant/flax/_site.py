@@ -1,0 +1,188 @@
+"""One place of a layer where something is quantized: its weights, or its activations. Knows neither Linen nor NNX."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _contracts, _dtypes, _ranges
+from .._array import QuantizedArray
+from .._fake_quantize import Config, array_of, steps, tracked
+from .._quantize import found, quantize
+from .._quantizer import Quantizer, of
+from .._rules import LSQ, LSQPlus, StraightThrough
+from .._spec import QuantSpec
+from ..integer import _operands
+from ._range import Dynamic, Learned, Observed, Source
+
+_TINY = np.finfo(np.float32).tiny
+
+
+class Site(NamedTuple):
+    """What is static of a place: static and hashable.
+
+    Attributes:
+        spec: how to quantize.
+        source: where the range comes from.
+        of: "weight" or "activation".
+    """
+
+    spec: QuantSpec
+    source: Source
+    of: str
+
+
+@contextlib.contextmanager
+def at(path: str) -> Iterator[None]:
+    """Puts the path of a layer before the errors of what it calls."""
+    try:
+        yield
+    except (_contracts.ContractValueError, _contracts.ContractTypeError) as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def contract(
+    layer: str, weight: Any, activation: Any, weight_range: Any, activation_range: Any
+) -> tuple[Site, Site | None]:
+    """Requires specs that a layer can train and serve, and returns its sites."""
+    wanted = "a QuantSpec (without one it is flax's own layer)"
+    _contracts.require_type(isinstance(weight, QuantSpec), layer, "weight", wanted, _contracts.described(weight))
+    known = activation is None or isinstance(activation, QuantSpec)
+    wanted = "a QuantSpec, or None for float activations"
+    _contracts.require_type(known, layer, "activation", wanted, _contracts.described(activation))
+    ways = (("weight", weight_range, Dynamic | Learned, "Dynamic() or Learned()"),
+            ("activation", activation_range, Source, "Observed(), Dynamic() or Learned()"))  # fmt: skip
+    for name, source, types, wanted in ways:
+        _contracts.require_type(isinstance(source, types), layer, f"{name}_range", wanted, _contracts.described(source))
+    sites = [(Site(weight, weight_range, "weight"))]
+    if activation is not None:
+        sites.append(Site(activation, activation_range, "activation"))
+        for site in sites:
+            _integers(layer, site.of, site.spec)
+    for site in sites:
+        if isinstance(site.source, Learned):
+            wanted = "a spec without power_of_two: a learned scale moves by less"
+            _contracts.require(not site.spec.power_of_two, layer, site.of, wanted, site.spec)
+    return sites[0], sites[1] if len(sites) == 2 else None
+
+
+def _integers(layer: str, argument: str, spec: QuantSpec) -> None:
+    wanted = f"codes of {_dtypes.names(_operands.DTYPES)} where both sides are quantized, or activation=None"
+    holds = spec.codebook is None and spec.carrier in _operands.DTYPES
+    _contracts.require_type(holds, layer, argument, wanted, spec.dtype)
+
+
+# Observed ranges.
+
+
+def unseen(site: Site, x: jax.Array) -> dict[str, Any]:
+    """Returns the state of a calibrator that has seen nothing."""
+    assert isinstance(site.source, Observed)
+    state = site.source.calibrator(site.spec).init(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return {"state": state, "batches": jnp.zeros((), jnp.int32)}
+
+
+def seen(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+    """Returns the state with one batch more, or as it is where it is frozen."""
+    source = site.source
+    assert isinstance(source, Observed)
+    new = source.calibrator(site.spec).update(state["state"], jax.lax.stop_gradient(x))
+    batches = state["batches"]
+    if source.freeze_after is None:
+        return {"state": new, "batches": batches + 1}
+    open_ = batches < source.freeze_after
+    kept = jax.tree.map(lambda a, b: jnp.where(open_, a, b), new, state["state"])
+    return {"state": kept, "batches": batches + open_.astype(jnp.int32)}
+
+
+def of_state(
+    site: Site, state: dict[str, Any], shape: tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scale and the zero point of what a calibrator has seen; `shape` is that of the activations."""
+    assert isinstance(site.source, Observed)
+    lo, hi = site.source.calibrator(site.spec).finalize(state["state"], allow_zero=True)
+    if shape is None:  # one range for each entry
+        return _ranges.parameters(site.spec, lo, hi, lo.shape, lo.shape)
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return found("quantize", like, site.spec, lo, hi)[:2]
+
+
+# Learned scales.
+
+
+def names(site: Site) -> tuple[str, ...]:
+    """Returns the names of what is learned there."""
+    scale = f"{site.of}_scale"
+    source = site.source
+    is_offset = isinstance(source, Learned) and isinstance(source.gradient, LSQPlus) and not site.spec.symmetric
+    return (scale, f"{site.of}_zero_point") if is_offset else (scale,)
+
+
+def initial(site: Site, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what `names` are to start from."""
+    assert isinstance(site.source, Learned)
+    parts = site.source.gradient.initial(x, site.spec)
+    return tuple(part for part in parts[: len(names(site))] if part is not None)
+
+
+def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+    """Returns the scale and the zero point as they are used."""
+    scale = jnp.maximum(jnp.abs(parts[0]), _TINY).astype(site.spec.scale_dtype)
+    if len(parts) == 2:
+        return scale, parts[1]
+    if site.spec.symmetric:
+        return scale, None
+    return scale, jnp.zeros((1,) * scale.ndim, site.spec.carrier)
+
+
+def whole(site: Site, zero_point: jax.Array) -> jax.Array:
+    """Returns a learned zero point as the code that it is used as."""
+    found = steps(site.spec, zero_point)
+    assert found is not None
+    return found.astype(site.spec.carrier)
+
+
+# What a contraction is given.
+
+
+def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:
+    """Returns how x is quantized: under a scale and zero point that are given, or that it has itself."""
+    source, spec = site.source, site.spec
+    gradient = source.gradient
+    if given is not None:
+        if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None and site.of == "activation":
+            features = math.prod(x.shape[1:]) if x.ndim > 1 else x.size
+            gradient = dataclasses.replace(gradient, elements=max(features, 1))
+        return Quantizer(spec, *given, gradient)
+    assert isinstance(source, Dynamic)
+    if source.calibrator is None:
+        return Quantizer(spec, gradient=gradient)
+    return Quantizer(spec, *_calibrated(source, spec, x), gradient)
+
+
+def _calibrated(source: Dynamic, spec: QuantSpec, x: jax.Array) -> tuple[jax.Array, Any]:
+    assert source.calibrator is not None
+    x = jax.lax.stop_gradient(x)
+    calibrator = source.calibrator(spec)
+    lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
+    return found("quantize", x, spec, lo, hi)[:2]
+
+
+def codes(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> QuantizedArray:
+    """Returns x as the contraction has it that `quantizer` is given to."""
+    if given is None and isinstance(site.source, Dynamic) and site.source.calibrator is None:
+        return quantize(x, site.spec)
+    made = of("quantize", site.of, quantizer(site, x, given))
+    assert made is not None
+    labels = (site.of, f"{site.of}.scale", f"{site.of}.zero_point")
+    x, scale, zero_point = tracked("quantize", labels, x, made.scale, made.zero_point, site.spec)
+    return array_of(Config(site.spec, StraightThrough()), x, scale, zero_point, None)

@@ -1,0 +1,224 @@
+"""Flax Linen's layers with quantized weights and activations: same names, same arguments, same parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import dtypes
+
+from .. import _contracts
+from .._array import QuantizedArray
+from .._backward import Backward, FloatBackward
+from .._dot import dot_general
+from .._quantized_dot_general import quantized_dot_general
+from .._spec import QuantSpec
+from .._take import take
+from . import _site
+from ._contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, promote_dtype
+from ._range import Dynamic, Observed, Source
+
+
+def _inject(layer: Any, field: str, module: type[Contraction]) -> None:
+    """Sets the factory that flax's layer makes its contraction with."""
+    name = layer.name or type(layer).__name__
+    _site.contract(name, layer.weight, layer.activation, layer.weight_range, layer.activation_range)
+    injected = Injected(
+        module, layer.weight, layer.activation, layer.weight_range, layer.activation_range, layer.backward
+    )
+    for other in (field, field.removesuffix("_cls")):
+        given = getattr(layer, other)
+        free = given is None or given == injected
+        _contracts.require(free, name, other, "None: this layer brings its own", _contracts.described(given))
+    object.__setattr__(layer, field, injected)
+
+
+class Dense(nn.Dense):
+    """y = dot_general(quantize(x), quantize(kernel)) + bias, `flax.linen.Dense` with quantized operands.
+
+    A float kernel is quantized on the way in and trained; one that `jq.flax.convert` made is served, in integers. The
+    numbers are the same. All attributes of flax's layer are there, and the parameters have its names and shapes.
+
+    Attributes:
+        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerAxis(-1))` has a scale for each feature.
+        activation: how the inputs are, or None for weights only.
+        weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
+        activation_range: `Observed()`, static; `Dynamic()`; or `Learned()`.
+        backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, which draws from the rng "rounding" where it is told to.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant.flax import linen as qnn
+        >>> layer = qnn.Dense(2, weight=jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), activation=jq.QuantSpec(jnp.uint8))
+        >>> x = jnp.array([[-1.0, 0.0, 1.55]])
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> y, seen = layer.apply(variables, x, mutable=["ranges"])
+        >>> serving = jq.flax.convert(layer, {**variables, **seen})
+        >>> serving["params"]["kernel"]
+        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, dtype=float32, nbytes=14)
+        >>> bool((layer.apply(serving, x) == y).all())
+        True
+    """
+
+    weight: QuantSpec | None = None
+    activation: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    promote_dtype: Any = promote_dtype
+
+    def __post_init__(self) -> None:
+        """Puts the contraction in."""
+        _inject(self, "dot_general_cls", DotGeneral)
+        super().__post_init__()
+
+
+class DenseGeneral(nn.DenseGeneral):
+    """y = dot_general(quantize(x), quantize(kernel)) + bias over several axes: `flax.linen.DenseGeneral`, as `Dense`.
+
+    The kernel has the batch dimensions, the contracted ones and the features, in this order: `PerAxis((-2, -1))` has a
+    scale for each of two features.
+    """
+
+    weight: QuantSpec | None = None
+    activation: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    promote_dtype: Any = promote_dtype
+
+    def __post_init__(self) -> None:
+        """Puts the contraction in."""
+        _inject(self, "dot_general_cls", DotGeneral)
+        super().__post_init__()
+
+
+class Conv(nn.Conv):
+    """y = conv_general_dilated(quantize(x), quantize(kernel)) + bias: `flax.linen.Conv`, as `Dense`.
+
+    Grouped and depthwise convolutions, every padding and dilation. The kernel's features are its last axis. A `mask` is
+    refused: multiply the kernel by it, once.
+    """
+
+    weight: QuantSpec | None = None
+    activation: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    promote_dtype: Any = promote_dtype
+
+    def __post_init__(self) -> None:
+        """Puts the convolution in."""
+        name = self.name or type(self).__name__
+        _contracts.require(self.mask is None, name, "mask", "None: converted weights take no mask", "an array")
+        _inject(self, "conv_general_dilated_cls", ConvGeneralDilated)
+        super().__post_init__()
+
+
+class Einsum(nn.Einsum):
+    """y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias: `flax.linen.Einsum`, as `Dense`."""
+
+    weight: QuantSpec | None = None
+    activation: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    promote_dtype: Any = promote_dtype
+
+    def __post_init__(self) -> None:
+        """Holds the specs to their contract."""
+        name = self.name or type(self).__name__
+        _site.contract(name, self.weight, self.activation, self.weight_range, self.activation_range)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        """Returns the contraction of the inputs with the kernel; the equation as of flax's layer."""
+        equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
+        equation = equation.replace(" ", "")
+        path = "/".join(self.path) or type(self).__name__
+        explicit = "->" in equation and equation.count(",") == 1
+        _contracts.require(explicit, path, "einsum_str", 'two operands and an explicit "->"', repr(equation))
+        kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias, wide = None, None
+        if self.use_bias:
+            stand_in = jnp.broadcast_to(jnp.zeros(()), kernel.shape)
+            shape, wide = self._get_bias_shape(equation, inputs, stand_in)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert self.weight is not None
+        product = Product(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
+        y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
+        return y if bias is None else y + jnp.reshape(bias, wide)
+
+
+class _Table(Contraction):
+    """What an `Embed` does with its table, whose range is one for both."""
+
+    @nn.compact
+    def __call__(self, table: Any, indices: jax.Array | None, query: jax.Array | None) -> jax.Array:
+        """Returns rows of the table, or the products of a query with all of them."""
+        if query is not None:
+            numbers = (((query.ndim - 1,), (1,)), ((), ()))
+            static = {"preferred_element_type": query.dtype}
+
+            def training(lhs: Any, rhs: Any, specs: Any, more: dict[str, Any]) -> jax.Array:
+                return quantized_dot_general(lhs, rhs, numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more)
+
+            return self.contracted(query, table, training, lambda x, w: dot_general(x, w, numbers, **static))
+        assert indices is not None
+        rows = indices
+        weight, activation = self.sites()
+        with _site.at("/".join(self.path)):
+            if isinstance(table, QuantizedArray):
+                return take(table, rows, axis=0, mode="fill")
+            self._record(weight, activation, table)
+            quantizer = self._quantizer(weight, table)
+            assert quantizer is not None
+            return jnp.take(quantizer(table), rows, axis=0)
+
+
+class Embed(nn.Embed):
+    """y = take(quantize(embedding), indices): `flax.linen.Embed` with a quantized table, as `Dense`.
+
+    A converted table is looked up in its codes. `attend` quantizes the query, too, where `activation` says how; its
+    range is the only one that there is.
+    """
+
+    weight: QuantSpec | None = None
+    activation: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    promote_dtype: Any = promote_dtype
+
+    def __post_init__(self) -> None:
+        """Holds the specs to their contract."""
+        name = self.name or type(self).__name__
+        _site.contract(name, self.weight, self.activation, self.weight_range, self.activation_range)
+        super().__post_init__()
+
+    def setup(self) -> None:
+        """Makes the table, and what looks it up."""
+        super().setup()
+        assert self.weight is not None
+        self.table = _Table(
+            self.weight, self.activation, self.weight_range, self.activation_range, self.backward, "embedding"
+        )
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the rows at the given indices, in the layer's dtype; NaN beyond the table."""
+        is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
+        path = "/".join(self.path) or type(self).__name__
+        _contracts.require_type(is_integer, path, "inputs", "an integer dtype", inputs.dtype)
+        if self.num_embeddings == 1:  # as flax has it: every index is the one
+            inputs = jnp.zeros_like(inputs)
+        rows = self.table(self.embedding, inputs, None)
+        return rows.astype(self.dtype or rows.dtype)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """Returns the products of a query with every row of the table."""
+        dtype = dtypes.canonicalize_dtype(query, jnp.zeros((), self.embedding.dtype), dtype=self.dtype)
+        return self.table(self.embedding, None, query.astype(dtype))
