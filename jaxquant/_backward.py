@@ -76,7 +76,7 @@ def contract(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> No
 def _is_key(key: Any) -> bool:
     if key is None or not isinstance(key, jax.Array | np.ndarray):
         return key is None
-    is_typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return key.ndim == 0 if is_typed else key.ndim == 1 and key.dtype == np.uint32
 
 
