@@ -71,9 +71,9 @@ def fake_quantize(
     Cotangents: those of the rule. Of an integer zero point there is none; of a scale that x gave none either.
     """
     _contracts.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", _contracts.described(spec))
-    _rules.contract(_NAME, "gradient", gradient, spec)
-    rule, key = split(gradient)
     zero_point = number_zero_point(_NAME, "zero_point", zero_point, spec)
+    _rules.contract(_NAME, "gradient", gradient, spec, zero_point)
+    rule, key = split(gradient)
     return _enter(_contracts.float32(x), _contracts.float32(scale), zero_point, key, spec=spec, rule=rule)
 
 
@@ -184,14 +184,14 @@ def pulled(
     inside, ds, dz = _rules.slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = (g if inside is None else jnp.where(inside, g, zero)).astype(x.dtype)
-    by = _rules.factor(rule, spec, x, scale.shape)
+    by = _rules.factor(rule, spec, x, scale.shape, points)
     dscale = None if scale.dtype == _dtypes.E8M0 else _sum(aligned, g * ds, scale, by)
     if zero_point is None or zero_point.dtype != _dtypes.FLOAT32:
         return dx, dscale, None
     if dz is None:
         return dx, dscale, jnp.zeros_like(zero_point)
     value = aligned.expand(_small_floats.decode(scale) if dscale is None else scale.astype(jnp.float32), x)
-    return dx, dscale, _sum(aligned, g * dz * value, zero_point, _rules.factor(rule, spec, x, zero_point.shape))
+    return dx, dscale, _sum(aligned, g * dz * value, zero_point, _rules.factor(rule, spec, x, zero_point.shape, points))
 
 
 def array_of(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:

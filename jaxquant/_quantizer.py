@@ -66,9 +66,9 @@ def of(function: str, argument: str, given: Any) -> Quantizer | None:
     is_one = isinstance(quantizer, Quantizer) and isinstance(quantizer.spec, QuantSpec)
     wanted = "a QuantSpec, a Quantizer or None"
     _contracts.require_type(is_one, function, argument, wanted, _contracts.described(given))
-    _rules.contract(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec)
     scale, point = (_contracts.unwrapped(part) for part in (quantizer.scale, quantizer.zero_point))
     point = number_zero_point(function, f"{argument}.zero_point", point, quantizer.spec)
+    _rules.contract(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
     return dataclasses.replace(quantizer, scale=_contracts.float32(scale), zero_point=point)
 
 

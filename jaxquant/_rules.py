@@ -29,7 +29,7 @@ class StraightThrough:
         clip: whether what saturates has no gradient. Without it the clipping, too, counts as the identity.
 
     Source: Bengio et al., arXiv 1308.3432, section 4, for the estimator; Jacob et al., arXiv 1712.05877, section 3, for
-    quantization; Jain et al., arXiv 1903.08066, section 3.3, for the scale.
+    quantization; Jain et al., arXiv 1903.08066, section 3, for the scale.
 
     Cotangents, with u = x / scale, z = the zero point, d = the steps that y has, y = d * scale:
     Cotangent of x: g * m. Of scale: sum of g * (d - m * u). Of a float32 zero_point: sum of -g * (1 - m) * scale.
@@ -52,7 +52,7 @@ class LSQ:
         elements: N, the elements that the gradient of a scale is a sum of: of weights all that share the scale, which
             None stands for; of activations the paper counts the features of one example, not the whole batch.
 
-    Source: Esser et al., arXiv 1902.08153: section 2.1, equations 3 and 5, and section 2.2 for the factor.
+    Source: Esser et al., arXiv 1902.08153: equations 3 and 5, in sections 2.1 and 2.3, and section 2.2 for the factor.
 
     Cotangent of x: g * [-QN < u < QP], strictly, on what is not yet rounded. Of scale: as above. A zero point has none.
     """
@@ -98,7 +98,7 @@ class LSQPlus:
     Attributes:
         elements: N, as of `LSQ`.
 
-    Source: Bhalgat et al., arXiv 2004.09576, section 3.1, equations 4 to 7, and 3.2 for the start.
+    Source: Bhalgat et al., arXiv 2004.09576, section 3.1, and 3.2 for the start.
 
     Cotangents, with u = x / scale, z = the rounded zero point, d = the steps that y has, y = d * scale, and
     m = [qmin < u + z < qmax], strictly, on what is not yet rounded:
@@ -148,14 +148,14 @@ class LSQPlus:
 class PACT:
     """dalpha = sum of g * [x >= alpha], with alpha = scale * QP the clip that is learned; of scale QP times that.
 
-    Parameterized clipping activation, for values from 0 to alpha in unsigned codes with the zero point 0. Of signed
-    codes both ends count: dalpha = sum of g * ([x >= alpha] - [x <= -alpha]). The paper's penalty on alpha belongs into
-    the loss.
+    Parameterized clipping activation, for values from 0 to alpha in unsigned codes with the zero point 0. Of other
+    codes both ends count, with QN steps below the zero point: dscale = sum of g * (QP * [x >= scale * QP] - QN *
+    [x <= -scale * QN]). The paper's penalty on alpha belongs into the loss.
 
     Source: Choi et al., arXiv 1805.06085, section 3, equations 1 to 3.
 
-    Cotangent of x: g * [0 <= x < alpha], of signed codes g * [-alpha < x < alpha]. Of scale: QP * dalpha. A zero point
-    has none.
+    Cotangent of x: g * [0 <= x < alpha], of other codes g * [-scale * QN < x < alpha]. Of scale: QP * dalpha, or as
+    above. A zero point has none, and is the one that the spec fixes, or 0.
     """
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
@@ -204,14 +204,20 @@ class StochasticRounding:
 Rule = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
-def contract(function: str, argument: str, rule: Any, spec: QuantSpec) -> None:
-    """Requires a rule, and one that the spec's codes have."""
+def contract(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
+    """Requires a rule, and one that the spec's codes and the zero point have."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
     _contracts.require_type(isinstance(rule, Rule), function, argument, names, _contracts.described(rule))
     if isinstance(rule, StochasticRounding):
         _contracts.flag(function, f"{argument}.clip", rule.clip)
         wanted = f"another rule: {spec.dtype} has no neighbours one step apart"
         _contracts.require_type(spec.dtype in _dtypes.INTEGERS, function, argument, wanted, "StochasticRounding")
+    if isinstance(rule, PACT) and isinstance(zero_point, jax.Array | np.ndarray | np.generic):
+        fixed, point = spec.fixed_zero_point or 0, argument.replace("gradient", "zero_point")
+        wanted = f"{fixed} in {spec.carrier}, for PACT() does not learn it; LSQPlus() does"
+        holds = zero_point.dtype != _dtypes.FLOAT32
+        holds = holds and (_contracts.is_traced(zero_point) or bool((np.asarray(zero_point) == fixed).all()))
+        _contracts.require(holds, function, point, wanted, _contracts.described(zero_point))
 
 
 def drawn(value: jax.Array, key: Any) -> jax.Array:
@@ -220,6 +226,8 @@ def drawn(value: jax.Array, key: Any) -> jax.Array:
     # Both exact: the distance to an integer, and 2**32 times it. What is none, of an infinity, is no draw.
     part = lax.mul(lax.sub(value, below), np.float32(2**32))
     part = lax.select(lax.is_finite(part), part, lax.full_like(part, 0))
+    # Below 2**-25 under an integer the distance rounds to 1, which no backend may wrap.
+    part = lax.min(part, np.float32(2**32 - 2**8))
     up = lax.lt(jax.random.bits(key, value.shape, jnp.uint32), lax.convert_element_type(part, jnp.uint32))
     return lax.select(up, lax.add(below, np.float32(1)), below)
 
@@ -245,7 +253,7 @@ def mask(rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None) -> 
     least, most = (b if steps is None else b - steps.astype(jnp.float32) for b in (low, high))
     if isinstance(rule, StochasticRounding):
         return (u >= least) & (u <= most)
-    above = u >= least if isinstance(rule, PACT) and low == 0 else u > least
+    above = u >= least if isinstance(rule, PACT) and low == (spec.fixed_zero_point or 0) else u > least
     return above & (u < most)
 
 
@@ -270,16 +278,29 @@ def slopes(
     return inside, ds, None if isinstance(rule, LSQ) else jnp.where(inside, _ZERO, -_ONE)
 
 
-def factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...]) -> Any:
-    """Returns what the paper multiplies the gradient of a scale with: a float32, or one for each entry of `shape`."""
+def factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None) -> Any:
+    """Returns what the paper multiplies the gradient of a scale with: a float32, or one for each entry of `shape`.
+
+    Args:
+        rule: Static. Which gradient.
+        spec: Static. How x is quantized.
+        x: the values.
+        shape: Static. That of the scale, or of the zero point.
+        steps: int32 zero point, or None for 0.
+    """
     if not isinstance(rule, LSQ | LSQPlus):
         return _ONE
-    steps = spec.bounds[1] - ((spec.fixed_zero_point or 0) if isinstance(rule, LSQ) else 0)
     count: Any = rule.elements
     if count is None:
-        counts = members(x, shape, _ranges.block_size(spec))
-        count = np.maximum(counts, 1) if counts.size and (counts != counts.flat[0]).any() else max(counts.max(), 1)
-    return np.asarray(1 / np.sqrt(count * steps), np.float32)
+        counts = np.maximum(members(x, shape, _ranges.block_size(spec)), 1)
+        count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
+    most = spec.bounds[1]
+    if steps is None or isinstance(rule, LSQPlus):
+        return np.asarray(1 / np.sqrt(count * most), np.float32)
+    # A zero point may be finer than the scale; the farthest end then counts.
+    shared = tuple(a for a, (n, m) in enumerate(zip(steps.shape, shape, strict=True)) if m == 1 != n)
+    reach = np.int32(most) - jnp.min(steps, axis=shared, keepdims=True)
+    return lax.rsqrt(jnp.maximum(reach, 1).astype(jnp.float32) * np.asarray(count, np.float32))
 
 
 def _elements(rule: str, elements: Any) -> None:
