@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arrays, calibrators, contractions, operators, timing, tracing
+from . import arrays, calibrators, contractions, operators, timing, tracing, training
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
-TABLES = (operators.TABLE, contractions.TABLE, *arrays.TABLES, calibrators.TABLE, tracing.TABLE)
+TABLES = (operators.TABLE, contractions.TABLE, *arrays.TABLES, calibrators.TABLE, *training.TABLES, tracing.TABLE)
 _QUICK_LIMIT = 1024
 _QUICK_WORK = 1024**2
 _KINDS = {"latency": "", "queued": "queued: "}
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _environment() -> dict[str, Any]:
     versions = {"Python": platform.python_version()}
-    for package in ("jax", "jaxlib", "onnxruntime", "qwix"):
+    for package in ("jax", "jaxlib", "flax", "onnxruntime", "qwix", "aqtp"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
