@@ -19,6 +19,7 @@ import pytest
 import jaxquant as jq
 import jaxquant.flax
 from jaxquant import checkpoint
+from jaxquant.flax import nnx as qnnx
 
 ROOT = pathlib.Path(jq.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -108,6 +109,17 @@ FLAX = {
     "convert": ["module", "variables"],
     "fold_batch_norm": ["layer", "norm", "stats", "epsilon"],
 }
+NNX = {
+    "dot_general": [
+        *("weight", "activation", "rngs", "weight_range", "activation_range", "backward"),
+        *("use_running_average", "kernel_shape"),
+    ],
+    "promote_dtype": ["operands", "dtype", "inexact"],
+    "start": ["model", "inputs", "method"],
+    "convert": ["model"],
+    "fold_batch_norm": ["layer", "norm"],
+}
+NNX["conv_general_dilated"] = NNX["dot_general"]
 POLICIES = ("save_codes",)  # what jax.checkpoint calls, not a user
 PUBLIC = {
     **{n: getattr(jq, n) for n in vars(jq) if inspect.isfunction(getattr(jq, n)) and n not in POLICIES},
@@ -115,6 +127,7 @@ PUBLIC = {
     **{f"integer.{name}": f for name, f in vars(jq.integer).items() if inspect.isfunction(f)},
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
     **{f"flax.{n}": f for n, f in vars(jq.flax).items() if inspect.isfunction(f)},
+    **{f"flax.nnx.{n}": f for n, f in vars(qnnx).items() if inspect.isfunction(f) and not n.startswith("_")},
 }
 # What stands in for a JAX function has its argument order, dimension numbers and all; its zero points come last.
 LIKE_JAX = (
@@ -314,6 +327,7 @@ def test_the_public_names_are_the_issue_s() -> None:
         "onednn.dynamic_dequantize": ["src", "scales", "zps", "qtype", "axis", "group_shape"],
         **{f"checkpoint.{name}": arguments for name, arguments in CHECKPOINT.items()},
         **{f"flax.{name}": arguments for name, arguments in FLAX.items()},
+        **{f"flax.nnx.{name}": arguments for name, arguments in NNX.items()},
     }
     assert {name: list(inspect.signature(f).parameters) for name, f in PUBLIC.items()} == wanted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,30 +83,39 @@ class Contraction(nn.Module):
     backward: Backward = FloatBackward()
     kernel_name: str = "kernel"
 
+    @nn.nowrap
+    def place(self) -> str:
+        """Returns the path of the layer around this, for errors."""
+        return "/".join(self.path[:-1]) or type(self.parent if isinstance(self.parent, nn.Module) else self).__name__
+
+    @nn.nowrap
     def sites(self) -> tuple[Site, Site | None]:
         """Returns where something is quantized."""
-        return _site.contract(
-            "/".join(self.path) or type(self).__name__, self.weight, self.activation, self.weight_range,
-            self.activation_range,
-        )  # fmt: skip
+        return _site.contract("flax", self.weight, self.activation, self.weight_range, self.activation_range)
 
+    @nn.nowrap
     def contracted(self, x: jax.Array, kernel: Any, training: Callable[..., Any], serving: Callable[..., Any]) -> Any:
         """Returns `serving(x, kernel)` with x quantized for a converted kernel, else `training(x, kernel, ...)`."""
-        path = "/".join(self.path)
-        weight, activation = self.sites()
-        with _site.at(path):
+        with _site.at(self.place()):
+            weight, activation = self.sites()
             if isinstance(kernel, QuantizedArray):
+                _site.converted(weight, kernel)
                 return serving(x if activation is None else self._served(activation, x), kernel)
             self._record(weight, activation, kernel)
             specs = (self._quantizer(activation, x), self._quantizer(weight, kernel))
             draws = isinstance(self.backward, Int8Backward) and self.backward.stochastic_rounding
+            wanted = f'an rng "{ROUNDING}": apply(..., rngs={{"{ROUNDING}": key}})'
+            has_key = not draws or self.has_rng(ROUNDING) or self.has_rng("params")  # flax takes that one instead
+            _contracts.require(has_key, "flax", "backward", wanted, "none")
             key = self.make_rng(ROUNDING) if draws and not self.is_initializing() else None
             backward = FloatBackward() if draws and key is None else self.backward
             return training(x, kernel, specs, {"backward": backward, "key": key})
 
+    @nn.nowrap
     def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
         return None if site is None else _site.quantizer(site, x, self._given(site, x))
 
+    @nn.nowrap
     def _given(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any] | None:
         """Returns a scale and a zero point from the variables, or None where x has its own."""
         if isinstance(site.source, Dynamic):
@@ -121,36 +130,43 @@ class Contraction(nn.Module):
         parts = [meta.unbox(self.get_variable(SCALES, name)) for name in names]
         return _site.learned(site, tuple(parts))
 
+    @nn.nowrap
     def _observed(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
         is_mutable = self.is_mutable_collection(RANGES)
         if not self.has_variable(RANGES, site.of):
             self._require_mutable(RANGES, site)
         state = self.variable(RANGES, site.of, _site.unseen, site, x)
+        is_one = isinstance(state.value, Mapping) and "state" in state.value
+        wanted = "the state of a calibrator, as init makes it for a float kernel"
+        _contracts.require(is_one, "flax", site.of, wanted, "the constants of a converted one")
         if self.is_initializing():
             return _site.of_state(site, _site.seen(site, state.value, x), x.shape)
         if is_mutable:
             state.value = _site.seen(site, state.value, x)
         return _site.of_state(site, state.value, x.shape)
 
+    @nn.nowrap
     def _require_mutable(self, collection: str, site: Site) -> None:
         wanted = f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it'
         _contracts.require(self.is_mutable_collection(collection), "flax", site.of, wanted, "neither")
 
+    @nn.nowrap
     def _boxed(self, site: Site, start: jax.Array) -> Any:
         """Returns a learned scale with the partitioning of its weights, where those have one."""
         box = self._stored()
         names = getattr(box, "names", None)
         if site.of != "weight" or not isinstance(box, meta.AxisMetadata) or names is None:
             return start
-        own = tuple(name if n != 1 else None for name, n in zip(names, start.shape, strict=True))
-        return dataclasses.replace(box, value=start, names=own)  # type: ignore[call-arg]
+        return dataclasses.replace(box, value=start, names=_site.part_names(names, start.shape))  # type: ignore[call-arg]
 
+    @nn.nowrap
     def _stored(self) -> Any:
         """Returns the weights as "params" has them."""
         parent = self.parent
         has = isinstance(parent, nn.Module) and parent.has_variable("params", self.kernel_name)
         return parent.get_variable("params", self.kernel_name) if has else None  # type: ignore[union-attr]
 
+    @nn.nowrap
     def _record(self, weight: Site, activation: Site | None, kernel: jax.Array) -> None:
         parent, stored = self.parent, meta.unbox(self._stored())
         is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
@@ -161,12 +177,13 @@ class Contraction(nn.Module):
             shape, dtype = tuple(kernel.shape), kernel.dtype
             self.put_variable(RANGES, NAME, Record(weight, activation, self.kernel_name, shape, dtype, is_ready))
 
+    @nn.nowrap
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
         if isinstance(site.source, Dynamic):
             return _site.codes(site, x, None)
         stored = self.get_variable(RANGES, site.of) if self.has_variable(RANGES, site.of) else None
         wanted = 'its range in the collection "ranges", as jq.flax.convert makes it'
-        is_one = isinstance(stored, dict) and "scale" in stored
+        is_one = isinstance(stored, Mapping) and "scale" in stored
         _contracts.require(is_one, "flax", site.of, wanted, "none")
         assert stored is not None
         return _site.codes(site, x, (stored["scale"], stored.get("zero_point")))
@@ -223,7 +240,10 @@ class Product(Contraction):
 
 @dataclasses.dataclass(frozen=True)
 class Injected:
-    """A factory of one of these modules for a layer of flax's; equal where its arguments are."""
+    """What a layer of flax's contracts with: its `dot_general`, or its `dot_general_cls`. It may be given to many.
+
+    No module itself, but it makes one in the layer that calls it. Equal where its arguments are.
+    """
 
     module: type[Contraction]
     weight: QuantSpec
@@ -232,6 +252,7 @@ class Injected:
     activation_range: Source
     backward: Backward
 
-    def __call__(self) -> Contraction:
-        """Returns the module."""
-        return self.module(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
+    def __call__(self, *operands: Any, **static: Any) -> Any:
+        """Returns the contraction of the operands; without operands the module that contracts."""
+        made = self.module(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
+        return made(*operands, **static) if operands else made

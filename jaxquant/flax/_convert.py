@@ -128,7 +128,7 @@ def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[Quan
     def part(value: Any) -> Any:
         if value is None:
             return None
-        own = tuple(name if n != 1 else None for name, n in zip(names, value.shape, strict=True))
+        own = _site.part_names(names, value.shape)
         return meta.replace_boxed(boxed, value).replace(names=own)  # type: ignore[attr-defined]
 
     return q.replace(values=part(q.values), scale=part(q.scale), zero_point=part(q.zero_point)), depth
@@ -141,9 +141,13 @@ def _activation(site: Site | None, state: Mapping[str, Any], scales: Mapping[str
     if isinstance(site.source, Observed):
         seen = state.get(site.of)
         wanted = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
-        holds = seen is not None and bool((np.asarray(seen["batches"]) > 0).all())
+        batches = None if seen is None else seen["batches"]
+        holds = batches is not None and (_contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
         _contracts.require(holds, _NAME, site.of, wanted, "no data")
-        found = _stacked(lambda state: _site.of_state(site, state), depth)(seen)
+        assert batches is not None
+        found = _stacked(lambda state: _site.of_state(site, state), batches.ndim)(
+            seen
+        )  # its own: kernels may be shared
     else:
         found = _stacked(lambda *parts: _site.learned(site, parts), depth)(*_learned(site, scales))
     scale, zero_point = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .._backward import Backward, FloatBackward
 from .._spec import QuantSpec
 from . import _site
-from ._contraction import ConvGeneralDilated, DotGeneral
+from ._contraction import ConvGeneralDilated, DotGeneral, Injected
 from ._range import Dynamic, Observed, Source
 
 
@@ -16,12 +16,12 @@ def dot_general(
     weight_range: Source = Dynamic(),
     activation_range: Source = Observed(),
     backward: Backward = FloatBackward(),
-) -> DotGeneral:
+) -> Injected:
     """layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nn.Dense(..., dot_general=this).
 
     For every layer of flax that takes a `dot_general`. The layer needs `promote_dtype=jq.flax.promote_dtype`, too: to
     be served, for flax's own takes only arrays; and in bfloat16, where flax's own rounds the kernel before it is
-    quantized.
+    quantized. `nn.MultiHeadDotProductAttention` does not pass one on: it trains so, and is not converted.
 
     Args:
         weight: how the kernel, the right operand, is quantized.
@@ -31,7 +31,7 @@ def dot_general(
         backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
 
     Returns:
-        A module, for one layer: its ranges are in that layer's variables.
+        A function for any number of layers: in each it makes a module, whose ranges are in that layer's variables.
 
     Raises:
         TypeError: an argument has a wrong type, or a spec is none that a layer can serve.
@@ -51,7 +51,7 @@ def dot_general(
     Source: flax.linen.Dense, `dot_general`.
     """
     _site.contract("flax.dot_general", weight, activation, weight_range, activation_range)
-    return DotGeneral(weight, activation, weight_range, activation_range, backward, parent=None)
+    return Injected(DotGeneral, weight, activation, weight_range, activation_range, backward)
 
 
 def conv_general_dilated(
@@ -61,7 +61,7 @@ def conv_general_dilated(
     weight_range: Source = Dynamic(),
     activation_range: Source = Observed(),
     backward: Backward = FloatBackward(),
-) -> ConvGeneralDilated:
+) -> Injected:
     """layer(x) = quantized_conv_general_dilated(x, kernel, ...) + bias, of nn.Conv(conv_general_dilated=this).
 
     As `dot_general`, for flax's convolutions.
@@ -74,7 +74,7 @@ def conv_general_dilated(
         backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
 
     Returns:
-        A module, for one layer.
+        A function for any number of layers.
 
     Raises:
         TypeError: an argument has a wrong type, or a spec is none that a layer can serve.
@@ -92,4 +92,4 @@ def conv_general_dilated(
     Source: flax.linen.Conv, `conv_general_dilated`.
     """
     _site.contract("flax.conv_general_dilated", weight, activation, weight_range, activation_range)
-    return ConvGeneralDilated(weight, activation, weight_range, activation_range, backward, parent=None)
+    return Injected(ConvGeneralDilated, weight, activation, weight_range, activation_range, backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         """Refuses what is no calibrator or gradient."""
-        _factory("Dynamic", self.calibrator, " or None")
+        object.__setattr__(self, "calibrator", _factory("Dynamic", self.calibrator, " or None"))
         _gradient("Dynamic", self.gradient, (StraightThrough,))
 
 
@@ -38,7 +39,8 @@ class Observed:
     """(lo, hi) = what a calibrator found in the batches so far: a static range.
 
     The calibrator's state is in the collection "ranges" (of NNX, in a `Ranges` variable). A batch moves it before it is
-    quantized while that collection is mutable; otherwise it is only read. `init` does not count as a batch.
+    quantized while that collection is mutable (of NNX, while the layer's `use_running_average` is False, which
+    `model.train()` and `model.eval()` set); otherwise it is only read. `init` does not count as a batch.
 
     Attributes:
         calibrator: a factory of calibrators: `jq.moving_average`, `jq.minmax`, `jq.mse`, a `functools.partial` of one.
@@ -52,7 +54,7 @@ class Observed:
 
     def __post_init__(self) -> None:
         """Refuses what is no calibrator, count or gradient."""
-        _factory("Observed", self.calibrator)
+        object.__setattr__(self, "calibrator", _factory("Observed", self.calibrator))
         _gradient("Observed", self.gradient, (StraightThrough,))
         if self.freeze_after is not None:
             _contracts.integer("Observed", "freeze_after", self.freeze_after)
@@ -65,7 +67,8 @@ class Learned:
 
     They are in the collection "scales" (of NNX, in `Scale` variables), beside "params", where a float checkpoint would
     not find them. Where they are missing and the collection is mutable, they start from the weights and the batch at
-    hand, as the gradient's `initial` has it. A scale counts by its magnitude.
+    hand, as the gradient's `initial` has it; of NNX they are NaN until `qnnx.start(model, batch)`. A scale counts by its
+    magnitude.
 
     Attributes:
         gradient: `LSQ()`, `LSQPlus()` or `PACT()`. Of activations LSQ counts the elements of one example, where it is
@@ -82,10 +85,27 @@ class Learned:
 Source = Dynamic | Observed | Learned
 
 
-def _factory(name: str, calibrator: Any, more: str = "") -> None:
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """A `functools.partial` that is equal to another of the same arguments: layers are static, and made anew."""
+
+    function: Callable[..., Calibrator]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, spec: QuantSpec) -> Calibrator:
+        """Returns the calibrator."""
+        return self.function(*self.arguments, spec, **dict(self.keywords))
+
+
+def _factory(name: str, calibrator: Any, more: str = "") -> Any:
+    """Requires a factory, and returns it such that it compares by what it is."""
     known = callable(calibrator) or (bool(more) and calibrator is None)
     wanted = f"a factory of calibrators, such as jq.moving_average{more}"
     _contracts.require_type(known, name, "calibrator", wanted, _contracts.described(calibrator))
+    if not isinstance(calibrator, functools.partial):
+        return calibrator
+    return _Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
 
 
 def _gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:

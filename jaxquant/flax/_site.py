@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -141,7 +141,8 @@ def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
         return scale, parts[1]
     if site.spec.symmetric:
         return scale, None
-    return scale, jnp.zeros((1,) * scale.ndim, site.spec.carrier)
+    is_alike = site.spec.zero_point_granularity == site.spec.granularity  # then nn.scan can cut one as the other
+    return scale, jnp.zeros(scale.shape if is_alike else (1,) * scale.ndim, site.spec.carrier)
 
 
 def whole(site: Site, zero_point: jax.Array) -> jax.Array:
@@ -151,7 +152,20 @@ def whole(site: Site, zero_point: jax.Array) -> jax.Array:
     return found.astype(site.spec.carrier)
 
 
+def part_names(names: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns how a scale or zero point is partitioned that belongs to weights with these names, perhaps too few."""
+    padded = (*names, *(None,) * (len(shape) - len(names)))
+    return tuple(name if n != 1 else None for name, n in zip(padded, shape, strict=True))
+
+
 # What a contraction is given.
+
+
+def converted(site: Site, kernel: QuantizedArray) -> None:
+    """Requires codes of the spec's dtype."""
+    wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
+    holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
+    _contracts.require_type(holds, "flax", site.of, wanted, kernel.codebook or kernel.values.dtype)
 
 
 def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:

@@ -20,19 +20,35 @@ from . import _site
 from ._contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, promote_dtype
 from ._range import Dynamic, Observed, Source
 
+_NAME = "flax.linen"
+
 
 def _inject(layer: Any, field: str, module: type[Contraction]) -> None:
     """Sets the factory that flax's layer makes its contraction with."""
-    name = layer.name or type(layer).__name__
-    _site.contract(name, layer.weight, layer.activation, layer.weight_range, layer.activation_range)
-    injected = Injected(
-        module, layer.weight, layer.activation, layer.weight_range, layer.activation_range, layer.backward
-    )
+    specs = _contract(layer)
     for other in (field, field.removesuffix("_cls")):
         given = getattr(layer, other)
-        free = given is None or given == injected
-        _contracts.require(free, name, other, "None: this layer brings its own", _contracts.described(given))
-    object.__setattr__(layer, field, injected)
+        free = given is None or (other == field and isinstance(given, Injected))  # that of a layer this is a clone of
+        with _site.at(_place(layer)):
+            _contracts.require(free, _NAME, other, "None: this layer brings its own", _contracts.described(given))
+    object.__setattr__(layer, field, Injected(module, *specs))
+
+
+def _contract(layer: Any) -> tuple[Any, ...]:
+    """Holds the specs of a layer to their contract, and returns what a module of `_contraction` is made of."""
+    specs = (layer.weight, layer.activation, layer.weight_range, layer.activation_range)
+    with _site.at(_place(layer)):
+        _site.contract(_NAME, *specs)
+    return *specs, layer.backward
+
+
+def _place(layer: Any) -> str:
+    """Returns the path of a layer, for errors; in `setup` it has no name yet."""
+    if layer.scope is not None:
+        return "/".join(layer.path) or type(layer).__name__
+    parent = layer.parent
+    outer = parent.path if isinstance(parent, nn.Module) and parent.scope is not None else ()
+    return "/".join((*outer, layer.name or type(layer).__name__))
 
 
 class Dense(nn.Dense):
@@ -71,8 +87,8 @@ class Dense(nn.Dense):
 
     def __post_init__(self) -> None:
         """Puts the contraction in."""
-        _inject(self, "dot_general_cls", DotGeneral)
         super().__post_init__()
+        _inject(self, "dot_general_cls", DotGeneral)
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -91,8 +107,8 @@ class DenseGeneral(nn.DenseGeneral):
 
     def __post_init__(self) -> None:
         """Puts the contraction in."""
-        _inject(self, "dot_general_cls", DotGeneral)
         super().__post_init__()
+        _inject(self, "dot_general_cls", DotGeneral)
 
 
 class Conv(nn.Conv):
@@ -111,10 +127,10 @@ class Conv(nn.Conv):
 
     def __post_init__(self) -> None:
         """Puts the convolution in."""
-        name = self.name or type(self).__name__
-        _contracts.require(self.mask is None, name, "mask", "None: converted weights take no mask", "an array")
-        _inject(self, "conv_general_dilated_cls", ConvGeneralDilated)
         super().__post_init__()
+        with _site.at(_place(self)):
+            _contracts.require(self.mask is None, _NAME, "mask", "None: converted weights take no mask", "an array")
+        _inject(self, "conv_general_dilated_cls", ConvGeneralDilated)
 
 
 class Einsum(nn.Einsum):
@@ -129,18 +145,17 @@ class Einsum(nn.Einsum):
 
     def __post_init__(self) -> None:
         """Holds the specs to their contract."""
-        name = self.name or type(self).__name__
-        _site.contract(name, self.weight, self.activation, self.weight_range, self.activation_range)
         super().__post_init__()
+        _contract(self)
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """Returns the contraction of the inputs with the kernel; the equation as of flax's layer."""
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
-        path = "/".join(self.path) or type(self).__name__
         explicit = "->" in equation and equation.count(",") == 1
-        _contracts.require(explicit, path, "einsum_str", 'two operands and an explicit "->"', repr(equation))
+        with _site.at(_place(self)):
+            _contracts.require(explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, wide = None, None
         if self.use_bias:
@@ -148,8 +163,7 @@ class Einsum(nn.Einsum):
             shape, wide = self._get_bias_shape(equation, inputs, stand_in)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert self.weight is not None
-        product = Product(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
+        product = Product(*_contract(self))
         y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + jnp.reshape(bias, wide)
 
@@ -170,9 +184,10 @@ class _Table(Contraction):
             return self.contracted(query, table, training, lambda x, w: dot_general(x, w, numbers, **static))
         assert indices is not None
         rows = indices
-        weight, activation = self.sites()
-        with _site.at("/".join(self.path)):
+        with _site.at(self.place()):
+            weight, activation = self.sites()
             if isinstance(table, QuantizedArray):
+                _site.converted(weight, table)
                 return take(table, rows, axis=0, mode="fill")
             self._record(weight, activation, table)
             quantizer = self._quantizer(weight, table)
@@ -196,23 +211,22 @@ class Embed(nn.Embed):
 
     def __post_init__(self) -> None:
         """Holds the specs to their contract."""
-        name = self.name or type(self).__name__
-        _site.contract(name, self.weight, self.activation, self.weight_range, self.activation_range)
         super().__post_init__()
+        _contract(self)
+        wanted = "jq.flax.promote_dtype: a table is quantized as it is stored"
+        with _site.at(_place(self)):
+            _contracts.require(self.promote_dtype is promote_dtype, _NAME, "promote_dtype", wanted, "another")
 
     def setup(self) -> None:
         """Makes the table, and what looks it up."""
         super().setup()
-        assert self.weight is not None
-        self.table = _Table(
-            self.weight, self.activation, self.weight_range, self.activation_range, self.backward, "embedding"
-        )
+        self.table = _Table(*_contract(self), kernel_name="embedding")
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns the rows at the given indices, in the layer's dtype; NaN beyond the table."""
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        path = "/".join(self.path) or type(self).__name__
-        _contracts.require_type(is_integer, path, "inputs", "an integer dtype", inputs.dtype)
+        with _site.at(_place(self)):
+            _contracts.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         if self.num_embeddings == 1:  # as flax has it: every index is the one
             inputs = jnp.zeros_like(inputs)
         rows = self.table(self.embedding, inputs, None)

@@ -1,0 +1,329 @@
+"""From a trained NNX model to one that serves, and what is done to a model before it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .. import _contracts
+from .._array import QuantizedArray
+from . import _batch_norm, _site
+from ._nnx_contraction import Codes, Contraction, Partitioned, Ranges, Scale, Table, promote_dtype, shared
+from ._range import Dynamic, Learned, Observed
+from ._site import Site
+
+_CONVERT, _START, _FOLD = "flax.nnx.convert", "flax.nnx.start", "flax.nnx.fold_batch_norm"
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
+    """scale, zero_point = gradient.initial(x, spec), wherever one is learned: from the kernels and a batch.
+
+    Call it once before training, and again after a float checkpoint is loaded: until then learned scales are NaN. The
+    model is called on the inputs as it is, so that each layer sees what the quantized ones before it return; of what
+    the call changes only the `Scale` variables stay.
+
+    Args:
+        model: is updated in place.
+        inputs: what it is called with: a batch like those that it is trained on.
+        method: Static. The name of the method that is called.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: model is no NNX module.
+        ValueError: nothing is learned in it; or, after its path, a scale that the call did not reach, or of a batch
+            that is not finite.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
+        >>> from flax import nnx
+        >>> from jaxquant.flax import nnx as qnnx
+        >>> specs = {"weight": jq.QuantSpec(jnp.int4), "activation": jq.QuantSpec(jnp.int8)}
+        >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.flax.Learned(jq.PACT()), rngs=nnx.Rngs(0))
+        >>> qnnx.start(layer, jnp.array([[-127.0, 63.5]]))  # 63.5 is half a step
+        >>> layer.dot_general.activation_scale[...]
+        Array([1.], dtype=float32)
+
+    Source: the gradients' own, `jq.LSQ.initial` and its like.
+    """
+    _module(_START, "model", model)
+    copy = nnx.clone(model)
+    learning = [(path, c) for path, c in _contractions(copy) if any(_learned_names(c))]
+    _contracts.require(bool(learning), _START, "model", "a layer with Learned() in it", "none")
+    for path, contraction in _contractions(copy):
+        contraction.layer = _place(path, contraction)
+    for _, contraction in learning:
+        contraction.is_starting = True
+    getattr(copy, method)(*inputs)
+    for path, contraction in learning:
+        with _site.at(_place(path, contraction)):
+            for name in _learned_names(contraction):
+                wanted = "a layer that the call comes by, and finite numbers"
+                _contracts.require(_finite(getattr(contraction, name)[...]), _START, name, wanted, "none")
+    nnx.update(model, nnx.state(copy, Scale))
+
+
+def convert(model: Model) -> Model:
+    """serving = a copy of model with quantize(kernel, weight) in the place of each kernel, and constants for ranges.
+
+    `serving(x)` contracts integers, with the codes that the model had while it was trained. Float kernels, calibrators
+    and learned scales are gone, and the model that is given stays as it is; so does all that is not quantized, biases
+    and norms for example. Layers under `nnx.vmap` and `nnx.scan` keep their leading axis, which must be 0.
+
+    A kernel becomes a `Codes` variable with a QuantizedArray, which no filter for `nnx.Param` finds: what is left
+    there can still be trained. Of a partitioned kernel the codes and the scale have a variable each, partitioned as it
+    was.
+
+    Args:
+        model: a module with layers of this package in it, or one of them.
+
+    Returns:
+        A module of the same class.
+
+    Raises:
+        TypeError: model is no NNX module.
+        ValueError: no layer is quantized; or, after its path, what is missing in one: data, a kernel of its shape, a
+            learned scale that was started.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from flax import nnx
+        >>> from jaxquant.flax import nnx as qnnx
+        >>> specs = {"weight": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, rngs=nnx.Rngs(0))
+        >>> y = layer(jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2))
+        >>> serving = qnnx.convert(layer)
+        >>> serving.kernel.get_value().values.dtype, serving.bias.dtype
+        (dtype(int4), dtype('float32'))
+        >>> constants = serving.conv_general_dilated
+        >>> constants.activation_scale[...], constants.activation_zero_point[...]
+        (Array([0.01], dtype=float32), Array([100], dtype=uint8))
+
+    Source: Jacob et al., arXiv 1712.05877, section 2.
+    """
+    _module(_CONVERT, "model", model)
+    serving = nnx.clone(model)
+    layers = list(_layers(serving))
+    _contracts.require(bool(layers), _CONVERT, "model", "a model with quantized layers", "none")
+    done: dict[Any, Any] = {}
+    for layer in layers:
+        with _site.at(_place(layer.path, layer.module)):
+            # Layers that share a kernel share its codes; what is learned differs from layer to layer.
+            variable, site = _kernel_of(layer), layer.contraction.sites[0]
+            key = (id(variable), site if isinstance(site.source, Dynamic) else layer.path)
+            if key not in done:
+                done[key] = variable, _kernel(layer, variable)
+            setattr(layer.module, layer.kernel, nnx.data(done[key][1]))
+    for path, contraction in _contractions(serving):
+        contraction.layer = _place(path, contraction)
+        with _site.at(contraction.layer):
+            _freeze(contraction)
+    return serving
+
+
+def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
+    """kernel = kernel * scale / sqrt(var + epsilon), bias = (bias - mean) * scale / sqrt(var + epsilon) + its bias.
+
+    The layer then returns what the normalisation after it returned, in inference; take that out of the model. Fold
+    before ranges are observed, scales are started and training goes on: weights are quantized as they are folded.
+
+    Args:
+        layer: a `Conv`, a `Linear` or another layer whose features are its kernel's last axis. One without a bias gets
+            one.
+        norm: the `BatchNorm` over that axis.
+
+    Returns:
+        A copy of the layer; both that are given stay as they are.
+
+    Raises:
+        TypeError: an argument is no module.
+        ValueError: norm is over another axis or over other features, or the layer is converted.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jaxquant.flax import nnx as qnnx
+        >>> layer, norm = nnx.Linear(1, 2, use_bias=False, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        >>> layer.kernel[...] = jnp.array([[1.0, 2.0]])
+        >>> norm.mean[...], norm.var[...], norm.epsilon = jnp.array([0.5, 4.0]), jnp.array([0.25, 4.0]), 0.0
+        >>> folded = qnnx.fold_batch_norm(layer, norm)
+        >>> folded.kernel[...], folded.bias[...]
+        (Array([[2., 1.]], dtype=float32), Array([-1., -2.], dtype=float32))
+
+    Source: Jacob et al., arXiv 1712.05877, section 3.2, equation 14.
+    """
+    _module(_FOLD, "layer", layer)
+    _contracts.require_type(isinstance(norm, nnx.BatchNorm), _FOLD, "norm", "a BatchNorm", type(norm).__name__)
+    folded: Any = nnx.clone(layer)
+    kernel, bias = getattr(folded, "kernel", None), getattr(folded, "bias", None)
+    is_float = isinstance(kernel, nnx.Variable) and isinstance(kernel[...], jax.Array)
+    _contracts.require(is_float, _FOLD, "layer", "a layer with a float kernel", type(layer).__name__)
+    assert kernel is not None
+    wanted = "that of the features, the last"
+    _contracts.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", wanted, norm.axis)
+    parts = {"kernel": kernel[...], **({} if bias is None else {"bias": bias[...]})}
+    learned = {name: v[...] for name in ("scale", "bias") if (v := getattr(norm, name)) is not None}
+    stats = {"mean": norm.mean[...], "var": norm.var[...]}
+    new = _batch_norm.fold_batch_norm(parts, learned, stats, epsilon=norm.epsilon)
+    kernel.set_value(new["kernel"])
+    if bias is not None:
+        bias.set_value(new["bias"])
+    else:
+        folded.bias = nnx.Param(new["bias"])
+        folded.use_bias = True
+    return folded
+
+
+def _module(function: str, argument: str, value: Any) -> None:
+    wanted = "a flax.nnx.Module (jaxquant.flax has it for Linen)"
+    _contracts.require_type(isinstance(value, nnx.Module), function, argument, wanted, type(value).__name__)
+
+
+def _place(path: tuple[Any, ...], module: Any) -> str:
+    """Returns the path of a layer, or of the layer around a contraction, for errors."""
+    inside = isinstance(module, Contraction)
+    return "/".join(map(str, path[:-1] if inside else path)) or (module.layer if inside else type(module).__name__)
+
+
+def _contractions(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Contraction]]:
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Contraction):
+            yield path, module
+
+
+class _Layer(NamedTuple):
+    """A module that contracts its kernel with another.
+
+    Attributes:
+        path: in the model.
+        module: the layer.
+        contraction: one of its attributes.
+        kernel: the name of another.
+    """
+
+    path: tuple[Any, ...]
+    module: nnx.Module
+    contraction: Contraction
+    kernel: str
+
+
+def _layers(model: nnx.Module) -> Iterator[_Layer]:
+    """Yields the quantized layers, and requires a layer around each contraction."""
+    around = set()
+    for path, module in nnx.iter_modules(model):
+        own = [value for value in vars(module).values() if isinstance(value, Contraction)]
+        for contraction in own:
+            kernel = "embedding" if isinstance(contraction, Table) else "kernel"
+            if hasattr(module, kernel):
+                around.add(id(contraction))
+                yield _Layer(path, module, contraction, kernel)
+    for path, contraction in _contractions(model):
+        with _site.at("/".join(map(str, path))):
+            wanted = 'a layer around it, with a "kernel"'
+            _contracts.require(id(contraction) in around, _CONVERT, "model", wanted, "none")
+
+
+def _kernel_of(layer: _Layer) -> nnx.Variable:
+    """Requires a float kernel, and a layer that takes a converted one."""
+    variable = getattr(layer.module, layer.kernel)
+    value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    is_array = isinstance(value, jax.Array | np.ndarray)  # numpy's, where a checkpoint was read into the model
+    is_float = is_array and jnp.issubdtype(value.dtype, jnp.floating)
+    _contracts.require(is_float, _CONVERT, layer.kernel, "a float kernel", type(value).__name__)
+    is_ready = isinstance(layer.contraction, Table) or getattr(layer.module, "promote_dtype", None) is promote_dtype
+    wanted = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, for flax's own takes no converted kernel"
+    _contracts.require(is_ready, _CONVERT, "model", wanted, "another")
+    return variable
+
+
+def _shape(layer: _Layer) -> tuple[int, ...] | None:
+    """Returns the shape of a kernel that is not stacked, or None where nothing tells it."""
+    module: Any = layer.module
+    if layer.contraction.kernel_shape is not None:
+        return layer.contraction.kernel_shape
+    if isinstance(module, nnx.LinearGeneral):
+        return (*module.batch_axis.values(), *module.in_features, *module.out_features)
+    if isinstance(module, nnx.Linear):
+        return (module.in_features, module.out_features)
+    return tuple(module.kernel_shape) if isinstance(module, nnx.Conv | nnx.Einsum) else None
+
+
+def _kernel(layer: _Layer, variable: nnx.Variable) -> Any:
+    """Returns the codes of a kernel, as variables."""
+    kernel = jnp.asarray(variable.get_value())
+    shape = _shape(layer) or tuple(kernel.shape)
+    depth = kernel.ndim - len(shape)
+    wanted = f"shape {shape}, with the axes of nnx.vmap before it"
+    fits = depth >= 0 and tuple(kernel.shape[depth:]) == tuple(shape)
+    _contracts.require(fits, _CONVERT, layer.kernel, wanted, f"shape {tuple(kernel.shape)}")
+    site = layer.contraction.sites[0]
+    parts = _learned_parts(layer.contraction, site)
+
+    def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
+        return _site.codes(site, kernel, _site.learned(site, parts) if parts else None)
+
+    q = _over_layers(quantized, depth)(kernel, parts)
+    metadata = variable.get_metadata()
+    if not shared(variable, kernel.shape, depth):
+        return Codes.from_metadata(q, metadata)
+    return Partitioned(
+        q, lambda part: Codes.from_metadata(part, {**metadata, **shared(variable, part.shape, depth)})
+    )  # fmt: skip
+
+
+def _freeze(contraction: Contraction) -> None:
+    """Replaces what ranges are found by with what they were found to be."""
+    site = contraction.sites[1]
+    if site is not None and not isinstance(site.source, Dynamic):
+        scale, point = _constants(contraction, site)
+        _contracts.require(_finite(scale), _CONVERT, site.of, "a range of finite numbers", "none")
+        contraction.activation_scale = Ranges(scale)
+        contraction.activation_zero_point = nnx.data(None if point is None else Ranges(point))
+    for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
+        setattr(contraction, name, nnx.data(None))
+
+
+def _constants(contraction: Contraction, site: Site) -> tuple[jax.Array, jax.Array | None]:
+    if isinstance(site.source, Observed):
+        batches = contraction.activation_batches[...]
+        holds = _contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all())
+        wanted = "a range: call the model in training mode with data that is like what is served"
+        _contracts.require(holds, _CONVERT, site.of, wanted, "no data")
+        state = {"state": contraction.activation_range.get_value(), "batches": batches}
+        return _over_layers(lambda state: _site.of_state(site, state), batches.ndim)(state)
+    parts = _learned_parts(contraction, site)
+    scale, point = _over_layers(lambda *parts: _site.learned(site, parts), parts[0].ndim - 1)(*parts)
+    return scale, _site.whole(site, point) if point is not None and point.dtype != site.spec.carrier else point
+
+
+def _learned_parts(contraction: Contraction, site: Site) -> tuple[jax.Array, ...]:
+    if not isinstance(site.source, Learned):
+        return ()
+    parts = tuple(getattr(contraction, name)[...] for name in _site.names(site))
+    for name, part in zip(_site.names(site), parts, strict=True):
+        _contracts.require(_finite(part), _CONVERT, name, f"finite numbers: jaxquant.{_START} starts it", "NaN")
+    return parts
+
+
+def _learned_names(contraction: Contraction) -> list[str]:
+    sites = [site for site in contraction.sites if site is not None and isinstance(site.source, Learned)]
+    return [name for site in sites for name in _site.names(site)]
+
+
+def _finite(value: jax.Array) -> bool:
+    """Whether all that is known is a finite number."""
+    return _contracts.is_traced(value) or bool(jnp.isfinite(value).all())
+
+
+def _over_layers(function: Any, depth: int) -> Any:
+    for _ in range(depth):
+        function = jax.vmap(function)
+    return function

@@ -1,0 +1,312 @@
+"""NNX layers against flax's own, whose parameters they have, and against the Linen layers, whose bits they give; where
+their ranges come from, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxquant as jq
+from jaxquant.flax import Dynamic, Learned, Observed
+from jaxquant.flax import convert as linen_convert
+from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
+
+F32, BF16 = np.float32, jnp.bfloat16
+W = jq.QuantSpec("int8", jq.PerAxis(-1))
+A = jq.QuantSpec("uint8")
+SPECS: Any = {"weight": W, "activation": A}
+# layer, its arguments, Linen's layer, what Linen's is told, the shape of what they are called on
+CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str, dict[str, Any], tuple[int, ...]]] = {
+    "linear": ("Linear", (6, 5), {}, "Dense", {"features": 5}, (4, 6)),
+    "linear, batch equal to the width": ("Linear", (6, 6), {}, "Dense", {"features": 6}, (6, 6)),
+    "linear, no bias": ("Linear", (6, 5), {"use_bias": False}, "Dense", {"features": 5, "use_bias": False}, (2, 3, 6)),
+    "linear, bfloat16": ("Linear", (6, 5), {"dtype": BF16}, "Dense", {"features": 5, "dtype": BF16}, (4, 6)),
+    "general": ("LinearGeneral", ((3, 5), (2, 3)), {"axis": (-2, -1)}, "DenseGeneral",
+                {"features": (2, 3), "axis": (-2, -1)}, (4, 3, 5)),
+    "general, batches": ("LinearGeneral", (6, (2, 4)), {"batch_axis": {0: 3}}, "DenseGeneral",
+                         {"features": (2, 4), "batch_dims": (0,)}, (3, 5, 6)),
+    "einsum": ("Einsum", ("abc, cde -> abde", (6, 2, 3), (2, 3)), {}, "Einsum",
+               {"einsum_str": "abc,cde->abde", "shape": (6, 2, 3)}, (4, 5, 6)),
+    "einsum, any rank": ("Einsum", ("...c,cd->...d", (6, 3)), {}, "Einsum",
+                         {"einsum_str": "...c,cd->...d", "shape": (6, 3), "use_bias": False}, (2, 3, 6)),
+    "conv, strides": ("Conv", (3, 4, (3, 2), (2, 1)), {"padding": ((1, 0), 2)}, "Conv",
+                      {"features": 4, "kernel_size": (3, 2), "strides": (2, 1), "padding": ((1, 0), 2)}, (2, 6, 5, 3)),
+    "conv, causal": ("Conv", (3, 4, 3), {"padding": "CAUSAL", "kernel_dilation": 2}, "Conv",
+                     {"features": 4, "kernel_size": 3, "padding": "CAUSAL", "kernel_dilation": 2}, (2, 9, 3)),
+    "conv, groups": ("Conv", (4, 6, (3, 3)), {"feature_group_count": 2}, "Conv",
+                     {"features": 6, "kernel_size": (3, 3), "feature_group_count": 2}, (2, 6, 5, 4)),
+    "conv, depthwise": ("Conv", (4, 8, (3, 3)), {"feature_group_count": 4}, "Conv",
+                        {"features": 8, "kernel_size": (3, 3), "feature_group_count": 4}, (2, 6, 5, 4)),
+    "conv, no batch": ("Conv", (3, 4, (3, 3)), {"dtype": BF16}, "Conv",
+                       {"features": 4, "kernel_size": (3, 3), "dtype": BF16}, (6, 5, 3)),
+}  # fmt: skip
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(rng.normal(0.3, 1, shape), F32)
+
+
+def rngs(rng: np.random.Generator) -> nnx.Rngs:
+    return nnx.Rngs(int(rng.integers(2**31)))
+
+
+def same(got: Any, want: Any) -> None:
+    """The same dtypes and bits."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
+
+
+def batches(layer: Any) -> int:
+    return int(layer.dot_general.activation_batches[...])
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str) -> None:
+    name, args, more, linen, static, shape = CASES[case]
+    layer: Any = getattr(qnnx, name)(*args, **more, **SPECS, rngs=rngs(rng))
+    flax = getattr(nnx, name)(*args, **more, rngs=rngs(rng))
+    assert isinstance(layer, type(flax))
+    own, theirs = nnx.state(layer, nnx.Param), nnx.state(flax, nnx.Param)
+    assert jax.tree.structure(own) == jax.tree.structure(theirs)
+    nnx.update(layer, theirs)  # a float checkpoint loads, and back
+    same(nnx.state(layer, nnx.Param), theirs)
+    nnx.update(flax, nnx.state(layer, nnx.Param))
+    if layer.bias is not None:
+        layer.bias[...] = drawn(rng, layer.bias[...].shape)
+    twin: Any = getattr(qnn, linen)(**static, **SPECS)
+    x = drawn(rng, shape)
+    params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    variables: Any = {"params": params}
+    for _ in range(2):
+        wanted, seen = twin.apply(variables, x, mutable=["ranges"])
+        variables = {**variables, **seen}
+        y = layer(x)
+        assert y.dtype == wanted.dtype == more.get("dtype", F32)
+        same(y, wanted)
+        x = x * 2 - 1
+    layer.eval()
+    y = layer(x)
+    same(y, twin.apply(variables, x))
+    serving = qnnx.convert(layer)
+    constants = linen_convert(twin, variables)
+    same(serving.kernel.get_value(), constants["params"]["kernel"])
+    same(serving(x), y)
+    same(twin.apply(constants, x), y)
+
+
+def test_embed_and_attend(rng: np.random.Generator) -> None:
+    specs: Any = {"weight": jq.QuantSpec("int8", jq.PerAxis(0)), "activation": A}  # a scale for each row
+    for rows, dtype in ((7, None), (1, BF16)):
+        layer = qnnx.Embed(rows, 6, **specs, dtype=dtype, rngs=rngs(rng))
+        assert jax.tree.structure(nnx.state(layer, nnx.Param)) == jax.tree.structure(
+            nnx.state(nnx.Embed(rows, 6, rngs=rngs(rng)), nnx.Param)
+        )
+        indices = jnp.asarray(rng.integers(-7, 9, (4, 3)), jnp.int32)  # from the back, and beyond the table
+        query = drawn(rng, (2, 6))
+        twin = qnn.Embed(rows, 6, **specs, dtype=dtype)
+        variables = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
+        wanted, seen = twin.apply(variables, query, method=twin.attend, mutable=["ranges"])
+        found, products = layer(indices), layer.attend(query)
+        same(products, wanted)
+        same(found, twin.apply({**variables, **seen}, indices))  # type: ignore[dict-item]
+        assert np.isnan(np.asarray(found, F32)).any() == (rows == 7 and bool((indices >= 7).any()))
+        serving = qnnx.convert(layer)
+        same(serving(indices), found)
+        same(serving.attend(query), products)
+    layer = qnnx.Embed(7, 6, **specs, activation_range=Learned(jq.PACT()), rngs=rngs(rng))
+    qnnx.start(layer, query, method="attend")
+    same(layer.table.activation_scale[...], jnp.abs(query).max().reshape(1) / F32(255))
+
+
+# Ranges.
+
+
+def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.norm = nnx.BatchNorm(6, rngs=nnx.Rngs(0))
+            self.layer = qnnx.Linear(6, 5, **SPECS, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(self.norm(x))
+
+    block, x = Block(), drawn(rng, (4, 6))
+    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation: wanted a range.*model.train\(\).*got no data"
+    block.eval()
+    with pytest.raises(ValueError, match=wanted):
+        block(x)
+    assert np.isnan(nnx.jit(lambda block, x: block(x))(block, x)).all()
+    block.train()
+    step = nnx.jit(lambda block, x: block(x))
+    for count in (1, 2, 3):
+        step(block, x)
+        assert batches(block.layer) == count
+    block.eval()
+    state = nnx.state(block, qnnx.Ranges)
+    block(100 * x)
+    same(nnx.state(block, qnnx.Ranges), state)
+    reading = nnx.view(block, use_running_average=False)
+    reading(x)
+    assert batches(block.layer) == 4  # a view shares its variables
+    assert block.layer.dot_general.use_running_average
+    block.layer.train()  # one layer alone
+    block(x)
+    assert batches(block.layer) == 5
+
+
+def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
+    for calibrator in (functools.partial(jq.mse, bins=64), functools.partial(jq.moving_average, decay=0.5)):
+        layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(calibrator), rngs=rngs(rng))
+        alone = calibrator(A)
+        state = alone.init(jnp.zeros((1, 1, 6)))
+        for _ in range(2):
+            x = drawn(rng, (4, 3, 6))
+            layer(x)
+            state = alone.update(state, x)
+        lo, hi = alone.finalize(state)
+        wanted = jq.quantize(x, A, lo, hi)
+        served = qnnx.convert(layer).dot_general
+        same(served.activation_scale[...].reshape(1, 1, 1), wanted.scale)
+        same(served.activation_zero_point[...].reshape(1, 1, 1), wanted.zero_point)
+
+
+def test_ranges_freeze(rng: np.random.Generator) -> None:
+    layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(freeze_after=2), rngs=rngs(rng))
+    step = nnx.jit(lambda layer, x: layer(x))
+    x = drawn(rng, (4, 6))
+    for _ in range(2):
+        step(layer, x)
+    state = nnx.state(layer, qnnx.Ranges)
+    step(layer, 50 * x)
+    same(nnx.state(layer, qnnx.Ranges), state)
+    assert batches(layer) == 2
+
+
+def test_dynamic_ranges_have_no_variables(rng: np.random.Generator) -> None:
+    per_row = jq.QuantSpec("int8", jq.PerAxis(0))
+    layer = qnnx.Linear(6, 5, weight=W, activation=per_row, activation_range=Dynamic(), rngs=rngs(rng))
+    assert not jax.tree.leaves(nnx.state(layer, (qnnx.Ranges, qnnx.Scale)))
+    x = drawn(rng, (4, 6))
+    q = (jq.quantize(x, per_row), jq.quantize(layer.kernel[...], W))
+    wanted = jq.dot_general(*q, (((1,), (0,)), ((), ())))
+    same(layer(x), wanted)
+    same(qnnx.convert(layer)(x), wanted)
+
+
+def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> None:
+    learned: Any = {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
+
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            made = rngs(rng)
+            self.first = qnnx.Linear(6, 5, **SPECS, **learned, rngs=made)
+            self.norm = nnx.BatchNorm(5, rngs=made)
+            self.second = qnnx.Linear(5, 3, **SPECS, weight_range=Learned(jq.LSQPlus()), rngs=made)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.second(nnx.relu(self.norm(self.first(x))))
+
+    net, x = Net(), drawn(rng, (4, 6))
+    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation_scale: wanted finite numbers.*nnx.start.*got NaN"
+    with pytest.raises(ValueError, match=wanted):
+        net(x)
+    assert np.isnan(nnx.jit(lambda net, x: net(x))(net, x)).all()
+    net = Net()
+    kept = jax.tree.map(jnp.copy, nnx.state(net, (nnx.Param, qnnx.Ranges, nnx.BatchStat)))
+    net.first.kernel[...] = 4 * net.first.kernel[...]  # as a checkpoint would
+    qnnx.start(net, x)
+    net.first.kernel[...] = net.first.kernel[...] / 4
+    same(nnx.state(net, (nnx.Param, qnnx.Ranges, nnx.BatchStat)), kept)
+    first = net.first.dot_general
+    scale, _ = jq.LSQ().initial(4 * net.first.kernel[...], W)
+    same(first.weight_scale[...], scale)
+    scale, point = jq.LSQPlus().initial(x, A)
+    same((first.activation_scale[...], first.activation_zero_point[...]), (scale.reshape(1), point.reshape(1)))  # type: ignore[union-attr]
+    assert net.second.dot_general.weight_scale[...].shape == (1, 3)
+    assert np.isfinite(net(x)).all()
+    twin = qnn.Dense(5, **SPECS, **learned)
+    params = nnx.to_pure_dict(nnx.state(net.first, nnx.Param))
+    scales = {name: getattr(first, name)[...] for name in ("weight_scale", "activation_scale", "activation_zero_point")}
+    shaped = {name: scale.reshape(1, -1) for name, scale in scales.items()}
+    same(net.first(x), twin.apply({"params": params, "scales": {"DotGeneral_0": shaped}}, x))
+
+
+def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
+    made = rngs(rng)
+    dot, out = (qnnx.dot_general(W, A) for _ in range(2))
+    attention = nnx.MultiHeadAttention(
+        2, 4, 4, qkv_dot_general=dot, out_dot_general=out, qkv_promote_dtype=qnnx.promote_dtype,
+        out_promote_dtype=qnnx.promote_dtype, decode=False, rngs=made,
+    )  # fmt: skip
+    x = drawn(rng, (3, 5, 4))
+    attention(x)
+    assert int(dot.activation_batches[...]) == 3  # query, key and value share it
+    attention.eval()
+    serving = qnnx.convert(attention)
+    assert isinstance(serving.query.kernel, qnnx.Codes)
+    same(serving(x), attention(x))
+    conv = qnnx.conv_general_dilated(W, A)
+    layer = nnx.Conv(3, 4, (3,), conv_general_dilated=conv, promote_dtype=qnnx.promote_dtype, rngs=made)
+    image = drawn(rng, (2, 6, 3))
+    y = layer(image)
+    same(qnnx.convert(layer)(image), y)
+    own = qnnx.Conv(3, 4, (3,), **SPECS, rngs=made)
+    nnx.update(own, nnx.state(layer, nnx.Param))
+    same(own(image), y)
+
+
+# What is refused.
+
+
+def test_refusals(rng: np.random.Generator) -> None:
+    made = rngs(rng)
+    with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight: wanted a QuantSpec"):
+        qnnx.Linear(6, 5, weight="int8", rngs=made)  # type: ignore[arg-type]
+    for name in ("dot_general", "promote_dtype"):
+        given: Any = {name: None}
+        with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: wanted none"):
+            qnnx.Linear(6, 5, weight=W, **given, rngs=made)
+    with pytest.raises(ValueError, match=r"Conv: jaxquant.flax.nnx: mask: wanted None"):
+        qnnx.Conv(3, 4, (3,), weight=W, mask=jnp.ones((3, 3, 4)), rngs=made)
+    with pytest.raises(TypeError, match=r"activation: wanted codes of .* got int16"):
+        qnnx.Linear(6, 5, weight=W, activation=jq.QuantSpec("int16"), rngs=made)
+    rows = jq.QuantSpec("uint8", jq.PerAxis(0))
+    with pytest.raises(ValueError, match=r"Linear\(6, 5\).* activation: wanted PerTensor\(\), or Dynamic\(\)"):
+        qnnx.Linear(6, 5, weight=W, activation=rows, rngs=made)
+    with pytest.raises(TypeError, match=r"use_running_average: wanted True or False; got 'yes'"):
+        qnnx.Linear(6, 5, weight=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kernel_shape: wanted that of the kernel: its scales are learned"):
+        qnnx.dot_general(W, A, weight_range=Learned())
+    with pytest.raises(TypeError, match='rngs: wanted rngs, whose stream "rounding"'):
+        qnnx.dot_general(W, A, backward=jq.Int8Backward(stochastic_rounding=True))
+    with pytest.raises(ValueError, match="operands: wanted a tuple of inputs, kernel and bias"):
+        qnnx.promote_dtype((jnp.ones(1),))
+    layer = qnnx.Linear(6, 5, **SPECS, rngs=made)
+    with pytest.raises(ValueError, match=r"^Linear\(6, 5\): jaxquant.quantized_dot_general"):
+        layer(jnp.ones((2, 7)))
+    with pytest.raises(ValueError, match=r"flax.nnx.start: model: wanted a layer with Learned\(\)"):
+        qnnx.start(layer, jnp.ones((2, 6)))
+    with pytest.raises(TypeError, match=r"flax.nnx.start: model: wanted a flax.nnx.Module"):
+        qnnx.start(nn.Dense(5), jnp.ones((2, 6)))  # type: ignore[arg-type]
+    table = qnnx.Embed(7, 6, weight=W, rngs=made)
+    with pytest.raises(TypeError, match=r"Embed\(7, 6\): jaxquant.flax.nnx: inputs: wanted an integer dtype"):
+        table(jnp.ones(2))
+
+
+def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
+    net = nnx.Sequential(qnnx.Linear(4, 4, **SPECS, activation_range=Learned(jq.PACT()), rngs=rngs(rng)), lambda x: x)
+    with pytest.raises(ValueError, match=r"layers/0: jaxquant.flax.nnx: activation_scale: wanted finite"):
+        qnnx.start(net, jnp.full((2, 4), jnp.nan))
+    unused: Any = nnx.Sequential(lambda x: x)
+    unused.spare = net.layers[0]
+    with pytest.raises(ValueError, match=r"spare: jaxquant.flax.nnx.start: activation_scale: wanted a layer"):
+        qnnx.start(unused, jnp.ones((2, 4)))

@@ -1,0 +1,335 @@
+"""From a trained NNX model to its integers: no code differs, no float kernel is left, and what serves can be saved."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx, serialization
+from jax import export
+from sklearn.datasets import load_digits
+
+import jaxquant as jq
+from jaxquant import checkpoint
+from jaxquant.flax import Learned
+from jaxquant.flax import nnx as qnnx
+
+F32 = np.float32
+A = jq.QuantSpec("uint8")
+
+
+def weights(dtype: str) -> jq.QuantSpec:
+    return jq.QuantSpec(dtype, jq.PerAxis(-1))
+
+
+LEARNED: Any = {"activation": A, "weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
+WAYS: dict[str, Any] = {
+    "int8": {"weight": weights("int8"), "activation": A},
+    "int4, learned": {"weight": weights("int4"), **LEARNED},
+    "int4, clipped": {"weight": weights("int4"), **LEARNED, "activation_range": Learned(jq.PACT())},
+    "int2, learned": {"weight": weights("int2"), **LEARNED, "activation_range": Learned()},
+}
+
+
+class Net(nnx.Module):
+    """Dense layers, with convolutions before them or not. It returns what each layer was given, too."""
+
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        rngs, way = nnx.Rngs(3), [WAYS[name] for name in ways]
+        self.layers = nnx.List([])
+        if len(ways) == 4:
+            self.layers.append(qnnx.Conv(1, 8, (3, 3), 2, **way[0], rngs=rngs))
+            self.layers.append(qnnx.Conv(8, 16, (3, 3), **way[1], feature_group_count=8, rngs=rngs))
+        self.layers.append(qnnx.Linear(256 if len(ways) == 4 else 64, 32, **way[-2], rngs=rngs))
+        self.layers.append(qnnx.Linear(32, 10, **way[-1], rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        given = []
+        for i, layer in enumerate(self.layers):
+            x = nnx.relu(x) if i else x
+            x = x.reshape(len(x), -1) if isinstance(layer, qnnx.Linear) else x
+            given.append(x)
+            x = layer(x)
+        return x, given
+
+
+@functools.cache
+def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Images and labels to train on, and to test with."""
+    data: Any = load_digits()
+    x, y = data.images[..., None].astype(F32) / 16, data.target.astype(np.int32)
+    order = np.random.default_rng(0).permutation(len(x))
+    train, test = order[:1280], order[1280:]
+    return (jnp.asarray(x[train]), jnp.asarray(y[train])), (jnp.asarray(x[test]), jnp.asarray(y[test]))
+
+
+def train(net: Net, epochs: int) -> None:
+    (x, labels), _ = digits()
+    trained = nnx.Any(nnx.Param, qnnx.Scale)
+    optimizer = nnx.Optimizer(net, optax.adam(4e-3), wrt=trained)
+
+    def loss(net: Net, x: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(net(x)[0], labels).mean()
+
+    @nnx.jit
+    def step(net: Net, optimizer: Any, x: jax.Array, labels: jax.Array) -> None:
+        optimizer.update(net, nnx.grad(loss, argnums=nnx.DiffState(0, trained))(net, x, labels))
+
+    with jax.numpy_dtype_promotion("standard"):  # optax counts its steps in int32
+        for i in range(10 * epochs):
+            part = slice(i % 10 * 128, i % 10 * 128 + 128)
+            step(net, optimizer, x[part], labels[part])
+
+
+def coded(x: Any, scale: Any, point: Any, bounds: tuple[int, int]) -> np.ndarray:
+    """Codes by numpy; the quotient rounded to float32, as the specification has it."""
+    return (np.rint(np.asarray(x, F32) / np.abs(np.asarray(scale, F32))) + np.rint(np.asarray(point, F32))).clip(
+        *bounds
+    )
+
+
+MODELS = {
+    "dense": ("int8", "int8"),
+    "dense, learned": ("int2, learned", "int2, learned"),
+    "conv": ("int8", "int4, learned", "int4, learned", "int8"),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_no_code_differs(name: str) -> None:
+    net = Net(MODELS[name])
+    (x, _), (images, labels) = digits()
+    if name != "dense":
+        qnnx.start(net, x[:128])
+    train(net, 4)
+    net.eval()
+    serving = qnnx.convert(net)
+    run = nnx.jit(lambda net, x: net(x))
+    (y, seen), (served, inputs) = run(net, images), run(serving, images)
+    np.testing.assert_array_equal(served, y)
+    assert (np.argmax(y, axis=-1) == labels).mean() > 0.75, "it has learned something"
+    for way, layer, converted, given, own in zip(MODELS[name], net.layers, serving.layers, seen, inputs, strict=True):
+        field = "conv_general_dilated" if isinstance(layer, qnnx.Conv) else "dot_general"
+        training, constants = getattr(layer, field), getattr(converted, field)
+        codes = coded(own, constants.activation_scale[...], constants.activation_zero_point[...], (0, 255))
+        if "learned" in way:
+            own_point = training.activation_zero_point
+            point = 0 if own_point is None else own_point[...].clip(0, 255)
+            want = coded(given, training.activation_scale[...], point, (0, 255))
+            bound = 7 if way.startswith("int4") else 1
+            kernel = coded(layer.kernel[...], training.weight_scale[...], 0, (-bound, bound))
+        else:
+            ends = jq.moving_average(A).finalize(training.activation_range.get_value())
+            want = np.asarray(jq.quantize(given, A, *ends).values)
+            kernel = np.asarray(jq.quantize(layer.kernel[...], WAYS[way]["weight"]).values)
+        assert (codes != want).sum() == 0
+        assert (np.asarray(converted.kernel.get_value().values).astype(F32) != kernel.astype(F32)).sum() == 0
+        assert len(np.unique(codes)) > 10
+
+
+class Mixed(nnx.Module):
+    """Modules in modules, some of them in floats."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table = qnnx.Embed(12, 8, weight=jq.QuantSpec("int4", jq.PerAxis(0)), rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.plain = nnx.Linear(8, 8, rngs=rngs)
+        self.block = nnx.Dict(
+            wide=qnnx.Linear(8, 16, **WAYS["int8"], rngs=rngs),
+            narrow=qnnx.Linear(16, 8, **WAYS["int4, clipped"], rngs=rngs),
+        )
+        self.head = qnnx.Einsum("...i,ij->...j", (8, 3), weight=jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.plain(self.norm(self.table(tokens)))
+        return self.head(self.block.narrow(nnx.relu(self.block.wide(x))))
+
+
+TOKENS: Any = np.arange(24, dtype=np.int32).reshape(2, 12) % 12
+
+
+@functools.cache
+def mixed() -> tuple[Mixed, Mixed]:
+    """A model with ranges, and what serves it."""
+    model = Mixed(nnx.Rngs(1))
+    qnnx.start(model, TOKENS)
+    nnx.jit(lambda model: model(TOKENS))(model)
+    model.eval()
+    return model, qnnx.convert(model)
+
+
+def same(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert [v.dtype for v in jax.tree.leaves(got)] == [v.dtype for v in jax.tree.leaves(want)]
+
+
+def test_no_float_kernel_is_left() -> None:
+    model, serving = mixed()
+    assert isinstance(serving, Mixed)
+    assert isinstance(model.table.embedding, nnx.Param), "the model stays as it is"
+    graph, codes, params, ranges = nnx.split(serving, qnnx.Codes, nnx.Param, qnnx.Ranges)
+    assert {path[-1] for path, _ in nnx.to_flat_state(codes)} == {"embedding", "kernel"}
+    assert all(isinstance(v.get_value(), jq.QuantizedArray) for _, v in nnx.to_flat_state(codes))
+    assert max(leaf.size for leaf in jax.tree.leaves(ranges)) == 1
+    for path, param in nnx.to_flat_state(params):
+        assert path[0] in ("plain", "norm") or path[-1] == "bias", path
+        assert param.dtype == F32
+    run = nnx.jit(lambda model, x: model(x))
+    y = run(serving, TOKENS)
+    np.testing.assert_array_equal(y, run(model, TOKENS))
+    np.testing.assert_array_equal(run(nnx.merge(graph, codes, params, ranges), TOKENS), y)
+    grads = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))(serving, TOKENS)  # of what is left of nnx.Param
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def orbax(tree: Any, folder: Any) -> Any:
+    checkpoint.save_orbax(folder / "step", tree)
+    return checkpoint.load_orbax(folder / "step", jax.eval_shape(lambda: tree))
+
+
+def safetensors(tree: Any, folder: Any) -> Any:
+    checkpoint.save_safetensors(folder / "weights.safetensors", tree)
+    return checkpoint.load_safetensors(folder / "weights.safetensors")
+
+
+SAVED: dict[str, Callable[[Any, Any], Any]] = {
+    "orbax": orbax,
+    "safetensors": safetensors,
+    "bytes": lambda tree, _: serialization.from_bytes(jax.tree.map(jnp.zeros_like, tree), serialization.to_bytes(tree)),
+    "pickle": lambda tree, _: pickle.loads(pickle.dumps(tree)),
+}
+
+
+@pytest.mark.parametrize("name", list(SAVED))
+def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
+    _, serving = mixed()
+    wanted = nnx.to_pure_dict(nnx.state(serving))
+    found = SAVED[name](wanted, tmp_path)
+    same(found, wanted)
+    empty = nnx.eval_shape(lambda: qnnx.convert(Mixed(nnx.Rngs(0))))
+    state = nnx.state(empty)
+    nnx.replace_by_pure_dict(state, found)
+    nnx.update(empty, state)
+    np.testing.assert_array_equal(empty(TOKENS), serving(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["orbax", "pickle"])
+def test_what_trains_is_saved(tmp_path: Any, name: str) -> None:
+    model, serving = mixed()
+    wanted = nnx.to_pure_dict(nnx.state(model))
+    other = Mixed(nnx.Rngs(5))
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, SAVED[name](wanted, tmp_path))
+    nnx.update(other, state)
+    same(nnx.to_pure_dict(nnx.state(qnnx.convert(other))), nnx.to_pure_dict(nnx.state(serving)))
+
+
+def test_the_serving_function_is_exported() -> None:
+    graph, state = nnx.split(mixed()[1])
+    weights = nnx.to_pure_dict(state)
+
+    def run(weights: Any, tokens: jax.Array) -> jax.Array:
+        own = nnx.merge(graph, state)
+        filled = nnx.state(own)
+        nnx.replace_by_pure_dict(filled, weights)
+        return nnx.merge(graph, filled)(tokens)
+
+    run = jax.jit(run)
+    text = export.export(run)(weights, TOKENS).serialize()
+    np.testing.assert_array_equal(export.deserialize(text).call(weights, TOKENS), run(weights, TOKENS))
+
+
+def test_layers_that_share_a_kernel_share_its_codes(rng: np.random.Generator) -> None:
+    way = WAYS["int8"]
+    first, second = (qnnx.Linear(6, 6, **way, rngs=nnx.Rngs(i)) for i in range(2))
+    second.kernel = first.kernel
+    net = nnx.Sequential(first, second, first)
+    x = jnp.asarray(rng.normal(size=(6, 6)), F32)
+    net(x)
+    net.eval()
+    serving = qnnx.convert(net)
+    assert serving.layers[0].kernel is serving.layers[1].kernel
+    assert serving.layers[0] is serving.layers[2]
+    np.testing.assert_array_equal(serving(x), net(x))
+    same(qnnx.convert(first).kernel.get_value(), serving.layers[0].kernel.get_value())
+
+
+def test_a_folded_normalisation(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(4, 6, 6, 3)), F32)
+    made = nnx.Rngs(0)
+    for layer in (
+        nnx.Conv(3, 5, (3, 3), use_bias=False, rngs=made),
+        qnnx.Conv(3, 5, (3, 3), **WAYS["int8"], bias_init=nnx.initializers.normal(), rngs=made),
+    ):
+        norm = nnx.BatchNorm(5, epsilon=1e-3, use_running_average=True, rngs=made)
+        for variable in (norm.mean, norm.var, norm.scale, norm.bias):
+            variable[...] = jnp.asarray(rng.uniform(0.5, 2, 5), F32)  # type: ignore[index,union-attr]
+        plain = nnx.Conv(3, 5, (3, 3), use_bias=layer.use_bias, rngs=made)
+        nnx.update(plain, nnx.state(layer, nnx.Param))
+        want = norm(plain(x))
+        folded = qnnx.fold_batch_norm(layer, norm)
+        assert type(folded) is type(layer)
+        same(nnx.state(layer, nnx.Param), nnx.state(plain, nnx.Param))
+        tolerance = 1e-5 if type(layer) is nnx.Conv else 0.05 * np.abs(want).max()
+        np.testing.assert_allclose(folded(x), want, rtol=1e-5, atol=tolerance)
+        if isinstance(folded, qnnx.Conv):
+            np.testing.assert_array_equal(qnnx.convert(folded)(x), (folded.eval() or folded)(x))
+    with pytest.raises(ValueError, match=r"fold_batch_norm: layer: wanted a layer with a float kernel"):
+        qnnx.fold_batch_norm(qnnx.convert(qnnx.Linear(2, 5, weight=weights("int8"), rngs=made)), norm)
+    with pytest.raises(ValueError, match=r"norm.axis: wanted that of the features, the last; got 1"):
+        qnnx.fold_batch_norm(layer, nnx.BatchNorm(5, axis=1, rngs=made))
+    with pytest.raises(ValueError, match=r"stats\[\"mean\"\]: wanted shape \(5,\)"):
+        qnnx.fold_batch_norm(layer, nnx.BatchNorm(4, rngs=made))
+    with pytest.raises(TypeError, match=r"norm: wanted a BatchNorm; got LayerNorm"):
+        qnnx.fold_batch_norm(layer, nnx.LayerNorm(5, rngs=made))  # type: ignore[arg-type]
+
+
+def test_refusals(rng: np.random.Generator) -> None:
+    model = Mixed(nnx.Rngs(0))
+    place = r"block/wide: jaxquant.flax.nnx.convert: activation: wanted a range.*; got no data"
+    qnnx.start(model, TOKENS)
+    with pytest.raises(ValueError, match=place):
+        qnnx.convert(model)
+    model(TOKENS)
+    narrow = model.block.narrow
+    kept = narrow.dot_general.weight_scale[...]
+    narrow.dot_general.weight_scale[...] = jnp.full_like(kept, jnp.nan)
+    with pytest.raises(ValueError, match=r"block/narrow: .*weight_scale: wanted finite numbers: .*start starts it"):
+        qnnx.convert(model)
+    narrow.dot_general.weight_scale[...] = kept
+    narrow.kernel.set_value(jnp.ones((15, 8)))  # a checkpoint of other shapes
+    with pytest.raises(ValueError, match=r"block/narrow: .*kernel: wanted shape \(16, 8\).*; got shape \(15, 8\)"):
+        qnnx.convert(model)
+    serving = mixed()[1]
+    with pytest.raises(ValueError, match=r"block/narrow: .*kernel: wanted a float kernel; got QuantizedArray"):
+        qnnx.convert(serving)
+    with pytest.raises(ValueError, match=r"^block/wide: jaxquant.dot_general: .*"):
+        serving.block.wide(jnp.ones((2, 7)))
+    with pytest.raises(ValueError, match=r"flax.nnx.convert: model: wanted a model with quantized layers; got none"):
+        qnnx.convert(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(
+        TypeError, match=r"model: wanted a flax.nnx.Module \(jaxquant.flax has it for Linen\); got Dense"
+    ):
+        qnnx.convert(nn.Dense(3))  # type: ignore[type-var]
+    dot = qnnx.dot_general(weights("int8"))
+    layer = nnx.Linear(2, 3, dot_general=dot, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Linear: .*wanted promote_dtype=jaxquant.flax.nnx.promote_dtype"):
+        qnnx.convert(layer)
+    with pytest.raises(ValueError, match=r'layers/1: .*wanted a layer around it, with a "kernel"'):
+        qnnx.convert(nnx.Sequential(layer, qnnx.dot_general(weights("int8"))))
+    alone: Any = qnnx.Linear(2, 3, **WAYS["int8"], rngs=nnx.Rngs(0))
+    alone.kernel = nnx.data(qnnx.Codes(jq.quantize(alone.kernel[...], weights("int8"))))
+    with pytest.raises(
+        ValueError, match=r"Linear\(2, 3\): .*activation: wanted its scale, as jaxquant.flax.nnx.convert"
+    ):
+        alone(jnp.ones((2, 2)))
