@@ -108,9 +108,9 @@ def folded(
     _contracts.require(point, function, "backward", wanted, "Int8Backward()")
     if not any(a in added_up for a in varies):
         return q, g
-    alone = all(a in added_up and places[a] is not None for a in varies)
-    wanted = "FloatBackward(), for a scale differs along several dimensions or from block to block"
-    _contracts.require(alone and q.block_size is None, function, "backward", wanted, "Int8Backward()")
+    there = all(places[a] is not None for a in varies)  # a batch, too: g has each of its indices
+    wanted = "FloatBackward(), for a scale differs from block to block, or along what the result does not have"
+    _contracts.require(there and q.block_size is None, function, "backward", wanted, "Int8Backward()")
     wide = [q.shape[a] if a in varies else 1 for a in range(q.ndim)]
     scale = _small_floats.decode(q.scale) if q.scale.dtype == _dtypes.E8M0 else q.scale.astype(jnp.float32)
     scale = _granularity.Aligned(None).expand(scale, jnp.zeros(wide, jnp.float32))

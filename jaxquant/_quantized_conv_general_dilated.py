@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _backward, _contracts, _dtypes, _quantized_dot, _quantizer, _straight_through
+from . import _backward, _contracts, _dtypes, _quantizer, _straight_through
 from ._array import QuantizedArray
 from ._backward import Backward, FloatBackward
 from ._conv_general_dilated import convolution, floats, plan_of
+from ._dot import contraction
 from ._quantizer import Quantizer
 from ._spec import QuantSpec
 from .integer._conv_general_dilated import Plan
+from .integer._operands import EIGHT_BITS
 
 _NAME = "quantized_conv_general_dilated"
 
@@ -169,35 +171,48 @@ def _of_image(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array
 
 
 def _of_kernel(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
-    """Returns the convolution of the images with g: what slides is the result, and the images are added up."""
-    numbers, sizes = plan.numbers, _Sizes.of(plan, lhs, rhs, g)
+    """Returns the contractions of g with what each position of the kernel sees: the kernel is small, g is large."""
+    if 0 in (g.size, rhs.size):
+        return jnp.zeros(rhs.shape, jnp.float32)
+    numbers, geometry = plan.numbers, plan.geometry
     image, channels, *spatial = numbers.lhs_spec
     places: list[int | None] = [None] * lhs.ndim
     places[image] = numbers.out_spec[0]
     lhs, g = _backward.folded(_NAME, lhs, [image, *spatial], g, places)
-    high = [k - 1 + y - x - p[0] for k, y, x, p in zip(
-        sizes.kernel, sizes.out, sizes.image, plan.geometry.padding, strict=True)]  # fmt: skip
-    padding = tuple((p[0], h) for p, h in zip(plan.geometry.padding, high, strict=True))
-    geometry = plan.geometry._replace(
-        strides=plan.geometry.rhs_dilation, rhs_dilation=plan.geometry.strides, padding=padding
-    )
-    turned = lax.ConvDimensionNumbers(
-        (channels, image, *spatial),
-        (numbers.out_spec[1], numbers.out_spec[0], *numbers.out_spec[2:]),
-        (numbers.rhs_spec[1], numbers.rhs_spec[0], *numbers.rhs_spec[2:]),
-    )
-    q = _backward.quantized_gradient(g, (numbers.out_spec[1],), key)
-    whole = Plan(turned, geometry, 1, plan.features)
-    area = math.prod(g.shape[a] for a in numbers.out_spec[2:])
-    some = max(_quantized_dot.exact_terms(lhs, q) // max(area, 1), 1)  # so many images an int32 can add up
-    total = None
-    for start in range(0, max(lhs.shape[image], 1), some):
-        x, y = (part[(slice(None),) * axis + (slice(start, start + some),)] if some < lhs.shape[image] else part
-                for part, axis in ((lhs, image), (q, numbers.out_spec[0])))  # fmt: skip
-        part = convolution(_NAME, x, y, whole, None, jnp.float32)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    images, features, *positions = numbers.out_spec
+    g = lax.transpose(g, (images, *positions, features))
+    q = _grouped(_backward.quantized_gradient(g, (g.ndim - 1,), key), plan.features)
+    holed = _holed(plan, lhs.transpose(image, *spatial, channels))
+    found = []
+    for position in itertools.product(*(range(rhs.shape[a]) for a in numbers.rhs_spec[2:])):
+        starts = [p * d for p, d in zip(position, geometry.rhs_dilation, strict=True)]
+        spans = zip(starts, g.shape[1:-1], geometry.strides, strict=True)
+        limits = (holed.shape[0], *(start + (n - 1) * t + 1 for start, n, t in spans), holed.shape[-1])
+        seen = lax.slice(holed.values, (0, *starts, 0), limits, (1, *geometry.strides, 1))
+        x = _grouped(holed.replace(values=seen), plan.features)
+        found.append(contraction(_NAME, x, q, (((0,), (0,)), ((1,), (1,))), None, _dtypes.FLOAT32))
+    d = lax.transpose(jnp.stack(found), (1, 3, 2, 0))  # from [positions, groups, channels, features of a group]
+    d = d.reshape([rhs.shape[a] for a in numbers.rhs_spec])
+    return lax.transpose(d, [numbers.rhs_spec.index(a) for a in range(rhs.ndim)])
+
+
+def _holed(plan: Plan, q: QuantizedArray) -> QuantizedArray:
+    """Returns images as the kernel slides over them: with zero points in their padding and in their holes."""
+    geometry = plan.geometry
+    # Narrower codes are padded and cut as bytes.
+    dtype = q.values.dtype if q.values.dtype in EIGHT_BITS else jnp.int8
+    point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
+    around = [(low, high, hole - 1) for (low, high), hole in zip(geometry.padding, geometry.lhs_dilation, strict=True)]
+    values = lax.pad(q.values.astype(dtype), point, [(0, 0, 0), *around, (0, 0, 0)])
+    return q.replace(values=values, zero_point=None if q.zero_point is None else q.zero_point.astype(dtype))
+
+
+def _grouped(q: QuantizedArray, groups: int) -> QuantizedArray:
+    """Returns [..., channels] as [all that is added up, groups, channels of a group]. The zero point is one."""
+    values, scale = (part.reshape(-1, groups if part.shape[-1] > 1 else 1, max(part.shape[-1] // groups, 1))
+                     for part in (q.values, q.scale))  # fmt: skip
+    point = None if q.zero_point is None else q.zero_point.reshape(1, 1, 1)
+    return q.replace(values=values, scale=scale, zero_point=point)
 
 
 class _Sizes(NamedTuple):
@@ -217,6 +232,7 @@ class _Sizes(NamedTuple):
             (g, numbers.out_spec, geometry.strides),
         )
         spread = [
-            [(x.shape[a] - 1) * hole + 1 for a, hole in zip(spec[2:], holes, strict=True)] for x, spec, holes in pairs
+            [max((x.shape[a] - 1) * hole + 1, 0) for a, hole in zip(spec[2:], holes, strict=True)]
+            for x, spec, holes in pairs
         ]
         return cls(*spread)

@@ -74,8 +74,8 @@ def quantized_einsum(
     counts = isinstance(specs, list | tuple) and len(specs) == len(given)
     got = f"{len(specs)} for {len(given)} operands" if isinstance(specs, list | tuple) else _contracts.described(specs)
     _contracts.require(counts, _NAME, "specs", "a spec or None for each operand", got)
-    _backward.contract(_NAME, backward, key, specs)
     opened = tuple(_quantizer.of(_NAME, f"specs[{i}]", spec) for i, spec in enumerate(specs))
+    _backward.contract(_NAME, backward, key, opened)
     if preferred_element_type is not None:
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from . import _contracts, _rules
 from ._fake_quantize import Config, fake_quantize, number_zero_point, split
-from ._rules import Rule, StraightThrough
+from ._rules import Rule, StochasticRounding, StraightThrough
 from ._spec import QuantSpec
 
 _NAME = "Quantizer"
@@ -55,7 +55,8 @@ class Quantizer:
         """Returns what `tree_flatten` was given, whatever the children are by now."""
         spec, rule = static
         scale, zero_point, key = children
-        return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if key is not None else rule)
+        draws = isinstance(rule, StochasticRounding)
+        return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if draws else rule)
 
 
 def of(function: str, argument: str, given: Any) -> Quantizer | None:

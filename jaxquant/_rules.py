@@ -226,9 +226,10 @@ def drawn(value: jax.Array, key: Any) -> jax.Array:
     # Both exact: the distance to an integer, and 2**32 times it. What is none, of an infinity, is no draw.
     part = lax.mul(lax.sub(value, below), np.float32(2**32))
     part = lax.select(lax.is_finite(part), part, lax.full_like(part, 0))
-    # Below 2**-25 under an integer the distance rounds to 1, which no backend may wrap.
-    part = lax.min(part, np.float32(2**32 - 2**8))
-    up = lax.lt(jax.random.bits(key, value.shape, jnp.uint32), lax.convert_element_type(part, jnp.uint32))
+    # Less than 2**-25 below an integer the distance rounds to 1: up for sure, and nothing that a uint32 holds.
+    sure = lax.ge(part, np.float32(2**32))
+    part = lax.convert_element_type(lax.min(part, np.float32(2**32 - 2**8)), jnp.uint32)
+    up = lax.bitwise_or(sure, lax.lt(jax.random.bits(key, value.shape, jnp.uint32), part))
     return lax.select(up, lax.add(below, np.float32(1)), below)
 
 

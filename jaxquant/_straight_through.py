@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 from . import _backward, _contracts, _dtypes, _granularity, _rules
-from ._array import QuantizedArray, dequantized
+from ._array import QuantizedArray, dequantized, trusted
 from ._backward import Backward, Int8Backward
 from ._fake_quantize import Config, array_of, pulled, steps, tracked
 from ._quantize_linear import quotients
@@ -32,8 +33,10 @@ _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
 def save_codes(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """A policy for `jax.checkpoint`: of a network it keeps the codes, scales and masks of the quantized contractions.
 
-    All else, activation functions and float operands of learned scales among it, is computed again from them:
-    `jax.checkpoint(network, policy=jq.save_codes)`, or `flax.linen.remat(Block, policy=jq.save_codes)`.
+    All else, activation functions and float operands of learned scales among it, is computed again from them. Of one
+    `jax.checkpoint(network, policy=jq.save_codes)` XLA may compute all layers again at once; block by block,
+    `flax.linen.remat(Block, policy=jq.save_codes)` with an activation function at its end, it has one at a time in
+    memory.
     """
     return _POLICY(primitive, *operands, **parameters)
 
@@ -67,8 +70,9 @@ class Side(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What is static of a contraction."""
+    """What is static of a contraction; `function` is for errors."""
 
+    function: str
     operation: Operation
     sides: tuple[Side, ...]
     backward: Backward
@@ -86,14 +90,13 @@ def contracted(
         operation: Static.
         xs: the operands.
         specs: a Quantizer or None for each.
-        backward: Static.
+        backward: Static. Held to its contract.
         key: for a backward pass that draws, or None.
     """
     _contracts.require_type(
         any(s is not None for s in specs), function, ", ".join(dict.fromkeys(spec for _, spec in names)),
         "a QuantSpec or a Quantizer for one operand at least", "None",
     )  # fmt: skip
-    _backward.contract(function, backward, key, specs)
     sides, operands = [], []
     for (name, own_name), x, spec in zip(names, xs, specs, strict=True):
         if spec is None:
@@ -104,7 +107,22 @@ def contracted(
         labels = (name, f"{own_name}.scale", f"{own_name}.zero_point")
         sides.append(Side(config, scale is None))
         operands.append((*tracked(function, labels, x, scale, zero_point, config.spec), own))
-    return _contracted(Product(operation, tuple(sides), backward), tuple(operands), key)
+    return _contracted(Product(function, operation, tuple(sides), backward), _varying_alike(operands), key)
+
+
+def _varying_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+    """Returns operands of which, under `jax.shard_map`, all vary where one does: of what every device holds JAX then
+    sums the cotangents.
+    """
+    xs = [jnp.asarray(x) for x, *_ in operands]
+    if not any(AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types for x in xs):
+        return tuple(operands)
+    found = []
+    for *parts, key in operands:
+        for like in xs:
+            parts = [None if part is None else _granularity.varying(part, like) for part in parts]
+        found.append((*parts, key))
+    return tuple(found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -120,10 +138,15 @@ def _quantized(product: Product, operands: Any) -> list[Any]:
     ]
 
 
+def _named(part: jax.Array) -> jax.Array:
+    return checkpoint_name(part, CODES)
+
+
 def _contracted_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array, Any]:
-    given = [[None if leaf is None else leaf.value for leaf in operand] for operand in operands]
     asked = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
-    qs = _quantized(product, given)
+    given = [[_value(product.function, leaf) for leaf in operand] for operand in operands]
+    # Named before they are contracted: what a policy computes again starts from the codes that it kept.
+    qs = [trusted(jax.tree.map(_named, q)) if isinstance(q, QuantizedArray) else q for q in _quantized(product, given)]
     y = product.operation.forward(*qs)
     kept = [_kept(*part) for part in zip(product.sides, given, asked, qs, strict=True)]
     return y, (kept, None if key is None else key.value)
@@ -133,12 +156,37 @@ def _contracted_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]
     kept, key = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return tuple((None,) * 4 for _ in kept), None
+    # Within one program XLA would dequantize right away and keep the floats; the codes wait for g instead.
+    parts, g = lax.optimization_barrier(([(k.q, k.mask) for k in kept], g))
+    kept = [k._replace(q=q, mask=mask) for k, (q, mask) in zip(kept, parts, strict=True)]
     found = _operand_cotangents(product, [k.q for k in kept], g, key)
     sides = zip(product.sides, kept, found, strict=True)
     return tuple(_through_rounding(side, k, d) for side, k, d in sides), None
 
 
 _contracted.defvjp(_contracted_fwd, _contracted_bwd, symbolic_zeros=True)
+
+
+def _value(function: str, leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    return _differentiated_once(function, leaf.value) if leaf.perturbed else leaf.value
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiated_once(function: str, value: jax.Array) -> jax.Array:
+    """Returns its argument. Codes have no gradient: of them a second derivative would be 0, where it is not."""
+    return value
+
+
+def _differentiated_once_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    is_constant = isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
+    wanted = "one derivative; of a second one, contractions of jq.fake_quantize"
+    _contracts.require_type(is_constant, function, "operands", wanted, "the derivative of a gradient")
+    return primals[0], tangents[0]
+
+
+_differentiated_once.defjvp(_differentiated_once_jvp, symbolic_zeros=True)
 
 
 class _Kept(NamedTuple):
@@ -151,7 +199,7 @@ class _Kept(NamedTuple):
         q: the codes.
         mask: where the gradient passes, in bits; or nothing, int8.
         x: the floats; or nothing, bool.
-        given: the scale, the zero point and the key as they came.
+        given: the scale, the zero point and the key as they came; or arrays of nothing.
     """
 
     q: Any
@@ -166,9 +214,9 @@ _NO_MASK, _NO_X = np.zeros(0, np.int8), np.zeros(0, np.bool_)
 def _kept(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _Kept:
     if side.config is None:
         return _Kept(given[0], _NO_MASK, _NO_X, (None, None, None))
-    q = jax.tree.map(lambda part: checkpoint_name(part, CODES), q)
     if asked[1] or asked[2]:  # the gradient of a scale is a sum over x
         return _Kept(q, _NO_MASK, given[0], tuple(given[1:]))
+    nothing = tuple(None if part is None else _NO_X for part in given[1:])
     mask = None
     if asked[0] and not _never_saturates(side):
         spec, rule = side.config
@@ -177,16 +225,21 @@ def _kept(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _K
         points = steps(spec, given[2])
         u = quotients(x, aligned.expand(scale, x), _dtypes.FLOAT32)
         mask = _rules.mask(rule, spec, u, None if points is None else aligned.expand(points, x))
-    bits = _NO_MASK if mask is None else checkpoint_name(_packed(mask), CODES)
-    return _Kept(q, bits, _NO_X, tuple(given[1:]))
+    bits = _NO_MASK if mask is None else _named(_packed(mask))
+    return _Kept(q, bits, _NO_X, nothing)
 
 
 def _never_saturates(side: Side) -> bool:
-    """Whether no finite x can saturate: its own range, and as many codes below the zero point as above."""
+    """Whether no finite x can saturate: its own range, as many codes below the zero point as above, and a scale dtype
+    that holds every scale.
+    """
     assert side.config is not None
     spec, rule = side.config
     is_own = side.is_dynamic and spec.symmetric and spec.dtype in _dtypes.INTEGERS
-    return bool(is_own and isinstance(rule, _rules.StraightThrough))
+    if not is_own or not isinstance(rule, _rules.StraightThrough):
+        return False
+    # Of two bits the scale is the largest x, and beyond 2**127 there is no power of two.
+    return spec.scale_dtype != _dtypes.FLOAT16 and not (spec.power_of_two and _dtypes.bits(spec.carrier) == 2)
 
 
 def _operand_cotangents(product: Product, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
@@ -217,18 +270,26 @@ def _through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, Any, 
 
 
 def _packed(mask: jax.Array) -> jax.Array:
-    """Returns a mask with eight elements in a byte: those a whole eighth of the array apart, which vectors like."""
+    """Returns a mask with eight elements in a byte: those a whole eighth of a row apart, which vectors like."""
     if _granularity.is_placed(mask) or mask.size < 8:
         return mask
-    length = -(-mask.size // 8)
-    flat = lax.pad(mask.reshape(-1), np.False_, [(0, 8 * length - mask.size, 0)])
-    bits = (lax.slice(flat, (i * length,), ((i + 1) * length,)).astype(jnp.uint8) << np.uint8(i) for i in range(8))
-    return functools.reduce(lax.bitwise_or, bits)
+    rows, columns = _rows(mask.shape)
+    length = -(-columns // 8)
+    flat = lax.pad(mask.reshape(rows, columns), np.False_, [(0, 0, 0), (0, 8 * length - columns, 0)])
+    parts = (lax.slice_in_dim(flat, i * length, (i + 1) * length, axis=1) for i in range(8))
+    return functools.reduce(lax.bitwise_or, (part.astype(jnp.uint8) << np.uint8(i) for i, part in enumerate(parts)))
+
+
+def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the matrix that a mask is cut up as. A batch that lies on several devices stays there, index by index."""
+    size = math.prod(shape)
+    rows = shape[0] if len(shape) > 1 and size >= 16 * shape[0] else 1
+    return rows, size // rows
 
 
 def _unpacked(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if bits.dtype == np.bool_:
         return bits
     parts = [(bits >> np.uint8(i)) & np.uint8(1) for i in range(8)]
-    flat = lax.slice(lax.concatenate(parts, 0), (0,), (math.prod(shape),))
+    flat = lax.slice(lax.concatenate(parts, 1), (0, 0), _rows(shape))
     return flat.reshape(shape).astype(np.bool_)

@@ -67,8 +67,8 @@ class Learned:
 
     They are in the collection "scales" (of NNX, in `Scale` variables), beside "params", where a float checkpoint would
     not find them. Where they are missing and the collection is mutable, they start from the weights and the batch at
-    hand, as the gradient's `initial` has it; of NNX they are NaN until `qnnx.start(model, batch)`. A scale counts by its
-    magnitude.
+    hand, as the gradient's `initial` has it; of NNX they are NaN until `qnnx.start(model, batch)`. A scale counts by
+    its magnitude.
 
     Attributes:
         gradient: `LSQ()`, `LSQPlus()` or `PACT()`. Of activations LSQ counts the elements of one example, where it is

@@ -1,0 +1,89 @@
+"""Problems on which float32 rounds nothing, so that two ways to a gradient must agree to the last bit.
+
+Scales are powers of two, x lies on quarters of a step (ties and both ends among them, and beyond), cotangents are small
+whole numbers: every product and every sum is a whole number of some power of two, below 2**24 of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant as jq
+
+F32 = np.float32
+
+
+def key(rng: np.random.Generator) -> jax.Array:
+    return jax.random.key(int(rng.integers(2**31)))
+
+
+def quarters(rng: np.random.Generator, spec: jq.QuantSpec, scale: Any, point: int, shape: tuple[int, ...]) -> Any:
+    """x on quarters of a step, one in eight at an end of the codes or up to three quarters off it, or two steps out."""
+    low, high = (int(b) - point for b in spec.bounds)
+    inner = rng.integers(4 * low, 4 * high + 1, shape) / 4
+    at_ends = rng.choice([low, high], shape) + rng.integers(-3, 4, shape) / 4
+    beyond = rng.choice([low - 2, high + 2], shape)
+    which = rng.random(shape)
+    steps = np.where(which < 0.125, beyond, np.where(which < 0.25, at_ends, inner))
+    return (steps * scale).astype(F32)
+
+
+def whole(rng: np.random.Generator, shape: tuple[int, ...], most: int = 2) -> Any:
+    """Cotangents."""
+    return rng.integers(-most, most + 1, shape).astype(F32)
+
+
+def faked(quantizer: jq.Quantizer | None, x: Any) -> Any:
+    """What one operand stands for, with the gradient of `fake_quantize`."""
+    return x if quantizer is None else quantizer(x)
+
+
+def both_ways(
+    quantized: Callable[..., Any], floats: Callable[..., Any], xs: Sequence[Any], quantizers: Sequence[Any], g: Any
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """(y, cotangents) of `quantized(*xs, *quantizers)`, and of `floats` of the fake-quantized operands."""
+    parts = [None if q is None else jax.tree.flatten(q) for q in quantizers]
+    leaves = [[] if p is None else p[0] for p in parts]
+
+    def rebuilt(leaves: Any) -> list[Any]:
+        return [None if p is None else jax.tree.unflatten(p[1], v) for p, v in zip(parts, leaves, strict=True)]
+
+    def one(xs: Any, leaves: Any) -> Any:
+        return quantized(*xs, *rebuilt(leaves))
+
+    def other(xs: Any, leaves: Any) -> Any:
+        return floats(*(faked(q, x) for q, x in zip(rebuilt(leaves), xs, strict=True)))
+
+    found = []
+    for way in (one, other):
+        y, pull = jax.vjp(way, list(xs), leaves)
+        found.append((y, pull(jnp.asarray(g, y.dtype))))
+    return found[0], found[1]
+
+
+def same(got: Any, want: Any) -> None:
+    """Every leaf: dtype, shape and bits, but for the sign of a 0. Cotangents of integers and keys are float0."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        if one.dtype != jax.dtypes.float0:
+            np.testing.assert_array_equal(np.asarray(one, F32), np.asarray(other, F32))
+
+
+def rules(rng: np.random.Generator) -> dict[str, Any]:
+    """Every rule, those that draw with a key of their own."""
+    return {
+        "straight": jq.StraightThrough(),
+        "identity": jq.StraightThrough(clip=False),
+        "lsq": jq.LSQ(),
+        "lsq of 1000": jq.LSQ(elements=1000),
+        "lsq+": jq.LSQPlus(),
+        "pact": jq.PACT(),
+        "stochastic": jq.StochasticRounding(key(rng)),
+        "stochastic identity": jq.StochasticRounding(key(rng), clip=False),
+    }

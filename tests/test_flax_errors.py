@@ -1,0 +1,267 @@
+"""What a layer refuses, by a sentence that begins with the layer's path."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.errors import ScopeParamShapeError
+
+import jaxquant as jq
+from jaxquant import flax as qflax
+from jaxquant.flax import Dynamic, Learned, Observed
+from jaxquant.flax import linen as qnn
+
+W = jq.QuantSpec("int8", jq.PerAxis(-1))
+A = jq.QuantSpec("uint8")
+X = jnp.linspace(-1, 2, 24, dtype=jnp.float32).reshape(1, 4, 6)
+
+
+class Head(nn.Module):
+    """A layer two floors down, made where it is called."""
+
+    make: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Returns the layer of x."""
+        return self.make(name="head")(x)
+
+
+class Net(nn.Module):
+    """The floor above."""
+
+    make: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """Returns the head of x."""
+        return Head(self.make, name="block")(x)
+
+
+class Assigned(nn.Module):
+    """A layer that is made before it has a name."""
+
+    make: Callable[..., nn.Module]
+
+    def setup(self) -> None:
+        """Makes it."""
+        self.head = self.make()
+
+    def __call__(self, x: Any) -> Any:
+        """Returns the layer of x."""
+        return self.head(x)
+
+
+def dense(**way: Any) -> Callable[..., nn.Module]:
+    return functools.partial(qnn.Dense, 5, **way)
+
+
+def conv(**way: Any) -> Callable[..., nn.Module]:
+    return functools.partial(qnn.Conv, 4, (3,), **way)
+
+
+def embed(**way: Any) -> Callable[..., nn.Module]:
+    return functools.partial(qnn.Embed, 5, 4, **way)
+
+
+LAX = jax.lax.dot_general
+INT8 = jq.QuantSpec("int8")
+ROUNDED = jq.QuantSpec("int4", power_of_two=True)
+# what is made, the error, what it says after the path
+SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
+    "no weight": (dense(), TypeError, r"flax\.linen: weight: wanted a QuantSpec .*; got None"),
+    "no spec": (dense(weight="int8"), TypeError, r"flax\.linen: weight: wanted a QuantSpec .*; got 'int8'"),
+    "activation": (dense(weight=W, activation=8), TypeError, r"activation: wanted a QuantSpec, or None .*; got 8"),
+    "nf4": (dense(weight=jq.QuantSpec(jq.nf4), activation=A), TypeError, r"weight: wanted codes of int8.*; got nf4"),
+    "int16": (conv(weight=jq.QuantSpec("int16"), activation=A), TypeError, r"weight: wanted codes of .*; got int16"),
+    "float8": (dense(weight=W, activation=jq.QuantSpec("float8_e5m2")), TypeError, r"activation: .*; got float8_e5m2"),
+    "observed weights": (dense(weight=W, weight_range=Observed()), TypeError, r"weight_range: wanted Dynamic\(\) or L"),
+    "no range": (conv(weight=W, activation_range="minmax"), TypeError, r"activation_range: wanted Observed\(\), D"),
+    "powers": (dense(weight=ROUNDED, weight_range=Learned()), ValueError, r"weight: wanted a spec without power_of"),
+    "promoted": (embed(weight=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: wanted jq\.flax"),
+    "embedding": (embed(weight=None), TypeError, r"flax\.linen: weight: wanted a QuantSpec"),
+    "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight: wanted a Quant"),
+    "mask": (conv(weight=W, mask=jnp.ones((3, 6, 4))), ValueError, r"flax\.linen: mask: wanted None"),
+    "contraction": (dense(weight=W, dot_general=LAX), ValueError, r"dot_general: wanted None: this layer brings"),
+    "class": (dense(weight=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: wanted None: this layer"),
+}  # fmt: skip
+CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
+    "inputs": (dense(weight=jq.QuantSpec("int8", jq.PerAxis(0)), activation=A), ValueError,
+               r"quantized_dot_general: rhs: wanted one scale along the contracted dimension 0"),
+    "features": (dense(weight=W, activation=jq.QuantSpec("int8", jq.PerAxis(-1))), ValueError,
+                 r"quantized_dot_general: lhs: wanted one scale along the contracted dimension"),
+    "no axis": (dense(weight=jq.QuantSpec("int8", jq.PerAxis(2)), activation=A), ValueError, r"axis"),
+    "blocked": (conv(weight=jq.QuantSpec("int8", jq.Blocked(1, 2)), activation=A), ValueError,
+                r"quantized_conv_general_dilated: rhs.scale: wanted one scale, or one for each output feature"),
+    "backward": (dense(weight=W, backward=True), TypeError, r"backward: wanted FloatBackward\(\) or Int8Backward\(\)"),
+    "int8 back": (dense(weight=W, backward=jq.Int8Backward()), ValueError, r"backward: wanted FloatBackward\(\), or"),
+    "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight=W), ValueError, r"einsum_str: wanted two"),
+    "no integers": (embed(weight=W), TypeError, r"flax\.linen: inputs: wanted an integer dtype; got float32"),
+    "bfloat16": (functools.partial(nn.Dense, 5, dtype=jnp.bfloat16, dot_general=qflax.dot_general(W)), TypeError,
+                 r"kernel: wanted promote_dtype=jq\.flax\.promote_dtype .*; got bfloat16 of float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*SPECS, *CALLS])
+def test_a_spec_that_no_layer_serves(case: str) -> None:
+    make, error, text = {**SPECS, **CALLS}[case]
+    for run in (Net(make).init, jax.jit(Net(make).init)):
+        with pytest.raises(error, match=rf"^block/head: jaxquant\..*{text}"):
+            run(jax.random.key(0), X)
+    if case in SPECS:
+        name = getattr(make, "func", None).__name__  # type: ignore[union-attr]
+        for module in (Assigned(make), nn.Sequential([Assigned(make)])):
+            with pytest.raises(error, match=rf"(^|/){name}: jaxquant\..*{text}"):
+                module.init(jax.random.key(0), X)
+        with pytest.raises(error, match=rf"^{name}: jaxquant\..*{text}"):
+            make()
+
+
+def test_arguments_that_there_are_not() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bits'"):
+        qnn.Dense(5, weight=W, bits=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight: wanted a QuantSpec"):
+        qflax.dot_general(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation: wanted codes of"):
+        qflax.conv_general_dilated(W, jq.QuantSpec("int16"))
+    with pytest.raises(TypeError, match=r"jaxquant\.Observed: calibrator: wanted a factory of calibrators.*; got None"):
+        Observed(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"jaxquant\.Observed: freeze_after: wanted a positive int; got 0"):
+        Observed(freeze_after=0)
+    with pytest.raises(TypeError, match=r"jaxquant\.Observed: gradient: wanted StraightThrough\(\); got LSQ"):
+        Observed(gradient=jq.LSQ())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jaxquant\.Learned: gradient: wanted LSQ\(\) or LSQPlus\(\) or PACT\(\)"):
+        Learned(jq.StraightThrough())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jaxquant\.Dynamic: calibrator: wanted a factory of calibrators.* or None"):
+        Dynamic(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.convert: module: wanted a flax\.linen\.Module"):
+        qflax.convert(qnn.Dense, {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"jaxquant\.flax\.convert: variables: wanted variables of a quantized module"):
+        qflax.convert(nn.Dense(5), nn.Dense(5).init(jax.random.key(0), X))
+
+
+@functools.cache
+def trained(**way: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """(module, its variables, these converted)."""
+    module = Net(dense(weight=W, activation=A, **way))
+    variables = module.init(jax.random.key(0), X)
+    _, seen = module.apply(variables, X, mutable=["ranges"])
+    variables = {**variables, **seen}
+    return module, variables, qflax.convert(module, variables)
+
+
+def with_kernel(variables: Any, kernel: Any) -> Any:
+    layer = variables["params"]["block"]["head"]
+    return {**variables, "params": {"block": {"head": {**layer, "kernel": kernel}}}}
+
+
+def test_a_layer_that_saw_no_data() -> None:
+    module, variables, _ = trained()
+    unseen = {**variables, "ranges": module.init(jax.random.key(0), X)["ranges"]}
+    with pytest.raises(
+        ValueError, match=r"^block/head: jaxquant\.flax\.convert: activation: wanted a range: .*no data"
+    ):
+        qflax.convert(module, unseen)
+    with pytest.raises(
+        ValueError, match=r"^block/head: jaxquant\.moving_average\.finalize: state: .*no data in 1 of 1"
+    ):
+        module.apply(unseen, X)
+    assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
+    for x, what in ((X[:0], "no data"), (X * np.nan, "a NaN"), (X * np.inf, "a NaN|an infinity")):
+        _, seen = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(unseen, x)
+        with pytest.raises(
+            ValueError, match=rf"^block/head: jaxquant\.moving_average\.finalize: state: .*got ({what})"
+        ):
+            qflax.convert(module, {**unseen, **seen})
+
+
+def test_collections_that_are_missing() -> None:
+    module, variables, serving = trained()
+    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted it in the collection "ranges", or apply'):
+        module.apply({"params": variables["params"]}, X)
+    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted its range in the collection "ranges"'):
+        module.apply({"params": serving["params"]}, X)
+    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted its range in the collection "ranges"'):
+        module.apply({**variables, "params": serving["params"]}, X)
+    with pytest.raises(ValueError, match=r"^block/head: .*wanted the state of a calibrator.*; got the constants"):
+        module.apply({**serving, "params": variables["params"]}, X)
+    learned, variables, _ = trained(weight_range=Learned(), activation_range=Learned(jq.LSQPlus()))
+    rest = {name: tree for name, tree in variables.items() if name != "scales"}
+    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted it in the collection "scales", or apply'):
+        learned.apply(rest, X)
+    with pytest.raises(ValueError, match=r'^block/head: .*convert: weight_scale: wanted it in the collection "scales"'):
+        qflax.convert(learned, rest)
+    with pytest.raises(
+        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: wanted a float kernel; got NoneT"
+    ):
+        qflax.convert(learned, {**variables, "params": {}})
+    with pytest.raises(
+        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: wanted a float kernel; got Quant"
+    ):
+        qflax.convert(module, {**trained()[1], "params": serving["params"]})
+
+
+def test_checkpoints_of_other_shapes() -> None:
+    module, variables, serving = trained()
+    wide = jnp.ones((7, 5))
+    with pytest.raises(ScopeParamShapeError, match=r'"kernel" in "/block/head".* \(6, 5\).* \(7, 5\)'):
+        module.apply(with_kernel(variables, wide), X)
+    with pytest.raises(
+        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: wanted shape \(6, 5\).*\(7, 5\)"
+    ):
+        qflax.convert(module, with_kernel(variables, wide))
+    with pytest.raises(ScopeParamShapeError, match=r'"kernel" in "/block/head".* \(6, 5\).* \(7, 5\)'):
+        module.apply(with_kernel(serving, jq.quantize(wide, W)), X)
+    kernel = serving["params"]["block"]["head"]["kernel"]
+    for run in (module.apply, jax.jit(module.apply)):
+        with pytest.raises(
+            ValueError, match=r"^block/head: jaxquant\.dot_general: rhs\.scale: wanted .*shape \(1, 4\)"
+        ):
+            run(with_kernel(serving, kernel.replace(scale=jnp.ones((1, 4)))), X)
+        with pytest.raises(TypeError, match=r"^block/head: .*weight: wanted codes of int8, .*; got int4"):
+            run(with_kernel(serving, jq.quantize(jnp.ones((6, 5)), jq.QuantSpec("int4"))), X)
+    constants = {"scale": jnp.ones((1, 1, 6)), "zero_point": jnp.zeros((1, 1, 6), jnp.uint8)}
+    other = {"block": {"head": {"DotGeneral_0": {"activation": constants}}}}
+    with pytest.raises(
+        ValueError, match=r"^block/head: .*activation\.scale: wanted one element.*; got shape \(1, 1, 6\)"
+    ):
+        module.apply({**serving, "ranges": other}, X)
+    learned, variables, _ = trained(weight_range=Learned(), activation_range=Learned(jq.LSQPlus()))
+    scales = variables["scales"]["block"]["head"]["DotGeneral_0"]
+    for name, text in (("weight_scale", "weight|rhs_spec"), ("activation_scale", "activation|lhs_spec")):
+        bad = {"block": {"head": {"DotGeneral_0": {**scales, name: jnp.ones((1, 4))}}}}
+        with pytest.raises(ValueError, match=rf"^block/head: .*({text})\.scale: wanted one element.*shape \(1, 4\)"):
+            learned.apply({**variables, "scales": bad}, X)
+        if name == "weight_scale":
+            with pytest.raises(ValueError, match=r"^block/head: .*weight\.scale: wanted one element.*shape \(1, 4\)"):
+                qflax.convert(learned, {**variables, "scales": bad})
+
+
+def test_a_draw_without_a_key() -> None:
+    _, variables, serving = trained()
+    module = Net(dense(weight=W, activation=A, backward=jq.Int8Backward(stochastic_rounding=True)))
+    assert "params" in module.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r'^block/head: jaxquant\.flax: backward: wanted an rng "rounding"'):
+        module.apply(variables, X)
+    y = module.apply(variables, X, rngs={"rounding": jax.random.key(0)})
+    np.testing.assert_array_equal(module.apply(serving, X), y)  # nothing is drawn on the way forward
+
+
+def test_a_normalisation_that_does_not_fit() -> None:
+    stats = {"mean": jnp.zeros(5), "var": jnp.ones(5)}
+    fold = functools.partial(qflax.fold_batch_norm, {"kernel": jnp.ones((3, 5))})
+    with pytest.raises(ValueError, match=r'jaxquant\.flax\.fold_batch_norm: stats: wanted a mapping with "var"'):
+        fold({}, {"mean": stats["mean"]})
+    with pytest.raises(ValueError, match=r'norm\["scale"\]: wanted shape \(5,\).*; got shape \(4,\)'):
+        fold({"scale": jnp.ones(4)}, stats)
+    with pytest.raises(TypeError, match=r"epsilon: wanted a static Python number"):
+        fold({}, stats, epsilon="1e-5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'layer: wanted a mapping with "kernel"; got '):
+        qflax.fold_batch_norm({}, {}, stats)
