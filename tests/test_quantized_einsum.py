@@ -124,7 +124,10 @@ def test_int8_is_exact_where_g_is_on_the_grid(subscripts: str, rng: np.random.Ge
     entries = [tuple(n if a in kept else 1 for a, n in enumerate(s)) for s, kept in zip(shapes, batched, strict=True)]
     sides = [Quantizer(s, np.full(e, 0.5, F32)) for s, e in zip(specs, entries, strict=True)]
     xs = [quarters(rng, I4, 0.5, 0, shape) for shape in shapes]
-    g = np.asarray(whole(rng, out, 126) if out else 127, F32)
+    left = subscripts.replace("...", "b").partition("->")[2]
+    # An operand with every index of g has a scale for each of its elements.
+    alone = bool(left) and any(set(left) <= set(term) for term in terms)
+    g = np.asarray((127 * whole(rng, out, 1) if alone else whole(rng, out, 126)) if out else 127, F32)
     for axis in range(g.ndim):
         g[(*(slice(None),) * axis, 0)] = 127
 
