@@ -40,8 +40,8 @@ def _bytes(model: Any, variables: Any, shape: tuple[int, ...], policy: Any) -> i
     sizes = []
     for images in (shape[0] // 2, shape[0]):
         x = jax.ShapeDtypeStruct((images, *shape[1:]), jnp.float32)
-        compiled = jax.jit(back).lower(trained, x).compile()
-        sizes.append(compiled.memory_analysis().output_size_in_bytes)
+        analysis: Any = jax.jit(back).lower(trained, x).compile().memory_analysis()
+        sizes.append(analysis.output_size_in_bytes)
     return 2 * (sizes[1] - sizes[0])
 
 
@@ -82,8 +82,8 @@ def _per_layer(specs: Any, policy: Any) -> float:
         def loss(trained: Any, others: Any, x: jax.Array, model: nn.Module = model) -> jax.Array:
             return jnp.square(model.apply({**trained, **others}, x)).mean()  # type: ignore[arg-type]
 
-        compiled = jax.jit(jax.grad(loss)).lower(trained, others, x).compile()
-        found.append(compiled.memory_analysis().temp_size_in_bytes)
+        analysis: Any = jax.jit(jax.grad(loss)).lower(trained, others, x).compile().memory_analysis()
+        found.append(analysis.temp_size_in_bytes)
     return (found[1] - found[0]) / 8 / 2**20
 
 

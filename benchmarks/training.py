@@ -21,7 +21,7 @@ import optax
 from flax import linen as nn
 
 import jaxquant as jq
-import jaxquant.flax
+from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 
 from .contest import FLOAT32, QWIX, Call, Contest, Missing, Row, Table
@@ -32,7 +32,7 @@ _NOT_INSTALLED = Missing("not installed")
 _OPTIMIZER = optax.sgd(1e-3)
 _WEIGHTS = jq.QuantSpec(jnp.int8, jq.PerAxis(-1))
 _SIGNED, _UNSIGNED = jq.QuantSpec(jnp.int8), jq.QuantSpec(jnp.uint8)
-_LEARNED = jq.flax.Learned(jq.LSQ())
+_LEARNED = jqf.Learned(jq.LSQ())
 _Layers = dict[str, Any]
 
 
@@ -132,7 +132,7 @@ def _training(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
 
     def expected() -> Any:  # what is shipped after this batch: the integers of the step's own forward pass
         _, _, seen = ours(trained, others, x)
-        return jax.jit(model.apply)(jq.flax.convert(model, {**trained, **others, **seen}), x)
+        return jax.jit(model.apply)(jqf.convert(model, {**trained, **others, **seen}), x)
 
     return Contest(
         functools.partial(ours, trained, others, x), opponents, expected, x.nbytes,
@@ -145,7 +145,7 @@ def _serving(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
     params = _params(network, shape, x)
     model = quantized(network, _width(shape), **specs)
     variables = _started(model, params, x)
-    serving = jq.flax.convert(model, variables)
+    serving = jqf.convert(model, variables)
     float_model = plain(network, _width(shape))
     opponents: dict[str, Call | Missing] = {
         RAW: _raw(network, serving, x),
@@ -262,7 +262,7 @@ def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array
 
 _INT8 = {"weight": _WEIGHTS, "activation": _SIGNED}
 _UINT8 = {"weight": _WEIGHTS, "activation": _UNSIGNED}
-_DYNAMIC = {**_INT8, "activation_range": jq.flax.Dynamic()}
+_DYNAMIC = {**_INT8, "activation_range": jqf.Dynamic()}
 _SHAPES = {"mlp": ((_BATCH, _WIDTH), (_BATCH - 24, _WIDTH), (_SMALL, _SMALL)), "cnn": ((16, 32, 32, 64), (2, 8, 8, 32))}
 
 

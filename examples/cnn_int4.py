@@ -1,7 +1,5 @@
 """Trains a network to 4-bit weights with learned scales, and draws its learning curves: python examples/cnn_int4.py"""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -51,9 +49,11 @@ for _ in range(25):
     carry, values = jax.lax.scan(step, carry, batches)
     serving = jqf.convert(CNN(), {**carry[0], **carry[1]})  # the integers that would be shipped now
     losses.append(float(values.mean()))
-    right.append(100 * float((CNN().apply(serving, test).argmax(-1) == labels).mean()))
+    right.append(100 * float((jnp.argmax(CNN().apply(serving, test), -1) == labels).mean()))  # type: ignore[arg-type]
 axes = (figure := Figure()).subplots(2, sharex=True)
-axes[0].semilogy(losses), axes[0].set(title="Digits: int4 weights, uint8 activations", ylabel="training loss")
-axes[1].plot(right), axes[1].set(xlabel="epoch", ylabel="integers: accuracy, percent")
-figure.savefig(path := sys.argv[1] if len(sys.argv) > 1 else "cnn_int4.png")
-print(f"{right[-1]:.1f} % of the test images are recognized by integers; the learning curves are in {path}")
+axes[0].set(title="Digits: int4 weights, uint8 activations", ylabel="training loss", yscale="log")
+axes[1].set(xlabel="epoch", ylabel="integers: accuracy, percent")
+for curve, values in zip(axes, (losses, right), strict=True):
+    curve.plot(values)
+figure.savefig("cnn_int4.png")
+print(f"{right[-1]:.1f} % of the test images are recognized by integers; the learning curves are in cnn_int4.png")

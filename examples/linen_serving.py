@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ with tempfile.TemporaryDirectory() as name:
     tokens = jax.random.randint(jax.random.key(1), (64, 32), 0, 256)
     floats.write_bytes(serialization.to_bytes(Encoder().init(jax.random.key(0), tokens)["params"]))
 
-    params = serialization.msgpack_restore(floats.read_bytes())  # unchanged: the names and shapes are flax's
+    params: Any = serialization.msgpack_restore(floats.read_bytes())  # unchanged: names and shapes are flax's
     model, variables = Encoder(integers=True), {"params": params}
     for batch in jnp.split(tokens, 4):
         _, seen = model.apply(variables, batch, mutable=["ranges"])

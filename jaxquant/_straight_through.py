@@ -156,9 +156,11 @@ def _contracted_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]
     kept, key = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return tuple((None,) * 4 for _ in kept), None
-    # Within one program XLA would dequantize right away and keep the floats; the codes wait for g instead.
-    parts, g = lax.optimization_barrier(([(k.q, k.mask) for k in kept], g))
-    kept = [k._replace(q=q, mask=mask) for k, (q, mask) in zip(kept, parts, strict=True)]
+    # Within one program XLA would divide or dequantize for both ways at once and keep the floats: let it wait for g.
+    parts, g = lax.optimization_barrier(([(k.q, k.mask, k.x, k.given[:2]) for k in kept], g))
+    kept = [
+        _Kept(q, mask, x, (*given, k.given[2])) for (q, mask, x, given), k in zip(parts, kept, strict=True)
+    ]  # fmt: skip
     found = _operand_cotangents(product, [k.q for k in kept], g, key)
     sides = zip(product.sides, kept, found, strict=True)
     return tuple(_through_rounding(side, k, d) for side, k, d in sides), None

@@ -17,8 +17,8 @@ import jax
 import pytest
 
 import jaxquant as jq
-import jaxquant.flax
 from jaxquant import checkpoint
+from jaxquant import flax as jqf
 from jaxquant.flax import nnx as qnnx
 
 ROOT = pathlib.Path(jq.__file__).parent
@@ -126,7 +126,7 @@ PUBLIC = {
     **{f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f)},
     **{f"integer.{name}": f for name, f in vars(jq.integer).items() if inspect.isfunction(f)},
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
-    **{f"flax.{n}": f for n, f in vars(jq.flax).items() if inspect.isfunction(f)},
+    **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f)},
     **{f"flax.nnx.{n}": f for n, f in vars(qnnx).items() if inspect.isfunction(f) and not n.startswith("_")},
 }
 # What stands in for a JAX function has its argument order, dimension numbers and all; its zero points come last.
