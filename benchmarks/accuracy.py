@@ -1,0 +1,288 @@
+"""`python -m benchmarks.accuracy`: what int8, int4 and int2 weights cost on real data, and what training on recovers.
+
+Two data sets that scikit-learn brings along, five seeds each; a seed draws the split, the first weights and the order.
+A float network is trained; quantized as it is, with ranges from the training data; and trained on with learned scales.
+Whatever is trained keeps the best of its start and its epochs by the loss on a validation split, and training on has
+targets that are half the data's and half the float network's outputs. The test split is used once per network, by what
+is shipped: converted, in integers. Post-training is the better of two ranges in the mean over the test splits, a
+choice in its favour.
+
+Status 1 where training on recovers less than 90 % of what post-training loses at int4, or 70 % at int2, if that loses
+something measurable; where it ends below post-training; or where converting changes an output. A difference of means is
+measurable if it is beyond twice its standard error over the seeds. From the repository root, with the extra "examples".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import jaxquant as jq
+from jaxquant import flax as jqf
+from jaxquant.flax import linen as qnn
+
+_SEEDS, _FIRST_SEED = 5, 100  # rates and widths were chosen on others
+_FLOAT, _TRAINED = "float32", "trained on"
+_POST_TRAINING = {
+    "minmax": (jqf.Dynamic(), jqf.Observed(jq.minmax)),
+    "mse": (jqf.Dynamic(jq.mse), jqf.Observed(jq.mse)),
+}
+_LEARNED = (jqf.Learned(jq.LSQPlus()), jqf.Learned(jq.LSQPlus()))
+_WEIGHTS = {name: jq.QuantSpec(name, jq.PerAxis(-1)) for name in ("int8", "int4", "int2")}
+_RATES = {"int8": 0.1, "int4": 0.5, "int2": 1.0}  # shares of a plan's: the less is lost, the smaller the steps
+_TARGETS = {"int4": 0.9, "int2": 0.7}
+_ERRORS = 2  # standard errors: a smaller difference of means is none that five seeds can tell from chance
+_HEADS = (f"{_TRAINED} - post-training", "recovered", "target", "")
+_TEMPERATURE = 2.0  # by which the float network's scores are divided where they are targets
+_AVERAGED = 0.98  # what is kept in a step of the average of all weights that is judged
+
+Split = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """A data set, and how its network is trained.
+
+    Attributes:
+        name: in the table.
+        measure: what a score is.
+        is_classes: whether classes are to be found, and targets are probabilities; or numbers.
+        load: returns the inputs and what is to be found.
+        widths: of the network's layers.
+        batch: of a training step.
+        plan: epochs and the first learning rate, from scratch.
+        plan_on: the same, of training on.
+    """
+
+    name: str
+    measure: str
+    is_classes: bool
+    load: Callable[[], tuple[np.ndarray, np.ndarray]]
+    widths: tuple[int, ...]
+    batch: int
+    plan: tuple[int, float]
+    plan_on: tuple[int, float]
+
+
+class Network(nn.Module):
+    """Dense layers with ReLU between: flax's, or with a spec for the weights jaxquant's, of the same parameters."""
+
+    widths: tuple[int, ...]
+    weight: jq.QuantSpec | None = None
+    ranges: tuple[Any, Any] = _LEARNED
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the outputs of the last layer."""
+        dense: Any = nn.Dense
+        if self.weight is not None:
+            given = {"weight": self.weight, "activation": jq.QuantSpec(jnp.uint8)}
+            dense = functools.partial(qnn.Dense, **given, weight_range=self.ranges[0], activation_range=self.ranges[1])
+        for features in self.widths[:-1]:
+            x = nn.relu(dense(features)(x))
+        return dense(self.widths[-1])(x)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("benchmarks.accuracy", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=_SEEDS, metavar="N", help=f"how many; default {_SEEDS}")
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("sklearn") is None:
+        print('the data come with scikit-learn: pip install -e ".[examples]"', file=sys.stderr)
+        return 2
+    began = time.perf_counter()
+    print(f"Python {platform.python_version()}, jax {jax.__version__}, {options.seeds} seeds. In percent: means and")
+    print("standard deviations, of differences the standard errors. A scale per output feature; activations uint8.\n")
+    kinds = [f"post-training, {name}" for name in _POST_TRAINING]
+    heads = ["data", "measure", "weights", _FLOAT, *kinds, _TRAINED, "post-training - float32", *_HEADS]
+    _print_line(heads)
+    _print_line(["---"] * len(heads))
+    wrong = []
+    for task in _TASKS:
+        found = [_one_seed(task, seed) for seed in range(_FIRST_SEED, _FIRST_SEED + options.seeds)]
+        scores = {key: np.array([seed[key] for seed in found]) for key in found[0]}
+        changed = int(scores.pop(("changed", "")).sum())
+        wrong += [f"{task.name}: converting changed {changed} outputs"] if changed else []
+        wrong += [line for weights in _WEIGHTS for line in _judged(task, weights, scores)]
+    print(f"\n{time.perf_counter() - began:.0f} s")
+    print("missed: " + "; ".join(wrong) if wrong else "every target met; converting to integers changed no output")
+    return 1 if wrong else 0
+
+
+def _judged(task: _Task, weights: str, scores: dict[tuple[str, str], np.ndarray]) -> list[str]:
+    """Prints a line, and returns what is wrong with it."""
+    full, after = scores[_FLOAT, ""], scores[_TRAINED, weights]
+    before = max((scores[kind, weights] for kind in _POST_TRAINING), key=np.mean)
+    (lost, lost_error), (gained, gained_error) = _mean(full - before), _mean(after - before)
+    columns = [full, *(scores[kind, weights] for kind in _POST_TRAINING), after]
+    spread = [f"{np.mean(s):.2f} ± {_deviation(s):.2f}" for s in columns]
+    differences = [f"{mean:+.2f} ± {error:.2f}" for mean, error in ((-lost, lost_error), (gained, gained_error))]
+    target, is_measured = _TARGETS.get(weights), lost > _ERRORS * lost_error
+    share = f"{100 * gained / lost:.0f} %" if target and lost > 0 else ""
+    wanted, wrong = "not worse", []
+    if target and is_measured:
+        wanted, wrong = f"{100 * target:.0f} %", [f"{share} recovered"] if gained < target * lost else []
+    elif target:
+        wanted += ", the loss may be chance"
+    wrong += [f"{gained:+.2f} against post-training"] if gained < -_ERRORS * gained_error else []
+    _print_line([task.name, task.measure, weights, *spread, *differences, share, wanted, "MISSED" if wrong else "met"])
+    return [f"{task.name} {weights}: {what}" for what in wrong]
+
+
+def _mean(differences: np.ndarray) -> tuple[float, float]:
+    """Returns the mean over the seeds, and its standard error."""
+    return float(np.mean(differences)), _deviation(differences) / len(differences) ** 0.5
+
+
+def _deviation(scores: np.ndarray) -> float:
+    return float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0
+
+
+def _one_seed(task: _Task, seed: int) -> dict[tuple[str, str], float]:
+    """Returns the score of every network on the test split, and how many outputs converting changed."""
+    train, validation, test = _splits(task, seed)
+    key = jax.random.key(seed)
+    network = Network(task.widths)
+    variables = network.init(key, train[0])
+    trained = _trained(task, network, task.plan, variables, train, validation, key)
+    found = {(_FLOAT, ""): _score(task, _apply(network, trained, test[0]), test[1]), ("changed", ""): 0.0}
+    softened = (train[0], _softened(task, _apply(network, trained, train[0]), train[1]))
+    for name, spec in _WEIGHTS.items():
+        for kind, ranges in {**_POST_TRAINING, _TRAINED: _LEARNED}.items():
+            quantized = Network(task.widths, spec, ranges)
+            state = _started(quantized, trained["params"], train[0])
+            if kind == _TRAINED:
+                plan = task.plan_on[0], task.plan_on[1] * _RATES[name]
+                state = _trained(task, quantized, plan, state, softened, validation, key)
+            outputs = _apply(quantized, jqf.convert(quantized, state), test[0])
+            found[kind, name] = _score(task, outputs, test[1])
+            found["changed", ""] += float((outputs != _apply(quantized, state, test[0])).sum())
+    return found
+
+
+_apply = jax.jit(lambda network, variables, x: network.apply(variables, x), static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _started(network: Network, params: Any, x: jax.Array) -> Any:
+    """Returns the variables of a quantized network with the weights of a float one, ranges or scales from x."""
+    _, found = network.apply({"params": params}, x, mutable=["ranges", "scales"])
+    return {"params": params, **found}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _trained(
+    task: _Task, network: Network, plan: tuple[int, float], variables: Any, train: Split, validation: Split, key: Any
+) -> Any:
+    """Returns the variables that do best on the validation split, of the start and of every epoch's end."""
+    epochs, rate = plan
+    steps = len(train[0]) // task.batch
+    optimizer = optax.adam(optax.cosine_decay_schedule(rate, epochs * steps))
+    fixed = {name: value for name, value in variables.items() if name == "ranges"}
+    start = {name: value for name, value in variables.items() if name != "ranges"}
+
+    def loss(weights: Any, split: Split) -> jax.Array:
+        outputs: Any = network.apply({**weights, **fixed}, split[0])
+        return _loss(task, outputs, split[1])
+
+    def step(carry: Any, index: jax.Array) -> Any:
+        weights, average, state = carry
+        gradient = jax.grad(loss)(weights, (train[0][index], train[1][index]))
+        updates, state = optimizer.update(gradient, state)
+        weights = optax.apply_updates(weights, updates)
+        average = jax.tree.map(lambda a, w: _AVERAGED * a + (1 - _AVERAGED) * w, average, weights)
+        return (weights, average, state), None
+
+    def epoch(carry: Any, key: Any) -> Any:
+        running, (best, least) = carry
+        order = jax.random.permutation(key, len(train[0]))[: steps * task.batch].reshape(steps, task.batch)
+        running, _ = jax.lax.scan(step, running, order)
+        reached = loss(running[1], validation)
+        best = jax.tree.map(lambda new, old: jnp.where(reached < least, new, old), running[1], best)
+        return (running, (best, jnp.minimum(reached, least))), None
+
+    carry = (start, start, optimizer.init(start)), (start, loss(start, validation))
+    (_, (best, _)), _ = jax.lax.scan(epoch, carry, jax.random.split(key, epochs))
+    return {**best, **fixed}
+
+
+def _loss(task: _Task, outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+    if task.is_classes:
+        return optax.softmax_cross_entropy(outputs, wanted).mean()
+    return jnp.mean((outputs - wanted) ** 2)
+
+
+def _softened(task: _Task, outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Returns targets that are half what is wanted and half what the float network says."""
+    return (wanted + (jax.nn.softmax(outputs / _TEMPERATURE) if task.is_classes else outputs)) / 2
+
+
+def _score(task: _Task, outputs: jax.Array, wanted: jax.Array) -> float:
+    if task.is_classes:
+        return 100 * float((outputs.argmax(axis=1) == wanted.argmax(axis=1)).mean())
+    return 100 * float(jnp.mean(1 - jnp.mean((outputs - wanted) ** 2, axis=0) / jnp.var(wanted, axis=0)))
+
+
+def _print_line(cells: Sequence[str]) -> None:
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+# The data.
+
+
+def _splits(task: _Task, seed: int) -> list[Split]:
+    """Returns half of the data to train on, a fifth to choose by and the rest to judge by, standardized."""
+    x, y = task.load()
+    order = np.random.default_rng(seed).permutation(len(x))
+    half, rest = len(x) // 2, 7 * len(x) // 10
+    parts = [order[:half], order[half:rest], order[rest:]]
+    x = _standardized(x, parts[0])
+    y = y if task.is_classes else _standardized(y, parts[0])
+    return [(jnp.asarray(x[part], jnp.float32), jnp.asarray(y[part], jnp.float32)) for part in parts]
+
+
+def _standardized(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    deviation = values[seen].std(axis=0)
+    return (values - values[seen].mean(axis=0)) / np.where(deviation == 0, 1, deviation)
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """Returns images of 8 x 8 and which digit they are."""
+    from sklearn.datasets import load_digits
+
+    images, digits = load_digits(return_X_y=True)
+    return images, np.eye(10)[digits]
+
+
+def _cells() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the means and standard errors of ten measures of the cells in a biopsy, and the worst of each cell.
+
+    In logarithms: sizes and their errors are positive and have long tails.
+    """
+    from sklearn.datasets import load_breast_cancer
+
+    measures: Any = np.log(load_breast_cancer(return_X_y=True)[0] + 1e-3)
+    return measures[:, :20], measures[:, 20:]
+
+
+_TASKS = (
+    _Task("digits", "accuracy", True, _digits, (16, 16, 16, 16, 10), 64, (80, 5e-3), (100, 5e-3)),
+    _Task("breast cancer, worst of 10 measures", "R²", False, _cells, (32, 32, 10), 32, (150, 3e-3), (300, 3e-3)),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
