@@ -3,8 +3,8 @@
 "float32 JAX" is the same network of flax's own layers. "raw integers" is what its integers cost without a layer,
 written by hand in one jit: int8 contractions by `lax.dot_general` alone, a multiplication by a scale, relu, and codes
 by round-clip-convert. qwix and aqt quantize activations anew in each call, as they do by default. Steps are of plain
-SGD, one jitted function of the parameters and the batch. A shape is that of the batch and the width, or of the images;
-qwix cannot train where these two are equal.
+SGD, one jitted function of the parameters and the batch. A shape is the batch, the width and the layers, or that of the
+images; qwix cannot train where the first two are equal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def batch(network: str, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _width(shape: tuple[int, ...]) -> int:
-    return shape[-1]
+    return shape[1]  # of the convolutions the images say
 
 
 def step(model: nn.Module, mutable: bool, rngs: dict[str, Any] | None = None) -> Callable[..., Any]:
@@ -263,7 +263,10 @@ def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array
 _INT8 = {"weight": _WEIGHTS, "activation": _SIGNED}
 _UINT8 = {"weight": _WEIGHTS, "activation": _UNSIGNED}
 _DYNAMIC = {**_INT8, "activation_range": jqf.Dynamic()}
-_SHAPES = {"mlp": ((_BATCH, _WIDTH), (_BATCH - 24, _WIDTH), (_SMALL, _SMALL)), "cnn": ((16, 32, 32, 64), (2, 8, 8, 32))}
+_SHAPES = {
+    "mlp": ((_BATCH, _WIDTH, 3), (_BATCH - 24, _WIDTH, 3), (_SMALL, _SMALL, 3)),
+    "cnn": ((16, 32, 32, 64), (2, 8, 8, 32)),
+}
 
 
 def _rows(

@@ -176,9 +176,8 @@ def test_a_layer_that_saw_no_data() -> None:
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
     for x, what in ((X[:0], "no data"), (X * np.nan, "a NaN"), (X * np.inf, "a NaN|an infinity")):
         _, seen = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(unseen, x)
-        with pytest.raises(
-            ValueError, match=rf"^block/head: jaxquant\.moving_average\.finalize: state: .*got ({what})"
-        ):
+        who = r"(moving_average\.finalize: state|flax\.convert: activation)"
+        with pytest.raises(ValueError, match=rf"^block/head: jaxquant\.{who}: .*got ({what})"):
             qflax.convert(module, {**unseen, **seen})
 
 
@@ -265,3 +264,31 @@ def test_a_normalisation_that_does_not_fit() -> None:
         fold({}, stats, epsilon="1e-5")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'layer: wanted a mapping with "kernel"; got '):
         qflax.fold_batch_norm({}, {}, stats)
+
+
+def test_what_cannot_be_shipped() -> None:
+    """A kernel that training lost, a learned scale that it brought to 0, and constants that a module does not take."""
+    layer = qnn.Dense(4, weight=W, activation=A, weight_range=qflax.Learned())
+    x = jnp.ones((3, 6))
+    variables = layer.init(jax.random.key(0), x)
+    variables = {**variables, **layer.apply(variables, x, mutable=["ranges"])[1]}
+    zero = {**variables, "scales": jax.tree.map(jnp.zeros_like, variables["scales"])}
+    with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: wanted numbers that training has not brought"):
+        qflax.convert(layer, zero)
+    lost = {**variables, "scales": jax.tree.map(lambda s: s * jnp.nan, variables["scales"])}
+    with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: wanted finite numbers"):
+        qflax.convert(layer, lost)
+    serving = qflax.convert(layer, variables)
+    with pytest.raises(ValueError, match=r"Dense.*activation: wanted a QuantSpec: its range is in the variables"):
+        qnn.Dense(4, weight=W).apply(serving, x)
+
+
+def test_an_empty_batch_is_none() -> None:
+    layer = qnn.Dense(4, weight=W, activation=A, activation_range=qflax.Observed(freeze_after=1))
+    x = jnp.ones((3, 6))
+    variables = layer.init(jax.random.key(0), x[:0])
+    for batch in (x[:0], x):
+        _, seen = jax.jit(lambda v, b: layer.apply(v, b, mutable=["ranges"]))(variables, batch)
+        variables = {**variables, **seen}
+    assert int(variables["ranges"]["DotGeneral_0"]["activation"]["batches"]) == 1
+    assert jnp.isfinite(jnp.asarray(layer.apply(variables, x))).all()

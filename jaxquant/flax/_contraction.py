@@ -100,6 +100,9 @@ class Contraction(nn.Module):
             weight, activation = self.sites()
             if isinstance(kernel, QuantizedArray):
                 _site.converted(weight, kernel)
+                wanted = "a QuantSpec: its range is in the variables, which another module was converted with"
+                alone = activation is None and self.has_variable(RANGES, "activation")
+                _contracts.require(not alone, "flax", "activation", wanted, "None")
                 return serving(x if activation is None else self._served(activation, x), kernel)
             self._record(weight, activation, kernel)
             specs = (self._quantizer(activation, x), self._quantizer(weight, kernel))
@@ -139,8 +142,8 @@ class Contraction(nn.Module):
         is_one = isinstance(state.value, Mapping) and "state" in state.value
         wanted = "the state of a calibrator, as init makes it for a float kernel"
         _contracts.require(is_one, "flax", site.of, wanted, "the constants of a converted one")
-        if self.is_initializing():
-            return _site.of_state(site, _site.seen(site, state.value, x), x.shape)
+        if self.is_initializing():  # which sees no batch: x has the range of its own
+            return _site.found("quantize", x, site.spec, None, None)[:2]
         if is_mutable:
             state.value = _site.seen(site, state.value, x)
         return _site.of_state(site, state.value, x.shape)

@@ -29,6 +29,9 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     under `nn.scan` and `nn.vmap` keep their leading axis, which must be 0. Partitioned kernels have partitioned codes,
     and scales to match.
 
+    A layer is found by what it leaves in "ranges" when `init` or an `apply` with that collection mutable calls it. One
+    that neither has called keeps its float kernel, and goes on quantizing it at each call.
+
     Args:
         module: that the variables are of.
         variables: of `init` and `apply`: "params", "ranges", and "scales" where something is learned.
@@ -121,6 +124,7 @@ def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[Quan
         return _site.codes(site, kernel, _site.learned(site, parts) if parts else None)
 
     q = _stacked(quantized, depth)(kernel, parts)
+    _site.shippable(_NAME, site, q.scale)
     names = getattr(boxed, "names", None)
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
@@ -151,9 +155,7 @@ def _activation(site: Site | None, state: Mapping[str, Any], scales: Mapping[str
     else:
         found = _stacked(lambda *parts: _site.learned(site, parts), depth)(*_learned(site, scales))
     scale, zero_point = found
-    known = not _contracts.is_traced(scale)
-    wanted = "a range of finite numbers"
-    _contracts.require(not known or bool(np.isfinite(np.asarray(scale)).all()), _NAME, site.of, wanted, "none")
+    _site.shippable(_NAME, site, scale)
     if zero_point is None:
         return {site.of: {"scale": scale}}
     if zero_point.dtype != site.spec.carrier:

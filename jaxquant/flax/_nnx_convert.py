@@ -271,6 +271,7 @@ def _kernel(layer: _Layer, variable: nnx.Variable) -> Any:
         return _site.codes(site, kernel, _site.learned(site, parts) if parts else None)
 
     q = _over_layers(quantized, depth)(kernel, parts)
+    _site.shippable(_CONVERT, site, q.scale)
     metadata = variable.get_metadata()
     if not shared(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
@@ -284,7 +285,7 @@ def _freeze(contraction: Contraction) -> None:
     site = contraction.sites[1]
     if site is not None and not isinstance(site.source, Dynamic):
         scale, point = _constants(contraction, site)
-        _contracts.require(_finite(scale), _CONVERT, site.of, "a range of finite numbers", "none")
+        _site.shippable(_CONVERT, site, scale)
         contraction.activation_scale = Ranges(scale)
         contraction.activation_zero_point = nnx.data(None if point is None else Ranges(point))
     for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):

@@ -40,10 +40,13 @@ class Observed:
 
     The calibrator's state is in the collection "ranges" (of NNX, in a `Ranges` variable). A batch moves it before it is
     quantized while that collection is mutable (of NNX, while the layer's `use_running_average` is False, which
-    `model.train()` and `model.eval()` set); otherwise it is only read. `init` does not count as a batch.
+    `model.train()` and `model.eval()` set); otherwise it is only read. `init` does not count as a batch, nor does an
+    empty one. A layer that has seen nothing, a NaN or an infinity raises; under a trace, where it cannot, it returns
+    NaN.
 
     Attributes:
         calibrator: a factory of calibrators: `jq.moving_average`, `jq.minmax`, `jq.mse`, a `functools.partial` of one.
+            It is static: a function made anew for each call would be another one each time.
         freeze_after: the number of batches after which the state stays as it is. None: never.
         gradient: of the rounding.
     """

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _contracts, _dtypes, _ranges
+from .. import _contracts, _dtypes, _ranges, _small_floats
 from .._array import QuantizedArray
 from .._fake_quantize import Config, array_of, steps, tracked
 from .._quantize import found, quantize
@@ -95,6 +95,8 @@ def seen(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
     """Returns the state with one batch more, or as it is where it is frozen."""
     source = site.source
     assert isinstance(source, Observed)
+    if x.size == 0:  # no batch
+        return state
     new = source.calibrator(site.spec).update(state["state"], jax.lax.stop_gradient(x))
     batches = state["batches"]
     if source.freeze_after is None:
@@ -161,6 +163,18 @@ def part_names(names: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
 # What a contraction is given.
 
 
+def shippable(function: str, site: Site, scale: jax.Array) -> None:
+    """Requires a scale that can be served, as far as it is known: a finite number, and of a learned one not 0."""
+    if _contracts.is_traced(scale):
+        return
+    known = np.asarray(_small_floats.scale_as_float32(scale))
+    name = f"scale of the {site.of}"
+    _contracts.require(bool(np.isfinite(known).all()), function, name, "finite numbers", "NaN or an infinity")
+    least = float(known.min(initial=1))
+    holds = least > _TINY or not isinstance(site.source, Learned)
+    _contracts.require(holds, function, name, "numbers that training has not brought to 0", least)
+
+
 def converted(site: Site, kernel: QuantizedArray) -> None:
     """Requires codes of the spec's dtype."""
     wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
@@ -174,13 +188,19 @@ def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> 
     gradient = source.gradient
     if given is not None:
         if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None and site.of == "activation":
-            features = math.prod(x.shape[1:]) if x.ndim > 1 else x.size
-            gradient = dataclasses.replace(gradient, elements=max(features, 1))
+            gradient = dataclasses.replace(gradient, elements=_features(x.shape, given[0].shape))
         return Quantizer(spec, *given, gradient)
     assert isinstance(source, Dynamic)
     if source.calibrator is None:
         return Quantizer(spec, gradient=gradient)
     return Quantizer(spec, *_calibrated(source, spec, x), gradient)
+
+
+def _features(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
+    """Returns how many elements of one example share an entry of a scale."""
+    example = shape[1:] if len(shape) > 1 else shape
+    entries = scale[-len(example) :] if len(scale) == len(shape) and example else (1,) * len(example)
+    return max(math.prod(n // max(e, 1) for n, e in zip(example, entries, strict=True)), 1)
 
 
 def _calibrated(source: Dynamic, spec: QuantSpec, x: jax.Array) -> tuple[jax.Array, Any]:
