@@ -171,7 +171,7 @@ def shippable(function: str, site: Site, scale: jax.Array) -> None:
     name = f"scale of the {site.of}"
     _contracts.require(bool(np.isfinite(known).all()), function, name, "finite numbers", "NaN or an infinity")
     least = float(known.min(initial=1))
-    holds = least > _TINY or not isinstance(site.source, Learned)
+    holds = least > float(_TINY) or not isinstance(site.source, Learned)
     _contracts.require(holds, function, name, "numbers that training has not brought to 0", least)
 
 
