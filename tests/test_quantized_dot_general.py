@@ -240,14 +240,17 @@ def test_what_a_scale_of_its_own_lets_saturate(rng: np.random.Generator, spec: Q
 
 
 def test_one_weight_twice(rng: np.random.Generator) -> None:
-    """As both operands of one contraction, and in two of them; a batch as long as the layer is wide."""
-    w = jnp.asarray(quarters(rng, I4, 0.5, 0, (8, 8)))
-    quantizer = Quantizer(I4, F32(0.5), gradient=jq.LSQ())
-    x = quarters(rng, I4, 0.5, 0, (8, 8))
+    """As both operands of one contraction, and in two of them; a batch as long as the layer is wide.
+
+    With 2 bits and 64 elements LSQ's factor is 1 / 8: three shares of one scale add up exactly, in any order.
+    """
+    w = jnp.asarray(quarters(rng, I2, 0.5, 0, (8, 8)))
+    quantizer = Quantizer(I2, F32(0.5), gradient=jq.LSQ())
+    x = quarters(rng, I2, 0.5, 0, (8, 8))
     g = whole(rng, (8, 8), 1)
 
     def twice(dot: Any, w: Any, scale: Any) -> Any:
-        q = Quantizer(I4, scale, gradient=jq.LSQ())
+        q = Quantizer(I2, scale, gradient=jq.LSQ())
         return dot(w, w, q, q) + dot(x, w, quantizer, q)
 
     ours = functools.partial(twice, lambda a, b, p, q: jq.quantized_dot_general(a, b, MATRIX, lhs_spec=p, rhs_spec=q))
