@@ -59,6 +59,14 @@ def of_product(steps_a: Array, a_scale: Any, b: Array, b_scale: Array, b_point: 
     }
 
 
+def sizes_of_product(
+    steps_a: Array, a_scale: Any, b: Array, b_scale: Array, b_point: Any, g: Array
+) -> dict[str, Array]:
+    """The same sums of the magnitudes of what they add up, which is what their rounding goes by."""
+    steps_b = b.astype(np.float64) - (0 if b_point is None else spread(b_point, b))
+    return of_product(np.abs(steps_a), a_scale, np.abs(steps_b), b_scale, None, np.abs(g))
+
+
 def of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Array]:
     """The cotangents that the docstring states."""
     a = arguments["a"].astype(np.float64).reshape(-1, arguments["a"].shape[-1])
@@ -73,3 +81,9 @@ def of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Arr
         "zero_points": -dw.sum(2) * scales,
         "bias": g.sum(0),
     }
+
+
+def sizes_of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Array]:
+    """The same sums of the magnitudes of what they add up."""
+    found = of_nbits({**arguments, "a": np.abs(arguments["a"])}, np.abs(steps), np.abs(g))
+    return {name: np.abs(size) for name, size in found.items()}

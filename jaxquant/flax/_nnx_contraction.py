@@ -202,12 +202,11 @@ class Contraction(nnx.Module):
             shape, dtype = self.kernel_shape, dtype if kernel is None else kernel[...].dtype
         else:
             _contracts.require(is_one, _NAME, "kernel_shape", "that of the kernel: its scales are learned", "None")
-        like = jax.ShapeDtypeStruct(shape, dtype)
         if isinstance(site.source, Observed):
-            seen = _site.unseen(site, like)  # type: ignore[arg-type]
+            seen = _site.unseen(site, jax.ShapeDtypeStruct((1, 1), dtype))  # type: ignore[arg-type]
             self.activation_range, self.activation_batches = Ranges(seen["state"]), Ranges(seen["batches"])
             return
-        parts = jax.eval_shape(lambda x: _site.initial(site, x), like)
+        parts = jax.eval_shape(lambda x: _site.initial(site, x), jax.ShapeDtypeStruct(shape, dtype))
         for name, part in zip(_site.names(site), parts, strict=True):
             value = jnp.full(part.shape, np.float32(np.nan))  # which shows in every result until it is started
             metadata = shared(kernel, part.shape, 0) if kernel is not None and site.of == "weight" else {}
@@ -217,7 +216,7 @@ class Contraction(nnx.Module):
         state = {"state": self.activation_range.get_value(), "batches": self.activation_batches[...]}
         if not self.use_running_average:
             # One range for all of it: the variables need not know its rank.
-            state = _site.seen(site, state, _granularity.whole(x).reshape(-1))
+            state = _site.seen(site, state, _rows(_granularity.whole(x)))
             self.activation_range.set_value(state["state"])
             self.activation_batches.set_value(state["batches"])
         batches = state["batches"]
@@ -264,6 +263,12 @@ def shared(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str
     out = NamedSharding(placed.mesh, PartitionSpec(*own)) if isinstance(placed, NamedSharding) else spec
     more = {name: kernel.get_metadata(name, None) for name in ("mesh", "sharding_rules")}
     return {"out_sharding": out, **{name: value for name, value in more.items() if value is not None}}
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """Returns x as a matrix of its rows: of a flat one XLA:CPU takes each index apart in the loop that makes x."""
+    last = x.shape[-1] if x.ndim else 1
+    return x.reshape(-1, last) if last else x.reshape(0, 0)
 
 
 def _placed(y: jax.Array, out_sharding: Any) -> jax.Array:

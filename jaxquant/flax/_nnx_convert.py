@@ -299,7 +299,7 @@ def _constants(contraction: Contraction, site: Site) -> tuple[jax.Array, jax.Arr
         wanted = "a range: call the model in training mode with data that is like what is served"
         _contracts.require(holds, _CONVERT, site.of, wanted, "no data")
         state = {"state": contraction.activation_range.get_value(), "batches": batches}
-        return _over_layers(lambda state: _site.of_state(site, state), batches.ndim)(state)
+        return _over_layers(lambda state: _site.of_state(site, state, (1,)), batches.ndim)(state)
     parts = _learned_parts(contraction, site)
     scale, point = _over_layers(lambda *parts: _site.learned(site, parts), parts[0].ndim - 1)(*parts)
     return scale, _site.whole(site, point) if point is not None and point.dtype != site.spec.carrier else point
