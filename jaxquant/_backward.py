@@ -38,7 +38,7 @@ class Int8Backward:
 
     Attributes:
         stochastic_rounding: whether g is rounded by chance, which keeps a gradient of many small parts unbiased. It
-            needs a key.
+            needs a key, where there is a gradient.
         lhs: whether dlhs is found so; else as `FloatBackward` has it.
         rhs: whether drhs is.
 
@@ -69,8 +69,6 @@ def contract(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> No
         return
     wanted = "FloatBackward(), or two operands that are both quantized"
     _contracts.require(len(specs) == 2 and None not in specs, function, "backward", wanted, "Int8Backward()")
-    wanted = "a key, for Int8Backward(stochastic_rounding=True) draws"
-    _contracts.require(key is not None or not backward.stochastic_rounding, function, "key", wanted, "None")
 
 
 def _is_key(key: Any) -> bool:
@@ -146,8 +144,13 @@ def of_labels(
     return lax.broadcast_in_dim(d, qs[which].shape, [own.index(label) for label in there])
 
 
-def keys(backward: Backward, key: Any) -> Sequence[Any]:
+def keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
     """Returns a key for each operand, or None where nothing is drawn."""
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)
+    # Not before: a result alone, as an evaluation asks for, draws nothing.
+    wanted = (
+        'a key (of a Linen layer the rng "rounding"), for the way back of Int8Backward(stochastic_rounding=True) draws'
+    )
+    _contracts.require(key is not None, function, "key", wanted, "None")
     return tuple(jax.random.split(key))

@@ -63,7 +63,7 @@ def quantized_conv_general_dilated(
         rhs_spec: likewise; one of the two is not None. Against a quantized lhs a scale, and a zero point, for all of
             it, or one for each output feature.
         backward: Static. `FloatBackward()`, or `Int8Backward()` where both sides are quantized.
-        key: of `jax.random`, for Int8Backward(stochastic_rounding=True).
+        key: of `jax.random`: the gradient of Int8Backward(stochastic_rounding=True) draws from it, no result does.
         precision: Static. As `jax.lax` has it, for float convolutions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.

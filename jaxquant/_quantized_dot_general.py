@@ -46,7 +46,7 @@ def quantized_dot_general(
         lhs_spec: how lhs is quantized: a QuantSpec, whose scale comes from lhs, a `Quantizer`, or None: not at all.
         rhs_spec: likewise; one of the two is not None.
         backward: Static. `FloatBackward()`, or `Int8Backward()` where both sides are quantized.
-        key: of `jax.random`, for Int8Backward(stochastic_rounding=True).
+        key: of `jax.random`: the gradient of Int8Backward(stochastic_rounding=True) draws from it, no result does.
         precision: Static. As `jax.lax` has it, for float contractions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
@@ -56,7 +56,8 @@ def quantized_dot_general(
 
     Raises:
         TypeError: an operand, a spec or a backward pass is none; or what `dot_general` refuses.
-        ValueError: shapes, scales or zero points do not fit each other; Int8Backward where integers cannot come back.
+        ValueError: shapes, scales or zero points do not fit each other; Int8Backward where integers cannot come back,
+            or, from the gradient, that draws without a key.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

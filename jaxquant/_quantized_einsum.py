@@ -40,7 +40,7 @@ def quantized_einsum(
         specs: how each of them is quantized: a QuantSpec, whose scale comes from it, a `Quantizer`, or None: not at
             all. One at least is not None.
         backward: Static. `FloatBackward()`, or `Int8Backward()` for two operands that are both quantized.
-        key: of `jax.random`, for Int8Backward(stochastic_rounding=True).
+        key: of `jax.random`: the gradient of Int8Backward(stochastic_rounding=True) draws from it, no result does.
         precision: Static. As `jax.lax.dot_general` has it, for float contractions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.

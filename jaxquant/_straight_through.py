@@ -254,7 +254,7 @@ def _operand_cotangents(product: Product, values: Sequence[Any], g: jax.Array, k
     if not all(inward) or len(values) != 2:
         _, pull = jax.vjp(operation.floats, *(f.astype(dtype) for f in floats))
         found = list(pull(g.astype(dtype)))
-    for i, own in enumerate(_backward.keys(backward, key)):
+    for i, own in enumerate(_backward.keys(product.function, backward, key)):
         if isinstance(backward, Int8Backward) and inward[i]:
             found[i] = operation.integers(i, values, g, own)
     return found

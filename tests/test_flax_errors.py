@@ -247,10 +247,16 @@ def test_a_draw_without_a_key() -> None:
     _, variables, serving = trained()
     module = Net(dense(weight=W, activation=A, backward=jq.Int8Backward(stochastic_rounding=True)))
     assert "params" in module.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r'^block/head: jaxquant\.flax: backward: wanted an rng "rounding"'):
-        module.apply(variables, X)
-    y = module.apply(variables, X, rngs={"rounding": jax.random.key(0)})
-    np.testing.assert_array_equal(module.apply(serving, X), y)  # nothing is drawn on the way forward
+    y = module.apply(variables, X)  # nothing is drawn on the way forward
+    np.testing.assert_array_equal(module.apply(serving, X), y)
+
+    def loss(params: Any, **rngs: Any) -> Any:
+        return module.apply({**variables, "params": params}, X, **rngs).sum()  # type: ignore[union-attr]
+
+    with pytest.raises(ValueError, match=r'key: wanted a key \(of a Linen layer the rng "rounding"\)'):
+        jax.grad(loss)(variables["params"])
+    found = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
 
 
 def test_a_normalisation_that_does_not_fit() -> None:

@@ -229,10 +229,12 @@ def test_arguments() -> None:
     for wrong in ("int8", Int8Backward, [1], None):
         with pytest.raises(TypeError, match=r"backward: wanted FloatBackward\(\) or Int8Backward\(\); got"):
             call(backward=wrong)
-    with pytest.raises(
-        ValueError, match=r"key: wanted a key, for Int8Backward\(stochastic_rounding=True\) draws; got None"
-    ):
-        call(backward=stochastic)
+    np.testing.assert_array_equal(call(backward=stochastic), call())  # a result draws nothing, its gradient does
+    for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(ValueError, match=r"quantized_dot_general: key: wanted a key .* draws; got None"):
+            grad(lambda x: jq.quantized_dot_general(x, x, MATRIX, lhs_spec=I8, rhs_spec=I8, backward=stochastic).sum())(
+                x
+            )
     two = jax.random.split(jax.random.key(0), 2)
     for wrong in (5, "a", np.zeros(3, F32), two, jax.random.key_data(two)):
         for backward in (stochastic, jq.FloatBackward()):

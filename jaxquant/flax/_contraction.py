@@ -107,12 +107,9 @@ class Contraction(nn.Module):
             self._record(weight, activation, kernel)
             specs = (self._quantizer(activation, x), self._quantizer(weight, kernel))
             draws = isinstance(self.backward, Int8Backward) and self.backward.stochastic_rounding
-            wanted = f'an rng "{ROUNDING}": apply(..., rngs={{"{ROUNDING}": key}})'
-            has_key = not draws or self.has_rng(ROUNDING) or self.has_rng("params")  # flax takes that one instead
-            _contracts.require(has_key, "flax", "backward", wanted, "none")
-            key = self.make_rng(ROUNDING) if draws and not self.is_initializing() else None
-            backward = FloatBackward() if draws and key is None else self.backward
-            return training(x, kernel, specs, {"backward": backward, "key": key})
+            has_key = self.has_rng(ROUNDING) or self.has_rng("params")  # flax takes that one instead
+            key = self.make_rng(ROUNDING) if draws and has_key and not self.is_initializing() else None
+            return training(x, kernel, specs, {"backward": self.backward, "key": key})
 
     @nn.nowrap
     def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
