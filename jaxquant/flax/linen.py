@@ -62,7 +62,7 @@ class Dense(nn.Dense):
         activation: how the inputs are, or None for weights only.
         weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
         activation_range: `Observed()`, static; `Dynamic()`; or `Learned()`.
-        backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, which draws from the rng "rounding" where it is told to.
+        backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, whose gradient draws from the rng "rounding" if told to.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
