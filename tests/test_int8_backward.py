@@ -219,7 +219,10 @@ def test_refusals(name: str) -> None:
 
 def test_arguments() -> None:
     x = np.ones((2, 2), F32)
-    call = functools.partial(jq.quantized_dot_general, x, x, MATRIX, lhs_spec=I8, rhs_spec=I8)
+
+    def call(a: Any = x, **rest: Any) -> Any:
+        return jq.quantized_dot_general(a, x, MATRIX, lhs_spec=I8, rhs_spec=I8, **rest)
+
     stochastic = Int8Backward(stochastic_rounding=True)
     with pytest.raises(TypeError, match=r"jaxquant\.Int8Backward: lhs: wanted True or False; got 'no'"):
         Int8Backward(lhs="no")  # type: ignore[arg-type]
@@ -231,10 +234,8 @@ def test_arguments() -> None:
             call(backward=wrong)
     np.testing.assert_array_equal(call(backward=stochastic), call())  # a result draws nothing, its gradient does
     for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(ValueError, match=r"quantized_dot_general: key: wanted a key .* draws; got None"):
-            grad(lambda x: jq.quantized_dot_general(x, x, MATRIX, lhs_spec=I8, rhs_spec=I8, backward=stochastic).sum())(
-                x
-            )
+        with pytest.raises(ValueError, match=r"quantized_dot_general: key: wanted a key, for .* draws .*; got None"):
+            grad(lambda a: call(a, backward=stochastic).sum())(x)
     two = jax.random.split(jax.random.key(0), 2)
     for wrong in (5, "a", np.zeros(3, F32), two, jax.random.key_data(two)):
         for backward in (stochastic, jq.FloatBackward()):
