@@ -179,6 +179,22 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
         same(served.activation_zero_point[...].reshape(1, 1, 1), wanted.zero_point)
 
 
+def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
+    """Not over a flat activation, which XLA:CPU reduces element by element: none is in the program."""
+    layer = qnnx.Linear(64, 8, weight=W, activation=A, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    @jax.jit
+    def step(params: Any, rest: Any, x: Any) -> Any:
+        model = nnx.merge(graph, params, rest)
+        return model(jax.nn.relu(x)), nnx.state(model, qnnx.Ranges)
+
+    shape = (3, 11, 64)
+    text = step.lower(params, rest, drawn(rng, shape)).as_text()
+    assert "3x11x64xf32" in text
+    assert f"{np.prod(shape)}x" not in text
+
+
 def test_ranges_freeze(rng: np.random.Generator) -> None:
     layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(freeze_after=2), rngs=rngs(rng))
     step = nnx.jit(lambda layer, x: layer(x))
