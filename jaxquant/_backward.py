@@ -149,6 +149,9 @@ def keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)
     # Not before: a result alone, as an evaluation asks for, draws nothing.
-    wanted = 'a key, for Int8Backward(stochastic_rounding=True) draws (of a Linen layer: the rng "rounding")'
+    wanted = (
+        "a key, for Int8Backward(stochastic_rounding=True) draws "
+        '(of a Linen layer the rng "rounding", of an NNX layer in training that of its rngs)'
+    )
     _contracts.require(key is not None, function, "key", wanted, "None")
     return tuple(jax.random.split(key))

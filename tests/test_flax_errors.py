@@ -84,6 +84,7 @@ SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "float8": (dense(weight=W, activation=jq.QuantSpec("float8_e5m2")), TypeError, r"activation: .*; got float8_e5m2"),
     "observed weights": (dense(weight=W, weight_range=Observed()), TypeError, r"weight_range: wanted Dynamic\(\) or L"),
     "no range": (conv(weight=W, activation_range="minmax"), TypeError, r"activation_range: wanted Observed\(\), D"),
+    "unsigned weights": (dense(weight=A, weight_range=Learned()), ValueError, r"weight: wanted a signed dtype, sym"),
     "powers": (dense(weight=ROUNDED, weight_range=Learned()), ValueError, r"weight: wanted a spec without power_of"),
     "promoted": (embed(weight=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: wanted jq\.flax"),
     "embedding": (embed(weight=None), TypeError, r"flax\.linen: weight: wanted a QuantSpec"),
@@ -170,7 +171,8 @@ def test_a_layer_that_saw_no_data() -> None:
     ):
         qflax.convert(module, unseen)
     with pytest.raises(
-        ValueError, match=r"^block/head: jaxquant\.moving_average\.finalize: state: .*no data in 1 of 1"
+        ValueError,
+        match=r'^block/head: jaxquant\.flax: activation: wanted a range: apply\(.*mutable=\["ranges"\]\).*no data',
     ):
         module.apply(unseen, X)
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
@@ -221,7 +223,7 @@ def test_checkpoints_of_other_shapes() -> None:
     kernel = serving["params"]["block"]["head"]["kernel"]
     for run in (module.apply, jax.jit(module.apply)):
         with pytest.raises(
-            ValueError, match=r"^block/head: jaxquant\.dot_general: rhs\.scale: wanted .*shape \(1, 4\)"
+            ValueError, match=r"^block/head: .*weight: wanted scales of shape \(1, 5\).*; got shape \(1, 4\)"
         ):
             run(with_kernel(serving, kernel.replace(scale=jnp.ones((1, 4)))), X)
         with pytest.raises(TypeError, match=r"^block/head: .*weight: wanted codes of int8, .*; got int4"):
@@ -253,7 +255,7 @@ def test_a_draw_without_a_key() -> None:
     def loss(params: Any, **rngs: Any) -> Any:
         return module.apply({**variables, "params": params}, X, **rngs).sum()  # type: ignore[union-attr]
 
-    with pytest.raises(ValueError, match=r'key: wanted a key, .*of a Linen layer: the rng "rounding"'):
+    with pytest.raises(ValueError, match=r'key: wanted a key, .*of a Linen layer the rng "rounding"'):
         jax.grad(loss)(variables["params"])
     found = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
@@ -268,8 +270,14 @@ def test_a_normalisation_that_does_not_fit() -> None:
         fold({"scale": jnp.ones(4)}, stats)
     with pytest.raises(TypeError, match=r"epsilon: wanted a static Python number"):
         fold({}, stats, epsilon="1e-5")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r'layer: wanted a mapping with "kernel"; got '):
+    with pytest.raises(ValueError, match=r'layer: wanted a mapping with "kernel"; got \[\]'):
         qflax.fold_batch_norm({}, {}, stats)
+    with pytest.raises(ValueError, match=r"stats: wanted a mapping with \"mean\"; got \['norm'\]"):
+        fold({}, {"norm": stats})
+    with pytest.raises(ValueError, match=r"norm: wanted a mapping with \"scale\" and \"bias\".*; got \['norm'\]"):
+        fold({"norm": {"scale": jnp.ones(5)}}, stats)
+    with pytest.raises(TypeError, match=r'layer\["kernel"\]: wanted an array of floats; got QuantizedArray'):
+        qflax.fold_batch_norm({"kernel": jq.quantize(jnp.ones((3, 5)), W)}, {}, stats)
 
 
 def test_what_cannot_be_shipped() -> None:
@@ -287,6 +295,76 @@ def test_what_cannot_be_shipped() -> None:
     serving = qflax.convert(layer, variables)
     with pytest.raises(ValueError, match=r"Dense.*activation: wanted a QuantSpec: its range is in the variables"):
         qnn.Dense(4, weight=W).apply(serving, x)
+
+
+def test_variables_of_another_spec() -> None:
+    """What changes a number is an error until a mutable call has seen it; what changes none is not."""
+    _, variables, serving = trained()
+    whole, narrow = jq.QuantSpec("int8"), jq.QuantSpec("int8", jq.PerAxis(-1), narrow_range=False)
+    others: list[tuple[str, Any]] = [
+        ("weight", {"weight": whole}), ("weight", {"weight": narrow}), ("weight", {"weight_range": Dynamic(jq.mse)}),
+        ("activation", {"activation": jq.QuantSpec("int8")}), ("activation", {"activation_range": Observed(jq.minmax)}),
+        ("activation", {"activation": None}), ("activation", {"activation_range": Dynamic()}),
+    ]  # fmt: skip
+    for name, way in others:
+        other = Net(dense(**{"weight": W, "activation": A, **way}))
+        for run in (other.apply, jax.jit(other.apply)):
+            with pytest.raises(ValueError, match=rf"^block/head: .*{name}: wanted what the variables were made with"):
+                run(variables, X)
+        fresh = {**variables, "ranges": other.init(jax.random.key(0), X)["ranges"]}
+        _, seen = other.apply(fresh, X, mutable=["ranges"])
+        fresh = {**fresh, **seen}
+        wanted = other.apply(fresh, X)
+        np.testing.assert_array_equal(other.apply(qflax.convert(other, fresh), X), wanted)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^block/head: .*weight: wanted scales of shape \(1, 1\).*; got shape \(1, 5\)"
+    ):
+        Net(dense(weight=whole, activation=A)).apply(serving, X)
+    blocks = jq.QuantSpec("int4", jq.Blocked(0, 3))
+    layer = qnn.Dense(5, weight=blocks)
+    served = qflax.convert(layer, layer.init(jax.random.key(0), X))
+    assert layer.apply(served, X) is not None
+    with pytest.raises(ValueError, match=r"weight: wanted (blocks of 4|scales of shape)"):
+        qnn.Dense(5, weight=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply(served, X)
+    same = Net(dense(weight=W, activation=A, activation_range=Observed(freeze_after=9), backward=jq.Int8Backward()))
+    np.testing.assert_array_equal(same.apply(variables, X), trained()[0].apply(variables, X))
+
+
+def test_what_a_learned_scale_cannot_hold() -> None:
+    """LSQ's zero point of unsigned codes is 0; PACT clips there by intent, LSQ+ learns it."""
+    layer = functools.partial(qnn.Dense, 5, weight=W, activation=A)
+    with pytest.raises(ValueError, match=r"Dense: .*activation: wanted values that are not negative.*; got -1 among"):
+        layer(activation_range=Learned()).init(jax.random.key(0), X)
+    for source, x in ((Learned(), X + 1), (Learned(jq.PACT()), X), (Learned(jq.LSQPlus()), X)):
+        assert "scales" in layer(activation_range=source).init(jax.random.key(0), x)
+    signed = functools.partial(qnn.Dense, 5, weight=W, activation=jq.QuantSpec("int8"), activation_range=Learned())
+    assert "scales" in signed().init(jax.random.key(0), X)
+    traced = jax.jit(layer(activation_range=Learned()).init)(jax.random.key(0), X)  # where nobody can look
+    assert "scales" in traced
+    lost = qnn.Dense(5, weight=A, weight_range=Learned(jq.LSQPlus())).init(jax.random.key(0), X)
+    assert "weight_zero_point" in lost["scales"]["DotGeneral_0"]
+
+
+def test_what_a_user_mixes_up() -> None:
+    with pytest.raises(ValueError, match=r"DotGeneral: wanted a layer of Linen's .*jaxquant\.flax\.nnx\.dot_general"):
+        qflax.dot_general(W)(X[0], jnp.ones((6, 5)), (((1,), (0,)), ((), ())))
+    table = qnn.Embed(5, 6, weight=W, activation=A)
+    variables = table.init(jax.random.key(0), jnp.arange(3))
+    _, seen = table.apply(variables, jnp.arange(3), mutable=["ranges"])
+    with pytest.raises(ValueError, match=r"Embed: .*a method that calls attend; or activation=None.*; got no data"):
+        qflax.convert(table, {**variables, **seen})
+    scanned = nn.scan(Stacked, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    with pytest.raises(ValueError, match=r'"ranges".*\(nn\.scan and nn\.vmap have to be told of it in variable_axes\)'):
+        scanned().init(jax.random.key(0), X)
+
+
+class Stacked(nn.Module):
+    """One layer of a scan."""
+
+    @nn.compact
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        """Returns the layer of x, as a carry."""
+        return qnn.Dense(6, weight=W, activation=A)(x), None
 
 
 def test_an_empty_batch_is_none() -> None:

@@ -280,6 +280,34 @@ def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
     same(own(image), y)
 
 
+@pytest.mark.parametrize("way", ["observed", "learned", "draws"])
+def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str) -> None:
+    """Of what is traced: it is read, and nothing of it is written."""
+    more: Any = {
+        "observed": {}, "learned": {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())},
+        "draws": {"backward": jq.Int8Backward(stochastic_rounding=True)},
+    }[way]  # fmt: skip
+    layer = qnnx.Linear(6, 5, **SPECS, **more, rngs=rngs(rng))
+    x = drawn(rng, (3, 2, 6))
+    if way == "learned":
+        qnnx.start(layer, x)
+    layer(x)
+    layer.eval()
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
+    want = layer(x)
+    for run in (jax.jit(lambda x: layer(x)), nnx.jit(lambda x: layer(x)), jax.vmap(lambda x: layer(x))):
+        same(run(x), want)
+    same(jax.lax.map(lambda x: layer(x), x), want)
+    same(jax.export.export(jax.jit(lambda x: layer(x)))(x).call(x), want)
+    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    if way == "draws":  # a gradient draws, in training
+        with pytest.raises(ValueError, match="key: wanted a key, for Int8Backward"):
+            jax.grad(lambda x: layer(x).sum())(x)
+        layer.train()
+        assert jnp.isfinite(nnx.grad(lambda m, x: m(x).sum(), argnums=1)(layer, x)).all()
+
+
 # What is refused.
 
 
@@ -302,6 +330,19 @@ def test_refusals(rng: np.random.Generator) -> None:
         qnnx.Linear(6, 5, weight=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kernel_shape: wanted that of the kernel: its scales are learned"):
         qnnx.dot_general(W, A, weight_range=Learned())
+    turned = qnnx.dot_general(W, A, weight_range=Learned(), kernel_shape=(5, 6))
+    layer = nnx.Linear(6, 5, dot_general=turned, promote_dtype=qnnx.promote_dtype, rngs=made)
+    with pytest.raises(
+        ValueError, match=r"weight: wanted scales of shape \(1, 6\): is kernel_shape that of the kernel"
+    ):
+        qnnx.start(layer, drawn(rng, (2, 6)))
+    draws: Any = {"weight": W, "activation": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
+    with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: wanted rngs, whose stream "rounding"'):
+        qnnx.Linear(6, 5, **draws, rngs=nnx.Rngs(params=0))
+    started = qnnx.Linear(6, 5, weight=W, weight_range=Learned(), rngs=made)
+    qnnx.start(started, drawn(rng, (2, 6)))
+    with pytest.raises(ValueError, match=r"start: model: wanted a layer with Learned\(\) in it.*; got none"):
+        qnnx.start(qnnx.convert(started), drawn(rng, (2, 6)))
     with pytest.raises(TypeError, match='rngs: wanted rngs, whose stream "rounding"'):
         qnnx.dot_general(W, A, backward=jq.Int8Backward(stochastic_rounding=True))
     with pytest.raises(ValueError, match="operands: wanted a tuple of inputs, kernel and bias"):

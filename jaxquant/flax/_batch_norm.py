@@ -52,6 +52,9 @@ def fold_batch_norm(
     kernel = _entry("layer", layer, "kernel")
     features = kernel.shape[-1:]
     mean, var = (_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
+    wanted = 'a mapping with "scale" and "bias", or with less'
+    known = isinstance(norm, Mapping) and set(norm) <= {"scale", "bias"}
+    _contracts.require(known, _NAME, "norm", wanted, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
     scale = _entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
     offset = _entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
     bias = _entry("layer", layer, "bias", features, 0.0).astype(jnp.float32)
@@ -74,10 +77,14 @@ def _entry(
 ) -> jax.Array:
     is_there = isinstance(given, Mapping) and name in given
     wanted = f'a mapping with "{name}"'
-    _contracts.require(is_there or default is not None, _NAME, argument, wanted, _contracts.described(given))
+    got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+    _contracts.require(is_there or default is not None, _NAME, argument, wanted, got)
     if default is not None and not is_there:
         return jnp.full(shape or (), default, jnp.float32)
-    value = jnp.asarray(meta.unbox(given[name]))
+    value = meta.unbox(given[name])
+    is_float = isinstance(value, jax.Array | np.ndarray)
+    _contracts.require_type(is_float, _NAME, f'{argument}["{name}"]', "an array of floats", type(value).__name__)
+    value = jnp.asarray(value)
     if shape is not None:
         _contracts.shape(_NAME, f'{argument}["{name}"]', value, shape, "one for each feature of the kernel")
     return value

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from flax.linen import dtypes
@@ -143,11 +144,18 @@ class Contraction(nn.Module):
             return _site.found("quantize", x, site.spec, None, None)[:2]
         if is_mutable:
             state.value = _site.seen(site, state.value, x)
+        batches = state.value["batches"]
+        holds = _contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all())
+        wanted = f'a range: apply(..., mutable=["{RANGES}"]) with data, and what that returns among the variables'
+        _contracts.require(holds, "flax", site.of, wanted, "no data")
         return _site.of_state(site, state.value, x.shape)
 
     @nn.nowrap
     def _require_mutable(self, collection: str, site: Site) -> None:
-        wanted = f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it'
+        wanted = (
+            f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it '
+            f"(nn.scan and nn.vmap have to be told of it in variable_axes)"
+        )
         _contracts.require(self.is_mutable_collection(collection), "flax", site.of, wanted, "neither")
 
     @nn.nowrap
@@ -176,6 +184,12 @@ class Contraction(nn.Module):
         if self.is_mutable_collection(RANGES):
             shape, dtype = tuple(kernel.shape), kernel.dtype
             self.put_variable(RANGES, NAME, Record(weight, activation, self.kernel_name, shape, dtype, is_ready))
+            return
+        record = self.get_variable(RANGES, NAME) if self.has_variable(RANGES, NAME) else None
+        for site, name in ((weight, "weight"), (activation, "activation")):
+            known = getattr(record, name, site)
+            wanted = f'what the variables were made with (a call with mutable=["{RANGES}"] makes them anew)'
+            _contracts.require(_site.is_alike(site, known), "flax", name, f"{wanted}: {known and known.spec}", site)
 
     @nn.nowrap
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
@@ -255,4 +269,6 @@ class Injected:
     def __call__(self, *operands: Any, **static: Any) -> Any:
         """Returns the contraction of the operands; without operands the module that contracts."""
         made = self.module(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
+        wanted = "a layer of Linen's to call it (of NNX: jaxquant.flax.nnx.dot_general, conv_general_dilated)"
+        _contracts.require(made.scope is not None or not operands, "flax", self.module.__name__, wanted, "none")
         return made(*operands, **static) if operands else made

@@ -29,8 +29,9 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     under `nn.scan` and `nn.vmap` keep their leading axis, which must be 0. Partitioned kernels have partitioned codes,
     and scales to match.
 
-    A layer is found by what it leaves in "ranges" when `init` or an `apply` with that collection mutable calls it. One
-    that neither has called keeps its float kernel, and goes on quantizing it at each call.
+    A layer is found by what it leaves in "ranges" when `init` or an `apply` with that collection mutable calls it, and
+    quantized as it was told to be in the last such call. One that neither has called keeps its float kernel, and goes
+    on quantizing it at each call.
 
     Args:
         module: that the variables are of.
@@ -77,7 +78,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             holds = kernel is not None and not isinstance(kernel, QuantizedArray)
             _contracts.require(holds, _NAME, f"params[{record.kernel!r}]", "a float kernel", type(kernel).__name__)
             holder[record.kernel], depth = _kernel(record, kernel, scales)
-            constants = _activation(record.activation, state, scales, depth)
+            constants = _activation(record, state, scales, depth)
         if constants:
             _put(ranges, path, constants)
     return {**serving, RANGES: ranges} if ranges else serving
@@ -138,13 +139,16 @@ def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[Quan
     return q.replace(values=part(q.values), scale=part(q.scale), zero_point=part(q.zero_point)), depth
 
 
-def _activation(site: Site | None, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _activation(record: Record, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Returns the constants that activations are quantized by."""
+    site = record.activation
     if site is None or isinstance(site.source, Dynamic):
         return {}
     if isinstance(site.source, Observed):
         seen = state.get(site.of)
         wanted = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
+        if record.kernel == "embedding":
+            wanted += ", by a method that calls attend; or activation=None where none does"
         batches = None if seen is None else seen["batches"]
         holds = batches is not None and (_contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
         _contracts.require(holds, _NAME, site.of, wanted, "no data")

@@ -168,7 +168,8 @@ class Contraction(nnx.Module):
                 _site.converted(weight, kernel)
                 return serving(x if activation is None else self._served(activation, x), kernel)
             specs = (self.quantizer(activation, x), self.quantizer(weight, kernel))
-            key = None if self.rngs is None else self.rngs()
+            # An evaluation leaves the stream where it is: the model may be a constant of what is traced.
+            key = None if self.rngs is None or self.use_running_average else self.rngs()
             return training(x, kernel, specs, {"backward": self.backward, "key": key})
 
     def quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
@@ -187,6 +188,7 @@ class Contraction(nnx.Module):
             return rngs.fork()
         wanted = f'rngs, whose stream "{ROUNDING}" Int8Backward(stochastic_rounding=True) draws from'
         _contracts.require_type(isinstance(rngs, nnx.Rngs), _NAME, "rngs", wanted, type(rngs).__name__)
+        _contracts.require(ROUNDING in rngs or "default" in rngs, _NAME, "rngs", wanted, rngs)
         return rngs[ROUNDING].fork()
 
     def _make(self, site: Site, kernel: nnx.Variable | None) -> None:
@@ -221,7 +223,7 @@ class Contraction(nnx.Module):
             self.activation_batches.set_value(state["batches"])
         batches = state["batches"]
         wanted = "a range: call it with data while use_running_average is False, as model.train() has it"
-        holds = _contracts.is_traced(batches) or bool(batches > 0)
+        holds = _contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all())
         _contracts.require(holds, _NAME, site.of, wanted, "no data")
         return _site.of_state(site, state, x.shape)
 
@@ -229,9 +231,14 @@ class Contraction(nnx.Module):
         variables = [getattr(self, name) for name in _site.names(site)]
         if self.is_starting:
             for variable, start in zip(variables, _site.initial(site, x), strict=True):
-                variable.set_value(start.astype(jnp.float32).reshape(variable[...].shape))
+                shape = variable[...].shape
+                wanted = f"scales of shape {shape}: is kernel_shape that of the kernel?"
+                _contracts.require(start.size == variable[...].size, _NAME, site.of, wanted, f"shape {start.shape}")
+                variable.set_value(start.astype(jnp.float32).reshape(shape))
         parts = tuple(variable[...] for variable in variables)
-        holds = any(map(_contracts.is_traced, parts)) or all(bool(jnp.isfinite(part).all()) for part in parts)
+        holds = any(map(_contracts.is_traced, parts)) or all(
+            bool(np.isfinite(np.asarray(part)).all()) for part in parts
+        )
         wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
         _contracts.require(holds, _NAME, f"{site.of}_scale", wanted, "NaN or an infinity")
         return _site.learned(site, parts)

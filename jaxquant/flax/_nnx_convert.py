@@ -316,12 +316,13 @@ def _learned_parts(contraction: Contraction, site: Site) -> tuple[jax.Array, ...
 
 def _learned_names(contraction: Contraction) -> list[str]:
     sites = [site for site in contraction.sites if site is not None and isinstance(site.source, Learned)]
-    return [name for site in sites for name in _site.names(site)]
+    names = [name for site in sites for name in _site.names(site)]
+    return [name for name in names if getattr(contraction, name) is not None]  # a converted one has none
 
 
 def _finite(value: jax.Array) -> bool:
     """Whether all that is known is a finite number."""
-    return _contracts.is_traced(value) or bool(jnp.isfinite(value).all())
+    return _contracts.is_traced(value) or bool(np.isfinite(np.asarray(value)).all())
 
 
 def _over_layers(function: Any, depth: int) -> Any:

@@ -73,6 +73,11 @@ class Learned:
     hand, as the gradient's `initial` has it; of NNX they are NaN until `qnnx.start(model, batch)`. A scale counts by
     its magnitude.
 
+    With `LSQ()` and `PACT()` the zero point of a spec that is not symmetric is 0: unsigned codes then hold nothing
+    negative. Weights of such a spec are refused, and so are activations that are negative where they start a scale of
+    `LSQ()`; under a trace they cannot be looked at, and become 0, as `PACT()` has it by intent. `LSQPlus()` learns a
+    zero point.
+
     Attributes:
         gradient: `LSQ()`, `LSQPlus()` or `PACT()`. Of activations LSQ counts the elements of one example, where it is
             told nothing else.

@@ -23,6 +23,7 @@ from ..integer import _operands
 from ._range import Dynamic, Learned, Observed, Source
 
 _TINY = np.finfo(np.float32).tiny
+_NEGATIVE = "its own zero point for unsigned codes is 0, and what is negative becomes 0"
 
 
 class Site(NamedTuple):
@@ -72,6 +73,9 @@ def contract(
         if isinstance(site.source, Learned):
             wanted = "a spec without power_of_two: a learned scale moves by less"
             _contracts.require(not site.spec.power_of_two, layer, site.of, wanted, site.spec)
+            wanted = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
+            fits = site.of == "activation" or not _holds_no_negative(site)
+            _contracts.require(fits, layer, site.of, wanted, site.spec)
     return sites[0], sites[1] if len(sites) == 2 else None
 
 
@@ -133,7 +137,21 @@ def initial(site: Site, x: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what `names` are to start from."""
     assert isinstance(site.source, Learned)
     parts = site.source.gradient.initial(x, site.spec)
+    known = not any(map(_contracts.is_traced, (x, parts[0]))) and getattr(x, "is_fully_addressable", True)
+    if _holds_no_negative(site) and known and isinstance(site.source.gradient, LSQ):  # PACT clips there by intent
+        # Of what is not known the docstring of `Learned` tells.
+        least = float(np.asarray(x, np.float32).min(initial=0))
+        wanted = f"values that are not negative, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
+        holds = not least < -float(np.asarray(parts[0]).max(initial=0)) / 2
+        _contracts.require(holds, "flax", site.of, wanted, f"{least:.3g} among them")
     return tuple(part for part in parts[: len(names(site))] if part is not None)
+
+
+def _holds_no_negative(site: Site) -> bool:
+    """Whether the codes begin at a zero point that stays 0."""
+    source, spec = site.source, site.spec
+    is_zero = isinstance(source, Learned) and not isinstance(source.gradient, LSQPlus) and not spec.symmetric
+    return is_zero and spec.bounds[0] == 0
 
 
 def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
@@ -145,6 +163,14 @@ def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
         return scale, None
     is_alike = site.spec.zero_point_granularity == site.spec.granularity  # then nn.scan can cut one as the other
     return scale, jnp.zeros(scale.shape if is_alike else (1,) * scale.ndim, site.spec.carrier)
+
+
+def is_alike(one: Site | None, other: Site | None) -> bool:
+    """Whether both quantize alike: to the same codes, by ranges from the same place."""
+    if one is None or other is None:
+        return one is other
+    ways = [(type(s.source), getattr(s.source, "calibrator", None)) for s in (one, other)]
+    return one.spec == other.spec and ways[0] == ways[1]
 
 
 def whole(site: Site, zero_point: jax.Array) -> jax.Array:
@@ -180,6 +206,10 @@ def converted(site: Site, kernel: QuantizedArray) -> None:
     wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
     holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
     _contracts.require_type(holds, "flax", site.of, wanted, kernel.codebook or kernel.values.dtype)
+    shape, block = _ranges.shapes("flax", site.spec, kernel.shape)[0], _ranges.one_block_size("flax", site.spec)
+    wanted = f"scales of shape {shape}, as the layer's spec has it"
+    _contracts.require(kernel.scale.shape == shape, "flax", site.of, wanted, f"shape {kernel.scale.shape}")
+    _contracts.require(kernel.block_size == block, "flax", site.of, f"blocks of {block}", kernel.block_size)
 
 
 def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dtypes
 
-from .. import _contracts
+from .. import _contracts, _dot, _quantized_dot_general
 from .._array import QuantizedArray
 from .._backward import Backward, FloatBackward
-from .._dot import dot_general
-from .._quantized_dot_general import quantized_dot_general
 from .._spec import QuantSpec
 from .._take import take
 from . import _site
@@ -179,9 +177,11 @@ class _Table(Contraction):
             static = {"preferred_element_type": query.dtype}
 
             def training(lhs: Any, rhs: Any, specs: Any, more: dict[str, Any]) -> jax.Array:
-                return quantized_dot_general(lhs, rhs, numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more)
+                return _quantized_dot_general.quantized_dot_general(
+                    lhs, rhs, numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more
+                )
 
-            return self.contracted(query, table, training, lambda x, w: dot_general(x, w, numbers, **static))
+            return self.contracted(query, table, training, lambda x, w: _dot.dot_general(x, w, numbers, **static))
         assert indices is not None
         rows = indices
         with _site.at(self.place()):
