@@ -35,7 +35,7 @@ def fold_batch_norm(
 
     Raises:
         TypeError: epsilon is no number.
-        ValueError: an entry is missing, or does not have one element for each feature.
+        ValueError: an entry is missing or has no place there, or does not have one element for each feature.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax

@@ -50,7 +50,7 @@ def dot_general(
     Args:
         weight: how the kernel, the right operand, is quantized.
         activation: how the left operand is, or None.
-        rngs: for Int8Backward(stochastic_rounding=True), which draws from its stream "rounding".
+        rngs: for Int8Backward(stochastic_rounding=True), which draws from its stream "rounding" in training mode.
         weight_range: Static. `Dynamic()` or `Learned()`.
         activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
         backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
