@@ -34,7 +34,7 @@ def fold_batch_norm(
         {"kernel": ..., "bias": ...} in the dtype of the kernel, and partitioned as it is.
 
     Raises:
-        TypeError: epsilon is no number.
+        TypeError: epsilon is no number, or an entry no array: that of a converted layer, for one.
         ValueError: an entry is missing or has no place there, or does not have one element for each feature.
 
     Example:
@@ -82,8 +82,8 @@ def _entry(
     if default is not None and not is_there:
         return jnp.full(shape or (), default, jnp.float32)
     value = meta.unbox(given[name])
-    is_float = isinstance(value, jax.Array | np.ndarray)
-    _contracts.require_type(is_float, _NAME, f'{argument}["{name}"]', "an array of floats", type(value).__name__)
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    _contracts.require_type(is_array, _NAME, f'{argument}["{name}"]', "an array of floats", type(value).__name__)
     value = jnp.asarray(value)
     if shape is not None:
         _contracts.shape(_NAME, f'{argument}["{name}"]', value, shape, "one for each feature of the kernel")

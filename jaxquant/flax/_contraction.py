@@ -189,7 +189,7 @@ class Contraction(nn.Module):
         for site, name in ((weight, "weight"), (activation, "activation")):
             known = getattr(record, name, site)
             wanted = f'what the variables were made with (a call with mutable=["{RANGES}"] makes them anew)'
-            _contracts.require(_site.is_alike(site, known), "flax", name, f"{wanted}: {known and known.spec}", site)
+            _contracts.require(_site.is_alike(site, known), "flax", name, f"{wanted}: {known}", site)
 
     @nn.nowrap
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:

@@ -188,7 +188,7 @@ class Contraction(nnx.Module):
             return rngs.fork()
         wanted = f'rngs, whose stream "{ROUNDING}" Int8Backward(stochastic_rounding=True) draws from'
         _contracts.require_type(isinstance(rngs, nnx.Rngs), _NAME, "rngs", wanted, type(rngs).__name__)
-        _contracts.require(ROUNDING in rngs or "default" in rngs, _NAME, "rngs", wanted, rngs)
+        _contracts.require(ROUNDING in rngs or "default" in rngs, _NAME, "rngs", wanted, "neither it nor a default")
         return rngs[ROUNDING].fork()
 
     def _make(self, site: Site, kernel: nnx.Variable | None) -> None:
