@@ -236,9 +236,7 @@ class Contraction(nnx.Module):
                 _contracts.require(start.size == variable[...].size, _NAME, site.of, wanted, f"shape {start.shape}")
                 variable.set_value(start.astype(jnp.float32).reshape(shape))
         parts = tuple(variable[...] for variable in variables)
-        holds = any(map(_contracts.is_traced, parts)) or all(
-            bool(np.isfinite(np.asarray(part)).all()) for part in parts
-        )
+        holds = all(map(_site.is_finite, parts))
         wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
         _contracts.require(holds, _NAME, f"{site.of}_scale", wanted, "NaN or an infinity")
         return _site.learned(site, parts)

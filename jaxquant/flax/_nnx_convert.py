@@ -67,7 +67,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
         with _site.at(_place(path, contraction)):
             for name in _learned_names(contraction):
                 wanted = "a layer that the call comes by, and finite numbers"
-                _contracts.require(_finite(getattr(contraction, name)[...]), _START, name, wanted, "none")
+                _contracts.require(_site.is_finite(getattr(contraction, name)[...]), _START, name, wanted, "none")
     nnx.update(model, nnx.state(copy, Scale))
 
 
@@ -310,7 +310,7 @@ def _learned_parts(contraction: Contraction, site: Site) -> tuple[jax.Array, ...
         return ()
     parts = tuple(getattr(contraction, name)[...] for name in _site.names(site))
     for name, part in zip(_site.names(site), parts, strict=True):
-        _contracts.require(_finite(part), _CONVERT, name, f"finite numbers: jaxquant.{_START} starts it", "NaN")
+        _contracts.require(_site.is_finite(part), _CONVERT, name, f"finite numbers: jaxquant.{_START} starts it", "NaN")
     return parts
 
 
@@ -318,11 +318,6 @@ def _learned_names(contraction: Contraction) -> list[str]:
     sites = [site for site in contraction.sites if site is not None and isinstance(site.source, Learned)]
     names = [name for site in sites for name in _site.names(site)]
     return [name for name in names if getattr(contraction, name) is not None]  # a converted one has none
-
-
-def _finite(value: jax.Array) -> bool:
-    """Whether all that is known is a finite number."""
-    return _contracts.is_traced(value) or bool(np.isfinite(np.asarray(value)).all())
 
 
 def _over_layers(function: Any, depth: int) -> Any:

@@ -154,6 +154,14 @@ def _holds_no_negative(site: Site) -> bool:
     return is_zero and spec.bounds[0] == 0
 
 
+def is_finite(value: Any) -> bool:
+    """Whether all that is known here is finite: nothing of what is traced, or on the devices of another host."""
+    if _contracts.is_traced(value):
+        return True
+    known = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
+    return all(bool(np.isfinite(np.asarray(part)).all()) for part in known)
+
+
 def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     """Returns the scale and the zero point as they are used."""
     scale = jnp.maximum(jnp.abs(parts[0]), _TINY).astype(site.spec.scale_dtype)
