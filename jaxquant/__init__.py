@@ -29,7 +29,9 @@ from ._fake_quantize import fake_quantize as fake_quantize
 from ._fake_quantize_linear import fake_quantize_linear as fake_quantize_linear
 from ._granularity import Blocked as Blocked
 from ._granularity import PerAxis as PerAxis
+from ._granularity import PerFeature as PerFeature
 from ._granularity import PerTensor as PerTensor
+from ._granularity import PerToken as PerToken
 from ._matmul_integer import matmul_integer as matmul_integer
 from ._matmul_integer_to_float import matmul_integer_to_float as matmul_integer_to_float
 from ._matmul_nbits import matmul_nbits as matmul_nbits

@@ -67,6 +67,33 @@ class Blocked:
 
 
 @dataclasses.dataclass(frozen=True)
+class PerToken:
+    """One scale per index of all axes but the last, whatever the rank: a token's features share a scale.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> spec = jq.QuantSpec(jnp.int8, jq.PerToken())
+        >>> jq.quantize(jnp.ones((2, 5, 3)), spec).scale.shape, jq.quantize(jnp.ones(3), spec).scale.shape
+        ((2, 5, 1), (1,))
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class PerFeature:
+    """One scale per index of the last axis, whatever the rank. In a Flax layer's weights: one per output feature.
+
+    A layer knows which axes of its kernel are output features: those that the contraction keeps. That is the last axis
+    of a dense layer or a convolution, several axes of `DenseGeneral` and `Einsum`, and the rows of an embedding, which
+    are the outputs of `attend`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> jq.quantize(jnp.ones((2, 5, 3)), jq.QuantSpec(jnp.int8, jq.PerFeature())).scale.shape
+        (1, 1, 3)
+    """
+
+
+@dataclasses.dataclass(frozen=True)
 class Aligned:
     """A scale of x's rank that says it by its shape: a dimension is 1 and shared, x's with a scale per index, or
     counts runs.
@@ -122,7 +149,7 @@ class Groups:
 
 
 Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
-Choice = PerTensor | PerAxis | Blocked  # what a user chooses from
+Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # what a user chooses from
 
 
 def _axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -143,6 +170,9 @@ def scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> t
     """Returns the shape, of x's rank, of a scale chosen for an x of this shape."""
     if isinstance(granularity, PerTensor):
         return (1,) * len(shape)
+    if isinstance(granularity, PerToken | PerFeature):
+        last = _contracts.axis(function, -1, len(shape))
+        return tuple(n if (a == last) == isinstance(granularity, PerFeature) else 1 for a, n in enumerate(shape))
     axes = tuple(_contracts.axis(function, a, len(shape)) for a in _axes(granularity.axis))
     _contracts.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
     if isinstance(granularity, PerAxis):

@@ -99,13 +99,10 @@ def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec:
     x, lo, hi = _contracts.arrays(x, lo, hi)
     _contracts.array(_NAME, "x", x, _dtypes.FLOATS)
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
-    scale, zero_point, shape = found(_NAME, x, spec, lo, hi)
-    size = _ranges.one_block_size(_NAME, spec)
+    scale, zero_point, _ = found(_NAME, x, spec, lo, hi)
     values = encode(x, scale, zero_point, spec)
-    short = any(s not in (1, n) for s, n in zip(shape, x.shape, strict=True))
-    return QuantizedArray(
-        values, scale, zero_point, dtype=x.dtype, block_size=size if short else None, codebook=spec.codebook
-    )
+    size = _ranges.stored_block_size(_NAME, spec, x.shape)
+    return QuantizedArray(values, scale, zero_point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
 
 
 _enter = _contracts.entrance(_NAME, _quantize, ("x", "lo", "hi"))

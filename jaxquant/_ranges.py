@@ -58,6 +58,15 @@ def one_block_size(function: str, spec: QuantSpec) -> int | None:
     return block_size(spec)
 
 
+def stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
+    """Returns the `block_size` that an array of this shape has: None where no dimension is cut into blocks.
+
+    A dimension no longer than a block has one entry, which says by itself that all of it shares a scale.
+    """
+    is_cut = any(n not in (1, m) for n, m in zip(range_shape(function, spec, shape), shape, strict=True))
+    return one_block_size(function, spec) if is_cut else None
+
+
 def _block_sizes(spec: QuantSpec) -> list[int]:
     both = (spec.granularity, spec.zero_point_granularity)
     return [granularity.size for granularity in both if isinstance(granularity, _granularity.Blocked)]

@@ -32,7 +32,8 @@ class QuantSpec:
     Attributes:
         dtype: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8, float4_e2m1fn, or a `CodeBook` such as
             `nf4`.
-        granularity: which elements share a scale: `PerTensor()`, `PerAxis(axis or axes)`, `Blocked(axis, size)`.
+        granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`,
+            `Blocked(axis, size)`.
         symmetric: whether the zero point is fixed: 0, or the middle code of an unsigned dtype (128 of uint8). By
             default True for signed dtypes, False for unsigned ones. Floats and code books are always symmetric.
         narrow_range: whether the lowest code is left out, -128 of int8. By default True where symmetric, as ONNX
@@ -79,7 +80,7 @@ class QuantSpec:
         for argument in ("granularity", "zero_point_granularity"):
             value = getattr(self, argument)
             known = isinstance(value, _granularity.Choice) or (value is None and argument != "granularity")
-            wanted = "PerTensor(), PerAxis(axis) or Blocked(axis, size)"
+            wanted = "PerTensor(), PerToken(), PerFeature(), PerAxis(axis) or Blocked(axis, size)"
             _contracts.require_type(known, _NAME, argument, wanted, _contracts.described(value))
         scale_dtype = _contracts.dtype(_NAME, "scale_dtype", self.scale_dtype, _SCALES)
         points = self.granularity if self.zero_point_granularity is None else self.zero_point_granularity

@@ -20,9 +20,11 @@ from . import _array, _contracts, _description, _dtypes
 from ._array import QuantizedArray
 from ._packing import pack as pack
 from ._packing import unpack as unpack
+from ._static_text import StaticText
 
 _AS_BITS = (*_dtypes.QUANTIZED, _dtypes.E8M0)  # what safetensors knows in part, by names of its own
 _KEY = "quantized_array"  # the description lies beside the parts, under this name
+_TEXT = "static_text"
 _FORMAT, _VERSION = "jaxquant.QuantizedArray", 1
 _PARTS = ("values", "scale", "zero_point")
 
@@ -55,18 +57,19 @@ def _from_stored(stored: Any, dtype: np.dtype, shape: tuple[int, ...]) -> jax.Ar
 
 
 def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)
+    return isinstance(node, QuantizedArray | StaticText)
 
 
 def _is_packed(node: Any) -> bool:
-    return isinstance(node, Mapping) and _KEY in node
+    return isinstance(node, Mapping) and (_KEY in node or set(node) == {_TEXT})
 
 
 def to_arrays(tree: Any) -> Any:
     """arrays = the tree with each QuantizedArray as a dict of arrays that every library can save, at their true size.
 
     Codes of 4 and 2 bits are packed; float8, bfloat16 and the like are their bits. A uint8 array beside them holds a
-    JSON text: what they are, the block size, the code book, the dtype that comes back.
+    JSON text: what they are, the block size, the code book, the dtype that comes back. What converted Flax layers say
+    of their specs is a uint8 array, too, "static_text".
 
     Args:
         tree: a pytree: dicts, lists, modules, with QuantizedArrays among its leaves. All else is left as it is.
@@ -92,6 +95,8 @@ def to_arrays(tree: Any) -> Any:
     """
 
     def convert(leaf: Any) -> Any:
+        if isinstance(leaf, StaticText):
+            return _encode_text(leaf)
         if not _is_quantized(leaf):
             return leaf
         q = _array.contract("checkpoint.to_arrays", "tree", leaf)
@@ -139,7 +144,9 @@ def from_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda node: _restored(node) if _is_packed(node) else node, tree, is_leaf=_is_packed)
 
 
-def _restored(node: Mapping[str, Any]) -> QuantizedArray:
+def _restored(node: Mapping[str, Any]) -> QuantizedArray | StaticText:
+    if _TEXT in node:
+        return StaticText(_read_text(node[_TEXT]))
     found = _described(node[_KEY])
     parts = found["parts"]
     wanted = f"the arrays {', '.join((*parts, _KEY))}"
@@ -151,6 +158,21 @@ def _restored(node: Mapping[str, Any]) -> QuantizedArray:
     dtype, block_size, book = _description.decoded(json.dumps(found["static"]))
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=book)
     return _array.contract("checkpoint.from_arrays", "tree", q)
+
+
+def _encode_text(node: StaticText) -> dict[str, np.ndarray]:
+    return {_TEXT: np.frombuffer(node.text.encode(), np.uint8)}
+
+
+def _read_text(array: Any) -> str:
+    name, argument = "checkpoint.from_arrays", f"tree[...]['{_TEXT}']"
+    is_known = isinstance(array, jax.Array | np.ndarray) and not _contracts.is_traced(array)
+    wanted = "an array of uint8 that is not traced"
+    _contracts.require_type(is_known and array.dtype == np.uint8, name, argument, wanted, _contracts.described(array))
+    try:
+        return np.asarray(array).tobytes().decode()
+    except UnicodeDecodeError:
+        raise _contracts.ContractValueError(_contracts.message(name, argument, "UTF-8", "other bytes")) from None
 
 
 def _described(text: Any) -> dict[str, Any]:
@@ -342,8 +364,10 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     return jax.tree.map(_placed, tree, like)
 
 
-def _target(q: QuantizedArray) -> dict[str, Any]:
+def _target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     """Returns what Orbax restores a QuantizedArray's arrays into: placed as its parts are where they are not packed."""
+    if isinstance(q, StaticText):
+        return _encode_text(q)
     target: dict[str, Any] = {_KEY: _text(q)}
     for name in _PARTS:
         if (part := getattr(q, name)) is None:

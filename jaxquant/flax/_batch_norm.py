@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 
-from .. import _contracts
+from .. import _contracts, _dtypes
 
 _NAME = "flax.fold_batch_norm"
 
 
 def fold_batch_norm(
-    layer: Mapping[str, Any], norm: Mapping[str, Any], stats: Mapping[str, Any], *, epsilon: float = 1e-5
-) -> dict[str, Any]:
+    layer: Mapping[str, Any], norm: Mapping[str, Any], stats: Mapping[str, Any], *, epsilon: float = 1e-5,
+    axis: int = -1,
+) -> dict[str, Any]:  # fmt: skip
     """kernel = kernel * scale / sqrt(var + epsilon), bias = (bias - mean) * scale / sqrt(var + epsilon) + its bias.
 
     The layer then returns what the normalisation after it returned, in inference. It needs `use_bias=True`, and the
@@ -25,17 +26,22 @@ def fold_batch_norm(
     are quantized as they are folded.
 
     Args:
-        layer: the parameters of a `Conv` or `Dense`: "kernel", whose features are its last axis, and perhaps "bias".
+        layer: the parameters of a `Conv`, a `Dense` or the like: "kernel", float32, float16 or bfloat16, and perhaps
+            "bias".
         norm: the parameters of a `BatchNorm` over that axis: "scale" and "bias", each of which may be missing.
         stats: its "batch_stats": "mean" and "var".
-        epsilon: Static. That of the `BatchNorm`.
+        epsilon: Static. That of the `BatchNorm`, not negative.
+        axis: Static. The axis of the kernel that becomes the normalised axis of the outputs: -1, the last, for `Dense`,
+            `DenseGeneral`, `Conv` and `ConvTranspose`; -2 for `ConvTranspose(transpose_kernel=True)`.
 
     Returns:
         {"kernel": ..., "bias": ...} in the dtype of the kernel, and partitioned as it is.
 
     Raises:
-        TypeError: epsilon is no number, or an entry no array: that of a converted layer, for one.
-        ValueError: an entry is missing or has no place there, or does not have one element for each feature.
+        TypeError: epsilon is no number, axis no int, or an entry no array of floats: that of a converted layer, for
+            one.
+        ValueError: an entry is missing or has no place there, or does not have one element for each feature; epsilon
+            is negative; or var + epsilon, where it is known, is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
@@ -49,23 +55,44 @@ def fold_batch_norm(
     Source: Jacob et al., arXiv 1712.05877, section 3.2, equation 14.
     """
     _contracts.real(_NAME, "epsilon", epsilon)
+    _contracts.require(epsilon >= 0, _NAME, "epsilon", "a number that is not negative", epsilon)
     kernel = _entry("layer", layer, "kernel")
-    features = kernel.shape[-1:]
+    axis = _contracts.axis(_NAME, axis, kernel.ndim)
+    features = (kernel.shape[axis],)
     mean, var = (_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
+    _check_variance(var, epsilon)
     wanted = 'a mapping with "scale" and "bias", or with less'
     known = isinstance(norm, Mapping) and set(norm) <= {"scale", "bias"}
     _contracts.require(known, _NAME, "norm", wanted, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
     scale = _entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
     offset = _entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
-    bias = _entry("layer", layer, "bias", features, 0.0).astype(jnp.float32)
+    bias = _entry("layer", layer, "bias", default=0.0)
+    bias = jnp.zeros(features, jnp.float32) if bias.ndim == 0 else bias.astype(jnp.float32)
+    wanted = f"shape {features}, with the layer's other features before it"
+    _contracts.require(bias.shape[-1:] == features, _NAME, 'layer["bias"]', wanted, f"shape {bias.shape}")
     factor = scale / jnp.sqrt(var + np.float32(epsilon))
-    wide = jnp.broadcast_to(factor, kernel.shape)
+    wide = jax.lax.broadcast_in_dim(factor, kernel.shape, (axis,))
     folded = {
         "kernel": (kernel.astype(jnp.float32) * wide).astype(kernel.dtype),
-        "bias": ((bias - mean) * factor + offset).astype(kernel.dtype),
+        "bias": ((bias - _spread(mean, bias)) * _spread(factor, bias) + _spread(offset, bias)).astype(kernel.dtype),
     }
     boxes = {name: layer[name] for name in folded if isinstance(layer.get(name), meta.AxisMetadata)}
     return {**folded, **{name: meta.replace_boxed(box, folded[name]) for name, box in boxes.items()}}
+
+
+def _spread(part: jax.Array, bias: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(part.reshape(*(1,) * (bias.ndim - 1), part.size), bias.shape)
+
+
+def _check_variance(var: jax.Array, epsilon: float) -> None:
+    """Requires variances that have a positive root with epsilon, as far as they are known."""
+    if _contracts.is_traced(var) or not var.is_fully_addressable:
+        return
+    least = float(np.asarray(var).min(initial=1))
+    wanted = "numbers that are not negative"
+    _contracts.require(least >= 0, _NAME, 'stats["var"]', wanted, "NaN" if np.isnan(least) else least)
+    wanted = "positive numbers where epsilon is 0"
+    _contracts.require(least + epsilon > 0, _NAME, 'stats["var"]', wanted, least)
 
 
 def _entry(
@@ -85,6 +112,7 @@ def _entry(
     is_array = isinstance(value, jax.Array | np.ndarray)
     _contracts.require_type(is_array, _NAME, f'{argument}["{name}"]', "an array of floats", type(value).__name__)
     value = jnp.asarray(value)
+    _contracts.array(_NAME, f'{argument}["{name}"]', value, _dtypes.FLOATS)
     if shape is not None:
         _contracts.shape(_NAME, f'{argument}["{name}"]', value, shape, "one for each feature of the kernel")
     return value

@@ -23,6 +23,7 @@ from .._quantized_dot_general import quantized_dot_general
 from .._quantized_einsum import quantized_einsum
 from .._quantizer import Quantizer
 from .._spec import QuantSpec
+from .._static_text import StaticText
 from . import _site
 from ._range import Dynamic, Observed, Source
 from ._record import NAME, Record
@@ -95,15 +96,19 @@ class Contraction(nn.Module):
         return _site.contract("flax", self.weight, self.activation, self.weight_range, self.activation_range)
 
     @nn.nowrap
-    def contracted(self, x: jax.Array, kernel: Any, training: Callable[..., Any], serving: Callable[..., Any]) -> Any:
-        """Returns `serving(x, kernel)` with x quantized for a converted kernel, else `training(x, kernel, ...)`."""
+    def contracted(
+        self, x: jax.Array, kernel: Any, features: Sequence[int], training: Callable[..., Any],
+        serving: Callable[..., Any],
+    ) -> Any:  # fmt: skip
+        """Returns `serving(x, kernel)` with x quantized for a converted kernel, else `training(x, kernel, ...)`.
+
+        `features` are the axes of the kernel that the contraction keeps, counted from the back.
+        """
         with _site.at(self.place()):
             weight, activation = self.sites()
+            weight = _site.resolve_features(weight, features)
             if isinstance(kernel, QuantizedArray):
-                _site.converted(weight, kernel)
-                wanted = "a QuantSpec: its range is in the variables, which another module was converted with"
-                alone = activation is None and self.has_variable(RANGES, "activation")
-                _contracts.require(not alone, "flax", "activation", wanted, "None")
+                self.check_converted(weight, activation, kernel)
                 return serving(x if activation is None else self._served(activation, x), kernel)
             self._record(weight, activation, kernel)
             specs = (self._quantizer(activation, x), self._quantizer(weight, kernel))
@@ -111,6 +116,23 @@ class Contraction(nn.Module):
             has_key = self.has_rng(ROUNDING) or self.has_rng("params")  # flax takes that one instead
             key = self.make_rng(ROUNDING) if draws and has_key and not self.is_initializing() else None
             return training(x, kernel, specs, {"backward": self.backward, "key": key})
+
+    @nn.nowrap
+    def check_converted(self, weight: Site, activation: Site | None, kernel: QuantizedArray) -> None:
+        """Requires variables that were converted with the specs and the range sources that this layer has."""
+        for site, name in ((weight, "weight"), (activation, "activation")):
+            text = _site.describe_converted(site)
+            entry = f"{name}_spec"
+            record = self.get_variable(RANGES, entry) if self.has_variable(RANGES, entry) else None
+            known = record.text if isinstance(record, StaticText) else text
+            _contracts.require(known == text, "flax", name, f"what the variables were converted with: {known}", text)
+        _site.converted(weight, kernel)
+        # Variables without those texts, as another program may write them, must fit as far as their arrays tell.
+        is_stored = self.has_variable(RANGES, "activation")
+        is_static = activation is not None and not isinstance(activation.source, Dynamic)
+        wanted = "a spec with activation_range=Observed() or Learned(): the variables hold a static range"
+        got = "None" if activation is None else "Dynamic()"
+        _contracts.require(is_static or not is_stored, "flax", "activation", wanted, got)
 
     @nn.nowrap
     def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
@@ -183,7 +205,10 @@ class Contraction(nn.Module):
         _contracts.require_type(same, "flax", "kernel", wanted, f"{kernel.dtype} of {getattr(stored, 'dtype', None)}")
         if self.is_mutable_collection(RANGES):
             shape, dtype = tuple(kernel.shape), kernel.dtype
-            self.put_variable(RANGES, NAME, Record(weight, activation, self.kernel_name, shape, dtype, is_ready))
+            outer = getattr(parent, "parent", None)
+            attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
+            record = Record(weight, activation, self.kernel_name, shape, dtype, is_ready, attention)
+            self.put_variable(RANGES, NAME, record)
             return
         record = self.get_variable(RANGES, NAME) if self.has_variable(RANGES, NAME) else None
         for site, name in ((weight, "weight"), (activation, "activation")):
@@ -219,7 +244,11 @@ class DotGeneral(Contraction):
                 lhs, rhs, dimension_numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more
             )
 
-        return self.contracted(lhs, rhs, training, lambda x, w: dot_general(x, w, dimension_numbers, **static))
+        (_, contracted), _ = dimension_numbers
+        features = _site.kept_axes(rhs.ndim, contracted)
+        return self.contracted(
+            lhs, rhs, features, training, lambda x, w: dot_general(x, w, dimension_numbers, **static)
+        )
 
 
 class ConvGeneralDilated(Contraction):
@@ -235,7 +264,9 @@ class ConvGeneralDilated(Contraction):
                 lhs, rhs, *static, lhs_spec=specs[0], rhs_spec=specs[1], **named, **more
             )
 
-        return self.contracted(lhs, rhs, training, lambda x, w: conv_general_dilated(x, w, *static, **named))
+        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, more.get("dimension_numbers"))
+        features = (numbers.rhs_spec[0] - rhs.ndim,)
+        return self.contracted(lhs, rhs, features, training, lambda x, w: conv_general_dilated(x, w, *static, **named))
 
 
 class Product(Contraction):
@@ -249,7 +280,8 @@ class Product(Contraction):
         def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
             return quantized_einsum(subscripts, lhs, rhs, specs=specs, **static, **more)
 
-        return self.contracted(lhs, rhs, training, lambda x, w: einsum(subscripts, x, w, **static))
+        features = _site.kept_in_einsum(subscripts, rhs.ndim)
+        return self.contracted(lhs, rhs, features, training, lambda x, w: einsum(subscripts, x, w, **static))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from flax.core import FrozenDict, meta, unfreeze
 
 from .. import _contracts
 from .._array import QuantizedArray
+from .._static_text import StaticText
 from . import _site
 from ._contraction import RANGES, SCALES
 from ._range import Dynamic, Observed
@@ -64,7 +65,12 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     wanted = "a flax.linen.Module (jaxquant.flax.nnx.convert is for NNX)"
     _contracts.require_type(is_linen, _NAME, "module", wanted, type(module).__name__)
     given: Any = unfreeze(variables) if isinstance(variables, dict | FrozenDict) else {}
-    records = list(_records(given.get(RANGES, {}), ()))
+    leaves = jax.tree.leaves(given.get("params", {}), is_leaf=lambda node: isinstance(node, QuantizedArray))
+    is_converted = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
+    records = list(find_records(given.get(RANGES, {})))
+    wanted = "variables with float kernels"
+    got = "variables that are already converted: module.apply serves them as they are"
+    _contracts.require(bool(records) or not is_converted, _NAME, "variables", wanted, got)
     wanted = f'variables of a quantized module, with "params" and the collection "{RANGES}" that init makes'
     _contracts.require(bool(records) and "params" in given, _NAME, "variables", wanted, sorted(given) or "none")
     serving = {name: _copied(value) for name, value in given.items() if name not in (SCALES, RANGES)}
@@ -76,21 +82,39 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             holder = _at(serving["params"], path[:-1])
             kernel = holder.get(record.kernel) if isinstance(holder, dict) else None
             holds = kernel is not None and not isinstance(kernel, QuantizedArray)
-            _contracts.require(holds, _NAME, f"params[{record.kernel!r}]", "a float kernel", type(kernel).__name__)
+            got = "a kernel that is already converted" if kernel is not None else "none"
+            _contracts.require(holds, _NAME, f"params[{record.kernel!r}]", "a float kernel", got)
             holder[record.kernel], depth = _kernel(record, kernel, scales)
             constants = _activation(record, state, scales, depth)
-        if constants:
-            _put(ranges, path, constants)
-    return {**serving, RANGES: ranges} if ranges else serving
+        _put(ranges, path, {**constants, **_describe_specs(record)})
+    return {**serving, RANGES: ranges}
 
 
-def _records(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Record]]:
+def find_records(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Record]]:
+    """Yields what the layers say of themselves in the collection "ranges", each with its path."""
     if not isinstance(node, Mapping):
         return
     if isinstance(node.get(NAME), Record):
         yield path, node[NAME]
     for name, child in node.items():
-        yield from _records(child, (*path, name))
+        yield from find_records(child, (*path, name))
+
+
+def _describe_specs(record: Record) -> dict[str, StaticText]:
+    """Returns what the layer that serves is held to: without it, codes would pass for those of another spec."""
+    sites = {"weight_spec": record.weight, "activation_spec": record.activation}
+    return {name: StaticText(_site.describe_converted(site)) for name, site in sites.items()}
+
+
+def check_convertible(function: str, record: Record) -> None:
+    """Requires a layer that takes converted weights, as soon as it is known which one it is."""
+    wanted = "promote_dtype=jq.flax.promote_dtype in this layer, for flax's own takes no converted kernel"
+    if record.attention is not None:
+        wanted = (
+            f"attention made of jaxquant.flax.linen.DenseGeneral and flax.linen.dot_product_attention: flax's "
+            f"{record.attention} passes its layers no promote_dtype, without which they take no converted kernel"
+        )
+    _contracts.require(record.is_ready, function, "module", wanted, record.attention or "flax.linen's promote_dtype")
 
 
 def _copied(node: Any) -> Any:
@@ -116,8 +140,7 @@ def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[Quan
     wanted = f"shape {record.shape}, with the axes of nn.scan and nn.vmap before it"
     fits = depth >= 0 and tuple(kernel.shape[depth:]) == record.shape
     _contracts.require(fits, _NAME, f"params[{record.kernel!r}]", wanted, f"shape {tuple(kernel.shape)}")
-    wanted = "promote_dtype=jq.flax.promote_dtype in this layer, for flax's own takes no converted kernel"
-    _contracts.require(record.is_ready, _NAME, "module", wanted, "flax.linen's")
+    check_convertible(_NAME, record)
     site = record.weight
     parts = () if isinstance(site.source, Dynamic) else _learned(site, scales)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ from .._backward import Backward, Int8Backward
 from .._conv_general_dilated import conv_general_dilated
 from .._dot import dot_general
 from .._einsum import einsum
-from .._granularity import PerTensor
+from .._granularity import PerFeature, PerTensor
 from .._quantized_conv_general_dilated import quantized_conv_general_dilated
 from .._quantized_dot_general import quantized_dot_general
 from .._quantized_einsum import quantized_einsum
@@ -31,6 +32,7 @@ from ._range import Dynamic, Observed, Source
 from ._site import Site
 
 _NAME = "flax.nnx"
+ROWS = (-2,)  # the output features of a table: `attend` has an output for each row
 _Operands = TypeVar("_Operands", bound=tuple[Any, ...])
 
 
@@ -124,6 +126,7 @@ class Contraction(nnx.Module):
         kernel_shape: Static. That of the weights, or None where it is not known.
         use_running_average: Static. Whether ranges are only read, as BatchNorm has it: `model.train()` and
             `model.eval()` set it.
+        calibrating: Static. Whether ranges move whatever `use_running_average` says: `calibration_view` sets it.
         is_starting: Static. Whether learned scales are taken from what comes in, as they are by `start`.
         rngs: what a gradient that is rounded by chance draws from, or None.
         activation_range: the calibrator's state, or None; `activation_batches` counts the batches.
@@ -132,14 +135,19 @@ class Contraction(nnx.Module):
     """
 
     def __init__(
-        self, layer: str, how: How, rngs: Any, kernel: nnx.Variable | None, kernel_shape: Sequence[int] | None
-    ) -> None:
+        self, layer: str, how: How, rngs: Any, kernel: nnx.Variable | None, kernel_shape: Sequence[int] | None,
+        features: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         with _site.at(layer):
             _contracts.flag(_NAME, "use_running_average", how.use_running_average)
-            self.layer, self.sites = layer, _site.contract(_NAME, *how[:4])
+            weight, activation = _site.contract(_NAME, *how[:4])
+            if features is not None:
+                weight = _site.resolve_features(weight, features)
+            self.layer, self.sites = layer, (weight, activation)
             self.backward = how.backward
             self.kernel_shape = None if kernel_shape is None else tuple(kernel_shape)
             self.use_running_average, self.is_starting = bool(how.use_running_average), False
+            self.calibrating = False
             self.rngs: Any = nnx.data(self._stream(rngs))
             self.activation_range: Any = nnx.data(None)
             self.activation_batches: Any = nnx.data(None)
@@ -151,18 +159,28 @@ class Contraction(nnx.Module):
                 if site is not None:
                     self._make(site, kernel)
 
-    def set_view(self, use_running_average: bool | None = None) -> None:
+    def set_view(self, use_running_average: bool | None = None, calibrating: bool | None = None) -> None:
         """Sets what `nnx.view` is told.
 
         Args:
             use_running_average: whether ranges are only read.
+            calibrating: whether they move all the same.
         """
         if use_running_average is not None:
             self.use_running_average = use_running_average
+        if calibrating is not None:
+            self.calibrating = calibrating
 
-    def contracted(self, x: jax.Array, kernel: Any, training: Callable[..., Any], serving: Callable[..., Any]) -> Any:
-        """Returns `serving(x, kernel)` with x quantized for a converted kernel, else `training(x, kernel, ...)`."""
+    def contracted(
+        self, x: jax.Array, kernel: Any, features: Sequence[int], training: Callable[..., Any],
+        serving: Callable[..., Any],
+    ) -> Any:  # fmt: skip
+        """Returns `serving(x, kernel)` with x quantized for a converted kernel, else `training(x, kernel, ...)`.
+
+        `features` are the axes of the kernel that the contraction keeps, counted from the back.
+        """
         weight, activation = self.sites
+        weight = _site.resolve_features(weight, features)
         with _site.at(self.layer):
             if isinstance(kernel, QuantizedArray):
                 _site.converted(weight, kernel)
@@ -198,9 +216,11 @@ class Contraction(nnx.Module):
         spec, shape, dtype = site.spec, (1,), np.dtype(np.float32)
         is_one = spec.granularity == spec.zero_point_granularity == PerTensor()
         if site.of == "activation":
-            wanted = "PerTensor(), or Dynamic(): the variables of any other are as long as what comes in"
+            wanted = "PerTensor(), or activation_range=Dynamic(): the variables have one shape, whatever the inputs"
             _contracts.require(is_one, _NAME, site.of, wanted, spec)
         elif self.kernel_shape is not None:
+            wanted = "PerAxis(...): of this layer it is not known yet which axes of the kernel are output features"
+            _contracts.require(PerFeature() != spec.granularity, _NAME, site.of, wanted, spec)
             shape, dtype = self.kernel_shape, dtype if kernel is None else kernel[...].dtype
         else:
             _contracts.require(is_one, _NAME, "kernel_shape", "that of the kernel: its scales are learned", "None")
@@ -216,13 +236,13 @@ class Contraction(nnx.Module):
 
     def _observed(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
         state = {"state": self.activation_range.get_value(), "batches": self.activation_batches[...]}
-        if not self.use_running_average:
+        if self.calibrating or not self.use_running_average:
             # One range for all of it: the variables need not know its rank.
             state = _site.seen(site, state, _rows(_granularity.whole(x)))
             self.activation_range.set_value(state["state"])
             self.activation_batches.set_value(state["batches"])
         batches = state["batches"]
-        wanted = "a range: call it with data while use_running_average is False, as model.train() has it"
+        wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or a call after model.train()"
         holds = _contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all())
         _contracts.require(holds, _NAME, site.of, wanted, "no data")
         return _site.of_state(site, state, x.shape)
@@ -295,7 +315,10 @@ class DotGeneral(Contraction):
                 lhs, rhs, dimension_numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more
             )
 
-        y = self.contracted(lhs, rhs, training, lambda x, w: dot_general(x, w, dimension_numbers, **static))
+        (_, contracted), _ = dimension_numbers
+        features = _site.kept_axes(rhs.ndim, contracted)
+        serving = functools.partial(dot_general, dimension_numbers=dimension_numbers, **static)
+        y = self.contracted(lhs, rhs, features, training, serving)
         return _placed(y, out_sharding)
 
 
@@ -314,7 +337,9 @@ class ConvGeneralDilated(Contraction):
                 lhs, rhs, *static, lhs_spec=specs[0], rhs_spec=specs[1], **named, **more
             )
 
-        y = self.contracted(lhs, rhs, training, lambda x, w: conv_general_dilated(x, w, *static, **named))
+        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, more.get("dimension_numbers"))
+        features = (numbers.rhs_spec[0] - rhs.ndim,)
+        y = self.contracted(lhs, rhs, features, training, lambda x, w: conv_general_dilated(x, w, *static, **named))
         return _placed(y, out_sharding)
 
 
@@ -331,7 +356,8 @@ class Product(Contraction):
         def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
             return quantized_einsum(subscripts, lhs, rhs, specs=specs, **static, **more)
 
-        y = self.contracted(lhs, rhs, training, lambda x, w: einsum(subscripts, x, w, **static))
+        features = _site.kept_in_einsum(subscripts, rhs.ndim)
+        y = self.contracted(lhs, rhs, features, training, lambda x, w: einsum(subscripts, x, w, **static))
         return _placed(y, out_sharding)
 
 
@@ -358,5 +384,6 @@ class Table(Contraction):
         def training(lhs: Any, rhs: Any, specs: Any, more: dict[str, Any]) -> jax.Array:
             return quantized_dot_general(lhs, rhs, numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more)
 
-        y = self.contracted(query, table, training, lambda x, w: dot_general(x, w, numbers, **static))
+        serving = functools.partial(dot_general, dimension_numbers=numbers, **static)
+        y = self.contracted(query, table, ROWS, training, serving)
         return _placed(y, out_sharding)

@@ -12,8 +12,9 @@ from flax import nnx
 
 from .. import _contracts
 from .._array import QuantizedArray
+from .._granularity import PerFeature
 from . import _batch_norm, _site
-from ._nnx_contraction import Codes, Contraction, Partitioned, Ranges, Scale, Table, promote_dtype, shared
+from ._nnx_contraction import ROWS, Codes, Contraction, Partitioned, Ranges, Scale, Table, promote_dtype, shared
 from ._range import Dynamic, Learned, Observed
 from ._site import Site
 
@@ -54,17 +55,17 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
 
     Source: the gradients' own, `jq.LSQ.initial` and its like.
     """
-    _module(_START, "model", model)
+    require_module(_START, "model", model)
     copy = nnx.clone(model)
-    learning = [(path, c) for path, c in _contractions(copy) if any(_learned_names(c))]
+    learning = [(path, c) for path, c in find_contractions(copy) if any(_learned_names(c))]
     _contracts.require(bool(learning), _START, "model", "a layer with Learned() in it", "none")
-    for path, contraction in _contractions(copy):
-        contraction.layer = _place(path, contraction)
+    for path, contraction in find_contractions(copy):
+        contraction.layer = find_path(path, contraction)
     for _, contraction in learning:
         contraction.is_starting = True
     getattr(copy, method)(*inputs)
     for path, contraction in learning:
-        with _site.at(_place(path, contraction)):
+        with _site.at(find_path(path, contraction)):
             for name in _learned_names(contraction):
                 wanted = "a layer that the call comes by, and finite numbers"
                 _contracts.require(_site.is_finite(getattr(contraction, name)[...]), _START, name, wanted, "none")
@@ -109,21 +110,21 @@ def convert(model: Model) -> Model:
 
     Source: Jacob et al., arXiv 1712.05877, section 2.
     """
-    _module(_CONVERT, "model", model)
+    require_module(_CONVERT, "model", model)
     serving = nnx.clone(model)
     layers = list(_layers(serving))
     _contracts.require(bool(layers), _CONVERT, "model", "a model with quantized layers", "none")
     done: dict[Any, Any] = {}
     for layer in layers:
-        with _site.at(_place(layer.path, layer.module)):
+        with _site.at(find_path(layer.path, layer.module)):
             # Layers that share a kernel share its codes; what is learned differs from layer to layer.
             variable, site = _kernel_of(layer), layer.contraction.sites[0]
             key = (id(variable), site if isinstance(site.source, Dynamic) else layer.path)
             if key not in done:
                 done[key] = variable, _kernel(layer, variable)
             setattr(layer.module, layer.kernel, nnx.data(done[key][1]))
-    for path, contraction in _contractions(serving):
-        contraction.layer = _place(path, contraction)
+    for path, contraction in find_contractions(serving):
+        contraction.layer = find_path(path, contraction)
         with _site.at(contraction.layer):
             _freeze(contraction)
     return serving
@@ -136,16 +137,17 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     before ranges are observed, scales are started and training goes on: weights are quantized as they are folded.
 
     Args:
-        layer: a `Conv`, a `Linear` or another layer whose features are its kernel's last axis. One without a bias gets
-            one.
-        norm: the `BatchNorm` over that axis.
+        layer: a `Linear`, `LinearGeneral`, `Einsum`, `Conv` or `ConvTranspose`, of flax's or of this package. One
+            without a bias gets one.
+        norm: the `BatchNorm` over the last axis of its outputs.
 
     Returns:
         A copy of the layer; both that are given stay as they are.
 
     Raises:
-        TypeError: an argument is no module.
-        ValueError: norm is over another axis or over other features, or the layer is converted.
+        TypeError: an argument is no module, or the layer is none of these.
+        ValueError: norm is over another axis or over other features, its variances are negative, the layer is
+            converted, or no axis of its kernel is the last axis of its outputs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -160,19 +162,22 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
 
     Source: Jacob et al., arXiv 1712.05877, section 3.2, equation 14.
     """
-    _module(_FOLD, "layer", layer)
+    require_module(_FOLD, "layer", layer)
     _contracts.require_type(isinstance(norm, nnx.BatchNorm), _FOLD, "norm", "a BatchNorm", type(norm).__name__)
     folded: Any = nnx.clone(layer)
     kernel, bias = getattr(folded, "kernel", None), getattr(folded, "bias", None)
     is_float = isinstance(kernel, nnx.Variable) and isinstance(kernel[...], jax.Array)
     _contracts.require(is_float, _FOLD, "layer", "a layer with a float kernel", type(layer).__name__)
     assert kernel is not None
+    axis = _last_output_axis(layer, kernel[...].ndim)
     wanted = "that of the features, the last"
     _contracts.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", wanted, norm.axis)
-    parts = {"kernel": kernel[...], **({} if bias is None else {"bias": bias[...]})}
+    kept = find_feature_axes(layer, kernel[...].ndim) or (axis,)
+    start = jnp.zeros([kernel[...].shape[a] for a in kept], kernel[...].dtype) if bias is None else bias[...]
+    parts = {"kernel": kernel[...], "bias": start}
     learned = {name: v[...] for name in ("scale", "bias") if (v := getattr(norm, name)) is not None}
     stats = {"mean": norm.mean[...], "var": norm.var[...]}
-    new = _batch_norm.fold_batch_norm(parts, learned, stats, epsilon=norm.epsilon)
+    new = _batch_norm.fold_batch_norm(parts, learned, stats, epsilon=norm.epsilon, axis=axis)
     kernel.set_value(new["kernel"])
     if bias is not None:
         bias.set_value(new["bias"])
@@ -182,18 +187,38 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     return folded
 
 
-def _module(function: str, argument: str, value: Any) -> None:
+def _last_output_axis(layer: nnx.Module, rank: int) -> int:
+    """Returns the axis of a layer's kernel that is the last axis of its outputs, counted from the back."""
+    known = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
+    wanted = "a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"
+    _contracts.require_type(isinstance(layer, known), _FOLD, "layer", wanted, type(layer).__name__)
+    if not isinstance(layer, nnx.Einsum):
+        axes = find_feature_axes(layer, rank)
+        assert axes
+        return axes[-1]
+    operands, _, result = layer.einsum_str.replace(" ", "").partition("->")
+    labels = operands.split(",")[1]
+    last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
+    is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in operands.split(",")[0]
+    wanted = "an einsum_str whose last output axis is an axis of the kernel alone"
+    _contracts.require(is_feature, _FOLD, "layer", wanted, repr(layer.einsum_str))
+    return last - len(labels)
+
+
+def require_module(function: str, argument: str, value: Any) -> None:
+    """Requires an NNX module."""
     wanted = "a flax.nnx.Module (jaxquant.flax has it for Linen)"
     _contracts.require_type(isinstance(value, nnx.Module), function, argument, wanted, type(value).__name__)
 
 
-def _place(path: tuple[Any, ...], module: Any) -> str:
+def find_path(path: tuple[Any, ...], module: Any) -> str:
     """Returns the path of a layer, or of the layer around a contraction, for errors."""
     inside = isinstance(module, Contraction)
     return "/".join(map(str, path[:-1] if inside else path)) or (module.layer if inside else type(module).__name__)
 
 
-def _contractions(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Contraction]]:
+def find_contractions(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Contraction]]:
+    """Yields the modules that contract, each with its path."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Contraction):
             yield path, module
@@ -225,7 +250,7 @@ def _layers(model: nnx.Module) -> Iterator[_Layer]:
             if hasattr(module, kernel):
                 around.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
-    for path, contraction in _contractions(model):
+    for path, contraction in find_contractions(model):
         with _site.at("/".join(map(str, path))):
             wanted = 'a layer around it, with a "kernel"'
             _contracts.require(id(contraction) in around, _CONVERT, "model", wanted, "none")
@@ -235,6 +260,9 @@ def _kernel_of(layer: _Layer) -> nnx.Variable:
     """Requires a float kernel, and a layer that takes a converted one."""
     variable = getattr(layer.module, layer.kernel)
     value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    wanted = "a model with float kernels"
+    got = "one that is already converted: call it as it is"
+    _contracts.require(not isinstance(variable, Codes | Partitioned), _CONVERT, "model", wanted, got)
     is_array = isinstance(value, jax.Array | np.ndarray)  # numpy's, where a checkpoint was read into the model
     is_float = is_array and jnp.issubdtype(value.dtype, jnp.floating)
     _contracts.require(is_float, _CONVERT, layer.kernel, "a float kernel", type(value).__name__)
@@ -256,6 +284,36 @@ def _shape(layer: _Layer) -> tuple[int, ...] | None:
     return tuple(module.kernel_shape) if isinstance(module, nnx.Conv | nnx.Einsum) else None
 
 
+def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
+    """Returns the axes of a layer's kernel that are output features, counted from the back; None where unknown.
+
+    Args:
+        module: a layer of flax's or one that is derived from it.
+        rank: of its kernel, without the axes of `nnx.vmap`.
+    """
+    if isinstance(module, nnx.Embed):
+        return ROWS
+    if isinstance(module, nnx.LinearGeneral):
+        contracted = range(len(module.batch_axis), len(module.batch_axis) + len(module.axis))
+        return _site.kept_axes(rank, tuple(contracted))
+    if isinstance(module, nnx.Einsum):
+        return _site.kept_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else None
+    if isinstance(module, nnx.ConvTranspose):
+        return (-2,) if module.transpose_kernel else (-1,)
+    return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
+
+
+def _weight_site(layer: _Layer, rank: int) -> Site:
+    """Returns how the kernel of a layer is quantized, its output features as axes."""
+    site = layer.contraction.sites[0]
+    axes = find_feature_axes(layer.module, rank)
+    if axes is not None:
+        return _site.resolve_features(site, axes)
+    wanted = f"PerAxis(...): it is not known which axes of the kernel of {type(layer.module).__name__} are features"
+    _contracts.require(site.spec.granularity != PerFeature(), _CONVERT, "weight", wanted, site.spec)
+    return site
+
+
 def _kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     """Returns the codes of a kernel, as variables."""
     kernel = jnp.asarray(variable.get_value())
@@ -264,7 +322,7 @@ def _kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     wanted = f"shape {shape}, with the axes of nnx.vmap before it"
     fits = depth >= 0 and tuple(kernel.shape[depth:]) == tuple(shape)
     _contracts.require(fits, _CONVERT, layer.kernel, wanted, f"shape {tuple(kernel.shape)}")
-    site = layer.contraction.sites[0]
+    site = _weight_site(layer, len(shape))
     parts = _learned_parts(layer.contraction, site)
 
     def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
@@ -296,7 +354,7 @@ def _constants(contraction: Contraction, site: Site) -> tuple[jax.Array, jax.Arr
     if isinstance(site.source, Observed):
         batches = contraction.activation_batches[...]
         holds = _contracts.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-        wanted = "a range: call the model in training mode with data that is like what is served"
+        wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or calls after model.train()"
         _contracts.require(holds, _CONVERT, site.of, wanted, "no data")
         state = {"state": contraction.activation_range.get_value(), "batches": batches}
         return _over_layers(lambda state: _site.of_state(site, state, (1,)), batches.ndim)(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from .._rules import LSQ, PACT, LSQPlus, Rule, StraightThrough
 from .._spec import QuantSpec
 
 Factory = Callable[[QuantSpec], Calibrator]
+_FACTORY = "a function from a spec to a calibrator, such as jq.moving_average"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ Source = Dynamic | Observed | Learned
 
 
 @dataclasses.dataclass(frozen=True)
-class _Partial:
+class Partial:
     """A `functools.partial` that is equal to another of the same arguments: layers are static, and made anew."""
 
     function: Callable[..., Calibrator]
@@ -108,12 +110,38 @@ class _Partial:
 
 def _factory(name: str, calibrator: Any, more: str = "") -> Any:
     """Requires a factory, and returns it such that it compares by what it is."""
-    known = callable(calibrator) or (bool(more) and calibrator is None)
-    wanted = f"a factory of calibrators, such as jq.moving_average{more}"
-    _contracts.require_type(known, name, "calibrator", wanted, _contracts.described(calibrator))
+    if not callable(calibrator) and not (more and calibrator is None):
+        _contracts.require_type(False, name, "calibrator", f"{_FACTORY}{more}", _described(calibrator))
+    missing = None if calibrator is None else _missing_argument(calibrator)
+    if missing is not None:
+        function = getattr(calibrator, "__name__", "the factory")
+        wanted = f"{_FACTORY}{more}, or functools.partial({function}, {missing}=...)"
+        got = f"{function}, which needs {missing}= beside the layer's spec"
+        _contracts.require_type(False, name, "calibrator", wanted, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
-    return _Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
+    return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
+
+
+def _described(calibrator: Any) -> str:
+    """Returns what a reader needs to know of something that is no factory."""
+    if isinstance(calibrator, Calibrator):
+        return "a Calibrator, which already has a spec: give the function that made it; the layer calls it"
+    if isinstance(calibrator, str):
+        return f"the string {calibrator!r}: give the function, jq.{calibrator}"
+    return _contracts.described(calibrator)
+
+
+def _missing_argument(factory: Callable[..., Any]) -> str | None:
+    """Returns the first argument that a factory needs beside the spec, or None; a partial may have set it."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # not every callable has a signature
+        return None
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = [p for p in needed if p.kind is not p.KEYWORD_ONLY]
+    rest = [*positional[1:], *(p for p in needed if p.kind is p.KEYWORD_ONLY)]
+    return rest[0].name if rest else None
 
 
 def _gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:

@@ -9,6 +9,7 @@ import jax
 from flax import serialization
 
 from .._array import QuantizedArray
+from .._static_text import StaticText
 from ._site import Site
 
 NAME = "layer"
@@ -26,6 +27,7 @@ class Record:
         shape: that of the weights, where no `nn.scan` or `nn.vmap` stacks them.
         dtype: of the weights.
         is_ready: whether the layer around it takes converted weights.
+        attention: the class of the attention layer that this layer is a part of, where flax's own made it.
     """
 
     weight: Site
@@ -34,6 +36,7 @@ class Record:
     shape: tuple[int, ...]
     dtype: Any
     is_ready: bool
+    attention: str | None = None
 
 
 def _array_state(q: QuantizedArray) -> dict[str, Any]:
@@ -53,3 +56,6 @@ def _array_of_state(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
 # flax.serialization takes dicts of arrays apart, and nothing else that it is not told of.
 serialization.register_serialization_state(QuantizedArray, _array_state, _array_of_state)
 serialization.register_serialization_state(Record, lambda _: {}, lambda record, _: record)
+serialization.register_serialization_state(
+    StaticText, lambda node: {"text": node.text}, lambda node, state: StaticText(state.get("text", node.text))
+)

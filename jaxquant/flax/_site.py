@@ -12,17 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _contracts, _dtypes, _ranges, _small_floats
+from .. import _contracts, _dtypes, _granularity, _ranges, _small_floats
 from .._array import QuantizedArray
+from .._calibration import Calibrator
 from .._fake_quantize import Config, array_of, steps, tracked
+from .._granularity import PerAxis, PerFeature, PerTensor
 from .._quantize import found, quantize
 from .._quantizer import Quantizer, of
 from .._rules import LSQ, LSQPlus, StraightThrough
 from .._spec import QuantSpec
 from ..integer import _operands
-from ._range import Dynamic, Learned, Observed, Source
+from ._range import Dynamic, Learned, Observed, Partial, Source
 
 _TINY = np.finfo(np.float32).tiny
+# Granularities of activations whose ranges have one shape whatever the batch.
+_STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
 _NEGATIVE = "its own zero point for unsigned codes is 0, and what is negative becomes 0"
 
 
@@ -70,6 +74,13 @@ def contract(
         for site in sites:
             _integers(layer, site.of, site.spec)
     for site in sites:
+        if site.of == "activation" and not isinstance(site.source, Dynamic):
+            wanted = (
+                "PerTensor(), PerFeature(), or activation_range=Dynamic(): a stored range with an entry for each index "
+                "of any other axis fits no other batch size"
+            )
+            is_storable = {site.spec.granularity, site.spec.zero_point_granularity} <= _STORABLE
+            _contracts.require(is_storable, layer, site.of, wanted, site.spec.granularity)
         if isinstance(site.source, Learned):
             wanted = "a spec without power_of_two: a learned scale moves by less"
             _contracts.require(not site.spec.power_of_two, layer, site.of, wanted, site.spec)
@@ -77,6 +88,40 @@ def contract(
             fits = site.of == "activation" or not _holds_no_negative(site)
             _contracts.require(fits, layer, site.of, wanted, site.spec)
     return sites[0], sites[1] if len(sites) == 2 else None
+
+
+def resolve_features(site: Site, axes: Sequence[int]) -> Site:
+    """Returns the site of weights with `PerFeature()` as the axes of their kernel that are output features.
+
+    Args:
+        site: of the weights.
+        axes: the axes of the kernel that the contraction keeps, counted from the back: other axes may be stacked in
+            front of them.
+    """
+    spec = site.spec
+    if PerFeature() not in (spec.granularity, spec.zero_point_granularity):
+        return site
+    features = PerAxis(tuple(axes)) if axes else PerTensor()
+    granularities = {
+        name: features if getattr(spec, name) == PerFeature() else getattr(spec, name)
+        for name in ("granularity", "zero_point_granularity")
+    }
+    return site._replace(spec=dataclasses.replace(spec, **granularities))
+
+
+def kept_axes(rank: int, contracted: Sequence[int]) -> tuple[int, ...]:
+    """Returns the axes of a kernel that a contraction keeps, counted from the back."""
+    gone = {axis % rank for axis in contracted}
+    return tuple(axis - rank for axis in range(rank) if axis not in gone)
+
+
+def kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
+    """Returns the axes of the second operand, of this rank, that "x,kernel->y" keeps, counted from the back."""
+    operands, _, result = subscripts.replace(" ", "").partition("->")
+    before, dots, after = operands.split(",")[1].partition("...")
+    hidden = ["..."] * (rank - len(before) - len(after)) if dots else []
+    labels = [*before, *hidden, *after]
+    return tuple(axis - rank for axis, label in enumerate(labels) if label in result)
 
 
 def _integers(layer: str, argument: str, spec: QuantSpec) -> None:
@@ -91,7 +136,7 @@ def _integers(layer: str, argument: str, spec: QuantSpec) -> None:
 def unseen(site: Site, x: jax.Array) -> dict[str, Any]:
     """Returns the state of a calibrator that has seen nothing."""
     assert isinstance(site.source, Observed)
-    state = site.source.calibrator(site.spec).init(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    state = _calibrator(site).init(jax.ShapeDtypeStruct(_observed_shape(site, x.shape), x.dtype))
     return {"state": state, "batches": jnp.zeros((), jnp.int32)}
 
 
@@ -101,7 +146,9 @@ def seen(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
     assert isinstance(source, Observed)
     if x.size == 0:  # no batch
         return state
-    new = source.calibrator(site.spec).update(state["state"], jax.lax.stop_gradient(x))
+    shape = _observed_shape(site, x.shape)
+    rows = x if shape == x.shape else _granularity.whole(x).reshape(shape)
+    new = _calibrator(site).update(state["state"], jax.lax.stop_gradient(rows))
     batches = state["batches"]
     if source.freeze_after is None:
         return {"state": new, "batches": batches + 1}
@@ -115,11 +162,37 @@ def of_state(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale and the zero point of what a calibrator has seen; `shape` is that of the activations."""
     assert isinstance(site.source, Observed)
-    lo, hi = site.source.calibrator(site.spec).finalize(state["state"], allow_zero=True)
+    lo, hi = _calibrator(site).finalize(state["state"], allow_zero=True)
     if shape is None:  # one range for each entry
         return _ranges.parameters(site.spec, lo, hi, lo.shape, lo.shape)
+    lo, hi = (_align_rank(site, bound, len(shape)) for bound in (lo, hi))
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     return found("quantize", like, site.spec, lo, hi)[:2]
+
+
+def _observed_shape(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape in which a calibrator is given activations: per feature as rows, so that any rank fits."""
+    if _is_per_tensor(site) or len(shape) == 0:
+        return shape
+    return (math.prod(shape[:-1]), shape[-1])
+
+
+def _is_per_tensor(site: Site) -> bool:
+    return site.spec.granularity == site.spec.zero_point_granularity == PerTensor()
+
+
+def _align_rank(site: Site, part: Any, rank: int) -> Any:
+    """Returns a part with an entry per feature in this rank, its features last; anything else as it is."""
+    if part is None or _is_per_tensor(site) or part.ndim == rank or part.size != part.shape[-1]:
+        return part
+    return part.reshape(*(1,) * (rank - 1), part.size)
+
+
+def _calibrator(site: Site) -> Calibrator:
+    """Returns the site's calibrator; `Observed` and `Dynamic` have made sure that its factory takes a spec alone."""
+    assert not isinstance(site.source, Learned)
+    assert site.source.calibrator is not None
+    return site.source.calibrator(site.spec)
 
 
 # Learned scales.
@@ -209,15 +282,39 @@ def shippable(function: str, site: Site, scale: jax.Array) -> None:
     _contracts.require(holds, function, name, "numbers that training has not brought to 0", least)
 
 
+def describe_converted(site: Site | None) -> str:
+    """Returns what must stay as it is once variables are converted: the spec, and whether the range is stored.
+
+    Equal in every process, so that it can be saved beside the variables.
+    """
+    if site is None:
+        return "None"
+    if site.of == "weight":
+        return repr(site.spec)
+    if not isinstance(site.source, Dynamic):
+        return f"{site.spec!r} with a static range"
+    return f"{site.spec!r} with Dynamic({_describe_factory(site.source.calibrator)})"
+
+
+def _describe_factory(factory: Any) -> str:
+    if factory is None:
+        return ""
+    if isinstance(factory, Partial):
+        inner = [_describe_factory(factory.function), *map(repr, factory.arguments)]
+        return f"partial({', '.join([*inner, *(f'{name}={value!r}' for name, value in factory.keywords)])})"
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+
+
 def converted(site: Site, kernel: QuantizedArray) -> None:
     """Requires codes of the spec's dtype."""
     wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
     holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
     _contracts.require_type(holds, "flax", site.of, wanted, kernel.codebook or kernel.values.dtype)
-    shape, block = _ranges.shapes("flax", site.spec, kernel.shape)[0], _ranges.one_block_size("flax", site.spec)
+    shape = _ranges.shapes("flax", site.spec, kernel.shape)[0]
     wanted = f"scales of shape {shape}, as the layer's spec has it"
     _contracts.require(kernel.scale.shape == shape, "flax", site.of, wanted, f"shape {kernel.scale.shape}")
-    _contracts.require(kernel.block_size == block, "flax", site.of, f"blocks of {block}", kernel.block_size)
+    block = _ranges.stored_block_size("flax", site.spec, kernel.shape)
+    _contracts.require(kernel.block_size == block, "flax", site.of, f"block_size={block}", kernel.block_size)
 
 
 def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:
@@ -225,13 +322,15 @@ def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> 
     source, spec = site.source, site.spec
     gradient = source.gradient
     if given is not None:
+        if site.of == "activation":
+            given = (_align_rank(site, given[0], x.ndim), _align_rank(site, given[1], x.ndim))
         if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None and site.of == "activation":
             gradient = dataclasses.replace(gradient, elements=_features(x.shape, given[0].shape))
         return Quantizer(spec, *given, gradient)
     assert isinstance(source, Dynamic)
     if source.calibrator is None:
         return Quantizer(spec, gradient=gradient)
-    return Quantizer(spec, *_calibrated(source, spec, x), gradient)
+    return Quantizer(spec, *_calibrated(site, x), gradient)
 
 
 def _features(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
@@ -241,12 +340,11 @@ def _features(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
     return max(math.prod(n // max(e, 1) for n, e in zip(example, entries, strict=True)), 1)
 
 
-def _calibrated(source: Dynamic, spec: QuantSpec, x: jax.Array) -> tuple[jax.Array, Any]:
-    assert source.calibrator is not None
+def _calibrated(site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
     x = jax.lax.stop_gradient(x)
-    calibrator = source.calibrator(spec)
+    calibrator = _calibrator(site)
     lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
-    return found("quantize", x, spec, lo, hi)[:2]
+    return found("quantize", x, site.spec, lo, hi)[:2]
 
 
 def codes(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> QuantizedArray:

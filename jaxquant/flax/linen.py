@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from ._contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected,
 from ._range import Dynamic, Observed, Source
 
 _NAME = "flax.linen"
+_ROWS = (-2,)  # the output features of a table: `attend` has an output for each row
 
 
 def _inject(layer: Any, field: str, module: type[Contraction]) -> None:
@@ -181,13 +183,15 @@ class _Table(Contraction):
                     lhs, rhs, numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more
                 )
 
-            return self.contracted(query, table, training, lambda x, w: _dot.dot_general(x, w, numbers, **static))
+            serving = functools.partial(_dot.dot_general, dimension_numbers=numbers, **static)
+            return self.contracted(query, table, _ROWS, training, serving)
         assert indices is not None
         rows = indices
         with _site.at(self.place()):
             weight, activation = self.sites()
+            weight = _site.resolve_features(weight, _ROWS)
             if isinstance(table, QuantizedArray):
-                _site.converted(weight, table)
+                self.check_converted(weight, activation, table)
                 return take(table, rows, axis=0, mode="fill")
             self._record(weight, activation, table)
             quantizer = self._quantizer(weight, table)

@@ -17,12 +17,16 @@ from .. import _contracts
 from .._backward import Backward, FloatBackward
 from .._spec import QuantSpec
 from . import _site
+from ._nnx_calibrate import calibrate as calibrate
+from ._nnx_calibrate import calibration_view as calibration_view
+from ._nnx_calibrate import check_calibrated as check_calibrated
 from ._nnx_contraction import Codes as Codes
 from ._nnx_contraction import Contraction, ConvGeneralDilated, DotGeneral, How, Product, Table
 from ._nnx_contraction import Ranges as Ranges
 from ._nnx_contraction import Scale as Scale
 from ._nnx_contraction import promote_dtype as promote_dtype
 from ._nnx_convert import convert as convert
+from ._nnx_convert import find_feature_axes
 from ._nnx_convert import fold_batch_norm as fold_batch_norm
 from ._nnx_convert import start as start
 from ._range import Dynamic, Observed, Source
@@ -139,7 +143,8 @@ def _free(layer: Any, given: Mapping[str, Any]) -> None:
 def _contracting(layer: Any, module: type[Contraction], kernel: nnx.Variable, how: How, rngs: Any) -> Any:
     """Returns what a layer contracts with. It knows no path: errors call it by its class and its kernel's shape."""
     shape = tuple(kernel[...].shape)
-    return module(f"{type(layer).__name__}{shape}", how, rngs, kernel, shape)
+    features = find_feature_axes(layer, len(shape))
+    return module(f"{type(layer).__name__}{shape}", how, rngs, kernel, shape, features)
 
 
 class Linear(nnx.Linear):

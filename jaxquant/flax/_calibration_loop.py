@@ -1,0 +1,230 @@
+"""The loop over batches in which static ranges are found: what a batch is, the progress bar, and the file to resume."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import serialization
+from jax.typing import ArrayLike
+
+from .. import _contracts
+
+_SAVE_SECONDS = 60.0  # between two writes of the file to resume from
+_SHOW_SECONDS = 2.0  # what takes less shows no progress bar
+_FORMAT, _VERSION = "jaxquant.calibration", 1
+
+
+class Step(NamedTuple):
+    """What one batch does, and what it depends on.
+
+    Attributes:
+        function: the name of the function that is called, for errors.
+        run: jitted; from the state and a batch's positional and keyword arguments to (state, whether it is finite).
+        fingerprint: a number that differs where the weights do.
+    """
+
+    function: str
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, jax.Array]]
+    fingerprint: int
+
+
+class Position(NamedTuple):
+    """How far the loop has come: the state, and the number of batches that it has seen."""
+
+    state: Any
+    batches: int
+
+
+def is_finite(tree: Any) -> jax.Array:
+    """Returns whether no calibrator's state in a tree has seen a NaN or an infinity."""
+    states = jax.tree.leaves(tree, is_leaf=_is_state)
+    lows = [state.low for state in states if _is_state(state)]
+    highs = [state.high for state in states if _is_state(state)]
+    # A slice that saw nothing has the range (inf, -inf).
+    bad = [jnp.any(jnp.isnan(low) | (low == -jnp.inf)) for low in lows]
+    bad += [jnp.any(jnp.isnan(high) | (high == jnp.inf)) for high in highs]
+    return jnp.logical_not(jnp.any(jnp.asarray(bad, bool)))
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "low") and hasattr(node, "high")
+
+
+def find_fingerprint(tree: Any) -> int:
+    """Returns a checksum of the arrays that this process holds."""
+    checksum = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        checksum = zlib.crc32(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode(), checksum)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
+            checksum = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).reshape(-1), checksum)
+    return checksum
+
+
+def split_arguments(function: str, index: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a batch as positional and keyword arguments: an array is one, a tuple several, a mapping has names."""
+    if isinstance(batch, Mapping):
+        is_named = all(isinstance(name, str) for name in batch)
+        wanted = "names of arguments as its keys; (mapping,) passes it as one argument"
+        _contracts.require_type(is_named, function, f"batches[{index}]", wanted, f"keys {list(batch)[:3]}")
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    is_array = isinstance(batch, ArrayLike)
+    wanted = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
+    _contracts.require_type(is_array, function, f"batches[{index}]", wanted, type(batch).__name__)
+    return (batch,), {}
+
+
+def run_loop(
+    step: Step, state: Any, batches: Iterable[Any], *, checkpoint: Any, progress: Any,
+    inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
+) -> Any:  # fmt: skip
+    """Returns the state after all batches.
+
+    Args:
+        step: what a batch does.
+        state: to start from, where the checkpoint has none.
+        batches: arrays, tuples or mappings.
+        checkpoint: the path of a file to resume from, or None.
+        progress: whether a bar is shown, or None to show it on a terminal.
+        inspect: is called with the state after the first batch, and raises where calibration makes no sense.
+        keep: is called with the last good state however the loop ends.
+    """
+    _check_batches(step.function, batches)
+    path = _check_path(step.function, checkpoint)
+    if progress is not None:
+        _contracts.flag(step.function, "progress", progress)
+    position, saved = Position(state, 0), time.monotonic()
+    positions = _positions(step, position, _shown(batches, progress), path)
+    try:
+        for position in positions:
+            if position.batches == 1:
+                inspect(position.state)
+            if path is not None and time.monotonic() - saved > _SAVE_SECONDS:
+                _save(path, step, position)
+                saved = time.monotonic()
+    finally:
+        if position.batches:
+            keep(position.state)
+            if path is not None:
+                _save(path, step, position)
+    _contracts.require(position.batches > 0, step.function, "batches", "at least one batch", "none")
+    return position.state
+
+
+def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathlib.Path | None) -> Iterator[Position]:
+    """Yields the position after each batch whose values are finite; a batch is checked while the next one is read."""
+    position, done, pending = start, 0, None
+    for index, batch in enumerate(batches):
+        arguments = split_arguments(step.function, index, batch)
+        if index == 0 and path is not None and path.exists():
+            target = jax.eval_shape(step.run, start.state, *arguments)[0]
+            position = _load(path, step, target)
+            done = position.batches
+        if index < done:
+            continue
+        if pending is not None:
+            position = _check_finite(step, *pending)
+            yield position
+        pending = (index, *step.run(position.state, *arguments))
+    if pending is not None:
+        yield _check_finite(step, *pending)
+    elif done:
+        yield position
+
+
+def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
+    wanted = "batches whose activations are finite"
+    got = f"a NaN or an infinity with batch {index}, counted from 0; the ranges are as before it"
+    _contracts.require(bool(finite), step.function, "batches", wanted, got)
+    return Position(state, index + 1)
+
+
+def _check_batches(function: str, batches: Any) -> None:
+    is_one = isinstance(batches, jax.Array | np.ndarray | Mapping | str)
+    wanted = "an iterable of batches, such as [batch]"
+    _contracts.require_type(
+        isinstance(batches, Iterable) and not is_one, function, "batches", wanted, _contracts.described(batches)
+        if isinstance(batches, jax.Array | np.ndarray) else type(batches).__name__,
+    )  # fmt: skip
+
+
+def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
+    if checkpoint is None:
+        return None
+    is_path = isinstance(checkpoint, str | os.PathLike)
+    wanted = "the path of a file, or None"
+    _contracts.require_type(is_path, function, "checkpoint", wanted, type(checkpoint).__name__)
+    path = pathlib.Path(checkpoint)
+    _contracts.require(path.parent.is_dir(), function, "checkpoint", "a folder that exists", str(path.parent))
+    return path
+
+
+def _shown(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
+    """Yields the batches, with a bar on the error stream once they take long."""
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    if not is_shown:
+        yield from batches
+        return
+    from rich import console
+    from rich import progress as rich
+
+    columns = (rich.TextColumn("calibrating"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console.Console(stderr=True), transient=True)
+    task = bar.add_task("calibrating", total=len(batches) if hasattr(batches, "__len__") else None)  # type: ignore[arg-type]
+    begin, is_running = time.monotonic(), False
+    try:
+        for batch in batches:
+            yield batch
+            bar.advance(task)
+            if not is_running and time.monotonic() - begin > _SHOW_SECONDS:
+                bar.start()
+                is_running = True
+    finally:
+        if is_running:
+            bar.stop()
+
+
+def _save(path: pathlib.Path, step: Step, position: Position) -> None:
+    """Writes the position to a file that is whole at any time."""
+    leaves = jax.tree_util.tree_leaves_with_path(position.state)
+    content = {
+        "format": _FORMAT, "version": _VERSION, "function": step.function, "fingerprint": step.fingerprint,
+        "batches": position.batches, "names": [jax.tree_util.keystr(where) for where, _ in leaves],
+        "leaves": [np.asarray(leaf) for _, leaf in leaves],
+    }  # fmt: skip
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(serialization.msgpack_serialize(content))
+    partial.replace(path)
+
+
+def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
+    """Returns the position that a file holds, if it was written for the same weights and layers."""
+    name = step.function
+    try:
+        content = serialization.msgpack_restore(path.read_bytes())
+    except Exception:  # msgpack raises several kinds for bytes that are not its own
+        content = None
+    is_ours = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
+    wanted = "a file that this function wrote, or none"
+    _contracts.require(is_ours, name, "checkpoint", wanted, f"{path}, which is another file")
+    assert content is not None
+    leaves = jax.tree_util.tree_leaves_with_path(target)
+    shapes = [(jax.tree_util.keystr(where), leaf.shape, leaf.dtype) for where, leaf in leaves]
+    stored = [(n, v.shape, v.dtype) for n, v in zip(content["names"], content["leaves"], strict=True)]
+    is_same = stored == shapes and content["fingerprint"] == step.fingerprint and content["function"] == name
+    wanted = "a file written for these weights and layers; delete it to start anew"
+    _contracts.require(is_same, name, "checkpoint", wanted, f"{path}, written for others")
+    arrays = [jnp.asarray(leaf) for leaf in content["leaves"]]
+    return Position(jax.tree.unflatten(jax.tree.structure(target), arrays), int(content["batches"]))
