@@ -15,7 +15,7 @@ from jaxquant import checkpoint
 from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 
-COLUMNS, ROWS = jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), jq.QuantSpec(jnp.int8, jq.PerAxis(0))  # what shares a scale
+WEIGHTS = jq.QuantSpec(jnp.int8, jq.PerFeature())  # a scale for each output of a layer
 SEEN = jq.QuantSpec(jnp.uint8)  # one scale and zero point, from the range that a layer has seen
 
 
@@ -28,8 +28,8 @@ class Encoder(nn.Module):
     def __call__(self, tokens):
         embed, dense = nn.Embed, nn.Dense
         if self.integers:
-            embed = functools.partial(qnn.Embed, weight=ROWS, activation=SEEN)
-            dense = functools.partial(qnn.Dense, weight=COLUMNS, activation=SEEN)
+            embed = functools.partial(qnn.Embed, weight=WEIGHTS, activation=SEEN)
+            dense = functools.partial(qnn.Dense, weight=WEIGHTS, activation=SEEN)
         table = embed(256, 64)
         x = table(tokens)
         for _ in range(2):
@@ -44,9 +44,7 @@ with tempfile.TemporaryDirectory() as name:
 
     params: Any = serialization.msgpack_restore(floats.read_bytes())  # unchanged: names and shapes are flax's
     model, variables = Encoder(integers=True), {"params": params}
-    for batch in jnp.split(tokens, 4):
-        _, seen = model.apply(variables, batch, mutable=["ranges"])
-        variables = {"params": params, **seen}
+    variables = jqf.calibrate(model, variables, jnp.split(tokens, 4))
     checkpoint.save_safetensors(integers, jqf.convert(model, variables))
 
     serving = checkpoint.load_safetensors(integers)

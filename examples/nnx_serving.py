@@ -13,7 +13,7 @@ from jaxquant import checkpoint
 from jaxquant.flax import nnx as qnnx
 
 INTEGERS = {
-    "weight": jq.QuantSpec(jnp.int8, jq.PerAxis(-1)),  # a scale for each output
+    "weight": jq.QuantSpec(jnp.int8, jq.PerFeature()),  # a scale for each output
     "activation": jq.QuantSpec(jnp.uint8),  # one scale and zero point, from the range that a layer has seen
 }
 
@@ -42,8 +42,7 @@ with tempfile.TemporaryDirectory() as name:
 
     model = Classifier(nnx.Rngs(0), integers=True)
     nnx.update(model, serialization.msgpack_restore(floats.read_bytes()))  # unchanged: names and shapes are flax's
-    for batch in jnp.split(images, 4):
-        model(batch)  # in training mode a call moves the ranges; model.eval() only reads them
+    qnnx.calibrate(model, jnp.split(images, 4))  # dropout stays off, batch statistics as they are
     checkpoint.save_safetensors(integers, nnx.to_pure_dict(nnx.state(qnnx.convert(model))))
 
     serving = qnnx.convert(model)

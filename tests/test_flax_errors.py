@@ -132,7 +132,9 @@ def test_arguments_that_there_are_not() -> None:
         qflax.dot_general(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation: wanted codes of"):
         qflax.conv_general_dilated(W, jq.QuantSpec("int16"))
-    with pytest.raises(TypeError, match=r"jaxquant\.Observed: calibrator: wanted a function from a spec to a calibrator.*; got None"):
+    with pytest.raises(
+        TypeError, match=r"jaxquant\.Observed: calibrator: wanted a function from a spec to a calibrator.*; got None"
+    ):
         Observed(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"jaxquant\.Observed: freeze_after: wanted a positive int; got 0"):
         Observed(freeze_after=0)
@@ -140,7 +142,9 @@ def test_arguments_that_there_are_not() -> None:
         Observed(gradient=jq.LSQ())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.Learned: gradient: wanted LSQ\(\) or LSQPlus\(\) or PACT\(\)"):
         Learned(jq.StraightThrough())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.Dynamic: calibrator: wanted a function from a spec to a calibrator.* or None"):
+    with pytest.raises(
+        TypeError, match=r"jaxquant\.Dynamic: calibrator: wanted a function from a spec to a calibrator.* or None"
+    ):
         Dynamic(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.flax\.convert: module: wanted a flax\.linen\.Module"):
         qflax.convert(qnn.Dense, {})  # type: ignore[arg-type]
@@ -204,7 +208,8 @@ def test_collections_that_are_missing() -> None:
     ):
         qflax.convert(learned, {**variables, "params": {}})
     with pytest.raises(
-        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: wanted a float kernel; got a kernel that is already conv"
+        ValueError,
+        match=r"^block/head: .*convert: params\['kernel'\]: wanted a float kernel; got a kernel that is already conv",
     ):
         qflax.convert(module, {**trained()[1], "params": serving["params"]})
 

@@ -324,7 +324,7 @@ def test_refusals(rng: np.random.Generator) -> None:
     with pytest.raises(TypeError, match=r"activation: wanted codes of .* got int16"):
         qnnx.Linear(6, 5, weight=W, activation=jq.QuantSpec("int16"), rngs=made)
     rows = jq.QuantSpec("uint8", jq.PerAxis(0))
-    with pytest.raises(ValueError, match=r"Linear\(6, 5\).* activation: wanted PerTensor\(\), or Dynamic\(\)"):
+    with pytest.raises(ValueError, match=r"Linear\(6, 5\).* activation: wanted PerTensor\(\), PerFeature\(\), or act"):
         qnnx.Linear(6, 5, weight=W, activation=rows, rngs=made)
     with pytest.raises(TypeError, match=r"use_running_average: wanted True or False; got 'yes'"):
         qnnx.Linear(6, 5, weight=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]

@@ -311,7 +311,7 @@ def test_refusals(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match=r"block/narrow: .*kernel: wanted shape \(16, 8\).*; got shape \(15, 8\)"):
         qnnx.convert(model)
     serving = mixed()[1]
-    with pytest.raises(ValueError, match=r"block/narrow: .*kernel: wanted a float kernel; got QuantizedArray"):
+    with pytest.raises(ValueError, match=r"block/narrow: .*model: wanted a model with float kernels; got one that is"):
         qnnx.convert(serving)
     with pytest.raises(ValueError, match=r"^block/wide: jaxquant.dot_general: .*"):
         serving.block.wide(jnp.ones((2, 7)))

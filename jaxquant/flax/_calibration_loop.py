@@ -181,7 +181,9 @@ def _shown(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     from rich import progress as rich
 
     columns = (rich.TextColumn("calibrating"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
-    bar = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console.Console(stderr=True), transient=True)
+    stream = console.Console(stderr=True)
+    columns = (*columns, rich.TimeRemainingColumn())
+    bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)  # a file keeps the last state
     task = bar.add_task("calibrating", total=len(batches) if hasattr(batches, "__len__") else None)  # type: ignore[arg-type]
     begin, is_running = time.monotonic(), False
     try:

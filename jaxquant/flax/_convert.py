@@ -39,21 +39,22 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
         variables: of `init` and `apply`: "params", "ranges", and "scales" where something is learned.
 
     Returns:
-        The collections without "scales", as plain dicts.
+        The collections without "scales", as plain dicts. In "ranges" are the constants, and for each layer a text of
+        the specs that it was converted with, which it is held to when it serves.
 
     Raises:
         TypeError: module is no Linen module.
-        ValueError: no layer is quantized; or, after its path, what is missing in one: data, a kernel, a scale.
+        ValueError: no layer is quantized, or the variables are converted already; or, after its path, what is missing
+            in one: data, a kernel, a scale; or a layer that takes no converted kernel.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> specs = {"weight": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnn.Conv(4, (3, 3), **specs)
         >>> x = jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2)
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> _, seen = layer.apply(variables, x, mutable=["ranges"])
-        >>> serving = jq.flax.convert(layer, {**variables, **seen})
+        >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
+        >>> serving = jq.flax.convert(layer, variables)
         >>> serving["params"]["kernel"].values.dtype, serving["params"]["bias"].dtype
         (dtype(int4), dtype('float32'))
         >>> {name: float(v.squeeze()) for name, v in serving["ranges"]["ConvGeneralDilated_0"]["activation"].items()}

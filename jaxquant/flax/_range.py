@@ -43,8 +43,10 @@ class Observed:
     The calibrator's state is in the collection "ranges" (of NNX, in a `Ranges` variable). A batch moves it before it is
     quantized while that collection is mutable (of NNX, while the layer's `use_running_average` is False, which
     `model.train()` and `model.eval()` set); otherwise it is only read. `init` does not count as a batch, nor does an
-    empty one. A layer that has seen nothing, a NaN or an infinity raises; under a trace, where it cannot, it returns
-    NaN.
+    empty one. `jq.flax.calibrate` and `jq.flax.nnx.calibrate` are the loop that moves nothing else.
+
+    A layer that has seen nothing, a NaN or an infinity raises; under a trace, where it cannot, it returns NaN.
+    `check_calibrated` raises for it outside of the trace.
 
     Attributes:
         calibrator: a factory of calibrators: `jq.moving_average`, `jq.minmax`, `jq.mse`, a `functools.partial` of one.
@@ -58,7 +60,7 @@ class Observed:
     gradient: StraightThrough = StraightThrough()
 
     def __post_init__(self) -> None:
-        """Refuses what is no calibrator, count or gradient."""
+        """Refuses an argument that is not a calibrator's factory, a count or a gradient."""
         object.__setattr__(self, "calibrator", _factory("Observed", self.calibrator))
         _gradient("Observed", self.gradient, (StraightThrough,))
         if self.freeze_after is not None:

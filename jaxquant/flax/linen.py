@@ -57,24 +57,35 @@ class Dense(nn.Dense):
     A float kernel is quantized on the way in and trained; one that `jq.flax.convert` made is served, in integers. The
     numbers are the same. All attributes of flax's layer are there, and the parameters have its names and shapes.
 
+    A layer whose static range was never found raises, with its path. Under `jax.jit`, where JAX can raise nothing for a
+    value, it returns NaN: call `jq.flax.check_calibrated(variables)` once before. The same holds for all layers here.
+
     Attributes:
-        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerAxis(-1))` has a scale for each feature.
-        activation: how the inputs are, or None for weights only.
+        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output feature,
+            whatever the layer's kernel looks like.
+        activation: how the inputs are, or None for weights only. `PerTensor()` by default; `PerToken()` with
+            `Dynamic()` has a scale for each token, at any rank.
         weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
-        activation_range: `Observed()`, static; `Dynamic()`; or `Learned()`.
+        activation_range: `Observed()`, static, found by `jq.flax.calibrate`; `Dynamic()`; or `Learned()`. Static and
+            learned ranges are `PerTensor()` or `PerFeature()`, which fit every batch.
         backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, whose gradient draws from the rng "rounding" if told to.
+
+    Raises:
+        TypeError: at construction: weight is no QuantSpec, or an argument or a spec is none that a layer can serve.
+        ValueError: at construction: specs contradict their ranges. When it is called, after the path of the layer: a
+            range that is missing, variables that were converted with other specs, an activation that cannot be
+            contracted in integers.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight=jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), activation=jq.QuantSpec(jnp.uint8))
+        >>> layer = qnn.Dense(2, weight=jq.QuantSpec(jnp.int8, jq.PerFeature()), activation=jq.QuantSpec(jnp.uint8))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> y, seen = layer.apply(variables, x, mutable=["ranges"])
-        >>> serving = jq.flax.convert(layer, {**variables, **seen})
+        >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
+        >>> serving = jq.flax.convert(layer, variables)
         >>> serving["params"]["kernel"]
         QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, dtype=float32, nbytes=14)
-        >>> bool((layer.apply(serving, x) == y).all())
+        >>> bool((layer.apply(serving, x) == layer.apply(variables, x)).all())
         True
     """
 
@@ -94,8 +105,8 @@ class Dense(nn.Dense):
 class DenseGeneral(nn.DenseGeneral):
     """y = dot_general(quantize(x), quantize(kernel)) + bias over several axes: `flax.linen.DenseGeneral`, as `Dense`.
 
-    The kernel has the batch dimensions, the contracted ones and the features, in this order: `PerAxis((-2, -1))` has a
-    scale for each of two features.
+    The kernel has the batch dimensions, the contracted ones and the features, in this order: `PerFeature()` has a
+    scale for each index of all but the contracted ones.
     """
 
     weight: QuantSpec | None = None

@@ -72,7 +72,7 @@ def dot_general(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> dot_general = qnnx.dot_general(jq.QuantSpec(jnp.int8, jq.PerAxis(-1)))
+        >>> dot_general = qnnx.dot_general(jq.QuantSpec(jnp.int8, jq.PerFeature()))
         >>> layer = nnx.Linear(3, 2, dot_general=dot_general, promote_dtype=qnnx.promote_dtype, rngs=nnx.Rngs(0))
         >>> x = jnp.ones((1, 3))
         >>> bool((qnnx.convert(layer)(x) == layer(x)).all())
@@ -120,7 +120,7 @@ def conv_general_dilated(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> conv = qnnx.conv_general_dilated(jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), jq.QuantSpec(jnp.uint8))
+        >>> conv = qnnx.conv_general_dilated(jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8))
         >>> given = {"conv_general_dilated": conv, "promote_dtype": qnnx.promote_dtype}
         >>> layer = nnx.Conv(1, 2, (3,), **given, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 4, 1))).shape, int(conv.activation_batches[...])
@@ -154,32 +154,45 @@ class Linear(nnx.Linear):
     are the same, and they are those of the Linen layers. All arguments of flax's layer are there, and its `nnx.Param`
     have its names and shapes; what is learned beside them is in `Scale`, what is observed in `Ranges`.
 
-    Ranges move with every call while `use_running_average` is False, as BatchNorm's do: `model.train()` and
-    `model.eval()` set it. Learned scales are NaN until `start(model, batch)` has been called.
+    `calibrate(model, batches)` finds static ranges and changes nothing else. They also move with every call while
+    `use_running_average` is False, as BatchNorm's do: `model.train()` and `model.eval()` set it. Learned scales are NaN
+    until `start(model, batch)` has been called.
+
+    A layer whose static range was never found raises. Under `nnx.jit`, where JAX can raise nothing for a value, it
+    returns NaN: call `check_calibrated(model)` once before. The same holds for all layers here.
 
     Args:
         in_features: as of flax's layer.
         out_features: likewise.
-        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerAxis(-1))` has a scale for each feature.
+        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output feature,
+            whatever the layer's kernel looks like.
         activation: how the inputs are, or None for weights only.
         weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
-        activation_range: `Observed()`, static; `Dynamic()`; or `Learned()`. The first and the last are `PerTensor()`.
+        activation_range: `Observed()`, static; `Dynamic()`, for example `PerToken()`; or `Learned()`. The first and
+            the last are `PerTensor()`.
         backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, which draws from the rngs' "rounding" where it is told.
         use_running_average: whether ranges are only read.
         rngs: as of flax's layer.
         **given: as of flax's layer.
 
+    Raises:
+        TypeError: an argument has a wrong type, or a spec is none that a layer can serve.
+        ValueError: specs contradict their ranges; when it is called, a range is missing, or an activation cannot be
+            contracted in integers.
+
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int8, jq.PerAxis(-1)), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
-        >>> y = layer(jnp.array([[-1.0, 0.0, 1.55]]))
+        >>> x = jnp.array([[-1.0, 0.0, 1.55]])
+        >>> qnnx.calibrate(layer, [x])
         >>> serving = qnnx.convert(layer)
         >>> serving.kernel.get_value()
         QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, dtype=float32, nbytes=14)
-        >>> bool((serving(jnp.array([[-1.0, 0.0, 1.55]])) == y).all())
+        >>> layer.eval()
+        >>> bool((serving(x) == layer(x)).all())
         True
     """
 
@@ -197,8 +210,8 @@ class Linear(nnx.Linear):
 class LinearGeneral(nnx.LinearGeneral):
     """y = dot_general(quantize(x), quantize(kernel)) + bias over several axes: `flax.nnx.LinearGeneral`, as `Linear`.
 
-    The kernel has the batch dimensions, the contracted ones and the features, in this order: `PerAxis((-2, -1))` has a
-    scale for each of two features.
+    The kernel has the batch dimensions, the contracted ones and the features, in this order: `PerFeature()` has a
+    scale for each index of all but the contracted ones.
     """
 
     def __init__(

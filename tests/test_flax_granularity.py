@@ -1,0 +1,301 @@
+"""Granularities that fit any rank and any kernel, blocks as long as their axis, and folding along the right axis."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx, serialization
+
+import jaxquant as jq
+from jaxquant import checkpoint
+from jaxquant import flax as qflax
+from jaxquant._static_text import StaticText
+from jaxquant.flax import Dynamic, Learned, Observed
+from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
+
+F32 = np.float32
+W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
+PROMOTE: Any = qflax.promote_dtype
+TOKENS = jq.QuantSpec("int8", jq.PerToken())
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(3).normal(0.2, 1, shape).astype(F32))
+
+
+def test_no_axis_is_named() -> None:
+    for shape in ((5,), (2, 5), (2, 3, 5)):
+        x = draw(*shape)
+        tokens, features = (jq.quantize(x, jq.QuantSpec("int8", g)) for g in (jq.PerToken(), jq.PerFeature()))
+        kept = tuple(range(len(shape) - 1))
+        by_axes = jq.QuantSpec("int8", jq.PerAxis(kept) if kept else jq.PerTensor())
+        for q, spec in ((tokens, by_axes), (features, jq.QuantSpec("int8", jq.PerAxis(-1)))):
+            jax.tree.map(np.testing.assert_array_equal, q, jq.quantize(x, spec))
+        assert tokens.scale.shape == (*shape[:-1], 1)
+        assert features.scale.shape == (*(1,) * (len(shape) - 1), 5)
+    state = jq.minmax(TOKENS).init(draw(4, 3))
+    assert jq.minmax(TOKENS).update(state, draw(4, 3)).low.shape == (4, 1)
+    with pytest.raises(ValueError, match=r"quantize: axis: .*rank 0"):
+        jq.quantize(1.0, TOKENS)
+
+
+# what is made, its inputs, and the shape of the scale of its kernel
+KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
+    "dense": (lambda: qnn.Dense(3, weight=W, activation=A), (2, 4), (1, 3)),
+    "general": (lambda: qnn.DenseGeneral((2, 3), weight=W, activation=A), (2, 4), (1, 2, 3)),
+    "general, axes": (lambda: qnn.DenseGeneral(3, axis=(-2, -1), weight=W, activation=A), (2, 4, 5), (1, 1, 3)),
+    "general, batches": (lambda: qnn.DenseGeneral(3, batch_dims=(0,), weight=W, activation=A), (2, 4, 5), (2, 1, 3)),
+    "einsum": (lambda: qnn.Einsum((3, 4), "bd,hd->bh", use_bias=False, weight=W, activation=A), (2, 4), (3, 1)),
+    "einsum, dots": (lambda: qnn.Einsum((4, 3), "...d,dh->...h", use_bias=False, weight=W, activation=A), (2, 5, 4),
+                     (1, 3)),
+    "conv": (lambda: qnn.Conv(6, (3,), feature_group_count=2, weight=W, activation=A), (2, 5, 4), (1, 1, 6)),
+    "flax's": (lambda: nn.Dense(3, dot_general=qflax.dot_general(W, A), promote_dtype=PROMOTE), (2, 4),
+               (1, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(KERNELS))
+def test_linen_weights_have_a_scale_for_each_output_feature(case: str) -> None:
+    make, shape, scale = KERNELS[case]
+    module, x = make(), draw(*shape)
+    variables = qflax.calibrate(module, module.init(jax.random.key(0), x), [x])
+    serving = qflax.convert(module, variables)
+    assert serving["params"]["kernel"].scale.shape == scale
+    np.testing.assert_array_equal(jax.jit(module.apply)(serving, x), jax.jit(module.apply)(variables, x))
+
+
+R = nnx.Rngs(0)
+NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (lambda: qnnx.Linear(4, 3, weight=W, activation=A, rngs=R), (2, 4), (1, 3)),
+    "learned": (lambda: qnnx.Linear(4, 3, weight=W, activation=A, weight_range=Learned(), rngs=R), (2, 4), (1, 3)),
+    "general": (lambda: qnnx.LinearGeneral(4, (2, 3), weight=W, activation=A, rngs=R), (2, 4), (1, 2, 3)),
+    "general, batches": (lambda: qnnx.LinearGeneral(5, 3, axis=(2,), batch_axis={0: 2}, weight=W, activation=A, rngs=R),
+                         (2, 4, 5), (2, 1, 3)),
+    "einsum": (lambda: qnnx.Einsum("bd,hd->bh", (3, 4), weight=W, activation=A, rngs=R), (2, 4), (3, 1)),
+    "conv": (lambda: qnnx.Conv(4, 6, (3,), weight=W, activation=A, rngs=R), (2, 5, 4), (1, 1, 6)),
+    "flax's": (lambda: nnx.Linear(4, 3, dot_general=qnnx.dot_general(W, A), promote_dtype=qnnx.promote_dtype, rngs=R),
+               (2, 4), (1, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(NNX_KERNELS))
+def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
+    make, shape, scale = NNX_KERNELS[case]
+    model, x = make(), draw(*shape)
+    if case == "learned":
+        qnnx.start(model, x)
+    qnnx.calibrate(model, [x])
+    model.eval()
+    serving = qnnx.convert(model)
+    assert serving.kernel.get_value().scale.shape == scale
+    np.testing.assert_array_equal(serving(x), model(x))
+
+
+def test_tables_have_a_scale_for_each_row() -> None:
+    tokens, query = jnp.arange(6), draw(2, 4)
+    layer = qnn.Embed(6, 4, weight=W, activation=A)
+    variables = layer.init(jax.random.key(0), tokens)
+    variables = qflax.calibrate(layer, variables, [query], method="attend")
+    serving = qflax.convert(layer, variables)
+    assert serving["params"]["embedding"].scale.shape == (6, 1)
+    for method, given in (("attend", query), (None, tokens)):
+        np.testing.assert_array_equal(layer.apply(serving, given, method=method),
+                                      layer.apply(variables, given, method=method))  # fmt: skip
+    model = qnnx.Embed(6, 4, weight=W, activation=A, rngs=nnx.Rngs(0))
+    qnnx.calibrate(model, [query], method="attend")
+    table: Any = qnnx.convert(model).embedding.get_value()
+    assert table.scale.shape == (6, 1)
+
+
+def test_a_scale_per_token_at_any_rank() -> None:
+    layer = qnn.Dense(3, weight=W, activation=TOKENS, activation_range=Dynamic())
+    variables = layer.init(jax.random.key(0), draw(2, 4))
+    serving = qflax.convert(layer, variables)
+    x = draw(2, 5, 4)
+    rows = [layer.apply(serving, x[i, j]) for i in range(2) for j in range(5)]
+    np.testing.assert_array_equal(layer.apply(serving, x), np.stack(rows).reshape(2, 5, 3))
+
+
+def test_static_ranges_fit_every_batch() -> None:
+    text = r"activation: wanted PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
+    for granularity in (jq.PerAxis(0), jq.PerAxis((0, 1)), jq.PerToken(), jq.Blocked(-1, 2)):
+        spec = jq.QuantSpec("uint8", granularity)
+        for source in (Observed(), Learned(jq.LSQPlus())):
+            with pytest.raises(ValueError, match=rf"^Dense: jaxquant\.flax\.linen: {text}"):
+                qnn.Dense(3, weight=W, activation=spec, activation_range=source)
+            with pytest.raises(ValueError, match=rf"^Linear.*: jaxquant\.flax\.nnx: {text}"):
+                qnnx.Linear(4, 3, weight=W, activation=spec, activation_range=source, rngs=nnx.Rngs(0))
+        qnn.Dense(3, weight=W, activation=spec, activation_range=Dynamic())
+    # A range per feature, of an axis that is not contracted, at another batch size and another rank.
+    spec = jq.QuantSpec("int8", jq.PerFeature())
+    layer = qnn.Einsum((3, 2), "...td,ts->...sd", use_bias=False, weight=jq.QuantSpec("int8"), activation=spec,
+                       activation_range=Observed(jq.minmax))  # fmt: skip
+    x = draw(2, 3, 4)
+    variables = qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x, x[0], draw(5, 3, 4)])
+    serving = qflax.convert(layer, variables)
+    for given in (x, x[0], draw(7, 3, 4)):
+        np.testing.assert_array_equal(layer.apply(serving, given), layer.apply(variables, given))
+    constants = serving["ranges"]["Product_0"]["activation"]
+    largest = np.abs(np.concatenate([np.asarray(v).reshape(-1, 4) for v in (x, draw(5, 3, 4))])).max(0)
+    np.testing.assert_allclose(np.asarray(constants["scale"]).reshape(-1), largest / 127, rtol=1e-6)
+
+
+# kernels of which a block is as long as the axis, or longer
+SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
+    "dense": (lambda spec: qnn.Dense(3, weight=spec, activation=A), (2, 4), 0),
+    "attention's out": (lambda spec: qnn.DenseGeneral(3, axis=(-2, -1), weight=spec), (2, 4, 8), 1),
+}
+
+
+@pytest.mark.parametrize("case", list(SHORT))
+@pytest.mark.parametrize("size", [3, 4, 8, 32])
+def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
+    make, shape, axis = SHORT[case]
+    module, x = make(jq.QuantSpec("int4", jq.Blocked(axis, size))), draw(*shape)
+    variables = module.init(jax.random.key(0), x)
+    _, seen = module.apply(variables, x, mutable=["ranges"])
+    variables = {**variables, **seen}
+    serving = qflax.convert(module, variables)
+    np.testing.assert_array_equal(module.apply(serving, x), module.apply(variables, x))
+    model = (
+        qnnx.Linear(4, 3, weight=jq.QuantSpec("int4", jq.Blocked(0, size)), rngs=R) if case == "dense" else
+        qnnx.LinearGeneral((4, 8), 3, axis=(-2, -1), weight=jq.QuantSpec("int4", jq.Blocked(1, size)), rngs=R)
+    )  # fmt: skip
+    np.testing.assert_array_equal(qnnx.convert(model)(x), model(x))
+
+
+def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
+    """Another activation spec or range source: a different number, which no array would tell."""
+    x = draw(2, 4)
+    layer = qnn.Dense(3, weight=W, activation=jq.QuantSpec("int8"), activation_range=Observed(jq.minmax))
+    serving = qflax.convert(layer, qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x]))
+    others: list[tuple[str, dict[str, Any]]] = [
+        ("activation", {"activation": jq.QuantSpec("int4")}),
+        ("activation", {"activation": jq.QuantSpec("int8", narrow_range=False)}),
+        ("activation", {"activation_range": Dynamic()}), ("activation", {"activation": None}),
+        ("weight", {"weight": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)}),
+    ]  # fmt: skip
+    checkpoint.save_safetensors(tmp_path / "a", serving)
+    state = serialization.to_state_dict(serving)
+    for name, way in others:
+        other = layer.clone(**way)
+        fresh = other.init(jax.random.key(0), x)
+        if isinstance(other.activation_range, Observed) and other.activation is not None:
+            fresh = qflax.calibrate(other, fresh, [x])
+        target = qflax.convert(other, fresh)
+        loaded = [serving, checkpoint.load_safetensors(tmp_path / "a"), pickle.loads(pickle.dumps(serving))]
+        if "activation_range" not in way and way.get("activation", x) is not None:
+            loaded.append(serialization.from_state_dict(target, state))
+        for variables in loaded:
+            for run in (other.apply, jax.jit(other.apply)):
+                with pytest.raises(
+                    ValueError, match=rf"Dense: .*{name}: wanted what the variables were converted with"
+                ):
+                    run(variables, x)
+    # Observed and learned ranges are the same constants once converted.
+    same = layer.clone(activation_range=Learned(), weight=jq.QuantSpec("int8", jq.PerAxis(-1)))
+    np.testing.assert_array_equal(same.apply(serving, x), layer.apply(serving, x))
+    # Variables without the texts: the arrays still tell a static range.
+    bare = jax.tree.map(lambda v: None if isinstance(v, StaticText) else v, serving,
+                        is_leaf=lambda v: isinstance(v, StaticText))  # fmt: skip
+    np.testing.assert_array_equal(layer.apply(bare, x), layer.apply(serving, x))
+    with pytest.raises(
+        ValueError, match=r"activation: wanted a spec with activation_range=Observed\(\).*; got Dynamic"
+    ):
+        layer.clone(activation_range=Dynamic()).apply(bare, x)
+
+
+def normalization(features: int) -> nnx.BatchNorm:
+    rng = np.random.default_rng(5)
+    norm = nnx.BatchNorm(features, use_running_average=True, rngs=nnx.Rngs(0))
+    for variable in (norm.mean, norm.var, norm.scale, norm.bias):
+        assert variable is not None
+        variable[...] = jnp.asarray(rng.uniform(0.5, 2, features), F32)
+    return norm
+
+
+FOLDED: dict[str, tuple[Callable[[bool], Any], tuple[int, ...]]] = {
+    "linear": (lambda b: nnx.Linear(4, 4, use_bias=b, rngs=R), (2, 4)),
+    "general": (lambda b: nnx.LinearGeneral(4, (2, 4), use_bias=b, rngs=R), (2, 4)),
+    "einsum": (lambda b: nnx.Einsum("bd,hd->bh", (4, 4), (4,) if b else None, rngs=R), (2, 4)),
+    "einsum, two": (lambda b: nnx.Einsum("bd,kdh->bkh", (4, 4, 4), (4, 4) if b else None, rngs=R), (2, 4)),
+    "conv": (lambda b: nnx.Conv(4, 4, (3,), use_bias=b, rngs=R), (2, 5, 4)),
+    "transposed": (lambda b: nnx.ConvTranspose(4, 4, (3,), use_bias=b, rngs=R), (2, 5, 4)),
+    "transposed kernel": (lambda b: nnx.ConvTranspose(4, 4, (3,), use_bias=b, transpose_kernel=True, rngs=R),
+                          (2, 5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(FOLDED))
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_nnx_folds_along_the_features(case: str, use_bias: bool) -> None:
+    make, shape = FOLDED[case]
+    layer, norm, x = make(use_bias), normalization(4), draw(*shape)
+    np.testing.assert_allclose(qnnx.fold_batch_norm(layer, norm)(x), norm(layer(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_linen_folds_along_the_axis_it_is_told() -> None:
+    x, rng = draw(2, 5, 4), np.random.default_rng(5)
+    for transposed in (False, True):
+        layer = nn.ConvTranspose(4, (3,), transpose_kernel=transposed)
+        norm = nn.BatchNorm(use_running_average=True)
+        params = layer.init(jax.random.key(0), x)["params"]
+        variables = jax.tree.map(lambda v: jnp.asarray(rng.uniform(0.5, 2, v.shape), F32),
+                                 norm.init(jax.random.key(0), x))  # fmt: skip
+        folded = qflax.fold_batch_norm(params, variables["params"], variables["batch_stats"],
+                                       axis=-2 if transposed else -1)  # fmt: skip
+        want = norm.apply(variables, layer.apply({"params": params}, x))
+        np.testing.assert_allclose(layer.apply({"params": folded}, x), want, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+class Unknown(nnx.Module):
+    """A layer of someone else's."""
+
+    def __init__(self) -> None:
+        self.kernel = nnx.Param(jnp.ones((4, 4)))
+
+
+def test_a_normalisation_that_cannot_be_folded() -> None:
+    stats = {"mean": jnp.zeros(5), "var": jnp.ones(5)}
+
+    def fold(kernel: Any = None, more: Any = stats, **given: Any) -> Any:
+        return qflax.fold_batch_norm({"kernel": jnp.ones((3, 5)) if kernel is None else kernel}, {}, more, **given)
+
+    for dtype in ("int8", "bool", "complex64"):
+        with pytest.raises(TypeError, match=rf'layer\["kernel"\]: wanted dtype .*; got {dtype}'):
+            fold(jnp.ones((3, 5), dtype))
+        with pytest.raises(TypeError, match=rf'stats\["var"\]: wanted dtype .*; got {dtype}'):
+            fold(more={**stats, "var": jnp.ones(5, dtype)})
+    with pytest.raises(ValueError, match=r"epsilon: wanted a number that is not negative; got -1e-05"):
+        fold(epsilon=-1e-5)
+    for value, text in ((-1.0, "not negative; got -1"), (np.nan, "not negative; got NaN"), (0.0, "positive .*; got 0")):
+        with pytest.raises(ValueError, match=rf'stats\["var"\]: wanted numbers? ?.*{text}|stats\["var"\]: .*{text}'):
+            fold(more={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
+    with pytest.raises(ValueError, match=r"axis: wanted an integer in \[-2, 1\]"):
+        fold(axis=2)
+    with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):
+        qnnx.fold_batch_norm(nnx.Einsum("btd,ts->bsd", (4, 4), rngs=R), normalization(4))
+    with pytest.raises(TypeError, match=r"layer: wanted a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"):
+        qnnx.fold_batch_norm(Unknown(), normalization(4))
+
+
+def test_a_calibrator_is_a_function_of_a_spec() -> None:
+    for source in (Observed, Dynamic):
+        with pytest.raises(
+            TypeError, match=r"calibrator: wanted a function .*; got the string 'mse': give the function, "
+        ):
+            source("mse")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"; got a Calibrator, which already has a spec: give the function that m"):
+            source(jq.minmax(A))  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\); got percentile, which needs"
+        ):
+            source(jq.percentile)  # type: ignore[arg-type]
