@@ -13,7 +13,7 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from . import _contracts, _description, _dtypes, _granularity, _indexing, _numerics, _small_floats
+from . import _contracts, _description, _dtypes, _granularity, _indexing, _numerics, _operators, _small_floats
 from ._codebook import CodeBook
 from ._dequantize_linear import dequantize as dequantize_codes
 
@@ -23,7 +23,7 @@ _CHECKED = 2**16  # a scale of so many entries is looked at; a longer one would 
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class QuantizedArray:
+class QuantizedArray(_operators.RefusedOperators):
     """Codes, and what they stand for: x = (values - zero_point) * scale.
 
     A pytree of up to three arrays. It stores no granularity: the shapes say it, and say it still after `jax.vmap`, a
@@ -226,7 +226,11 @@ class QuantizedArray:
     def __getitem__(self, index: Any) -> QuantizedArray:
         """Returns what numpy's indexing picks, with the entries of scale and zero point that belong to it.
 
-        A slice that cuts through blocks gets an entry per index.
+        A slice that cuts through blocks gets an entry per index. An int out of range is an IndexError; of an array,
+        which may be traced, an index out of range takes the nearest element, as in `jax.numpy`. `take` can return NaN.
+
+        Raises:
+            TypeError, ValueError, IndexError: it is no index of this array, or int32 does not hold it.
         """
         return _indexing.picked(contract(f"{_NAME}.__getitem__", "self", self), index)
 

@@ -124,7 +124,8 @@ def real(function: str, argument: str, value: Any) -> None:
     """Requires a static finite real number; a bool is none, a traced value neither."""
     holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require_type(holds, function, argument, "a static Python number", described(value))
-    finite = bool(abs(value) <= float(np.finfo(np.float32).max))  # an int may be too large for a float
+    magnitude: Any = abs(value)  # not of float(value): an int may be too large for a float
+    finite = bool(magnitude <= float(np.finfo(np.float32).max))
     require(finite, function, argument, "a finite number of float32", value)
 
 

@@ -47,6 +47,7 @@ FLOORS = {
     "onednn": 2,
     "_ranges": 3,
     "_indexing": 3,
+    "_operators": 3,
     "_matmul": 3,
     "_convolution_attributes": 3,
     "_fake_quantize_linear": 3,

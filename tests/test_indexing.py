@@ -313,7 +313,8 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
      r"__getitem__: index: wanted at most 2 dimensions, the array's; got 3"),
     ("two dots", lambda: Q[..., 0, ...], ValueError, r"__getitem__: index: wanted one ellipsis at most"),
     *[
-        (f"64 bits {i}", P(Q.__getitem__, index), ValueError, rf"__getitem__: index: wanted integers that int32 holds; got {got}")
+        (f"64 bits {i}", P(Q.__getitem__, index), ValueError,
+         rf"__getitem__: index: wanted integers that int32 holds; got {got}")
         for i, (index, got) in enumerate([
             (np.array([2**32 + 1]), "4294967297, of int64"),
             (np.array([[0, -(2**31) - 1]]), "-2147483649, of int64"),
