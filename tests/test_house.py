@@ -122,12 +122,13 @@ NNX = {
 }
 NNX["conv_general_dilated"] = NNX["dot_general"]
 POLICIES = ("save_codes",)  # what jax.checkpoint calls, not a user
+MODULE_HOOKS = ("__getattr__", "__dir__")  # PEP 562
 PUBLIC = {
-    **{n: getattr(jq, n) for n in vars(jq) if inspect.isfunction(getattr(jq, n)) and n not in POLICIES},
+    **{n: f for n, f in vars(jq).items() if inspect.isfunction(f) and n not in (*POLICIES, *MODULE_HOOKS)},
     **{f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f)},
     **{f"integer.{name}": f for name, f in vars(jq.integer).items() if inspect.isfunction(f)},
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
-    **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f)},
+    **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f) and n not in MODULE_HOOKS},
     **{f"flax.nnx.{n}": f for n, f in vars(qnnx).items() if inspect.isfunction(f) and not n.startswith("_")},
 }
 # What stands in for a JAX function has its argument order, dimension numbers and all; its zero points come last.
