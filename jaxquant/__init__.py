@@ -22,6 +22,7 @@ from ._calibration import mse as mse
 from ._calibration import percentile as percentile
 from ._codebook import CodeBook as CodeBook
 from ._codebook import nf4 as nf4
+from ._concatenate import concatenate as concatenate
 from ._conv_general_dilated import conv_general_dilated as conv_general_dilated
 from ._conv_integer import conv_integer as conv_integer
 from ._dequantize_linear import dequantize_linear as dequantize_linear

@@ -31,7 +31,8 @@ class QuantizedArray(_operators.RefusedOperators):
     that of `values` (an entry per index), or counts blocks. They may differ from each other.
 
     `jax.vmap` and `jax.lax.scan` map every part of it: an axis to map must be there in the scale too, among the axes
-    that `PerAxis` keeps, or by `per_index(axis)`.
+    that `PerAxis` keeps, or by `per_index(axis)`. `concatenate` joins arrays; `jnp.concatenate` of their parts leaves
+    scales that are read as equally long blocks, which they may not be, and no check can tell.
 
     The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every method and function
     that is given one does. It is immutable, and it is no `jax.Array`: what would need its values as floats
@@ -292,7 +293,7 @@ export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="jaxquant.QuantizedArray",
     serialize_auxdata=lambda static: _description.encoded(static).encode(),
-    deserialize_auxdata=_description.decoded,
+    deserialize_auxdata=_description.decode_saved_program,
 )
 
 

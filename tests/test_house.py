@@ -66,8 +66,10 @@ FLOORS = {
     "_quantized_dot": 5,
     "_weight_only": 5,
     "_take": 5,
+    "_concatenate": 5,
     "_quantization_error": 5,
-    "checkpoint": 5,
+    "_stored_arrays": 5,
+    "checkpoint": 6,
     "_dot": 6,
     "_rules": 6,
     "_einsum": 7,
@@ -139,13 +141,14 @@ LIKE_JAX = (
     "conv_general_dilated",
     "einsum",
     "take",
+    "concatenate",
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
 )
 TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key"),
-    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices"),
+    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays"),
 )
 # A factory of functions: all that it is told is static, and what may stand in its place is not marked.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
@@ -304,6 +307,7 @@ def test_the_public_names_are_the_issue_s() -> None:
         "einsum": ["subscripts", "operands", "precision", "preferred_element_type"],
         "conv_general_dilated": [*CONV, "precision", "preferred_element_type"],
         "take": ["q", "indices", "axis", "mode"],
+        "concatenate": ["arrays", "axis"],
         "quantization_error": ["x", "q"],
         "fake_quantize": ["x", "spec", "scale", "zero_point", "gradient"],
         "quantized_dot_general": [
