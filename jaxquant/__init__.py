@@ -1,4 +1,11 @@
-"""Quantization in JAX with the integers of ONNX Runtime and oneDNN, bit for bit."""
+"""Quantization in JAX with the integers of ONNX Runtime and oneDNN, bit for bit.
+
+`jaxquant.flax` and `jaxquant.checkpoint` are imported when they are first used.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 from . import integer as integer
 from . import onednn as onednn
@@ -15,6 +22,7 @@ from ._calibration import mse as mse
 from ._calibration import percentile as percentile
 from ._codebook import CodeBook as CodeBook
 from ._codebook import nf4 as nf4
+from ._concatenate import concatenate as concatenate
 from ._conv_general_dilated import conv_general_dilated as conv_general_dilated
 from ._conv_integer import conv_integer as conv_integer
 from ._dequantize_linear import dequantize_linear as dequantize_linear
@@ -57,3 +65,26 @@ from ._spec import QuantSpec as QuantSpec
 from ._straight_through import save_codes as save_codes
 from ._take import take as take
 from .onednn import dynamic_dequantize as dynamic_dequantize
+
+if TYPE_CHECKING:
+    from . import checkpoint as checkpoint
+    from . import flax as flax
+else:  # type checkers would take every name for one that is there
+    _LAZY = ("checkpoint", "flax")  # of these, flax needs a package that jaxquant does not depend on
+
+    def __getattr__(name: str) -> Any:
+        """Imports a module of jaxquant that is not imported with it (PEP 562)."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name != name:  # something else is missing, and the error names it
+                raise
+            text = f'jaxquant.{name}: wanted the package {name}: pip install "jaxquant[{name}]"; got none installed'
+            raise ModuleNotFoundError(text, name=name) from error
+
+    def __dir__() -> list[str]:
+        """Returns the public names, with flax only where it can be imported: tools take the value of every name."""
+        available = [name for name in _LAZY if name != "flax" or importlib.util.find_spec(name) is not None]
+        return sorted({*globals(), *available})

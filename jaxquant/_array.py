@@ -13,7 +13,7 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from . import _contracts, _description, _dtypes, _granularity, _indexing, _numerics, _small_floats
+from . import _contracts, _description, _dtypes, _granularity, _indexing, _numerics, _operators, _small_floats
 from ._codebook import CodeBook
 from ._dequantize_linear import dequantize as dequantize_codes
 
@@ -23,7 +23,7 @@ _CHECKED = 2**16  # a scale of so many entries is looked at; a longer one would 
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class QuantizedArray:
+class QuantizedArray(_operators.RefusedOperators):
     """Codes, and what they stand for: x = (values - zero_point) * scale.
 
     A pytree of up to three arrays. It stores no granularity: the shapes say it, and say it still after `jax.vmap`, a
@@ -31,7 +31,8 @@ class QuantizedArray:
     that of `values` (an entry per index), or counts blocks. They may differ from each other.
 
     `jax.vmap` and `jax.lax.scan` map every part of it: an axis to map must be there in the scale too, among the axes
-    that `PerAxis` keeps, or by `per_index(axis)`.
+    that `PerAxis` keeps, or by `per_index(axis)`. `concatenate` joins arrays; `jnp.concatenate` of their parts leaves
+    scales that are read as equally long blocks, which they may not be, and no check can tell.
 
     The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every method and function
     that is given one does. It is immutable, and it is no `jax.Array`: what would need its values as floats
@@ -226,7 +227,11 @@ class QuantizedArray:
     def __getitem__(self, index: Any) -> QuantizedArray:
         """Returns what numpy's indexing picks, with the entries of scale and zero point that belong to it.
 
-        A slice that cuts through blocks gets an entry per index.
+        A slice that cuts through blocks gets an entry per index. An int out of range is an IndexError; of an array,
+        which may be traced, an index out of range takes the nearest element, as in `jax.numpy`. `take` can return NaN.
+
+        Raises:
+            TypeError, ValueError, IndexError: it is no index of this array, or int32 does not hold it.
         """
         return _indexing.picked(contract(f"{_NAME}.__getitem__", "self", self), index)
 
@@ -288,7 +293,7 @@ export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="jaxquant.QuantizedArray",
     serialize_auxdata=lambda static: _description.encoded(static).encode(),
-    deserialize_auxdata=_description.decoded,
+    deserialize_auxdata=_description.decode_saved_program,
 )
 
 

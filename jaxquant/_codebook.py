@@ -32,7 +32,8 @@ class CodeBook:
     def __post_init__(self) -> None:
         """Refuses a table that is not ascending or has no dtype for its codes."""
         _contracts.require_type(isinstance(self.name, str), "CodeBook", "name", "a string", repr(self.name))
-        is_sequence = isinstance(self.levels, list | tuple | np.ndarray)
+        is_array = isinstance(self.levels, np.ndarray) and self.levels.ndim == 1
+        is_sequence = is_array or isinstance(self.levels, list | tuple)
         wanted = "a sequence of numbers"
         _contracts.require_type(is_sequence, "CodeBook", "levels", wanted, _contracts.described(self.levels))
         for level in self.levels:

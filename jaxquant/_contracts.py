@@ -124,7 +124,8 @@ def real(function: str, argument: str, value: Any) -> None:
     """Requires a static finite real number; a bool is none, a traced value neither."""
     holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require_type(holds, function, argument, "a static Python number", described(value))
-    finite = abs(float(value)) <= float(np.finfo(np.float32).max)
+    magnitude: Any = abs(value)  # not of float(value): an int may be too large for a float
+    finite = bool(magnitude <= float(np.finfo(np.float32).max))
     require(finite, function, argument, "a finite number of float32", value)
 
 
@@ -204,14 +205,22 @@ def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
 
 def _narrowed(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """Returns the arguments with numpy's 64-bit integers as int32, which JAX would make of them, wrapped or not."""
-    result = []
-    for argument, value in given.items():
-        if type(value) is np.ndarray and value.dtype.itemsize == 8 and value.dtype.kind in "iu":
-            narrow = value.astype(np.int32)
-            require(bool((narrow == value).all()), function, argument, "integers that int32 holds", value.dtype)
-            value = narrow
-        result.append(value)
-    return tuple(result)
+    return tuple(narrow_to_int32(function, argument, value) for argument, value in given.items())
+
+
+def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
+    """Returns a numpy array or scalar of 64-bit integers as int32, which has to hold them; anything else as it came.
+
+    JAX drops the upper 32 bits without a word: 2**32 + 1 becomes 1.
+    """
+    is_wide = isinstance(value, np.ndarray | np.integer) and value.dtype.kind in "iu" and value.dtype.itemsize == 8
+    if not is_wide:
+        return value
+    narrow = value.astype(np.int32)
+    wrong = np.asarray(value)[narrow != value]
+    if wrong.size:
+        require(False, function, argument, "integers that int32 holds", f"{wrong.flat[0]}, of {value.dtype}")
+    return narrow
 
 
 def unwrapped(value: Any) -> Any:

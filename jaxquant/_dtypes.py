@@ -80,8 +80,3 @@ def width(dtype: np.dtype) -> int:
 def wider(left: np.dtype, right: np.dtype) -> np.dtype:
     """Returns the dtype of two floats that meet: theirs where it is one, else float32."""
     return left if left == right else FLOAT32
-
-
-def named(name: str) -> np.dtype:
-    """Returns the dtype of a name, one of ml_dtypes' included, whatever numpy knows of it."""
-    return np.dtype(getattr(jnp, name))

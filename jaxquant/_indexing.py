@@ -84,7 +84,7 @@ def _unmasked(item: Any, shape: tuple[int, ...]) -> list[Any]:
 
 
 def _item(given: Any) -> Any:
-    item: Any = np.asarray(given or np.zeros(0, np.int32)) if isinstance(given, list) else given
+    item: Any = _listed(given) if isinstance(given, list) else given
     if item is None or item is Ellipsis:
         return item
     if isinstance(item, slice):
@@ -97,8 +97,22 @@ def _item(given: Any) -> Any:
     return _index_array(item)
 
 
+def _listed(given: list[Any]) -> np.ndarray:
+    """Returns a list of integers or bools as an array; one without elements as integers."""
+    try:
+        item = np.asarray(given or np.zeros(0, np.int32))
+    except ValueError:  # numpy found rows of several lengths
+        _contracts.require(False, _ITEM, "index", "a list whose rows are equally long", given)
+        raise
+    if item.dtype.kind in "Of":  # numpy has no integers for these numbers, or they are no integers
+        for number in np.asarray(given, object).flat:
+            if isinstance(number, int) and not np.iinfo(np.int64).min <= number <= np.iinfo(np.int64).max:
+                _contracts.require(False, _ITEM, "index", "integers that int32 holds", number)
+    return item
+
+
 def _index_array(item: Any) -> Any:
-    """Requires an array of integers, or a mask whose elements are known."""
+    """Requires an array of integers, or a mask whose elements are known; returns integers as int32."""
     is_array = isinstance(item, jax.Array | np.ndarray)
     wanted = "ints, slices, None, an ellipsis, or arrays of integers or bools"
     _contracts.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", wanted, _contracts.described(item))
@@ -107,7 +121,12 @@ def _index_array(item: Any) -> Any:
         known = not _contracts.is_traced(item) and item.ndim > 0
         _contracts.require_type(known, _ITEM, "index", wanted, _contracts.described(item))
         return item
-    return item if item.dtype.itemsize > 2 else item.astype(np.int32)  # int8 cannot count to 200
+    item = _contracts.narrow_to_int32(_ITEM, "index", item)
+    if item.dtype.kind == "u" and item.dtype.itemsize > 2:  # JAX takes the upper half of uint32 for negative numbers
+        item = jnp.minimum(item, item.dtype.type(np.iinfo(np.int32).max))
+    elif item.dtype.itemsize > 2:
+        return item
+    return item.astype(np.int32)  # int8 cannot count to 200
 
 
 def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None) -> Any:

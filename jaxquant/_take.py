@@ -65,12 +65,12 @@ def take(q: QuantizedArray, indices: ArrayLike, axis: int = 0, *, mode: str | No
 
 
 def _number(indices: Any) -> Any:
-    """Returns an int as an array of it, which an int32 must hold; anything else as it came."""
-    if not isinstance(indices, int) or isinstance(indices, bool):
-        return indices
-    bounds = np.iinfo(np.int32)
-    _contracts.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
-    return np.asarray(indices, np.int32)
+    """Returns an int as an int32 that has to hold it; anything else as it came."""
+    if isinstance(indices, int) and not isinstance(indices, bool):
+        bounds = np.iinfo(np.int32)
+        _contracts.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
+        return np.asarray(indices, np.int32)
+    return _contracts.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("axis", "mode", "dtype", "block_size", "codebook"))

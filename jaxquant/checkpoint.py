@@ -1,19 +1,19 @@
 """Quantized arrays in checkpoints, at their true size: packed codes and a description, for any library that saves
-arrays. Imported by hand, `from jaxquant import checkpoint`; Orbax and safetensors only where they are asked for."""
+arrays. Orbax and safetensors are imported only where they are asked for.
+
+Descriptions are data: nothing in a file is executed, and what does not fit the arrays beside it is a contract error.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _array, _contracts, _description, _dtypes
@@ -21,39 +21,22 @@ from ._array import QuantizedArray
 from ._packing import pack as pack
 from ._packing import unpack as unpack
 from ._static_text import StaticText
+from ._stored_arrays import (
+    FORMAT,
+    KEY,
+    PARTS,
+    TEXT,
+    find_stored_type,
+    read_type,
+    restore_part,
+    restore_quantized,
+    restore_text,
+    store_part,
+    store_text,
+    write_description,
+)
 
 _AS_BITS = (*_dtypes.QUANTIZED, _dtypes.E8M0)  # what safetensors knows in part, by names of its own
-_KEY = "quantized_array"  # the description lies beside the parts, under this name
-_TEXT = "static_text"
-_FORMAT, _VERSION = "jaxquant.QuantizedArray", 1
-_PARTS = ("values", "scale", "zero_point")
-
-
-def _stored(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns the dtype and the shape that an array is stored in: one that every library knows."""
-    if _dtypes.width(dtype) < 8:
-        return np.dtype(jnp.uint8), (-(-math.prod(shape) * _dtypes.width(dtype) // 8),)
-    if dtype.isbuiltin == 1:
-        return dtype, shape
-    return np.dtype(f"u{dtype.itemsize}"), shape
-
-
-def _to_stored(part: Any) -> Any:
-    part = jnp.asarray(part)
-    dtype, _ = _stored(part.dtype, part.shape)
-    if _dtypes.width(part.dtype) < 8:
-        return pack(part)
-    return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
-
-
-def _from_stored(stored: Any, dtype: np.dtype, shape: tuple[int, ...]) -> jax.Array:
-    if _dtypes.width(dtype) < 8:
-        return unpack(stored, dtype, shape)
-    stored = jnp.asarray(stored)
-    wanted = _stored(dtype, shape)
-    got = (stored.dtype, stored.shape)
-    _contracts.require(got == wanted, "checkpoint.from_arrays", "tree", f"{wanted[0]}{list(shape)}, as described", got)
-    return stored if dtype == stored.dtype else lax.bitcast_convert_type(stored, dtype)
 
 
 def _is_quantized(node: Any) -> bool:
@@ -61,7 +44,7 @@ def _is_quantized(node: Any) -> bool:
 
 
 def _is_packed(node: Any) -> bool:
-    return isinstance(node, Mapping) and (_KEY in node or set(node) == {_TEXT})
+    return isinstance(node, Mapping) and (KEY in node or set(node) == {TEXT})
 
 
 def to_arrays(tree: Any) -> Any:
@@ -96,26 +79,17 @@ def to_arrays(tree: Any) -> Any:
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, StaticText):
-            return _encode_text(leaf)
+            return store_text(leaf)
         if not _is_quantized(leaf):
             return leaf
         q = _array.contract("checkpoint.to_arrays", "tree", leaf)
-        parts = {name: getattr(q, name) for name in _PARTS if getattr(q, name) is not None}
-        return {**{name: _to_stored(part) for name, part in parts.items()}, _KEY: _text(q)}
+        parts = {name: getattr(q, name) for name in PARTS if getattr(q, name) is not None}
+        return {
+            **{name: store_part(part) for name, part in parts.items()},
+            KEY: write_description(q),
+        }
 
     return jax.tree.map(convert, tree, is_leaf=_is_quantized)
-
-
-def _text(q: QuantizedArray) -> np.ndarray:
-    """Returns what the parts of a QuantizedArray are, as the bytes of a JSON text."""
-    parts = {
-        name: {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
-        for name in _PARTS
-        if (part := getattr(q, name)) is not None
-    }
-    static = json.loads(_description.encoded((q.dtype, q.block_size, q.codebook)))
-    text = json.dumps({"format": _FORMAT, "version": _VERSION, "parts": parts, "static": static})
-    return np.frombuffer(text.encode(), np.uint8)
 
 
 def from_arrays(tree: Any) -> Any:
@@ -129,8 +103,8 @@ def from_arrays(tree: Any) -> Any:
         The tree, with a QuantizedArray in place of each dict that is one.
 
     Raises:
-        TypeError: a description is traced, and cannot be read.
-        ValueError: a description is none, is of a later format, or does not fit its arrays.
+        TypeError: a description is traced, and cannot be read; or what should be an array is none.
+        ValueError: a description is damaged, is of a later format, or does not fit its arrays.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -141,56 +115,19 @@ def from_arrays(tree: Any) -> Any:
 
     Source: ONNX TensorProto, "int4, int2 packing".
     """
-    return jax.tree.map(lambda node: _restored(node) if _is_packed(node) else node, tree, is_leaf=_is_packed)
+    return _restore("checkpoint.from_arrays", tree)
 
 
-def _restored(node: Mapping[str, Any]) -> QuantizedArray | StaticText:
-    if _TEXT in node:
-        return StaticText(_read_text(node[_TEXT]))
-    found = _described(node[_KEY])
-    parts = found["parts"]
-    wanted = f"the arrays {', '.join((*parts, _KEY))}"
-    _contracts.require(set(node) == {*parts, _KEY}, "checkpoint.from_arrays", "tree", wanted, ", ".join(map(str, node)))
-    arrays = {
-        name: _from_stored(node[name], _dtypes.named(part["dtype"]), tuple(part["shape"]))
-        for name, part in parts.items()
-    }
-    dtype, block_size, book = _description.decoded(json.dumps(found["static"]))
-    q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=book)
-    return _array.contract("checkpoint.from_arrays", "tree", q)
+def _restore(function: str, tree: Any) -> Any:
+    """Returns what `from_arrays` does, with errors that name another function."""
 
+    def convert(path: tuple[Any, ...], node: Any) -> Any:
+        if not _is_packed(node):
+            return node
+        restore = restore_quantized if KEY in node else restore_text
+        return restore(function, f"tree{jax.tree_util.keystr(path)}", node)
 
-def _encode_text(node: StaticText) -> dict[str, np.ndarray]:
-    return {_TEXT: np.frombuffer(node.text.encode(), np.uint8)}
-
-
-def _read_text(array: Any) -> str:
-    name, argument = "checkpoint.from_arrays", f"tree[...]['{_TEXT}']"
-    is_known = isinstance(array, jax.Array | np.ndarray) and not _contracts.is_traced(array)
-    wanted = "an array of uint8 that is not traced"
-    _contracts.require_type(is_known and array.dtype == np.uint8, name, argument, wanted, _contracts.described(array))
-    try:
-        return np.asarray(array).tobytes().decode()
-    except UnicodeDecodeError:
-        raise _contracts.ContractValueError(_contracts.message(name, argument, "UTF-8", "other bytes")) from None
-
-
-def _described(text: Any) -> dict[str, Any]:
-    name, argument = "checkpoint.from_arrays", f"tree[...]['{_KEY}']"
-    is_known = isinstance(text, jax.Array | np.ndarray) and not _contracts.is_traced(text)
-    wanted = "an array of uint8 that is not traced"
-    _contracts.require_type(is_known and text.dtype == np.uint8, name, argument, wanted, _contracts.described(text))
-    try:
-        found = json.loads(np.asarray(text).tobytes())
-    except ValueError:
-        found = None
-    is_ours = isinstance(found, dict) and found.get("format") == _FORMAT
-    _contracts.require(is_ours, name, argument, "a description of a QuantizedArray", "another text")
-    assert found is not None
-    version = found.get("version")
-    wanted = f"version {_VERSION}, the newest that is known here"
-    _contracts.require(version == _VERSION, name, argument, wanted, f"version {version}")
-    return found
+    return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_packed)
 
 
 def _library(function: str, module: str) -> Any:
@@ -235,9 +172,9 @@ def save_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> N
         array = np.asarray(leaf)
         if array.dtype in _AS_BITS and array.dtype.isbuiltin != 1:
             bits[key] = {"dtype": array.dtype.name, "shape": list(array.shape)}
-            array = np.asarray(_to_stored(array))
+            array = np.asarray(store_part(array))
         tensors[key] = np.asarray(array, order="C")
-    library.save_file(tensors, os.fspath(path), metadata={_FORMAT: json.dumps(bits)})
+    library.save_file(tensors, os.fspath(path), metadata={FORMAT: json.dumps(bits)})
 
 
 def _flat(function: str, tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -265,7 +202,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         ModuleNotFoundError: safetensors is not installed.
-        ValueError: a QuantizedArray's arrays do not fit its description.
+        ValueError: it is no safetensors file, or is damaged; or a QuantizedArray's arrays do not fit its description.
 
     Example:
         >>> import os, tempfile, numpy as np
@@ -278,22 +215,40 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Source: the safetensors format.
     """
-    library = _library("checkpoint.load_safetensors", "safetensors")
+    function = "checkpoint.load_safetensors"
+    library = _library(function, "safetensors")
+    try:
+        with library.safe_open(os.fspath(path), framework="np") as file:
+            metadata = file.metadata() or {}
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 it is no dict
+    except library.SafetensorError as error:
+        text = _contracts.message(function, "path", "a safetensors file", f"{os.fspath(path)!r}: {error}")
+        raise _contracts.ContractValueError(text) from error
+    place = f"path, the metadata {FORMAT!r}"
+    bits = _description.parse_json(function, place, metadata.get(FORMAT, "{}"))
+    is_table = isinstance(bits, dict) and set(bits) <= set(arrays)
+    if not is_table:
+        got = ", ".join(map(repr, bits)) if isinstance(bits, dict) else type(bits).__name__
+        _contracts.require(False, function, place, "an object whose names are those of tensors", got)
+    for key, described in bits.items():
+        dtype, shape = read_type(function, f"{place}[{key!r}]", described)
+        arrays[key] = np.asarray(restore_part(function, f"tree[{key!r}]", arrays[key], dtype, shape))
+    return _restore(function, _nest(function, arrays))
+
+
+def _nest(function: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns arrays in dicts in dicts, by their names taken apart at "/"."""
     tree: dict[str, Any] = {}
-    wanted = "names of which none goes on where another ends"
-    with library.safe_open(os.fspath(path), framework="np") as file:
-        bits = json.loads((file.metadata() or {}).get(_FORMAT, "{}"))
-        for key in file.keys():  # noqa: SIM118 it is no dict
-            array = file.get_tensor(key)
-            if key in bits:
-                array = np.asarray(_from_stored(array, _dtypes.named(bits[key]["dtype"]), tuple(bits[key]["shape"])))
-            *outer, last = key.split("/")
-            node = tree
-            for name in outer:
-                node = node.setdefault(name, {})
-                _contracts.require(isinstance(node, dict), "checkpoint.load_safetensors", "path", wanted, repr(key))
-            node[last] = array
-    return from_arrays(tree)
+    wanted = 'no tensor name that is a prefix of another, as "a" is of "a/b"'
+    for key, array in arrays.items():
+        *outer, last = key.split("/")
+        node = tree
+        for name in outer:
+            node = node.setdefault(name, {})
+            _contracts.require(isinstance(node, dict), function, "path", wanted, repr(key))
+        _contracts.require(last not in node, function, "path", wanted, repr(key))
+        node[last] = array
+    return tree
 
 
 def save_orbax(path: str | os.PathLike[str], tree: Any) -> None:
@@ -340,7 +295,7 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
 
     Raises:
         ModuleNotFoundError: orbax-checkpoint is not installed.
-        ValueError: `like` is not what was saved.
+        ValueError: `like` is not what was saved; or a description is damaged, or does not fit its arrays.
 
     Example:
         >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
@@ -356,9 +311,9 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     library = _library("checkpoint.load_orbax", "orbax.checkpoint")
     with library.StandardCheckpointer() as checkpointer:
         if like is None:
-            return from_arrays(checkpointer.restore(os.path.abspath(path)))
+            return _restore("checkpoint.load_orbax", checkpointer.restore(os.path.abspath(path)))
         target = jax.tree.map(lambda leaf: _target(leaf) if _is_quantized(leaf) else leaf, like, is_leaf=_is_quantized)
-        tree = from_arrays(checkpointer.restore(os.path.abspath(path), target))
+        tree = _restore("checkpoint.load_orbax", checkpointer.restore(os.path.abspath(path), target))
     wanted, got = jax.tree.structure(like), jax.tree.structure(tree)
     _contracts.require(wanted == got, "checkpoint.load_orbax", "like", f"{got}, as it was saved", wanted)
     return jax.tree.map(_placed, tree, like)
@@ -367,12 +322,12 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
 def _target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     """Returns what Orbax restores a QuantizedArray's arrays into: placed as its parts are where they are not packed."""
     if isinstance(q, StaticText):
-        return _encode_text(q)
-    target: dict[str, Any] = {_KEY: _text(q)}
-    for name in _PARTS:
+        return store_text(q)
+    target: dict[str, Any] = {KEY: write_description(q)}
+    for name in PARTS:
         if (part := getattr(q, name)) is None:
             continue
-        dtype, shape = _stored(np.dtype(part.dtype), part.shape)
+        dtype, shape = find_stored_type(np.dtype(part.dtype), part.shape)
         place = getattr(part, "sharding", None)
         if isinstance(place, NamedSharding) and shape != part.shape:
             place = NamedSharding(place.mesh, PartitionSpec())

@@ -206,7 +206,7 @@ def test_safetensors_of_others(rng: np.random.Generator, tmp_path: pathlib.Path)
     same_trees(checkpoint.load_safetensors(path), {"a": {"b": np.ones(3, F32)}, "c.d": np.zeros(2, np.int64)})
     library.save_file({"a": np.ones(3, F32), "a/b": np.ones(3, F32)}, path)
     with pytest.raises(
-        ValueError, match="load_safetensors: path: wanted names of which none goes on where another ends; got 'a"
+        ValueError, match=r"load_safetensors: path: wanted no tensor name that is a prefix of another.*; got 'a"
     ):
         checkpoint.load_safetensors(path)
     # What is written here is read by others: names, and bfloat16 as such.
@@ -317,7 +317,7 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("bad parts", P(checkpoint.to_arrays, {"w": Q.replace(scale=Q.scale * 0)}), ValueError,
      r"to_arrays: tree.scale: wanted positive numbers"),
     ("no text", P(FROM, {**STORED,
-     "quantized_array": B}), ValueError, r"from_arrays: tree.*: wanted a description of a Quant"),
+     "quantized_array": B}), ValueError, r"from_arrays: tree\['quantized_array'\]: wanted a JSON text; got Expecting"),
     ("another text", P(FROM, {**STORED,
      "quantized_array": described(format="x")}), ValueError, r"wanted a description of a"),
     ("a later format", P(FROM, {**STORED,
@@ -330,9 +330,11 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
      r"from_arrays: tree: wanted the arrays values, scale, quan"),
     ("a part more", P(FROM, {**STORED,
      "more": B}), ValueError, r"from_arrays: tree: wanted the arrays values.*; got .*more"),
-    ("too few codes", P(FROM, {**STORED, "values": B[:7]}), ValueError, r"unpack: packed: wanted 8 bytes"),
+    ("too few codes", P(FROM, {**STORED, "values": B[:7]}), ValueError,
+     r"from_arrays: tree\['values'\]: wanted uint8\[8\], as described for int4\[3, 5\]; got uint8\[7\]"),
     ("a scale of 64 bits", P(FROM, {**STORED,
-     "scale": np.ones((4, 1), F32)}), ValueError, r"from_arrays: tree: wanted float32"),
+     "scale": np.ones((4, 1), F32)}), ValueError,
+     r"from_arrays: tree\['scale'\]: wanted float32\[3, 1\], as described; got float32\[4, 1\]"),
     ("a list", P(SAVE, {"a": [B]}), TypeError, r"save_safetensors: tree\['a'\]: wanted dicts of arrays; got list"),
     ("a number", P(SAVE, {"a": {"b": 1.0}}), TypeError,
      r"save_safetensors: tree\['a'\]\['b'\]: wanted dicts of arrays; got f"),

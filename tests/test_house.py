@@ -48,6 +48,7 @@ FLOORS = {
     "onednn": 2,
     "_ranges": 3,
     "_indexing": 3,
+    "_operators": 3,
     "_matmul": 3,
     "_convolution_attributes": 3,
     "_fake_quantize_linear": 3,
@@ -66,8 +67,10 @@ FLOORS = {
     "_quantized_dot": 5,
     "_weight_only": 5,
     "_take": 5,
+    "_concatenate": 5,
     "_quantization_error": 5,
-    "checkpoint": 5,
+    "_stored_arrays": 5,
+    "checkpoint": 6,
     "_dot": 6,
     "_rules": 6,
     "_einsum": 7,
@@ -127,12 +130,13 @@ NNX = {
 }
 NNX["conv_general_dilated"] = NNX["dot_general"]
 POLICIES = ("save_codes",)  # what jax.checkpoint calls, not a user
+MODULE_HOOKS = ("__getattr__", "__dir__")  # PEP 562
 PUBLIC = {
-    **{n: getattr(jq, n) for n in vars(jq) if inspect.isfunction(getattr(jq, n)) and n not in POLICIES},
+    **{n: f for n, f in vars(jq).items() if inspect.isfunction(f) and n not in (*POLICIES, *MODULE_HOOKS)},
     **{f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f)},
     **{f"integer.{name}": f for name, f in vars(jq.integer).items() if inspect.isfunction(f)},
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
-    **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f) and not n.startswith("_")},
+    **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f) and n not in MODULE_HOOKS},
     **{f"flax.nnx.{n}": f for n, f in vars(qnnx).items() if inspect.isfunction(f) and n in NNX},
 }
 # Loops on the host, of which nothing is traced but what they call.
@@ -145,13 +149,14 @@ LIKE_JAX = (
     "conv_general_dilated",
     "einsum",
     "take",
+    "concatenate",
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
 )
 TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key"),
-    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices"),
+    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays"),
 )
 # A factory of functions: all that it is told is static, and what may stand in its place is not marked.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
@@ -310,6 +315,7 @@ def test_the_public_names_are_the_issue_s() -> None:
         "einsum": ["subscripts", "operands", "precision", "preferred_element_type"],
         "conv_general_dilated": [*CONV, "precision", "preferred_element_type"],
         "take": ["q", "indices", "axis", "mode"],
+        "concatenate": ["arrays", "axis"],
         "quantization_error": ["x", "q"],
         "fake_quantize": ["x", "spec", "scale", "zero_point", "gradient"],
         "quantized_dot_general": [

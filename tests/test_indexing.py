@@ -155,6 +155,20 @@ def test_beyond_the_ends_as_jax_has_it(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(got, want[:, jnp.asarray(index)])
 
 
+def test_indices_of_every_integer_dtype(rng: np.random.Generator) -> None:
+    """The codes and the scale are of the same row, whatever the dtype of the index; uint32 counts to its end."""
+    q, want = made(rng, (9,), (3,), (9,), 3)
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
+        largest = min(np.iinfo(dtype).max, 2**31 - 1) if dtype.endswith("64") else np.iinfo(dtype).max
+        index = np.array([0, 8, 4, largest], dtype)
+        told(q[index], want[[0, 8, 4, 8]])
+        told(q[index[1]], want[8])
+        told(q[[index[1], index[2]]], want[[8, 4]])
+    index = jnp.array([2**32 - 1, 2**31 + 2, 4], jnp.uint32)
+    told(q[index], want[[8, 8, 4]])
+    same(jax.jit(lambda q, i: q[i])(q, index), want[[8, 8, 4]])
+
+
 def test_transposes(rng: np.random.Generator) -> None:
     q, want = made(rng, (4, 6, 5), (4, 3, 1), (1, 6, 5), 2)
     for axes in itertools.permutations(range(3)):
@@ -298,6 +312,27 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("too many", lambda: Q[0, 0, 0], ValueError,
      r"__getitem__: index: wanted at most 2 dimensions, the array's; got 3"),
     ("two dots", lambda: Q[..., 0, ...], ValueError, r"__getitem__: index: wanted one ellipsis at most"),
+    *[
+        (f"64 bits {i}", P(Q.__getitem__, index), ValueError,
+         rf"__getitem__: index: wanted integers that int32 holds; got {got}")
+        for i, (index, got) in enumerate([
+            (np.array([2**32 + 1]), "4294967297, of int64"),
+            (np.array([[0, -(2**31) - 1]]), "-2147483649, of int64"),
+            (np.array(2**31), "2147483648, of int64"),
+            (np.array([2**63], np.uint64), "9223372036854775808, of uint64"),
+            ((slice(None), np.array([2**64 - 1], np.uint64)), "18446744073709551615, of uint64"),
+            ([2**32 + 1], "4294967297"), ([[0], [2**63]], "9223372036854775808"), ([2**63, -1], "9223372036854775808"),
+            ((0, [1, -(2**70)]), str(-(2**70))), ([np.int64(2**32)], "4294967296"), ([True, 2**40], "1099511627776"),
+        ])
+    ],
+    ("an int of 64 bits", lambda: Q[2**32 + 1], IndexError, r"__getitem__: index: wanted an int in .*; got 4294967297"),
+    ("a scalar of 64 bits", lambda: Q[np.uint64(2**63)], IndexError, r"__getitem__: index: wanted an int in .*; got 9"),
+    ("a tuple in a tuple", lambda: Q[((2**32, 0),)], TypeError, r"__getitem__: index: wanted ints, slices.*; got \(42"),
+    ("an uneven list", lambda: Q[[[1], [1, 2]]], ValueError,
+     r"__getitem__: index: wanted a list whose rows are equally long; got \[\[1\], \[1, 2\]\]"),
+    ("a list of text", lambda: Q[["a", 1]], TypeError, r"__getitem__: index: wanted ints, slices"),
+    ("a list of None", lambda: Q[[None]], TypeError, r"__getitem__: index: wanted ints, slices"),
+    ("a list of floats", lambda: Q[[0.5, 1]], TypeError, r"__getitem__: index: wanted ints, slices"),
     ("beyond", lambda: Q[4], IndexError, r"__getitem__: index: wanted an int in \[-4, 3\] for dimension 0; got 4"),
     ("before", lambda: Q[..., -7], IndexError,
      r"__getitem__: index: wanted an int in \[-6, 5\] for dimension 1; got -7"),

@@ -190,6 +190,12 @@ REFUSALS = [
     (functools.partial(take, Q, Q), TypeError, "indices: wanted an array"),
     (functools.partial(take, Q, 2**40), ValueError, "indices: wanted an int that int32 holds"),
     (functools.partial(take, Q, np.array([2**40])), ValueError, "indices: wanted integers that int32 holds"),
+    (
+        functools.partial(take, Q, np.int64(2**32 + 1)),
+        ValueError,
+        "indices: wanted integers that int32 holds; got 4294967297, of int64",
+    ),
+    (functools.partial(take, Q, np.uint64(2**63)), ValueError, "indices: wanted integers that int32 holds; got 92.*"),
     (functools.partial(take, Q, ONE, 2), ValueError, r"axis: wanted an integer in \[-2, 1\].*; got 2"),
     (functools.partial(take, Q, ONE, None), TypeError, "axis: wanted an int; got None"),
     (functools.partial(take, Q, ONE, True), TypeError, "axis: wanted an int; got True"),

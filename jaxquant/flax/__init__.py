@@ -1,4 +1,9 @@
-"""Flax layers that train, convert and serve. Imported by hand: it needs flax, the extra `flax`."""
+"""Flax layers that train, convert and serve. It needs flax, the extra `flax`; `linen` and `nnx` are imported when they
+are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ._batch_norm import fold_batch_norm as fold_batch_norm
 from ._calibrate import calibrate as calibrate
@@ -10,3 +15,19 @@ from ._inject import dot_general as dot_general
 from ._range import Dynamic as Dynamic
 from ._range import Learned as Learned
 from ._range import Observed as Observed
+
+if TYPE_CHECKING:
+    from . import linen as linen
+    from . import nnx as nnx
+else:  # type checkers would take every name for one that is there
+    _LAZY = ("linen", "nnx")
+
+    def __getattr__(name: str) -> Any:
+        """Imports `linen` or `nnx` (PEP 562)."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f".{name}", __name__)
+
+    def __dir__() -> list[str]:
+        """Returns the public names, with `linen` and `nnx`."""
+        return sorted({*globals(), *_LAZY})

@@ -1,0 +1,88 @@
+"""Modules of jaxquant that are imported when they are first used, each in a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_load_on_first_use() -> None:
+    run("""
+        import sys, jaxquant as jq
+        assert not {"flax", "jaxquant.flax", "jaxquant.checkpoint"} & set(sys.modules)
+        assert {"flax", "checkpoint", "matmul"} <= set(dir(jq))
+        assert jq.checkpoint.pack.__name__ == "pack"
+        assert "flax" not in sys.modules
+        assert jq.flax.fold_batch_norm.__name__ == "fold_batch_norm"
+        assert not {"jaxquant.flax.linen", "jaxquant.flax.nnx"} & set(sys.modules)
+        assert {"linen", "nnx", "convert"} <= set(dir(jq.flax))
+        assert jq.flax.nnx.convert.__module__.startswith("jaxquant.flax")
+        assert "jaxquant.flax.linen" not in sys.modules
+        assert jq.flax.linen is __import__("jaxquant.flax.linen").flax.linen
+        for module in (jq, jq.flax):
+            try:
+                module.linnen
+            except AttributeError as error:
+                assert str(error) == f"module {module.__name__!r} has no attribute 'linnen'", error
+            else:
+                raise AssertionError
+        from jaxquant.flax import linen, nnx
+        from jaxquant import checkpoint, flax
+        assert (checkpoint, flax, nnx) == (jq.checkpoint, jq.flax, jq.flax.nnx)
+    """)
+
+
+def test_flax_is_missing() -> None:
+    run("""
+        import sys
+        import jaxquant as jq
+
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name == "flax":
+                    raise ModuleNotFoundError("No module named 'flax'", name="flax")
+
+        sys.meta_path.insert(0, Missing())
+        for statement in ("jq.flax", "jq.flax.nnx", "from jaxquant import flax"):
+            try:
+                exec(statement)
+            except ModuleNotFoundError as error:
+                text = 'jaxquant.flax: wanted the package flax: pip install "jaxquant[flax]"; got none installed'
+                assert str(error) == text and error.name == "flax", error
+            else:
+                raise AssertionError
+        jq.checkpoint.pack
+    """)
+
+
+def test_names_are_those_that_can_be_had() -> None:
+    """Tools that take the value of every name, as doctest and inspect do, find none that fails."""
+    run("""
+        import importlib.util, inspect, sys
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, package=None: None if name == "flax" else find(name, package)
+        import jaxquant as jq
+        assert "flax" not in dir(jq)
+        assert "checkpoint" in dict(inspect.getmembers(jq))
+        assert "flax" not in sys.modules
+    """)
+
+
+def test_other_modules_that_are_missing_are_named() -> None:
+    run("""
+        import sys
+        sys.modules["jaxquant.flax._range"] = None
+        import jaxquant as jq
+        try:
+            jq.flax
+        except ModuleNotFoundError as error:
+            assert error.name == "jaxquant.flax._range", error
+        else:
+            raise AssertionError
+    """)
