@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from . import _contracts, _dtypes, _granularity, _numerics, _reductions, _small_floats
 from ._spec import QuantSpec
@@ -82,10 +81,7 @@ def _of_blocks(
     """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
     size, length = sizes[axis], x.shape[axis]
     whole = length // size
-    if _granularity.is_placed(x):  # a run must lie on one device to be cut out
-        places = list(jax.typeof(x).sharding.spec)
-        places[axis] = None
-        x = reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*places)))
+    x = _granularity.gathered(x, (axis,))  # a run must lie on one device to be cut out
     parts = []
     for start, runs, run in ((0, whole, size), (whole * size, 1, length - whole * size)):
         if runs == 0 or run == 0:
