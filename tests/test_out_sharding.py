@@ -227,6 +227,8 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
     a, b = operands(rng, "per tensor")
     blocks = put(operands(rng, "blocks")[1], "d", None)
     x, y = np.ones((16, 24), np.int8), np.ones((24, 32), np.int8)
+    codes, image = np.ones((8, 8, 3), np.int8), np.ones((8, 8, 3), F32)
+    kernel = jq.quantize(image, QuantSpec("int8"))
     table, vector = put(b, "d", None), put(jq.quantize(np.ones(32, F32), QuantSpec("int8")), "d")
     contracted, outer = ((put(a, *left), put(b, *right)) for left, right in OPEN)
     open_ = r"2 dimensions, which lhs uint8\[16, 32\] over P\w*\(None, 'd'\) and rhs .* leave open; got None"
@@ -246,6 +248,9 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
             put(np.ones((16, 32), F32), None, "d"), put(np.ones((32, 24), F32), "d", None), NUMBERS,
             lhs_spec=QuantSpec("int8"), rhs_spec=None,
         ), r"quantized_dot_general: out_sharding"),
+        (lambda: jq.conv_general_dilated(image, put(kernel, "d", None, None), (1,), "SAME"), r"rhs: .*reshard.*int8\["),
+        (lambda: jq.integer.conv_general_dilated(put(codes, None, "d", None), codes, (1,), "SAME"), r"lhs: wanted ch"),
+        (lambda: jq.conv_integer(codes, put(codes, None, "d", None)), r"conv_integer: w: wanted channels and features"),
         (lambda: jq.matmul(a, b, out_sharding=P("d")), r"out_sharding: wanted a NamedSharding, or .*jax.set_mesh"),
         (lambda: jq.take(b, np.array([1]), out_sharding=P()), r"take: out_sharding: .*jax.set_mesh"),
         (lambda: jq.einsum("ij,jk->ik", a, b, out_sharding=P("d")), r"einsum: out_sharding: .*jax.set_mesh"),
