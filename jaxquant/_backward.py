@@ -141,7 +141,7 @@ def of_labels(
     texts = ["".join(letters[label] for label in labels) for labels in (out, other, there)]
     pair = (quantized_gradient(g, kept, key), q)
     out_sharding = None
-    if _granularity.is_placed(qs[which].values):  # a cotangent lies where its operand does
+    if _granularity.is_placed(qs[which].values):  # a cotangent is sharded as its operand
         places = _granularity.partition_of(qs[which].values)
         mesh = jax.typeof(qs[which].values).sharding.mesh
         out_sharding = NamedSharding(mesh, PartitionSpec(*(places[own.index(label)] for label in there)))

@@ -47,9 +47,9 @@ def dot_general(
         precision: Static. As `jax.lax` has it, for the float contraction; of integers there is nothing to choose.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
-        out_sharding: Static. Where the result lies on a mesh of explicit axes, as `jax.lax` has it: needed where the
-            shardings of the operands leave it open. The integers are the same: what several devices add up is int32,
-            and a contracted dimension that has blocks is gathered first.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
+            the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
+            up in int32, so the integers stay the same; a contracted dimension with blocks is gathered first.
 
     Returns:
         The batch dimensions, then lhs's free ones, then rhs's.
@@ -59,7 +59,7 @@ def dot_general(
             code books do not contract as integers.
         ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point differs from
             index to index of a contracted dimension, or the blocks of the two sides do not end together; or there is
-            no out_sharding, and the operands leave open where the result lies.
+            no out_sharding, and the operands do not determine it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -146,7 +146,7 @@ def matmul(
         precision: Static. As `jax.lax.dot_general` has it, where one side is a float array.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
-        out_sharding: Static. Where the product lies on a mesh of explicit axes, as of `dot_general`.
+        out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
 
     Returns:
         The product, of numpy.matmul's shape.

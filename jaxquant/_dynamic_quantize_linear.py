@@ -48,10 +48,10 @@ def dynamic_quantize_linear(
     Runtime's. For int8 the range is [-127, 127], as the ONNX text has it.
 
     A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. So has a range of subnormal
-    numbers, which XLA:CPU takes for 0. Any other range under 3e-36 has the least normal float32 as y_scale, 2**-126,
-    and the y and y_zero_point of that scale, where ONNX Runtime has a subnormal y_scale. An infinity in x makes
-    y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every other x whose
-    min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
+    numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below 3e-36), y_scale is the
+    least normal float32, 2**-126, and y and y_zero_point follow from it; ONNX Runtime has the subnormal y_scale there.
+    An infinity in x makes y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every
+    other x whose min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
 
     Args:
         x: values, float32, of any shape; a Python number is float32.

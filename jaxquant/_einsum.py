@@ -51,8 +51,8 @@ def einsum(
         precision: Static. As `jax.lax.dot_general` has it, for float contractions.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
-        out_sharding: Static. Where the output lies on a mesh of explicit axes, as of `dot_general`. Of more than two
-            operands it is that of the last pair; the others have to say by their own shardings where theirs lies.
+        out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
+            than two operands it applies to the last pair; the shardings of the others must determine their own.
 
     Returns:
         The dimensions of the output's indices, in their order.

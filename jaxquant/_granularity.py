@@ -170,13 +170,13 @@ def whole(value: jax.Array) -> jax.Array:
 
 
 def partition_of(value: jax.Array) -> tuple[Any, ...]:
-    """Returns the mesh axes over which JAX says in the type of `value` that each dimension lies, None for no axis."""
+    """Returns the mesh axes that each dimension of `value` is sharded over, by its type; None for no axis."""
     spec = jax.typeof(value).sharding.spec
     return (*spec, *(None,) * (value.ndim - len(spec)))
 
 
 def gathered(value: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Returns `value` with some of its dimensions whole on every device, where JAX tracks shardings in types."""
+    """Returns `value` with some of its dimensions unsharded, where JAX tracks shardings in types."""
     partition = partition_of(value)
     if all(partition[a] is None for a in axes):
         return value
@@ -186,7 +186,7 @@ def gathered(value: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def check_out_sharding(function: str, out_sharding: Any) -> None:
-    """Requires what JAX takes for an out_sharding, before a cache of compiled programs sees it."""
+    """Requires a value that JAX accepts as out_sharding, before a cache of compiled programs sees it."""
     known = out_sharding is None or isinstance(out_sharding, NamedSharding | PartitionSpec)
     wanted = "None, a jax.sharding.NamedSharding or a PartitionSpec"
     _contracts.require_type(known, function, "out_sharding", wanted, _contracts.described(out_sharding))
@@ -197,7 +197,7 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
 
 
 def out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
-    """Returns the mesh axes that an out_sharding asks for, one entry for each dimension of the result."""
+    """Returns the mesh axes of an out_sharding, one entry for each dimension of the result."""
     if out_sharding is None:
         return None
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
@@ -208,7 +208,7 @@ def out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...
 
 
 def with_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
-    """Returns an out_sharding of the same mesh with other entries, for another result."""
+    """Returns an out_sharding on the same mesh with other entries, for an intermediate result."""
     if partition is None:
         return None
     spec = PartitionSpec(*partition)
@@ -216,13 +216,13 @@ def with_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
 
 
 def placement(value: jax.Array) -> PartitionSpec:
-    """Returns what JAX says in the type of `value` of where it lies, for errors."""
+    """Returns the sharding that the type of `value` states, for errors."""
     return PartitionSpec(*partition_of(value))
 
 
 def described_placement(value: jax.Array) -> str:
     """Returns the dtype, the shape and the sharding of an array, for errors."""
-    return f"{value.dtype}{list(value.shape)} over {placement(value)}"
+    return f"{value.dtype}{list(value.shape)} sharded as {placement(value)}"
 
 
 def varying(value: jax.Array, like: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def _block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
 def picked(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
     """Returns what an index picks of the codes, and of what belongs to them; q has passed its contract.
 
-    With an out_sharding the codes lie there, and what belongs to them is whole on every device.
+    An out_sharding is that of the codes; their scale and zero point are then replicated.
     """
     items = _items(q.shape, index)
     parts = [p for p in (q.scale, q.zero_point) if p is not None]

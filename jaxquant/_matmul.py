@@ -12,7 +12,7 @@ from jax import lax
 
 from . import _contracts, _dtypes, _granularity, _numerics
 from .integer import _operands
-from .integer._dot_general import Role, dot, is_placement_known
+from .integer._dot_general import Role, determines_sharding, dot
 
 
 class Shapes(NamedTuple):
@@ -108,11 +108,11 @@ def product(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, of: Shapes) 
 
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
-    """Requires shardings that say where the product lies: an operator of ONNX has no out_sharding."""
-    if not (_granularity.is_placed(a) or _granularity.is_placed(b)) or is_placement_known(a, b, left, right):
+    """Requires shardings that determine that of the product: an ONNX operator takes no out_sharding."""
+    if not (_granularity.is_placed(a) or _granularity.is_placed(b)) or determines_sharding(a, b, left, right):
         return
-    wanted = "shardings that say where the product lies (see jax.sharding.reshard), or jq.integer.dot_general"
-    got = f"shapes {a.shape} over {_granularity.placement(a)} and {b.shape} over {_granularity.placement(b)}"
+    wanted = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
+    got = f"shape {a.shape} sharded as {_granularity.placement(a)}, {b.shape} as {_granularity.placement(b)}"
     _contracts.require(False, function, "a, b", f"{wanted}(..., out_sharding=...)", got)
 
 

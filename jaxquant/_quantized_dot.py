@@ -26,7 +26,7 @@ def contract(function: str, argument: str, q: QuantizedArray) -> None:
 
 class Plan(NamedTuple):
     """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not;
-    and where its result lies.
+    and the sharding of its result.
     """
 
     left: Role
@@ -44,7 +44,9 @@ def planned(
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
             whole = _granularity.partition_of(q.values)[axis] is None
-            wanted = f"where the result lies: blocks of {length} are cut out of a dimension that several devices share"
+            wanted = (
+                f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
+            )
             got = _granularity.described_placement(q.values)
             _contracts.require(whole, function, "out_sharding", wanted, f"None, for {got}")
     return Plan(left, right, axes, length, out_sharding)
@@ -107,7 +109,7 @@ def exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
 def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
     """Returns the product of two quantized arrays in the dtype `preferred`, or in the wider of theirs."""
     dtype = preferred or _dtypes.wider(lhs.dtype, rhs.dtype)
-    if plan.axes is not None:  # JAX cuts no blocks out of a dimension that lies on several devices
+    if plan.axes is not None:  # JAX refuses to split a sharded dimension
         lhs, rhs = (_gathered(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     y = _whole(sides, plan.out_sharding) if plan.axes is None else _in_blocks(sides, plan)
@@ -115,7 +117,7 @@ def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: 
 
 
 def _gathered(q: QuantizedArray, axis: int) -> QuantizedArray:
-    """Returns a quantized array with a dimension whole on every device, where JAX tracks shardings in types."""
+    """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
     if not _granularity.is_placed(q.values):
         return q
     return trusted(jax.tree.map(lambda part: _granularity.gathered(part, (axis,)), q))
@@ -165,7 +167,7 @@ def _whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     acc = dot(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
     scales = (_outward(lhs.scale, lhs.role, 0, frees[1]), _outward(rhs.scale, rhs.role, frees[0], 0))
-    if _granularity.is_placed(acc):  # the scale of rows lies elsewhere than that of columns
+    if _granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
         scales = (_matmul.outward(scales[0], acc), _matmul.outward(scales[1], acc))
     return _matmul.scaled(acc, _matmul.scales(*scales))
 

@@ -52,8 +52,8 @@ def quantized_dot_general(
         precision: Static. As `jax.lax` has it, for float contractions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
-        out_sharding: Static. Where the result lies on a mesh of explicit axes, as of `dot_general`; the cotangents lie
-            where the operands do.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `dot_general`. Cotangents
+            are sharded as the operands.
 
     Returns:
         The batch dimensions, then lhs's free ones, then rhs's.

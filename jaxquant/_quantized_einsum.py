@@ -46,8 +46,8 @@ def quantized_einsum(
         precision: Static. As `jax.lax.dot_general` has it, for float contractions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
-        out_sharding: Static. Where the output lies on a mesh of explicit axes, as of `einsum`; the cotangents lie where
-            the operands do.
+        out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `einsum`. Cotangents are
+            sharded as the operands.
 
     Returns:
         The dimensions of the output's indices, in their order.

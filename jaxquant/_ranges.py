@@ -100,8 +100,8 @@ def parameters(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (scale, zero_point) for float32 ranges; every argument has passed its contract.
 
-    A range is widened to hold 0; one that is 0 has scale 1, and so has one of subnormal numbers, which XLA:CPU takes
-    for 0. Any other has a scale that is a normal float32, the least one where the formula gives less. NaN and infinite
+    A range is widened to hold 0; one that is 0 has scale 1, and so has one of subnormal numbers, which XLA:CPU treats
+    as 0. Any other has a scale that is a normal float32, the least one where the formula gives less. NaN and infinite
     ranges have such scales.
 
     Args:
@@ -191,13 +191,13 @@ def _guarded(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
 def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns where a range holds nothing but 0 and subnormal numbers.
 
-    XLA:CPU takes those for 0 when it runs a program, but not where it folds constants, and other backends need not.
+    XLA:CPU treats those as 0 when it runs a program, but not where it folds constants; other backends may not either.
     """
     return (jnp.abs(low) < _TINY) & (jnp.abs(high) < _TINY)
 
 
 def least_scale(dtype: np.dtype) -> np.float32:
-    """Returns the least positive scale of a dtype that is a normal float32: XLA:CPU takes smaller ones for 0."""
+    """Returns the least positive scale of a dtype that is a normal float32: XLA:CPU treats smaller ones as 0."""
     return np.float32(max(float(jnp.finfo(dtype).smallest_subnormal), float(_TINY)))
 
 

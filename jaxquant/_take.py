@@ -40,8 +40,8 @@ def take(
             embedding; `jax.numpy.take` flattens by default, which codes with blocks cannot always be.
         mode: Static. What becomes of an index that is out of range: "fill", or None, makes NaN of all that it takes;
             "clip" takes the nearest index, and 0 for every negative one; "wrap" counts modulo the length.
-        out_sharding: Static. Where the result lies on a mesh of explicit axes, as `jax.numpy.ndarray.at` has it in
-            `get`: needed where `axis` of the table or the indices lie on several devices.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `x.at[indices].get`;
+            required where `axis` of the table or the indices are sharded.
 
     Returns:
         What `q.dequantize()` returns, in q.dtype, with the dimensions of `indices` in place of `axis`.
@@ -109,15 +109,15 @@ def _take(
 
 
 def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_sharding: Any) -> None:
-    """Requires an out_sharding that fits the result, or shardings that alone say where it lies."""
+    """Requires an out_sharding that fits the result, or shardings that determine it."""
     rank = q.ndim - 1 + indices.ndim
     if _granularity.out_partition(_NAME, out_sharding, rank) is not None:
         return
-    is_cut = _granularity.partition_of(q.values)[axis] is not None or any(_granularity.partition_of(indices))
-    if is_cut:
-        lies = f"q {_granularity.described_placement(q.values)} and indices {_granularity.described_placement(indices)}"
-        wanted = f"a NamedSharding or PartitionSpec of the result's {rank} dimensions, which {lies} leave open"
-        _contracts.require(False, _NAME, "out_sharding", wanted, None)
+    if _granularity.partition_of(q.values)[axis] is None and not any(_granularity.partition_of(indices)):
+        return
+    given = f"q {_granularity.described_placement(q.values)} and indices {_granularity.described_placement(indices)}"
+    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
+    _contracts.require(False, _NAME, "out_sharding", wanted, None)
 
 
 _enter = _contracts.entrance(_NAME, _take, _ARGUMENTS)

@@ -148,7 +148,7 @@ def test_views_of_a_cut_array(rng: np.random.Generator, axis: int, kind: AxisTyp
 
 
 def test_what_an_explicit_cut_refuses(rng: np.random.Generator) -> None:
-    """No result says where it would lie: `out_sharding=` does, and of an index JAX's own function for that."""
+    """The sharding of the result is not determined: `out_sharding=` is, or for an index JAX's own function, reshard."""
     x = rng.normal(size=(8, 16)).astype(F32)
     q = jq.quantize(x, QuantSpec("int8", Blocked(1, 8)))
     rows, columns, w = cut(q, 0, AxisType.Explicit), cut(q, 1, AxisType.Explicit), cut(q.T, 0, AxisType.Explicit)
@@ -163,7 +163,7 @@ def test_what_an_explicit_cut_refuses(rng: np.random.Generator) -> None:
         with pytest.raises(Exception, match=text):
             call()
     plain = [cut(jq.quantize(v, QuantSpec("int8")), a, AxisType.Explicit) for v, a in ((x, 1), (x.T, 0))]
-    with pytest.raises(ValueError, match=r"jaxquant.matmul: out_sharding: .* leave open"):
+    with pytest.raises(ValueError, match=r"jaxquant.matmul: out_sharding: .* not determined by"):
         jq.matmul(*plain)
 
 

@@ -1,6 +1,4 @@
-"""Explicit shardings that leave open where a result lies, and `out_sharding=`, which says it: the integers of one
-device.
-"""
+"""Explicit shardings that do not determine that of the result, and `out_sharding=`: the integers of one device."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ SPECS = {
     "blocks": (QuantSpec("int8", PerAxis(0)), QuantSpec("uint4", Blocked(0, 4))),
     "blocks of both": (QuantSpec("uint8", Blocked(1, 16)), QuantSpec("int4", Blocked(0, 8))),
 }
-# Where lhs and rhs lie, of which no result is known to JAX: contracted dimensions of both, and one mesh axis twice.
+# Shardings of lhs and rhs that determine none for the result: contracted dimensions of both, and a mesh axis twice.
 OPEN = (((None, "d"), ("d", None)), (("d", None), (None, "d")))
 RESULTS = (P("d", None), P(None, "d"), P())
 
@@ -231,7 +229,7 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
     kernel = jq.quantize(image, QuantSpec("int8"))
     table, vector = put(b, "d", None), put(jq.quantize(np.ones(32, F32), QuantSpec("int8")), "d")
     contracted, outer = ((put(a, *left), put(b, *right)) for left, right in OPEN)
-    open_ = r"2 dimensions, which lhs uint8\[16, 32\] over P\w*\(None, 'd'\) and rhs .* leave open; got None"
+    open_ = r"2 dim.*, not determined by lhs uint8\[16, 32\] sharded as P\w*\(None, 'd'\) and rhs .*; got None"
     cases: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: jq.matmul(*contracted), rf"jaxquant.matmul: out_sharding: wanted a .*{open_}"),
         (lambda: jq.matmul(*outer), r"matmul: out_sharding: wanted a NamedSharding or PartitionSpec"),
@@ -239,10 +237,10 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
         (lambda: jq.dot_general(*contracted, NUMBERS), r"jaxquant.dot_general: out_sharding"),
         (lambda: jq.matmul(outer[0].dequantize(), outer[1]), r"matmul: out_sharding"),
         (lambda: jq.einsum("ij,jk->ik", *contracted), r"jaxquant.einsum: out_sharding"),
-        (lambda: jq.matmul(a, blocks), r"matmul: out_sharding: .*blocks of 4 are cut out of.*uint4\[32, 24\] over"),
+        (lambda: jq.matmul(a, blocks), r"matmul: out_sharding: .*blocks of 4 are cut from.*uint4\[32, 24\] sh"),
         (lambda: jq.integer.dot_general(put(x, "d", None), put(y, None, "d"), NUMBERS), r"integer.dot_general: out_sh"),
         (lambda: jq.matmul_integer(put(x, None, "d"), put(y, "d", None)), r"matmul_integer: a, b: .*dot_general"),
-        (lambda: jq.take(table, np.array([1, 2])), r"jaxquant.take: out_sharding: .*indices int32\[2\] over"),
+        (lambda: jq.take(table, np.array([1, 2])), r"jaxquant.take: out_sharding: .*indices int32\[2\] sh"),
         (lambda: jq.take(b, put(np.arange(8), "d")), r"take: out_sharding"),
         (lambda: jq.quantized_dot_general(
             put(np.ones((16, 32), F32), None, "d"), put(np.ones((32, 24), F32), "d", None), NUMBERS,

@@ -155,7 +155,7 @@ def planned(
 
 
 def check_placement(function: str, names: Sequence[str], operands: Sequence[Any], axes: Sequence[Any]) -> None:
-    """Requires channels and features that explicit shardings do not cut: JAX takes the place of a convolution from its
+    """Requires channels and features without explicit shardings: JAX infers the sharding of a convolution from its
     images alone.
     """
     for name, operand, own in zip(names, operands, axes, strict=True):
@@ -163,7 +163,7 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
         partition = _granularity.partition_of(x)
         if all(partition[a] is None for a in own):
             continue
-        wanted = "channels and features that are whole on every device, as jax.sharding.reshard makes them"
+        wanted = "channels and features that are not sharded (see jax.sharding.reshard)"
         _contracts.require(False, function, name, wanted, _granularity.described_placement(x))
 
 

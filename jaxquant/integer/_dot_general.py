@@ -44,9 +44,9 @@ def dot_general(
         lhs_zero_point: steps, in lhs's dtype: a scalar, or an array of lhs's rank whose dimensions are 1 along the
             contracted ones and 1 or lhs's elsewhere. None is 0. An int stands for an array of it.
         rhs_zero_point: steps, in rhs's dtype, likewise.
-        out_sharding: Static. Where the result lies on a mesh of explicit axes, as `jax.lax` has it: needed where the
-            shardings of the operands leave it open. Partial sums of a dimension that lies on several devices are
-            added up in int32, so that the integers are the same.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
+            the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
+            up in int32, so the integers stay the same.
 
     Returns:
         int32; the batch dimensions, then lhs's free ones, then rhs's.
@@ -54,7 +54,7 @@ def dot_general(
     Raises:
         TypeError: an operand or a zero point has another dtype.
         ValueError: dimension numbers, a zero point's shape or an out_sharding do not fit the operands; or there is no
-            out_sharding, and the operands leave open where the result lies.
+            out_sharding, and the operands do not determine it.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -106,28 +106,28 @@ class Role(NamedTuple):
 
 
 def check_placement(function: str, lhs: jax.Array, rhs: jax.Array, left: Role, right: Role, out_sharding: Any) -> None:
-    """Requires an out_sharding that fits the result, or operands whose shardings alone say where it lies."""
+    """Requires an out_sharding that fits the result, or operands whose shardings determine it."""
     rank = len(left.batch) + len(left.free) + len(right.free)
     if _granularity.out_partition(function, out_sharding, rank) is not None:
         return
-    if not (_granularity.is_placed(lhs) or _granularity.is_placed(rhs)) or is_placement_known(lhs, rhs, left, right):
+    if not (_granularity.is_placed(lhs) or _granularity.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
         return
-    lies = " and ".join(f"{name} {_granularity.described_placement(x)}" for name, x in (("lhs", lhs), ("rhs", rhs)))
-    wanted = f"a NamedSharding or PartitionSpec of the result's {rank} dimensions, which {lies} leave open"
+    operands = f"lhs {_granularity.described_placement(lhs)} and rhs {_granularity.described_placement(rhs)}"
+    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
     _contracts.require(False, function, "out_sharding", wanted, None)
 
 
-def is_placement_known(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> bool:
-    """Whether JAX takes the sharding of a contraction from its operands: no contracted dimension is cut on both sides,
-    batches are cut alike, and no mesh axis is left twice.
+def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> bool:
+    """Whether JAX infers the sharding of a contraction: no contracted dimension is sharded on both sides, batch
+    dimensions are sharded alike, and no mesh axis occurs twice in the result.
     """
     places = [_granularity.partition_of(x) for x in (lhs, rhs)]
     batches = [[place[a] for a in role.batch] for place, role in zip(places, (left, right), strict=True)]
     pairs = zip(left.contracted, right.contracted, strict=True)
-    added_up = any(places[0][a] is not None and places[1][b] is not None for a, b in pairs)
+    contracted = any(places[0][a] is not None and places[1][b] is not None for a, b in pairs)
     kept = [*batches[0], *(place[a] for place, role in zip(places, (left, right), strict=True) for a in role.free)]
     axes = [axis for entry in kept if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    return not added_up and batches[0] == batches[1] and len(set(axes)) == len(axes)
+    return not contracted and batches[0] == batches[1] and len(set(axes)) == len(axes)
 
 
 def dot(
