@@ -187,7 +187,9 @@ def gathered(value: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 def check_out_sharding(function: str, out_sharding: Any) -> None:
     """Requires a value that JAX accepts as out_sharding, before a cache of compiled programs sees it."""
-    known = out_sharding is None or isinstance(out_sharding, NamedSharding | PartitionSpec)
+    if out_sharding is None:
+        return
+    known = isinstance(out_sharding, NamedSharding | PartitionSpec)
     wanted = "None, a jax.sharding.NamedSharding or a PartitionSpec"
     _contracts.require_type(known, function, "out_sharding", wanted, _contracts.described(out_sharding))
     if isinstance(out_sharding, PartitionSpec):
