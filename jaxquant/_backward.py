@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _contracts, _dtypes, _granularity, _rules, _small_floats
 from ._array import QuantizedArray
@@ -139,7 +140,12 @@ def of_labels(
     there = tuple(label for label in own if label in out or label in other)
     texts = ["".join(letters[label] for label in labels) for labels in (out, other, there)]
     pair = (quantized_gradient(g, kept, key), q)
-    d = summed(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, _dtypes.FLOAT32)
+    out_sharding = None
+    if _granularity.is_placed(qs[which].values):  # a cotangent is sharded as its operand
+        places = _granularity.partition_of(qs[which].values)
+        mesh = jax.typeof(qs[which].values).sharding.mesh
+        out_sharding = NamedSharding(mesh, PartitionSpec(*(places[own.index(label)] for label in there)))
+    d = summed(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, _dtypes.FLOAT32, out_sharding)
     # An index that was summed alone has the same cotangent everywhere.
     return lax.broadcast_in_dim(d, qs[which].shape, [own.index(label) for label in there])
 

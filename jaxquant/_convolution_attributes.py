@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _contracts
-from .integer._conv_general_dilated import Geometry, positive, window_contract
+from .integer._conv_general_dilated import Geometry, check_placement, positive, window_contract
 
 STATICS = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
@@ -45,6 +45,7 @@ def geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) -> Ge
     reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True))
     padding = _padding(function, x.shape[2:], reach, strides, given)
     window_contract(function, "w", x.shape[2:], padding, reach)
+    check_placement(function, ("x", "w"), (x, w), ((1,), (0, 1)))
     return Geometry(strides, padding, ones, dilations, int(given.group))
 
 

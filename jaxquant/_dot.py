@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _array, _contracts, _dtypes, _matmul, _quantized_dot
+from . import _array, _contracts, _dtypes, _granularity, _matmul, _quantized_dot
 from ._array import QuantizedArray
 from ._weight_only import weight_only
-from .integer._dot_general import DotDimensionNumbers, roles
+from .integer._dot_general import DotDimensionNumbers, check_placement, roles
 
 _NAME = "dot_general"
 Operand = QuantizedArray | ArrayLike
@@ -26,6 +27,7 @@ def dot_general(
     *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """out = sum over the contracted dimensions of lhs * rhs, where one side or both are quantized.
 
@@ -45,6 +47,9 @@ def dot_general(
         precision: Static. As `jax.lax` has it, for the float contraction; of integers there is nothing to choose.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
+            the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
+            up in int32, so the integers stay the same; a contracted dimension with blocks is gathered first.
 
     Returns:
         The batch dimensions, then lhs's free ones, then rhs's.
@@ -52,8 +57,9 @@ def dot_general(
     Raises:
         TypeError: neither side is quantized, or an operand has a dtype that there is not: int16, float8, float4 and
             code books do not contract as integers.
-        ValueError: dimension numbers do not fit the operands; a scale or zero point differs from index to index of a
-            contracted dimension, or the blocks of the two sides do not end together.
+        ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point differs from
+            index to index of a contracted dimension, or the blocks of the two sides do not end together; or there is
+            no out_sharding, and the operands do not determine it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -70,32 +76,45 @@ def dot_general(
     the other scale, or of weight-only g times the float product, summed over what shares the scale. Codes and zero
     points have none.
     """
-    return contraction(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type)
+    return contraction(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
 
 
-def contraction(function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
+def contraction(
+    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None
+) -> jax.Array:
     """Returns `dot_general`, with errors that name another function."""
+    _granularity.check_out_sharding(function, out_sharding)
     lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
     numbers = _contracts.integers(function, "dimension_numbers", numbers)
     _contracts.hashable(function, "dimension_numbers", numbers)
     _contracts.hashable(function, "precision", precision)
     if preferred is not None:
         preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
-    return _contraction(lhs, rhs, function=function, numbers=numbers, precision=precision, preferred=preferred)
+    return _contraction(
+        lhs, rhs, function=function, numbers=numbers, precision=precision, preferred=preferred,
+        out_sharding=out_sharding,
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred"))
-def _contraction(lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred", "out_sharding")
+)
+def _contraction(
+    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, out_sharding: Any
+) -> jax.Array:
     quantized = [isinstance(x, QuantizedArray) for x in (lhs, rhs)]
     if not any(quantized):
         got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
         _contracts.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
     left, right = roles(function, lhs, rhs, numbers)
+    a, b = (x.values if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+    check_placement(function, a, b, left, right, out_sharding)
     if not all(quantized):
-        return weight_only(lhs, rhs, left, right, precision, preferred)
+        return weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         _quantized_dot.contract(function, argument, q)
-    return _quantized_dot.contracted(lhs, rhs, _quantized_dot.planned(function, lhs, rhs, left, right), preferred)
+    plan = _quantized_dot.planned(function, lhs, rhs, left, right, out_sharding)
+    return _quantized_dot.contracted(lhs, rhs, plan, preferred)
 
 
 def operand(function: str, argument: str, x: Any) -> Any:
@@ -110,7 +129,12 @@ def operand(function: str, argument: str, x: Any) -> Any:
 
 
 def matmul(
-    lhs: Operand, rhs: Operand, *, precision: Any = None, preferred_element_type: DTypeLike | None = None
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """out = lhs @ rhs, where one side or both are quantized; numpy.matmul's shapes.
 
@@ -122,13 +146,15 @@ def matmul(
         precision: Static. As `jax.lax.dot_general` has it, where one side is a float array.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
+        out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
 
     Returns:
         The product, of numpy.matmul's shape.
 
     Raises:
         TypeError: neither side is quantized, or an operand has a dtype that there is not.
-        ValueError: shapes do not fit each other, or what must stay together is not (see `dot_general`).
+        ValueError: shapes or an out_sharding do not fit each other, or what must stay together is not (see
+            `dot_general`).
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -149,7 +175,14 @@ def matmul(
     a: Any = operand("matmul", "lhs", lhs)
     b: Any = operand("matmul", "rhs", rhs)
     shapes = _matmul.shapes("matmul", a, b, ("lhs", "rhs"))
-    contract = functools.partial(contraction, "matmul", precision=precision, preferred=preferred_element_type)
+    _granularity.check_out_sharding("matmul", out_sharding)
+    partition = _matrix_partition("matmul", a, b, shapes, out_sharding)
+
+    def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
+        rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
+        inner = _granularity.with_partition(out_sharding, partition and partition[len(partition) - rank :])
+        return contraction("matmul", a, b, numbers, precision, preferred_element_type, inner)
+
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
         return y.reshape(shapes.out)
@@ -158,6 +191,15 @@ def matmul(
     n = len(batch)
     both = tuple(range(n))
     return contract(a, b, (((n + 1,), (n,)), (both, both))).reshape(shapes.out)
+
+
+def _matrix_partition(function: str, a: Any, b: Any, of: _matmul.Shapes, out_sharding: Any) -> tuple[Any, ...] | None:
+    """Returns the mesh axes of the product while vectors are still matrices, whose own dimension has none."""
+    partition = _granularity.out_partition(function, out_sharding, len(of.out))
+    if partition is None:
+        return None
+    batch, own = partition[: len(of.product) - 2], list(partition[len(of.product) - 2 :])
+    return (*batch, own.pop(0) if a.ndim > 1 else None, own.pop(0) if b.ndim > 1 else None)
 
 
 def _batched(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:

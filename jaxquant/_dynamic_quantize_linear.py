@@ -15,6 +15,7 @@ from . import _contracts, _dtypes, _granularity, _numerics, _reductions, _traini
 from ._quantize_linear import quantize
 
 _NAME = "dynamic_quantize_linear"
+_TINY = np.finfo(np.float32).tiny
 DTYPES = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
 
 
@@ -46,9 +47,11 @@ def dynamic_quantize_linear(
     Then y = saturate(round_half_even(x / y_scale) + y_zero_point). The order of the float32 operations is ONNX
     Runtime's. For int8 the range is [-127, 127], as the ONNX text has it.
 
-    A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. An infinity in x makes
-    y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every other x whose
-    min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
+    A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. So has a range of subnormal
+    numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below 3e-36), y_scale is the
+    least normal float32, 2**-126, and y and y_zero_point follow from it; ONNX Runtime has the subnormal y_scale there.
+    An infinity in x makes y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every
+    other x whose min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
 
     Args:
         x: values, float32, of any shape; a Python number is float32.
@@ -161,7 +164,10 @@ def dynamic_range(
     qmin, qmax = _dtypes.narrow_bounds(dtype)
     width = high - low
     steps = _granularity.placed(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
-    scale = jnp.where(high == low, np.float32(1), _numerics.quotient(width, steps))
+    scale = _numerics.quotient(width, steps)
+    # XLA:CPU takes subnormal numbers for 0. Compared, not a maximum, which may lose a NaN.
+    scale = jnp.where(scale < _TINY, _TINY, scale)
+    scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
     start = np.float32(qmin) - _numerics.quotient(low, scale)
     # ONNX Runtime's clamp takes a NaN to the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
-from . import _contracts, _dtypes, _numerics
+from . import _contracts, _dtypes, _granularity, _numerics
 from ._array import QuantizedArray, trusted
 from ._dot import Operand, contraction, operand
 
@@ -25,7 +26,11 @@ _Labels = tuple[str, ...]
 
 
 def einsum(
-    subscripts: str, *operands: Operand, precision: Any = None, preferred_element_type: DTypeLike | None = None
+    subscripts: str,
+    *operands: Operand,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """out = sum over the indices that the output lacks of the product of the operands, some or all quantized.
 
@@ -46,6 +51,8 @@ def einsum(
         precision: Static. As `jax.lax.dot_general` has it, for float contractions.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
+        out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
+            than two operands it applies to the last pair; the shardings of the others must determine their own.
 
     Returns:
         The dimensions of the output's indices, in their order.
@@ -77,14 +84,23 @@ def einsum(
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
         )
-    return summed(_NAME, subscripts, given, precision, preferred_element_type)
+    _granularity.check_out_sharding(_NAME, out_sharding)
+    return summed(_NAME, subscripts, given, precision, preferred_element_type, out_sharding)
 
 
-def summed(function: str, subscripts: str, given: Sequence[Any], precision: Any, preferred: Any) -> jax.Array:
+def summed(
+    function: str,
+    subscripts: str,
+    given: Sequence[Any],
+    precision: Any,
+    preferred: Any,
+    out_sharding: Any = None,
+) -> jax.Array:
     """Returns `einsum`, with errors that name another function."""
     dtypes = {x.dtype for x in given}
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else _dtypes.FLOAT32)
     terms, out = parsed(function, subscripts, [x.ndim for x in given])
+    _granularity.out_partition(function, out_sharding, len(out))
     sizes = _sizes(function, given, terms)
     parts = [_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
     if len(parts) == 1:
@@ -92,8 +108,11 @@ def summed(function: str, subscripts: str, given: Sequence[Any], precision: Any,
         values = x.astype(jnp.float32).dequantize()
         found = _Part(values, labels).summed([label for label in labels if label not in out])
     else:
-        found = _contracted(function, parts, _path(parts, out, sizes), out, precision, dtype)
+        how = _How(function, out, precision, dtype, out_sharding)
+        found = _contracted(how, parts, _path(parts, out, sizes))
     y = lax.transpose(found.x, [found.labels.index(label) for label in out])
+    if len(parts) == 1 and out_sharding is not None:
+        y = reshard(y, out_sharding)
     return y if y.dtype == dtype else _numerics.to_grid(y.astype(jnp.float32), dtype).astype(dtype)
 
 
@@ -193,24 +212,41 @@ def _path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[t
     return path[1:]
 
 
-def _contracted(
-    function: str, parts: list[_Part], path: Sequence[tuple[int, ...]], out: _Labels, precision: Any, dtype: Any
-) -> _Part:
+class _How(NamedTuple):
+    """What is static of a contraction of several operands; `function` is for errors."""
+
+    function: str
+    out: _Labels
+    precision: Any
+    dtype: Any
+    out_sharding: Any
+
+    def out_sharding_of(self, labels: _Labels) -> Any:
+        """Returns the out_sharding of a result with the indices of the output, and perhaps more, in another order."""
+        partition = _granularity.out_partition(self.function, self.out_sharding, len(self.out))
+        if partition is None:
+            return None
+        places = dict(zip(self.out, partition, strict=True))
+        return _granularity.with_partition(self.out_sharding, [places.get(label) for label in labels])
+
+
+def _contracted(how: _How, parts: list[_Part], path: Sequence[tuple[int, ...]]) -> _Part:
     waiting = list(parts)
     for step in path:
         meeting = [waiting[i] for i in sorted(step)]
         waiting = [p for i, p in enumerate(waiting) if i not in step]
         while len(meeting) > 1:  # where the order does not matter, numpy has all of them meet at once
             a, b, *meeting = meeting
-            kept = {*out, *(label for p in (*meeting, *waiting) for label in p.labels)}
+            kept = {*how.out, *(label for p in (*meeting, *waiting) for label in p.labels)}
             is_last = not meeting and not waiting
-            meeting.insert(0, _pair(function, a, b, kept, precision, dtype if is_last else _dtypes.FLOAT32))
+            inner = how if is_last else how._replace(dtype=_dtypes.FLOAT32, out_sharding=None)
+            meeting.insert(0, _pair(inner, a, b, kept))
         waiting += meeting
     (found,) = waiting
     return found
 
 
-def _pair(function: str, a: _Part, b: _Part, kept: set[str], precision: Any, dtype: Any) -> _Part:
+def _pair(how: _How, a: _Part, b: _Part, kept: set[str]) -> _Part:
     """Returns the product of two operands, summed over every index that is not kept."""
     both = [label for label in a.labels if label in b.labels]
     batch, contracted = ([label for label in both if (label in kept) == is_kept] for is_kept in (True, False))
@@ -221,8 +257,10 @@ def _pair(function: str, a: _Part, b: _Part, kept: set[str], precision: Any, dty
     is_float = not isinstance(a.x, QuantizedArray) and not isinstance(b.x, QuantizedArray)
     # Of unlike dtypes both become float32, which a user's strict promotion would not let them.
     x, y = (p.x.astype(jnp.float32) if is_float or a.x.dtype != b.x.dtype else p.x for p in (a, b))
+    out_sharding = how.out_sharding_of((*batch, *frees))
     if is_float:
-        y = lax.dot_general(x, y, numbers, precision=precision)
+        y = lax.dot_general(x, y, numbers, precision=how.precision, out_sharding=out_sharding)
     else:
-        y = contraction(function, x, y, numbers, precision, _dtypes.FLOAT32 if alone else dtype)
+        dtype = _dtypes.FLOAT32 if alone else how.dtype
+        y = contraction(how.function, x, y, numbers, how.precision, dtype, out_sharding)
     return _Part(y, (*batch, *frees)).summed(alone)

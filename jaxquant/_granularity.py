@@ -4,12 +4,13 @@ one thing here: a scale of x's shape. Knows nothing of arithmetic."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 from . import _contracts
 
@@ -196,6 +197,64 @@ def whole(value: jax.Array) -> jax.Array:
         return value
     mesh = jax.typeof(value).sharding.mesh
     return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
+
+
+def partition_of(value: jax.Array) -> tuple[Any, ...]:
+    """Returns the mesh axes that each dimension of `value` is sharded over, by its type; None for no axis."""
+    spec = jax.typeof(value).sharding.spec
+    return (*spec, *(None,) * (value.ndim - len(spec)))
+
+
+def gathered(value: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Returns `value` with some of its dimensions unsharded, where JAX tracks shardings in types."""
+    partition = partition_of(value)
+    if all(partition[a] is None for a in axes):
+        return value
+    mesh = jax.typeof(value).sharding.mesh
+    places = (None if a in axes else place for a, place in enumerate(partition))
+    return reshard(value, NamedSharding(mesh, PartitionSpec(*places)))
+
+
+def check_out_sharding(function: str, out_sharding: Any) -> None:
+    """Requires a value that JAX accepts as out_sharding, before a cache of compiled programs sees it."""
+    if out_sharding is None:
+        return
+    known = isinstance(out_sharding, NamedSharding | PartitionSpec)
+    wanted = "None, a jax.sharding.NamedSharding or a PartitionSpec"
+    _contracts.require_type(known, function, "out_sharding", wanted, _contracts.described(out_sharding))
+    if isinstance(out_sharding, PartitionSpec):
+        has_mesh = not get_abstract_mesh().empty
+        wanted = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
+        _contracts.require(has_mesh, function, "out_sharding", wanted, out_sharding)
+
+
+def out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
+    """Returns the mesh axes of an out_sharding, one entry for each dimension of the result."""
+    if out_sharding is None:
+        return None
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    wanted = f"at most {rank} entries, one for each dimension of the result, and no unreduced axes"
+    holds = len(spec) <= rank and not spec.unreduced
+    _contracts.require(holds, function, "out_sharding", wanted, spec)
+    return (*spec, *(None,) * (rank - len(spec)))
+
+
+def with_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
+    """Returns an out_sharding on the same mesh with other entries, for an intermediate result."""
+    if partition is None:
+        return None
+    spec = PartitionSpec(*partition)
+    return NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
+
+
+def placement(value: jax.Array) -> PartitionSpec:
+    """Returns the sharding that the type of `value` states, for errors."""
+    return PartitionSpec(*partition_of(value))
+
+
+def described_placement(value: jax.Array) -> str:
+    """Returns the dtype, the shape and the sharding of an array, for errors."""
+    return f"{value.dtype}{list(value.shape)} sharded as {placement(value)}"
 
 
 def varying(value: jax.Array, like: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ nothing of what codes stand for."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,16 +32,26 @@ def _block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
 
-def picked(q: QuantizedArray, index: Any) -> QuantizedArray:
-    """Returns what an index picks of the codes, and of what belongs to them; q has passed its contract."""
+def picked(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
+    """Returns what an index picks of the codes, and of what belongs to them; q has passed its contract.
+
+    An out_sharding is that of the codes; their scale and zero point are then replicated.
+    """
     items = _items(q.shape, index)
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
     found = {_sizes(q, p)[a] for p in parts for a in _block_dims(p, q.shape)}
     block_size = q.block_size or (found.pop() if len(found) == 1 else None)
-    values = q.values[tuple(items)]
-    scale, zero_point = (None if p is None else _picked_part(q, p, items, block_size) for p in (q.scale, q.zero_point))
+    values = _at(q.values, items, out_sharding)
+    own = None if out_sharding is None else _granularity.with_partition(out_sharding, ())
+    scale, zero_point = (
+        None if p is None else _picked_part(q, p, items, block_size, own) for p in (q.scale, q.zero_point)
+    )
     left = any(_block_dims(p, values.shape) for p in (scale, zero_point) if p is not None)
     return q.replace(values=values, scale=scale, zero_point=zero_point, block_size=block_size if left else q.block_size)
+
+
+def _at(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
+    return part[tuple(items)] if out_sharding is None else part.at[tuple(items)].get(out_sharding=out_sharding)
 
 
 def _items(shape: tuple[int, ...], index: Any) -> list[Any]:
@@ -129,7 +140,7 @@ def _index_array(item: Any) -> Any:
     return item.astype(np.int32)  # int8 cannot count to 200
 
 
-def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None) -> Any:
+def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
     sizes, axis, own = _sizes(q, part), 0, []
     for item in items:
         if item is None:
@@ -151,7 +162,7 @@ def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int
         else:
             own.append((item % length if isinstance(item, int) else _wrapped(item, length)) // size)
         axis += 1
-    return part[tuple(own)]
+    return _at(part, own, out_sharding)
 
 
 def unblocked(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:

@@ -12,15 +12,16 @@ from jax import lax
 
 from . import _contracts, _dtypes, _granularity, _numerics
 from .integer import _operands
-from .integer._dot_general import Role, dot
+from .integer._dot_general import Role, determines_sharding, dot
 
 
 class Shapes(NamedTuple):
-    """Two operands as stacks of matrices, and the shape that numpy.matmul returns."""
+    """Two operands as stacks of matrices, and the shape that numpy.matmul returns; `function` is for errors."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     out: tuple[int, ...]
+    function: str
 
     @property
     def product(self) -> tuple[int, ...]:
@@ -45,7 +46,7 @@ def shapes(function: str, a: jax.Array, b: jax.Array, names: tuple[str, str] = (
         raise
     rows = (wide_a[-2],) if a.ndim > 1 else ()
     columns = (wide_b[-1],) if b.ndim > 1 else ()
-    return Shapes(wide_a, wide_b, (*batch, *rows, *columns))
+    return Shapes(wide_a, wide_b, (*batch, *rows, *columns), function)
 
 
 def of_rows(function: str, argument: str, value: jax.Array, of: Shapes) -> jax.Array:
@@ -93,6 +94,7 @@ def product(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, of: Shapes) 
         rank, extra = len(of.a), of.product[: -len(of.a)] if len(of.b) > len(of.a) else ()
         b, b_steps = b.reshape(of.b[-2:]), _as_matrix(b_steps)
         left, right = Role((), tuple(range(rank - 1)), (rank - 1,)), Role((), (1,), (0,))
+        _check_placement(of.function, a, b, left, right)
         acc = dot(a, b, a_steps, b_steps, left, right)
         return acc.reshape((*extra, *acc.shape)) if extra else acc
     batch = of.product[:-2]
@@ -100,7 +102,18 @@ def product(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, of: Shapes) 
     b, b_steps = (_stacked(x, batch, b.shape[:-2]) for x in (b, b_steps))
     n = len(batch)
     role = tuple(range(n))
-    return dot(a, b, a_steps, b_steps, Role(role, (n,), (n + 1,)), Role(role, (n + 1,), (n,)))
+    left, right = Role(role, (n,), (n + 1,)), Role(role, (n + 1,), (n,))
+    _check_placement(of.function, a, b, left, right)
+    return dot(a, b, a_steps, b_steps, left, right)
+
+
+def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
+    """Requires shardings that determine that of the product: an ONNX operator takes no out_sharding."""
+    if not (_granularity.is_placed(a) or _granularity.is_placed(b)) or determines_sharding(a, b, left, right):
+        return
+    wanted = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
+    got = f"shape {a.shape} sharded as {_granularity.placement(a)}, {b.shape} as {_granularity.placement(b)}"
+    _contracts.require(False, function, "a, b", f"{wanted}(..., out_sharding=...)", got)
 
 
 def _as_matrix(steps: Any) -> Any:

@@ -30,9 +30,10 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
       DynamicQuantizeLinear has them, whose integers uint8 per tensor gives;
     - floats and code books: scale = max(-lo, hi) / their largest value.
 
-    A slice without a range (all zeros, or no elements) has scale 1. A NaN or an infinity in a slice makes its scale
-    NaN or infinite, and shows in all that is dequantized from it: 0 times infinity is NaN, and the infinity itself may
-    come back with the other sign.
+    A slice without a range (all zeros, subnormal numbers, which XLA:CPU treats as 0, or no elements) has scale 1. No
+    other scale is below 2**-126, the least normal float32, or below the least number of the spec's scale_dtype. A NaN
+    or an infinity in a slice makes its scale NaN or infinite, and shows in all that is dequantized from it: 0 times
+    infinity is NaN, and the infinity itself may come back with the other sign.
 
     The codes are `quantize_linear`'s with precision float32, ONNX Runtime's, and of a code book the nearest entry.
     With a scale that is known, `from_onnx(quantize_linear(x, scale, ...), scale, ...)` makes the array.

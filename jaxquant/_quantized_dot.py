@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from . import _contracts, _dtypes, _granularity, _indexing, _matmul, _numerics, _small_floats
-from ._array import QuantizedArray
+from ._array import QuantizedArray, trusted
 from .integer import _layout, _operands
 from .integer._dot_general import Role, dot
 
@@ -25,16 +25,37 @@ def contract(function: str, argument: str, q: QuantizedArray) -> None:
 
 
 class Plan(NamedTuple):
-    """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not."""
+    """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not;
+    and the sharding of its result.
+    """
 
     left: Role
     right: Role
     axes: tuple[int, int] | None
     length: int
+    out_sharding: Any
 
 
-def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role) -> Plan:
+def planned(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any
+) -> Plan:
     """Returns how to contract two quantized arrays, or raises a contract error where integers cannot."""
+    axes, length = _cut(function, lhs, rhs, left, right)
+    if axes is not None and out_sharding is None:
+        for q, axis in zip((lhs, rhs), axes, strict=True):
+            whole = _granularity.partition_of(q.values)[axis] is None
+            wanted = (
+                f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
+            )
+            got = _granularity.described_placement(q.values)
+            _contracts.require(whole, function, "out_sharding", wanted, f"None, for {got}")
+    return Plan(left, right, axes, length, out_sharding)
+
+
+def _cut(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role
+) -> tuple[tuple[int, int] | None, int]:
+    """Returns the contracted dimension that is cut into blocks, if one is, and their length."""
     cut: list[tuple[tuple[int, int], int]] = []
     for axes in zip(left.contracted, right.contracted, strict=True):
         n = lhs.shape[axes[0]]
@@ -50,14 +71,14 @@ def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role,
     wanted = "blocks along one contracted dimension, or a dequantized side"
     _contracts.require(len(cut) <= 1, function, "lhs, rhs", wanted, f"blocks along {[axes for axes, _ in cut]}")
     if cut:
-        return Plan(left, right, *cut[0])
+        return cut[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
     limit = exact_terms(lhs, rhs)
     if not isinstance(depth, int) or depth <= limit:
-        return Plan(left, right, None, 0)
+        return None, 0
     longest = max(zip(left.contracted, right.contracted, strict=True), key=lambda axes: lhs.shape[axes[0]])
     length = max(limit // (depth // lhs.shape[longest[0]]), 1)
-    return Plan(left, right, longest, length)
+    return longest, length
 
 
 def _runs(function: str, argument: str, q: QuantizedArray, axis: int) -> list[int]:
@@ -88,9 +109,18 @@ def exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
 def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
     """Returns the product of two quantized arrays in the dtype `preferred`, or in the wider of theirs."""
     dtype = preferred or _dtypes.wider(lhs.dtype, rhs.dtype)
+    if plan.axes is not None:  # JAX refuses to split a sharded dimension
+        lhs, rhs = (_gathered(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    y = _whole(sides) if plan.axes is None else _in_blocks(sides, plan)
+    y = _whole(sides, plan.out_sharding) if plan.axes is None else _in_blocks(sides, plan)
     return _numerics.to_grid(y, dtype).astype(dtype)
+
+
+def _gathered(q: QuantizedArray, axis: int) -> QuantizedArray:
+    """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
+    if not _granularity.is_placed(q.values):
+        return q
+    return trusted(jax.tree.map(lambda part: _granularity.gathered(part, (axis,)), q))
 
 
 class _Side(NamedTuple):
@@ -131,12 +161,14 @@ def _unblocked(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.A
     return part
 
 
-def _whole(sides: Sequence[_Side]) -> jax.Array:
+def _whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     """Returns the float32 product of two sides without blocks along what is contracted."""
     lhs, rhs = sides
-    acc = dot(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role)
+    acc = dot(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
     scales = (_outward(lhs.scale, lhs.role, 0, frees[1]), _outward(rhs.scale, rhs.role, frees[0], 0))
+    if _granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
+        scales = (_matmul.outward(scales[0], acc), _matmul.outward(scales[1], acc))
     return _matmul.scaled(acc, _matmul.scales(*scales))
 
 
@@ -163,7 +195,7 @@ def _in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
 
         def block(parts: Any) -> jax.Array:
             pairs = zip(sides, parts, strict=True)
-            return _whole([s._replace(values=p[0], steps=p[1], scale=p[2]) for s, p in pairs])
+            return _whole([s._replace(values=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding)
 
         # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
         first, others = (
@@ -173,7 +205,8 @@ def _in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
         if whole > 1:
             y = lax.scan(lambda y, parts: (_numerics.rounded(y + block(parts)), None), y, others)[0]
     if rest:
-        last = _whole([_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)])
+        tails = [_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
+        last = _whole(tails, plan.out_sharding)
         y = last if y is None else _numerics.rounded(y + last)
     assert y is not None
     return y

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _backward, _contracts, _dtypes, _quantizer, _straight_through
+from . import _backward, _contracts, _dtypes, _granularity, _quantizer, _straight_through
 from ._array import QuantizedArray
 from ._backward import Backward, FloatBackward
 from ._dot import contraction
@@ -32,6 +33,7 @@ def quantized_dot_general(
     key: jax.Array | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """out = dot_general(quantize(lhs, lhs_spec), quantize(rhs, rhs_spec)), float in and float out, with a gradient.
 
@@ -50,6 +52,8 @@ def quantized_dot_general(
         precision: Static. As `jax.lax` has it, for float contractions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `dot_general`. Cotangents
+            are sharded as the operands.
 
     Returns:
         The batch dimensions, then lhs's free ones, then rhs's.
@@ -82,22 +86,21 @@ def quantized_dot_general(
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
         )
-    statics = {"numbers": numbers, "precision": precision, "preferred": preferred_element_type, "backward": backward}
+    _granularity.check_out_sharding(_NAME, out_sharding)
+    operation = Dot(_NAME, numbers, precision, preferred_element_type, out_sharding)
     specs = [_quantizer.of(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))]
     _backward.contract(_NAME, backward, key, specs)
-    return _enter(lhs, rhs, *specs, key, **statics)
+    return _enter(lhs, rhs, *specs, key, operation=operation, backward=backward)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("numbers", "precision", "preferred", "backward"))
+@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
 def _quantized_dot_general(
-    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, numbers: Any, precision: Any, preferred: Any,
-    backward: Any,
-) -> jax.Array:  # fmt: skip
+    lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: Dot, backward: Any
+) -> jax.Array:
     lhs, rhs = _contracts.arrays(lhs, rhs)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         _contracts.array(_NAME, name, x, _dtypes.FLOATS)
-    roles(_NAME, lhs, rhs, numbers)
-    operation = Dot(_NAME, numbers, precision, preferred)
+    roles(_NAME, lhs, rhs, operation.numbers)
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
     return _straight_through.contracted(_NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key)
 
@@ -112,16 +115,17 @@ class Dot(NamedTuple):
     numbers: Any
     precision: Any
     preferred: Any
+    out_sharding: Any = None
 
     def forward(self, *operands: Any) -> jax.Array:
         """Returns the contraction of quantized and float operands."""
         lhs, rhs = operands
-        return contraction(self.function, lhs, rhs, self.numbers, self.precision, self.preferred)
+        return contraction(self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding)
 
     def floats(self, *operands: jax.Array) -> jax.Array:
         """Returns the contraction of floats."""
         lhs, rhs = operands
-        return lax.dot_general(lhs, rhs, self.numbers, self.precision)
+        return lax.dot_general(lhs, rhs, self.numbers, self.precision, out_sharding=self.out_sharding)
 
     def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Returns the cotangent of one operand from an integer contraction."""

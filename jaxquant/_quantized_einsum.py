@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _backward, _contracts, _dtypes, _quantizer, _straight_through
+from . import _backward, _contracts, _dtypes, _granularity, _quantizer, _straight_through
 from ._array import QuantizedArray
 from ._backward import Backward, FloatBackward
 from ._einsum import parsed, summed
@@ -28,6 +29,7 @@ def quantized_einsum(
     key: jax.Array | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """out = einsum(subscripts, *(quantize(x, spec) for each operand)), float in and float out, with a gradient.
 
@@ -44,6 +46,8 @@ def quantized_einsum(
         precision: Static. As `jax.lax.dot_general` has it, for float contractions, those of the backward pass included.
         preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
             operands, float32 where they differ.
+        out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `einsum`. Cotangents are
+            sharded as the operands.
 
     Returns:
         The dimensions of the output's indices, in their order.
@@ -82,7 +86,8 @@ def quantized_einsum(
         )
     _contracts.hashable(_NAME, "precision", precision)
     parsed(_NAME, subscripts, [x.ndim for x in given])
-    operation = Einsum(subscripts, precision, preferred_element_type)
+    _granularity.check_out_sharding(_NAME, out_sharding)
+    operation = Einsum(subscripts, precision, preferred_element_type, out_sharding)
     return _quantized_einsum(tuple(given), opened, key, operation=operation, backward=backward)
 
 
@@ -98,14 +103,15 @@ class Einsum(NamedTuple):
     subscripts: str
     precision: Any
     preferred: Any
+    out_sharding: Any = None
 
     def forward(self, *operands: Any) -> jax.Array:
         """Returns the contraction of quantized and float operands."""
-        return summed(_NAME, self.subscripts, operands, self.precision, self.preferred)
+        return summed(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
 
     def floats(self, *operands: jax.Array) -> jax.Array:
         """Returns the contraction of floats."""
-        return jnp.einsum(self.subscripts, *operands, precision=self.precision)
+        return jnp.einsum(self.subscripts, *operands, precision=self.precision, out_sharding=self.out_sharding)
 
     def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Returns the cotangent of one operand from an integer contraction."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from . import _contracts, _dtypes, _granularity, _numerics, _reductions, _small_floats
 from ._spec import QuantSpec
@@ -91,10 +90,7 @@ def _of_blocks(
     """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
     size, length = sizes[axis], x.shape[axis]
     whole = length // size
-    if _granularity.is_placed(x):  # a run must lie on one device to be cut out
-        places = list(jax.typeof(x).sharding.spec)
-        places[axis] = None
-        x = reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*places)))
+    x = _granularity.gathered(x, (axis,))  # a run must lie on one device to be cut out
     parts = []
     for start, runs, run in ((0, whole, size), (whole * size, 1, length - whole * size)):
         if runs == 0 or run == 0:
@@ -113,7 +109,9 @@ def parameters(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (scale, zero_point) for float32 ranges; every argument has passed its contract.
 
-    A range is widened to hold 0; one that is 0 has scale 1. NaN and infinite ranges have such scales.
+    A range is widened to hold 0; one that is 0 has scale 1, and so has one of subnormal numbers, which XLA:CPU treats
+    as 0. Any other has a scale that is a normal float32, the least one where the formula gives less. NaN and infinite
+    ranges have such scales.
 
     Args:
         spec: Static.
@@ -143,7 +141,7 @@ def parameters(
         return _holding(spec, _guarded(scale, low, high)), point
     wide = _asymmetric(low, high, qmax - qmin)
     if scale_shape != low.shape:  # each slice has its own zero point: what they share must span the widest
-        wide = _pooled(jnp.where(low == high, _ZERO, wide), scale_shape, jnp.max)
+        wide = _pooled(jnp.where(is_empty(low, high), _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
     scale = _holding(spec, wide)
     wide = _small_floats.scale_as_float32(scale)
@@ -194,10 +192,22 @@ def _asymmetric(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
 
 
 def _guarded(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns a scale that is 1 for a range of 0, never 0 for another, and NaN for a NaN."""
-    empty = (low == 0) & (high == 0)
-    scale = jnp.where(empty, _ONE, jnp.maximum(scale, _TINY))
+    """Returns a scale that is 1 for a range of 0, a normal number for any other, and NaN for a NaN."""
+    scale = jnp.where(is_empty(low, high), _ONE, jnp.maximum(scale, _TINY))
     return jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), scale)
+
+
+def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns where a range holds nothing but 0 and subnormal numbers.
+
+    XLA:CPU treats those as 0 when it runs a program, but not where it folds constants; other backends may not either.
+    """
+    return (jnp.abs(low) < _TINY) & (jnp.abs(high) < _TINY)
+
+
+def least_scale(dtype: np.dtype) -> np.float32:
+    """Returns the least positive scale of a dtype that is a normal float32: XLA:CPU treats smaller ones as 0."""
+    return np.float32(max(float(jnp.finfo(dtype).smallest_subnormal), float(_TINY)))
 
 
 def _zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ class LSQ:
         scale_shape, point_shape = _shapes("LSQ.initial", x, spec)
         fixed = spec.fixed_zero_point or 0
         (mean,) = _means(spec, scale_shape, jnp.abs(x.astype(jnp.float32)))
-        scale = _positive(2 * mean / np.float32(np.sqrt(spec.bounds[1] - fixed)))
+        scale = _positive(2 * mean / np.float32(np.sqrt(spec.bounds[1] - fixed)), mean)
         if spec.symmetric:
             return scale, jnp.full(point_shape, fixed, spec.carrier) if fixed else None
         return scale, jnp.zeros(point_shape, spec.carrier)
@@ -141,7 +141,8 @@ class LSQPlus:
         steps = 2.0 ** (_dtypes.width(spec.carrier) - 1) if spec.dtype in _dtypes.INTEGERS else spec.bounds[1]
         reach = jnp.maximum(jnp.abs(mean - 3 * deviation), jnp.abs(mean + 3 * deviation))
         fixed = spec.fixed_zero_point
-        return _positive(reach / np.float32(steps)), jnp.full(point_shape, fixed, spec.carrier) if fixed else None
+        point = jnp.full(point_shape, fixed, spec.carrier) if fixed else None
+        return _positive(reach / np.float32(steps), reach), point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,7 @@ class PACT:
         scale_shape, point_shape = _shapes("PACT.initial", x, spec)
         low, high = _ranges.extremes(x, scale_shape, _ranges.block_size(spec))
         reach = jnp.maximum(-low, high)
-        scale = _positive(reach / np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0)))
+        scale = _positive(reach / np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0)), reach)
         return scale, None if spec.symmetric else jnp.zeros(point_shape, spec.carrier)
 
 
@@ -324,6 +325,7 @@ def _means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[
     return [_granularity.collapse(aligned, v, like) / counts for v in values]
 
 
-def _positive(scale: jax.Array) -> jax.Array:
-    """Returns a scale that is 1 where there was nothing to take it from."""
-    return jnp.where(scale == 0, _ONE, jnp.maximum(scale, np.finfo(np.float32).tiny))
+def _positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
+    """Returns a scale that is 1 where there was nothing to take it from, and a normal float32 elsewhere."""
+    tiny = np.finfo(np.float32).tiny
+    return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))

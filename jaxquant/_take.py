@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from . import _array, _contracts, _granularity, _indexing
@@ -19,7 +20,14 @@ _MODES = ("fill", "clip", "wrap")
 _ARGUMENTS = ("q.values", "q.scale", "q.zero_point", "indices")
 
 
-def take(q: QuantizedArray, indices: ArrayLike, axis: int = 0, *, mode: str | None = None) -> jax.Array:
+def take(
+    q: QuantizedArray,
+    indices: ArrayLike,
+    axis: int = 0,
+    *,
+    mode: str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
     """y = q.dequantize() at `indices` along `axis`, of which only what is taken is dequantized.
 
     Bit for bit the slices of `q.dequantize()`. The codes are gathered as they are stored, with the entries of the
@@ -32,13 +40,16 @@ def take(q: QuantizedArray, indices: ArrayLike, axis: int = 0, *, mode: str | No
             embedding; `jax.numpy.take` flattens by default, which codes with blocks cannot always be.
         mode: Static. What becomes of an index that is out of range: "fill", or None, makes NaN of all that it takes;
             "clip" takes the nearest index, and 0 for every negative one; "wrap" counts modulo the length.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `x.at[indices].get`;
+            required where `axis` of the table or the indices are sharded.
 
     Returns:
         What `q.dequantize()` returns, in q.dtype, with the dimensions of `indices` in place of `axis`.
 
     Raises:
         TypeError: q is no QuantizedArray, the indices are no integers, or axis is no int.
-        ValueError: axis is out of range, the mode is none of these, or something is taken from an axis without length.
+        ValueError: axis is out of range, the mode is none of these, or something is taken from an axis without length;
+            or an out_sharding does not fit the result, or is missing.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -58,9 +69,10 @@ def take(q: QuantizedArray, indices: ArrayLike, axis: int = 0, *, mode: str | No
     axis = _contracts.axis(_NAME, axis, q.ndim)
     mode = "fill" if mode is None else mode
     _contracts.option(_NAME, "mode", mode, _MODES)
+    _granularity.check_out_sharding(_NAME, out_sharding)
     return _enter(
-        q.values, q.scale, q.zero_point, _number(indices),
-        axis=axis, mode=mode, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
+        q.values, q.scale, q.zero_point, _number(indices), axis=axis, mode=mode, dtype=q.dtype,
+        block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
     )  # fmt: skip
 
 
@@ -73,10 +85,12 @@ def _number(indices: Any) -> Any:
     return _contracts.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("axis", "mode", "dtype", "block_size", "codebook"))
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("axis", "mode", "dtype", "block_size", "codebook", "out_sharding")
+)
 def _take(
     values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
-    axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any,
+    axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     values, scale, zero_point, indices = _contracts.arrays(values, scale, zero_point, indices)
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
@@ -86,11 +100,24 @@ def _take(
     _contracts.require(length > 0 or indices.size == 0, _NAME, "axis", wanted, axis)
     q = trusted(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
     where, inside = _found(indices, length, mode)
-    taken = _array.dequantized(_indexing.picked(q, (*(slice(None),) * axis, where)))
+    _check_placement(q, indices, axis, out_sharding)
+    taken = _array.dequantized(_indexing.picked(q, (*(slice(None),) * axis, where), out_sharding))
     if inside is None:
         return taken
     wide = lax.broadcast_in_dim(inside, taken.shape, tuple(range(axis, axis + inside.ndim)))
     return jnp.where(_granularity.placed(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
+
+
+def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_sharding: Any) -> None:
+    """Requires an out_sharding that fits the result, or shardings that determine it."""
+    rank = q.ndim - 1 + indices.ndim
+    if _granularity.out_partition(_NAME, out_sharding, rank) is not None:
+        return
+    if _granularity.partition_of(q.values)[axis] is None and not any(_granularity.partition_of(indices)):
+        return
+    given = f"q {_granularity.described_placement(q.values)} and indices {_granularity.described_placement(indices)}"
+    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
+    _contracts.require(False, _NAME, "out_sharding", wanted, None)
 
 
 _enter = _contracts.entrance(_NAME, _take, _ARGUMENTS)

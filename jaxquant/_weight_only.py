@@ -25,16 +25,19 @@ class _Product(NamedTuple):
     quantized: int  # 0 where lhs is, 1 where rhs is
     static: tuple[Any, Any, Any]  # of the quantized side
     precision: Any
+    out_sharding: Any
 
 
-def weight_only(lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any) -> jax.Array:
+def weight_only(
+    lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any, out_sharding: Any
+) -> jax.Array:
     """Returns the float product of a quantized and a float array."""
     which = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[which]
     x: Any = (lhs, rhs)[1 - which]
     wide = _dtypes.wider(q.dtype, x.dtype)
     parts, static = q.astype(wide).tree_flatten()
-    config = _Product(left, right, which, static, precision)
+    config = _Product(left, right, which, static, precision, out_sharding)
     axis = _chunked(config, x, parts[0])
     # A rule of one's own stands in the way of forward mode, and makes gradients that nobody asked for.
     y: Any = _at_once(config, x.astype(wide), *parts) if axis is None else _product(config, x.astype(wide), *parts)
@@ -46,7 +49,8 @@ def _chunked(config: _Product, x: jax.Array, values: jax.Array) -> int | None:
     """Returns the dimension of the codes along which they are dequantized a piece at a time, or None."""
     role = (config.left, config.right)[config.quantized]
     axis = max(role.free, key=lambda a: values.shape[a], default=None)
-    whole = values.size <= _CHUNK or _granularity.is_placed(x) or _granularity.is_placed(values)
+    is_placed = config.out_sharding is not None or _granularity.is_placed(x) or _granularity.is_placed(values)
+    whole = values.size <= _CHUNK or is_placed
     return None if whole else axis
 
 
@@ -87,7 +91,7 @@ def _contracted(config: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Returns the product in float32, whatever its operands are."""
     left, right = config.left, config.right
     dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
-    return lax.dot_general(lhs, rhs, dimensions, config.precision, jnp.float32)
+    return lax.dot_general(lhs, rhs, dimensions, config.precision, jnp.float32, out_sharding=config.out_sharding)
 
 
 def _in_chunks(

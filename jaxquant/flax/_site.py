@@ -24,7 +24,6 @@ from .._spec import QuantSpec
 from ..integer import _operands
 from ._range import Dynamic, Learned, Observed, Partial, Source
 
-_TINY = np.finfo(np.float32).tiny
 # Granularities of activations whose ranges have one shape whatever the batch.
 _STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
 _NEGATIVE = "its own zero point for unsigned codes is 0, and what is negative becomes 0"
@@ -237,7 +236,9 @@ def is_finite(value: Any) -> bool:
 
 def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     """Returns the scale and the zero point as they are used."""
-    scale = jnp.maximum(jnp.abs(parts[0]), _TINY).astype(site.spec.scale_dtype)
+    # The least scale of its own dtype: to float16 the least float32 is 0.
+    least = _ranges.least_scale(site.spec.scale_dtype)
+    scale = jnp.maximum(jnp.abs(parts[0]), least).astype(site.spec.scale_dtype)
     if len(parts) == 2:
         return scale, parts[1]
     if site.spec.symmetric:
@@ -278,7 +279,7 @@ def shippable(function: str, site: Site, scale: jax.Array) -> None:
     name = f"scale of the {site.of}"
     _contracts.require(bool(np.isfinite(known).all()), function, name, "finite numbers", "NaN or an infinity")
     least = float(known.min(initial=1))
-    holds = least > float(_TINY) or not isinstance(site.source, Learned)
+    holds = least > float(_ranges.least_scale(scale.dtype)) or not isinstance(site.source, Learned)
     _contracts.require(holds, function, name, "numbers that training has not brought to 0", least)
 
 

@@ -150,7 +150,21 @@ def planned(
     x, w = (tuple(v.shape[a] for a in spec) for v, spec in ((lhs, found.lhs_spec), (rhs, found.rhs_spec)))
     _groups_contract(function, x, w, features, batches)
     geometry = _geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
+    check_placement(function, ("lhs", "rhs"), (lhs, rhs), (found.lhs_spec[1:2], found.rhs_spec[:2]))
     return Plan(found, geometry._replace(groups=features * batches), features, batches)
+
+
+def check_placement(function: str, names: Sequence[str], operands: Sequence[Any], axes: Sequence[Any]) -> None:
+    """Requires channels and features without explicit shardings: JAX infers the sharding of a convolution from its
+    images alone.
+    """
+    for name, operand, own in zip(names, operands, axes, strict=True):
+        x = getattr(operand, "values", operand)  # the codes of a quantized array
+        partition = _granularity.partition_of(x)
+        if all(partition[a] is None for a in own):
+            continue
+        wanted = "channels and features that are not sharded (see jax.sharding.reshard)"
+        _contracts.require(False, function, name, wanted, _granularity.described_placement(x))
 
 
 def laid_out(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import _contracts, _granularity
@@ -28,6 +29,7 @@ def dot_general(
     *,
     lhs_zero_point: ArrayLike | None = None,
     rhs_zero_point: ArrayLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """out = sum over the contracted dimensions of (lhs - lhs_zero_point) (rhs - rhs_zero_point), in int32.
 
@@ -42,13 +44,17 @@ def dot_general(
         lhs_zero_point: steps, in lhs's dtype: a scalar, or an array of lhs's rank whose dimensions are 1 along the
             contracted ones and 1 or lhs's elsewhere. None is 0. An int stands for an array of it.
         rhs_zero_point: steps, in rhs's dtype, likewise.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
+            the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
+            up in int32, so the integers stay the same.
 
     Returns:
         int32; the batch dimensions, then lhs's free ones, then rhs's.
 
     Raises:
         TypeError: an operand or a zero point has another dtype.
-        ValueError: dimension numbers or a zero point's shape do not fit the operands.
+        ValueError: dimension numbers, a zero point's shape or an out_sharding do not fit the operands; or there is no
+            out_sharding, and the operands do not determine it.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -62,16 +68,17 @@ def dot_general(
     lhs_zero_point = _operands.number_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
     rhs_zero_point = _operands.number_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
     centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    _granularity.check_out_sharding(_NAME, out_sharding)
     return _enter(
-        lhs, rhs, lhs_zero_point, rhs_zero_point,
+        lhs, rhs, lhs_zero_point, rhs_zero_point, out_sharding=out_sharding,
         dimension_numbers=_contracts.integers(_NAME, "dimension_numbers", dimension_numbers), centred=centred,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dimension_numbers", "centred"))
+@functools.partial(jax.jit, inline=True, static_argnames=("dimension_numbers", "centred", "out_sharding"))
 def _dot_general(
     lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
-    dimension_numbers: Any, centred: tuple[bool, bool],
+    dimension_numbers: Any, centred: tuple[bool, bool], out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     lhs, rhs, lhs_zero_point, rhs_zero_point = _contracts.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
     _contracts.array(_NAME, "lhs", lhs, _operands.DTYPES)
@@ -79,11 +86,12 @@ def _dot_general(
     left, right = roles(_NAME, lhs, rhs, dimension_numbers)
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
         _zero_point_contract(side, x, point, role)
+    check_placement(_NAME, lhs, rhs, left, right, out_sharding)
     steps = (
         _operands.signed_steps(lhs_zero_point, lhs.dtype, centred[0]),
         _operands.signed_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    return dot(_operands.signed(lhs), _operands.signed(rhs), *steps, left, right)
+    return dot(_operands.signed(lhs), _operands.signed(rhs), *steps, left, right, out_sharding)
 
 
 _enter = _contracts.entrance(_NAME, _dot_general, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
@@ -97,10 +105,37 @@ class Role(NamedTuple):
     contracted: tuple[int, ...]
 
 
-def dot(lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role) -> jax.Array:
+def check_placement(function: str, lhs: jax.Array, rhs: jax.Array, left: Role, right: Role, out_sharding: Any) -> None:
+    """Requires an out_sharding that fits the result, or operands whose shardings determine it."""
+    rank = len(left.batch) + len(left.free) + len(right.free)
+    if _granularity.out_partition(function, out_sharding, rank) is not None:
+        return
+    if not (_granularity.is_placed(lhs) or _granularity.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
+        return
+    operands = f"lhs {_granularity.described_placement(lhs)} and rhs {_granularity.described_placement(rhs)}"
+    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
+    _contracts.require(False, function, "out_sharding", wanted, None)
+
+
+def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> bool:
+    """Whether JAX infers the sharding of a contraction: no contracted dimension is sharded on both sides, batch
+    dimensions are sharded alike, and no mesh axis occurs twice in the result.
+    """
+    places = [_granularity.partition_of(x) for x in (lhs, rhs)]
+    batches = [[place[a] for a in role.batch] for place, role in zip(places, (left, right), strict=True)]
+    pairs = zip(left.contracted, right.contracted, strict=True)
+    contracted = any(places[0][a] is not None and places[1][b] is not None for a, b in pairs)
+    kept = [*batches[0], *(place[a] for place, role in zip(places, (left, right), strict=True) for a in role.free)]
+    axes = [axis for entry in kept if entry is not None for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    return not contracted and batches[0] == batches[1] and len(set(axes)) == len(axes)
+
+
+def dot(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any = None
+) -> jax.Array:
     """Returns the int32 contraction of two int8 operands; steps are int32 scalars, of the operand's rank, or None."""
-    if _granularity.is_placed(lhs) or _granularity.is_placed(rhs):
-        return _in_place(lhs, rhs, lhs_steps, rhs_steps, left, right)
+    if out_sharding is not None or _granularity.is_placed(lhs) or _granularity.is_placed(rhs):
+        return _in_place(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
     left, right = (r._replace(contracted=tuple(r.contracted[i] for i in order)) for r in (left, right))
     turned = (*right.batch, *right.free, *right.contracted)
@@ -140,10 +175,12 @@ def _matrix_steps(steps: Any, x: jax.Array, role: Role) -> Any:
     return wide.reshape(math.prod(sizes[0]), math.prod(sizes[1]))
 
 
-def _in_place(lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role) -> jax.Array:
+def _in_place(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any
+) -> jax.Array:
     """Returns the contraction where JAX tracks shardings in types and refuses reshapes: the dimensions stay."""
     dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
-    acc = lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.int32)
+    acc = lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.int32, out_sharding=out_sharding)
     batch, frees = len(left.batch), len(left.free)
     wide = []
     for x, steps, role, start in ((lhs, lhs_steps, left, batch), (rhs, rhs_steps, right, batch + frees)):

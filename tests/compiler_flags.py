@@ -1,0 +1,200 @@
+"""Which compiler flags keep the codes: every operator against numpy, in a process of its own for each set of flags.
+
+`python -m tests.compiler_flags` prints the table of `docs/exactness.md`. XLA reads `XLA_FLAGS` once, when a process
+starts, so each row is a subprocess: `python -m tests.compiler_flags --measure` under the flags of the row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant as jq
+
+from . import contraction_oracle, inputs, oracle, spec_oracle, transforms
+
+FAST_MATH = "--xla_cpu_enable_fast_math=true"
+STRICT = {name: f"--xla_cpu_fast_math_honor_{name}=true" for name in ("division", "nans", "infs", "functions")}
+LOOSE = {name: flag.replace("true", "false") for name, flag in STRICT.items()}
+HONEST = (FAST_MATH, STRICT["division"], STRICT["nans"], STRICT["infs"])  # what is promised to change nothing
+
+# The flags of each row.
+FLAGS: tuple[tuple[str, ...], ...] = (
+    (),
+    HONEST,
+    (*HONEST, LOOSE["functions"]),
+    (FAST_MATH,),
+    (FAST_MATH, LOOSE["division"]),
+    (FAST_MATH, LOOSE["nans"]),
+    (FAST_MATH, LOOSE["infs"]),
+    (FAST_MATH, LOOSE["functions"]),
+    (FAST_MATH, *LOOSE.values()),
+    tuple(LOOSE.values()),
+    ("--xla_cpu_enable_fast_min_max=true",),
+    ("--xla_cpu_enable_fast_min_max=false",),
+    ("--xla_allow_excess_precision=true",),
+    ("--xla_allow_excess_precision=false",),
+    ("--xla_disable_hlo_passes=algsimp",),
+    ("--xla_disable_hlo_passes=simplify-fp-conversions",),
+    ("--xla_disable_all_hlo_passes=true",),
+    ("--xla_backend_optimization_level=0",),
+    ("--xla_cpu_max_isa=AVX2",),
+)  # fmt: skip
+KINDS = ("numbers", "infinities", "NaN")
+SHAPE = (32, 160)
+Check = tuple[str, Callable[..., Any], tuple[Any, ...], Any]
+
+
+def drawn_values(rng: np.random.Generator, scale: np.ndarray, point: np.ndarray, kind: str) -> np.ndarray:
+    """Values on ties and an ulp beside them, of int8 codes; with them infinities or NaN, some of each sign."""
+    wide = oracle.expand(scale, SHAPE, 1, 0)
+    x = inputs.near_ties(rng, wide, oracle.expand(point, SHAPE, 1, 0).astype(np.int64), (-128, 127), scale.dtype)
+    x = np.where(np.isfinite(x.astype(np.float32)) & (np.abs(x.astype(np.float32)) < 1e30), x, wide)
+    special = {"numbers": np.nan, "infinities": np.inf, "NaN": np.nan}[kind]
+    put = (rng.random(SHAPE) < 0.02) & (kind != "numbers")
+    signed = np.where(rng.random(SHAPE) < 0.5, special, -special).astype(scale.dtype)
+    return np.where(put, signed, x)
+
+
+def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
+    """Returns the name of each operator, the operator, its arguments, and what numpy makes of them."""
+    scale, point = inputs.scales(rng, (160,), np.dtype(np.float32)), inputs.zero_points(rng, (160,), "int8")
+    x = drawn_values(rng, scale, point, kind)
+    codes = oracle.quantize_linear(x, scale, point, "int8")
+    yield "quantize_linear", jq.quantize_linear, (x, scale, point), codes
+    one, first = scale[0], point[0]
+    same = drawn_values(rng, scale[:1], point[:1], kind)
+    yield "quantize_linear", jq.quantize_linear, (same, one, first), oracle.quantize_linear(same, one, first, "int8")
+    floats = oracle.quantize_linear(x, scale, None, "float8_e4m3fn")
+    to_float8 = lambda x, s: jq.quantize_linear(x, s, output_dtype=jnp.float8_e4m3fn)  # noqa: E731
+    yield "quantize_linear float8", to_float8, (x, scale), floats
+    fake = oracle.dequantize_linear(codes, scale, point)
+    yield "fake_quantize_linear", jq.fake_quantize_linear, (x, scale, point), fake
+    multiplied = lambda x, s, z: jq.onednn.quantize(x, s, z, qtype="per_channel", dtype="int8")  # noqa: E731
+    steps = point.astype(np.int32)
+    yield "onednn.quantize", multiplied, (x, scale, steps), oracle.onednn_quantize(x, scale, steps, "int8", axis=1)
+    yield from list_half_precision_checks(rng, kind)
+    for rows in (1, 32):  # XLA reduces 4096 elements and more in another way
+        part = np.ascontiguousarray(x[:rows])
+        y, found, start = oracle.dynamic_quantize_linear(part)
+        want = y.astype(np.uint8), np.float32(found), np.uint8(start)
+        yield "dynamic_quantize_linear", lambda x: tuple(jq.dynamic_quantize_linear(x)), (part,), want
+    for dtype in ("int8", "uint8"):
+        yield ("quantize", *check_of_spec(x, dtype))
+    if kind == "numbers":
+        yield from list_contraction_checks(rng)
+
+
+def list_half_precision_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
+    """Returns checks of arrays of 16 bits, which are divided and multiplied in 16 bits."""
+    for name in ("float16", "bfloat16"):
+        dtype = oracle.dtype(name)
+        scale, point = inputs.scales(rng, (160,), dtype), inputs.zero_points(rng, (160,), "int8")
+        x = drawn_values(rng, scale, point, kind)
+        codes = oracle.quantize_linear(x, scale, point, "int8")
+        yield f"quantize_linear {name}", jq.quantize_linear, (x, scale, point), codes
+        fake = oracle.dequantize_linear(codes, scale, point)
+        wide = lambda x, s, z: jq.dequantize_linear(x, s, z).astype(jnp.float32)  # noqa: E731
+        yield f"dequantize_linear {name}", wide, (codes, scale, point), fake.astype(np.float32)
+
+
+def check_of_spec(x: np.ndarray, dtype: str) -> tuple[Callable[..., Any], tuple[np.ndarray, ...], Any]:
+    """Returns a check of `quantize` with a scale for each row."""
+    spec = jq.QuantSpec(dtype, jq.PerAxis(0))
+    with np.errstate(all="ignore"):
+        low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
+        symmetric, narrow = bool(spec.symmetric), bool(spec.narrow_range)
+        scale, point = spec_oracle.parameters(low, high, dtype, symmetric, narrow)
+        wide = np.broadcast_to(scale, x.shape)
+        points = None if point is None else np.broadcast_to(point, x.shape)
+        codes = spec_oracle.codes(x, wide, points, dtype, narrow)
+
+    def quantized(x: Any) -> Any:
+        q = jq.quantize(x, spec)
+        return q.values, q.scale, q.zero_point
+
+    return quantized, (x,), (codes, scale, None if point is None else point.astype(dtype))
+
+
+def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
+    """Returns checks of the contractions, in each of the forms that they take."""
+    a, b = rng.integers(0, 256, (16, 24)).astype(np.uint8), rng.integers(-128, 128, (24, 40)).astype(np.int8)
+    a_scale, b_scale = inputs.scales(rng, (16,), np.dtype(np.float32)), inputs.scales(rng, (40,), np.dtype(np.float32))
+    left, right = np.uint8(131), np.int8(-3)
+    exact = contraction_oracle.matmul_integer(a, b, left, right)
+    yield "matmul_integer", jq.matmul_integer, (a, b, left, right), exact
+    bias = rng.normal(size=40).astype(np.float32)
+    given = (a, b, a_scale, b_scale, left, right, bias)
+    want = contraction_oracle.matmul_integer_to_float(*given)
+    yield "matmul_integer_to_float", jq.matmul_integer_to_float, given, want
+    requantized = (a, a_scale[0], left, b, b_scale, np.zeros(40, np.int8) + right, np.float32(90), np.uint8(7))
+    yield "qlinear_matmul", jq.qlinear_matmul, requantized, contraction_oracle.qlinear_matmul(*requantized)
+    blocks = jq.QuantSpec("int4", jq.Blocked(0, 8))
+    w = jq.quantize(rng.normal(size=(24, 40)).astype(np.float32), blocks)
+    q = jq.quantize(bias[:24], jq.QuantSpec("int8"))
+    codes, scales = np.asarray(w.values).astype(np.int64), np.asarray(w.scale)
+    row, parts = np.asarray(q.values).astype(np.int64), None
+    for i in range(3):
+        run = slice(8 * i, 8 * i + 8)
+        part = (row[run] @ codes[run]).astype(np.float32) * (np.asarray(q.scale) * scales[i])
+        parts = part if parts is None else parts + part
+    yield "matmul", lambda values, scale: jq.matmul(q, w.replace(values=values, scale=scale)), (w.values, scales), parts
+
+
+def count_mismatches(seed: int) -> dict[str, dict[str, int]]:
+    """Returns how many elements differ from numpy's, for each kind of input and each operator that has any."""
+    found: dict[str, dict[str, int]] = {}
+    for kind in KINDS:
+        counts = found.setdefault(kind, {})
+        for name, op, args, want in list_checks(np.random.default_rng([seed, KINDS.index(kind)]), kind):
+            fixed = lambda x, op=op, rest=args[1:]: op(x, *rest)  # noqa: E731
+            for got in (op(*args), jax.jit(fixed)(args[0])):  # and with scales that XLA knows when it compiles
+                wrong = transforms.mismatches(got, want)
+                counts[name] = counts.get(name, 0) + wrong
+    return {kind: {name: n for name, n in counts.items() if n} for kind, counts in found.items()}
+
+
+def measure(flags: tuple[str, ...], seed: int) -> dict[str, dict[str, int]] | str:
+    """Returns what a process under these flags counts, or its error where it fails."""
+    own = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = {**os.environ, **own}
+    command = [sys.executable, "-m", "tests.compiler_flags", "--measure", "--seed", str(seed)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    if ran.returncode:
+        errors = [line for line in ran.stderr.splitlines() if "Error" in line or "error" in line]
+        return f"fails: {errors[-1][:200] if errors else ran.returncode}"
+    return json.loads(ran.stdout)
+
+
+def main() -> None:
+    """Prints the table, or with --measure counts under the flags of this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(count_mismatches(given.seed)))
+        return
+    print(f"jax {jax.__version__}, seed {given.seed}\n\n| XLA_FLAGS | {' | '.join(KINDS)} |\n|---|---|---|---|")
+    for flags in FLAGS:
+        found = measure(flags, given.seed)
+        cells = [found] if isinstance(found, str) else [describe_counts(found[kind]) for kind in KINDS]
+        print(f"| {' '.join(f'`{flag}`' for flag in flags) or 'none'} | {' | '.join(cells)} |", flush=True)
+
+
+def describe_counts(counts: dict[str, int]) -> str:
+    """Returns the text of one cell."""
+    return ", ".join(f"{name} {n}" for name, n in counts.items()) or "0"
+
+
+if __name__ == "__main__":
+    main()
