@@ -120,6 +120,33 @@ def _qlinear_conv(shape: tuple[int, ...], work: _Conv, constant: bool = False) -
     return Contest(ours, opponents, onnx, x.nbytes + w.nbytes, unlike=_UNLIKE, multiply_adds=multiply_adds)
 
 
+def _narrow_depthwise(shape: tuple[int, ...]) -> Contest:
+    """A depthwise convolution with a kernel of int4, beside the same codes in int8."""
+    n, channels, height, width, _, kernel = shape
+    x, w = inputs.codes((n, height, width, channels), "int8"), inputs.codes((kernel, kernel, 1, channels), "int4", 5)
+    layout: dict[str, Any] = {
+        "window_strides": (1, 1),
+        "padding": "SAME",
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+        "feature_group_count": channels,
+    }
+    convolve = jax.jit(partial(jq.integer.conv_general_dilated, **layout))
+    held, narrow, wide = jax.device_put((x, w, w.astype(np.int8)))
+
+    def expected() -> np.ndarray:
+        edge, steps = kernel // 2, w.astype(np.int32)
+        padded = np.pad(x.astype(np.int32), ((0, 0), (edge, edge), (edge, edge), (0, 0)))
+        acc = np.zeros(x.shape, np.int32)
+        for i in range(kernel):
+            for j in range(kernel):
+                acc += padded[:, i : i + height, j : j + width] * steps[i, j, 0]
+        return acc
+
+    opponents = {ONNX_RUNTIME: _NO_OPERATOR, FLOAT32: partial(convolve, held, wide), QWIX: Missing("none")}
+    multiply_adds = n * height * width * w.size
+    return Contest(partial(convolve, held, narrow), opponents, expected, x.nbytes + w.size, multiply_adds=multiply_adds)
+
+
 def _conv_constants(work: _Conv) -> dict[str, np.ndarray]:
     """Returns all that follows x, in the operator's order."""
     (x_scale, x_zero_point), (w_scale, _) = inputs.parameters((), "uint8"), inputs.parameters((work.outputs,), "int8")
@@ -226,6 +253,8 @@ _DENSE = [(32, 256, 1024), (128, 768, 3072), (512, 1024, 4096)]
 _ONE_ROW = [(1, size, size) for size in (1024, 2048, 4096)]
 _MANY_ROWS = [(128, size, size) for size in (1024, 2048, 4096)]
 _SQUARE = _Conv(64, 64, 3)
+_DEPTHWISE = [(n, 128, size, size, 128, 3) for n, size in ((1, 14), (1, 56), (8, 56))]
+_NARROW = "conv_general_dilated NHWC int8 x int4 3x3 depthwise 128; float32: the same codes in int8"
 
 ROWS = [
     *_products("matmul_integer uint8 x int8, zero points", _CUBES, 1, _matmul_integer, "uint8", "int8"),
@@ -242,6 +271,7 @@ ROWS = [
     *_convs("qlinear_conv 1x1 64 to 256", _Conv(64, 256, 1), (1, 28), (1, 56), (8, 56)),
     *_convs("qlinear_conv 7x7/2 3 to 64", _Conv(3, 64, 7, stride=2), (1, 56), (1, 112), (1, 224)),
     *_convs("qlinear_conv 3x3 depthwise 128", _Conv(128, 128, 3, group=128), (1, 14), (1, 56), (8, 56)),
+    *_products(_NARROW, _DEPTHWISE, 2, _narrow_depthwise),
     *_products("matmul_integer_to_float int8, a scale per 128 of K", _BLOCKED, 1, _blocked_scales),
     *_products("matmul_nbits 4 bits block_size=32, one row", _ONE_ROW, 2, _nbits),
     *_products("matmul_nbits 4 bits block_size=32", _MANY_ROWS, 2, _nbits),

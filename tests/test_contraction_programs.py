@@ -259,7 +259,61 @@ def test_depthwise_writes_its_result_and_nothing_else_wide(layout: str, kernel: 
         program = Program(around(feature_group_count=61, rhs_zero_point=5), *shapes)
     image = shapes[0].size
     assert [math.prod(s) for _, s in program.wide_buffers() if math.prod(s) >= image // 2] == [image]
-    assert not program.contractions()
+    assert all(math.prod(c.result[1]) == shapes[1].size for c in program.contractions()), "only of the kernel"
+
+
+NARROW_CODES = ("s4", "u4", "s2", "u2")
+
+
+def sizes_beside_narrow_codes(program: Program) -> dict[str, int]:
+    """The largest array of each fusion that reads codes below 8 bits."""
+    found = {}
+    for name, body in program.computations.items():
+        arrays = [array for i in body for array in i.results]
+        if name != program.entry and any(dtype in NARROW_CODES for dtype, _ in arrays):
+            found[name] = max(math.prod(shape) for _, shape in arrays)
+    return found
+
+
+DEPTHWISE: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = {
+    "NHWC int4": (around(feature_group_count=61), (of(I8, 2, 29, 31, 61), of(jnp.int4, 3, 3, 1, 61))),
+    "NHWC uint4, zero points": (
+        around(feature_group_count=64, rhs_zero_point=5), (of(U8, 2, 29, 31, 64), of(jnp.uint4, 3, 3, 1, 64)),
+    ),
+    "NHWC int2, two features a channel": (
+        around(feature_group_count=32), (of(U8, 2, 29, 31, 32), of(jnp.int2, 3, 3, 1, 64)),
+    ),
+    "NCHW int4": (
+        around(feature_group_count=61, dimension_numbers=None), (of(U8, 2, 61, 29, 31), of(jnp.int4, 61, 1, 3, 3)),
+    ),
+    "NWC uint2": (
+        around(feature_group_count=64, dimension_numbers=("NWC", "WIO", "NWC"), window_strides=(1,)),
+        (of(U8, 2, 290, 64), of(jnp.uint2, 4, 1, 64)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(DEPTHWISE))
+def test_depthwise_unpacks_its_kernel_once(name: str) -> None:
+    """No fusion has codes below 8 bits and an array of the image's size: it would unpack a weight for every pixel."""
+    op, operands = DEPTHWISE[name]
+    program = Program(op, *operands)
+    assert any(dtype in NARROW_CODES for i in program.in_memory() for dtype, _ in i.results)
+    found = sizes_beside_narrow_codes(program)
+    assert all(size <= 2 * operands[1].size for size in found.values()), found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of jax 0.10 takes barriers away before it fuses")
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_a_1x1_kernel_is_unpacked_before_it_is_transposed_or_repeated(layout: str) -> None:
+    if layout == "NCHW":
+        op, operands = around(dimension_numbers=None), (of(I8, 8, 128, 7, 7), of(jnp.int4, 256, 128, 1, 1))
+    else:
+        op, operands = around(), (of(I8, 1, 7, 7, 128), of(jnp.int4, 1, 1, 128, 256))
+    program = Program(op, *operands)
+    for name, size in sizes_beside_narrow_codes(program).items():
+        assert size == operands[1].size
+        assert not {"transpose", "copy"} & {i.opcode for i in program.computations[name]}, name
 
 
 # At one bound with the zero point at the other: every sign of the products, the largest magnitudes.

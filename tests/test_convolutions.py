@@ -233,3 +233,61 @@ def test_what_lax_takes_besides(padding: str, rng: np.random.Generator) -> None:
     numbers = jax.lax.conv_dimension_numbers(x.shape, w.shape, ("NCHW", "OIHW", "NCHW"))
     given = jnp.asarray(x), jnp.asarray(w)
     same(jq.integer.conv_general_dilated(*given, (2, 1), padding, dimension_numbers=numbers), want)
+
+
+# Layouts, shapes of both operands, groups: every form that a convolution may take, and kernels of an odd size.
+FORMS: dict[str, tuple[tuple[str, str, str], Shape, Shape, int]] = {
+    "depthwise": (("NHWC", "HWIO", "NHWC"), (2, 6, 7, 10), (3, 3, 1, 10), 10),
+    "depthwise, two features a channel": (("NHWC", "HWIO", "NHWC"), (1, 6, 7, 5), (3, 2, 1, 10), 5),
+    "depthwise, channels first": (("NCHW", "OIHW", "NCHW"), (2, 5, 6, 7), (5, 1, 3, 3), 5),
+    "depthwise, one dimension": (("NWC", "WIO", "NWC"), (2, 11, 6), (4, 1, 6), 6),
+    "depthwise, three dimensions": (("NDHWC", "DHWIO", "NDHWC"), (1, 3, 4, 5, 4), (2, 2, 2, 1, 4), 4),
+    "depthwise, 81 positions": (("NHWC", "HWIO", "NHWC"), (1, 9, 10, 3), (9, 9, 1, 3), 3),
+    "groups": (("NHWC", "HWIO", "NHWC"), (2, 5, 6, 12), (3, 3, 4, 9), 3),
+    "groups, channels first": (("NCHW", "OIHW", "NCHW"), (2, 12, 5, 6), (9, 4, 1, 1), 3),
+    "1x1": (("NHWC", "HWIO", "NHWC"), (2, 5, 6, 9), (1, 1, 9, 7), 1),
+    "1x1, channels first": (("NCHW", "OIHW", "NCHW"), (2, 9, 5, 6), (7, 9, 1, 1), 1),
+    "3x3": (("NHWC", "HWIO", "NHWC"), (2, 5, 6, 20), (3, 3, 20, 17), 1),
+    "3x3, channels first": (("NCHW", "OIHW", "NCHW"), (2, 20, 5, 6), (17, 20, 3, 3), 1),
+    "few channels": (("NHWC", "HWIO", "NHWC"), (1, 15, 14, 3), (7, 7, 3, 8), 1),
+    "one dimension": (("NWC", "WIO", "NWC"), (2, 11, 20), (3, 20, 17), 1),
+    "three dimensions": (("NDHWC", "DHWIO", "NDHWC"), (1, 3, 4, 5, 20), (2, 2, 2, 20, 17), 1),
+}
+# Of both operands; uint4 and uint2 hold codes that int8 holds too.
+WIDTHS = (("uint8", "int4"), ("int8", "uint4"), ("uint8", "int2"), ("int4", "uint2"), ("uint4", "int8"))
+
+
+def narrow_and_wide(name: str, pair: tuple[str, str], rng: np.random.Generator) -> list[tuple[Any, ...]]:
+    """The operands and zero points of a form in a pair of dtypes, and the same numbers in 8 bits."""
+    _, *shapes, _ = FORMS[name]
+    codes = [integers(rng, dtype, shape) for dtype, shape in zip(pair, shapes, strict=True)]
+    points = [np.asarray(v.reshape(-1)[-1]) for v in codes]
+    narrow = tuple(jnp.asarray(v) for v in (*codes, *points))
+    return [narrow, tuple(v if v.dtype == jnp.uint8 else v.astype(jnp.int8) for v in narrow)]
+
+
+@pytest.mark.parametrize("offset", range(len(WIDTHS)))
+def test_codes_below_8_bits_convolve_as_the_same_codes_in_8_bits(offset: int, rng: np.random.Generator) -> None:
+    def convolve(name: str, x: Any, w: Any, x_point: Any, w_point: Any) -> list[jax.Array]:
+        layouts, _, _, groups = FORMS[name]
+        rest = {"dimension_numbers": layouts, "feature_group_count": groups}
+        strides = (2,) * (x.ndim - 2) if name == "few channels" else (1,) * (x.ndim - 2)
+        exact = jq.integer.conv_general_dilated(
+            x, w, strides, "SAME", lhs_zero_point=x_point, rhs_zero_point=w_point, **rest
+        )
+        scaled = jq.conv_general_dilated(of_codes(x, x_point), of_codes(w, w_point), strides, "SAME", **rest)
+        return [exact, scaled]
+
+    names = list(FORMS)[offset :: len(WIDTHS)]
+    operands = {n: narrow_and_wide(n, WIDTHS[(i + offset) % len(WIDTHS)], rng) for i, n in enumerate(names)}
+    program = jax.jit(lambda pairs: {n: [convolve(n, *given) for given in pair] for n, pair in pairs.items()})
+    results = program(operands)
+    for name, (narrow, wide) in results.items():
+        for got, want in zip(narrow, wide, strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+def of_codes(codes: jax.Array, point: jax.Array) -> jq.QuantizedArray:
+    """Codes that stand for quarters, all with one zero point."""
+    one = (1,) * codes.ndim
+    return jq.QuantizedArray(codes, jnp.full(one, 0.25, jnp.float32), point.reshape(one))

@@ -173,6 +173,7 @@ def laid_out(
 ) -> jax.Array:  # fmt: skip
     """Returns the convolution of two operands of any layout, as `convolution` does, in the layout of the plan."""
     numbers, geometry = plan.numbers, plan.geometry
+    lhs, rhs = _unpacked(lhs, rhs, numbers)
     x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
     if plan.batches > 1:  # the groups of images become groups of channels
         x = x.reshape(plan.batches, -1, *x.shape[1:])
@@ -184,6 +185,21 @@ def laid_out(
         empty = jax.eval_shape(like, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
         return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
     return convolution(_operands.signed(x), _operands.signed(w), lhs_steps, rhs_steps, geometry, last, epilogue, out)
+
+
+def _unpacked(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands with codes below 8 bits unpacked where what follows would unpack them more than once.
+
+    An image whose channels lie last, and a kernel of more than one position that lies as OIHW, are transposed or laid
+    out once, which unpacks them on the way for less than a pass of its own.
+    """
+    is_last = numbers.lhs_spec[1] == lhs.ndim - 1
+    if lhs.dtype not in _operands.EIGHT_BITS and not is_last:
+        lhs = _operands.unpack_to_int8(lhs)
+    is_single = all(rhs.shape[a] == 1 for a in numbers.rhs_spec[2:])
+    if rhs.dtype not in _operands.EIGHT_BITS and (is_single or _layout.is_moving(numbers.rhs_spec, rhs.shape)):
+        rhs = _operands.unpack_to_int8(rhs)
+    return lhs, rhs
 
 
 def convolution(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _contracts, _dtypes
+from .. import _contracts, _dtypes, _granularity
+from . import _layout
 
 DTYPES: tuple[np.dtype, ...] = tuple(
     np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
@@ -23,6 +24,17 @@ def signed(x: jax.Array) -> jax.Array:
     if x.dtype == _UINT8:
         return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
     return x.astype(jnp.int8)
+
+
+def unpack_to_int8(codes: jax.Array) -> jax.Array:
+    """Returns codes of 2 or 4 bits as int8, on a CPU in memory before anything reads them.
+
+    For operands that are read more than once or in another order than they lie in. XLA:CPU fuses the conversion with
+    its readers, which then take each code out of its byte again every time, and lose their vector instructions or
+    the fast kernel of a transpose.
+    """
+    unpacked = codes.astype(jnp.int8)
+    return unpacked if _granularity.is_placed(codes) else _layout.pinned(unpacked)
 
 
 def offset(dtype: Any) -> int:
