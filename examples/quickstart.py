@@ -19,7 +19,7 @@ import jaxquant as jq
 from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 
-INT8, INT4 = (jq.QuantSpec(dtype, jq.PerAxis(-1)) for dtype in (jnp.int8, jnp.int4))  # a scale for each feature
+INT8, INT4 = (jq.QuantSpec(dtype, jq.PerFeature()) for dtype in (jnp.int8, jnp.int4))  # a scale for each output
 OPTIMIZER = optax.adam(1e-3)
 
 

@@ -68,7 +68,7 @@ def around(**keywords: Any) -> Callable[..., jax.Array]:
 # XLA has its kernel for more than a few thousand products only, and for those of small convolutions no int8 at all.
 FORMS: dict[str, Form] = {
     **{
-        f"matmul_integer {left.__name__} {right.__name__}": Form(
+        f"matmul_integer {np.dtype(left)} {np.dtype(right)}": Form(
             lambda a, b: jq.matmul_integer(a, b, 3, 5), (of(left, 37, 257), of(right, 257, 53))
         )
         for left in (U8, I8)
