@@ -253,10 +253,10 @@ def test_explicit_shardings(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_keys_of_both_kinds(rng: np.random.Generator, raw: bool) -> None:
+def test_keys_of_both_kinds(fixed_rng: np.random.Generator, raw: bool) -> None:
     """A batch of keys under vmap draws as each alone does."""
-    one = key(rng)
-    x, w, g = problem(rng)
+    one = key(fixed_rng)
+    x, w, g = problem(fixed_rng)
     keys = jax.random.split(jax.random.key_data(one) if raw else one, 2)
 
     def drawn(key: Any) -> Any:

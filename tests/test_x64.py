@@ -37,7 +37,7 @@ MATRIX = (((1,), (0,)), ((), ()))
 
 
 def calibrated(factory: Callable[..., jq.Calibrator], spec: jq.QuantSpec) -> Any:
-    """The state after an eager batch and two of a scan, merged with itself, summed over a mapped axis; and its range."""
+    """A state after an eager batch and two of a scan, merged; summed over a mapped axis; and its range."""
     cal = factory(spec)
     state = cal.update(cal.init(LONG), LONG)
     scanned, _ = jax.lax.scan(lambda s, x: (cal.update(s, x), None), state, np.stack([LONG, 3 * LONG]))
@@ -123,7 +123,9 @@ def test_same_bits_and_dtypes(name: str) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("source", [Observed(jq.mse), Observed(), Learned(jq.LSQPlus())], ids=["mse", "average", "lsq+"])
+@pytest.mark.parametrize(
+    "source", [Observed(jq.mse), Observed(), Learned(jq.LSQPlus())], ids=["mse", "average", "lsq+"]
+)
 def test_layers_train_and_serve(source: Any) -> None:
     with jax.enable_x64(True):
         options: dict[str, Any] = {"weight": I8, "activation": U8, "activation_range": source}
@@ -151,5 +153,5 @@ def test_float64_is_refused() -> None:
             lambda: cal.update(cal.init(wide), wide),
             lambda: jq.matmul(wide, jq.quantize(W, I8)),
         ):
-            with pytest.raises(TypeError, match="wanted .*float32.*; got .*float64"):
+            with pytest.raises(TypeError, match=r"wanted .*float32.*; got .*float64"):
                 call()
