@@ -22,8 +22,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 
-# Without the examples that failed in an earlier run: they are on no other machine.
-hypothesis.settings.register_profile("jaxquant", database=None)
+# Without what differs from machine to machine: examples that failed in an earlier run, and how long drawing takes.
+hypothesis.settings.register_profile("jaxquant", database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("jaxquant")
 
 

@@ -170,13 +170,13 @@ def test_programs_are_saved_for_every_platform() -> None:
     program = jax.jit(lambda state, x: cal.finalize(cal.update(state, x)))
     exported = export.export(program, platforms=["cpu", "cuda", "tpu"])(cal.init(batch), batch)
     again = export.deserialize(exported.serialize())
-    x = jnp.arange(24.0).reshape(4, 6)
+    x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
     same(again.call(cal.init(x), x), program(cal.init(x), x))
 
 
 def test_nothing_flows_back() -> None:
     cal = made("mse")
-    x = jnp.arange(6.0)
+    x = jnp.arange(6, dtype=jnp.float32)
 
     def loss(x: jax.Array) -> tuple[jax.Array, Any]:
         return (x * x).sum(), cal.update(cal.init(x), x)

@@ -119,7 +119,7 @@ class Cell(nn.RNNCellBase):
     @nn.nowrap
     def initialize_carry(self, rng: Any, input_shape: tuple[int, ...]) -> jax.Array:
         """Returns zeros."""
-        return jnp.zeros((*input_shape[:-1], 16))
+        return jnp.zeros((*input_shape[:-1], 16), F32)
 
     @property
     def num_feature_axes(self) -> int:
@@ -137,7 +137,7 @@ def test_the_time_steps_of_a_recurrent_layer(fixed_rng: np.random.Generator) -> 
     def find_error(source: Observed) -> float:
         dense = functools.partial(qnn.Dense, weight=COLUMNS, activation=jq.QuantSpec(jnp.int8), activation_range=source)
         cell = Cell(dense)
-        ranges = jax.jit(cell.init)(jax.random.key(0), jnp.zeros((8, 16)), x[0, :, 0])["ranges"]
+        ranges = jax.jit(cell.init)(jax.random.key(0), jnp.zeros((8, 16), F32), x[0, :, 0])["ranges"]
         observing = nn.RNN(cell, variable_broadcast="params", variable_carry="ranges")
         observe = jax.jit(functools.partial(observing.apply, mutable=["ranges"]))
         variables = {**params, "ranges": {"cell": ranges}}
