@@ -138,11 +138,10 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.moving_average(jq.QuantSpec(jnp.uint8), decay=0.75)
+        >>> cal = jq.moving_average(jq.QuantSpec(jnp.uint8), decay=0.5)
         >>> state = cal.update(cal.init(jnp.zeros(2)), jnp.array([0.0, 1.0]))
-        >>> lo, hi = cal.finalize(cal.update(state, jnp.array([-2.0, 2.0])))
-        >>> lo, hi  # the weights are 3 / 7 and 4 / 7
-        (Array([-1.1428571], dtype=float32), Array([1.5714285], dtype=float32))
+        >>> cal.finalize(cal.update(state, jnp.array([-3.0, 4.0])))  # the weights are 1 / 3 and 2 / 3
+        Range(lo=Array([-2.], dtype=float32), hi=Array([3.], dtype=float32))
 
     Source: the average of torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay, which starts at
     the first batch; Kingma and Ba, arXiv 1412.6980, section 3, for the division.
