@@ -35,9 +35,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives the property tests the seed."""
     for item in items:
-        test = getattr(item, "function", None)
-        if hypothesis.is_hypothesis_test(test):
-            hypothesis.seed(SEED)(test)
+        if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
+            hypothesis.seed(SEED)(item.function)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def pulled() -> Any:
                                  backward=backward, key=jax.random.key(1))  # fmt: skip
         y, back = jax.vjp(call, X, W)
         found[repr(backward)] = (y, back(jnp.ones_like(y)))
-    return found, [rule.initial(X, ROWS) for rule in (jq.LSQ(), jq.LSQPlus(), jq.PACT())]
+    return found, [rule.initial(jnp.asarray(X), ROWS) for rule in (jq.LSQ(), jq.LSQPlus(), jq.PACT())]
 
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -137,7 +137,7 @@ def test_layers_train_and_serve(source: Any) -> None:
         own = qnnx.Linear(10, 4, **options, rngs=nnx.Rngs(0))
         if isinstance(source, Learned):
             qnnx.start(own, X)
-        assert own(X).dtype == jnp.float32
+        assert own(jnp.asarray(X)).dtype == jnp.float32
 
 
 def test_float64_is_refused() -> None:
