@@ -108,35 +108,6 @@ def test_denormal_numbers_are_no_zeros() -> None:
         assert lo[0] <= hi[0]
 
 
-def test_moving_average_is_torch_s(rng: np.random.Generator) -> None:
-    """torch: m = m + averaging_constant * (min(batch) - m), in float32; the first batch starts it."""
-    cal = jq.moving_average(SPECS["columns"], decay=0.9)
-    batches = rng.normal(size=(20, 3, 5, 6)).astype(np.float32)
-    low, high = least_most(batches[0], "columns")
-    for batch in batches[1:]:
-        least, most = least_most(batch, "columns")
-        low, high = (m + np.float32(0.1) * (b - m) for m, b in ((low, least), (high, most)))
-    state = over(cal, *batches)
-    same(tuple(cal.finalize(state)), (low, high))
-    assert (np.asarray(state.batches) == 20).all()
-    same(cal.update(state, np.zeros((0, 5, 6), np.float32)), state)
-    last = jq.moving_average(INT4, decay=0.0)
-    assert float(last.finalize(over(last, np.array([1, 9], np.float32), np.array([2, 3], np.float32))).hi[0]) == 3
-
-
-def test_averages_are_merged_by_their_batches(rng: np.random.Generator) -> None:
-    cal = jq.moving_average(INT4, decay=0.5)
-    batches = rng.normal(size=(4, 10)).astype(np.float32)
-    a, b = over(cal, *batches[:3]), over(cal, batches[3])
-    both = cal.merge(a, b)
-    for got, first, second in zip(both[:2], a[:2], b[:2], strict=True):
-        np.testing.assert_allclose(got, 0.75 * np.asarray(first) + 0.25 * np.asarray(second), rtol=1e-6)
-    same(cal.merge(b, a), both)
-    same(cal.merge(a, cal.init(batches[0])), a)
-    mapped = jax.vmap(lambda s: cal.all_reduce(s, "d"), axis_name="d")(jax.tree.map(lambda *v: jnp.stack(v), a, b))
-    np.testing.assert_allclose(np.asarray(mapped.low)[0], both.low, rtol=1e-6)
-
-
 # Transforms and devices.
 
 
@@ -199,13 +170,13 @@ def test_programs_are_saved_for_every_platform() -> None:
     program = jax.jit(lambda state, x: cal.finalize(cal.update(state, x)))
     exported = export.export(program, platforms=["cpu", "cuda", "tpu"])(cal.init(batch), batch)
     again = export.deserialize(exported.serialize())
-    x = jnp.arange(24.0).reshape(4, 6)
+    x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
     same(again.call(cal.init(x), x), program(cal.init(x), x))
 
 
 def test_nothing_flows_back() -> None:
     cal = made("mse")
-    x = jnp.arange(6.0)
+    x = jnp.arange(6, dtype=jnp.float32)
 
     def loss(x: jax.Array) -> tuple[jax.Array, Any]:
         return (x * x).sum(), cal.update(cal.init(x), x)
@@ -256,16 +227,6 @@ def test_what_has_no_range(name: str, fault: str) -> None:
     else:
         with pytest.raises(ValueError, match=fault):
             cal.finalize(state, allow_zero=True)
-
-
-def test_an_infinity_stays_one_in_an_average() -> None:
-    cal = jq.moving_average(INT4)
-    with pytest.raises(ValueError, match="an infinity"):
-        cal.finalize(
-            over(
-                cal, np.array([1, np.inf], np.float32), np.array([1, 2], np.float32), np.array([-np.inf, 0], np.float32)
-            )
-        )
 
 
 # Contracts.

@@ -297,10 +297,10 @@ class Normalized(nn.Module):
         return nn.BatchNorm(use_running_average=True, name="norm", epsilon=1e-3)(x)
 
 
-def test_a_folded_normalisation(rng: np.random.Generator) -> None:
-    x = jnp.asarray(rng.normal(size=(4, 6, 6, 3)), F32)
+def test_a_folded_normalisation(fixed_rng: np.random.Generator) -> None:
+    x = jnp.asarray(fixed_rng.normal(size=(4, 6, 6, 3)), F32)
     variables = jax.jit(Normalized().init)(jax.random.key(0), x)
-    params, stats = jax.tree.map(lambda v: jnp.asarray(rng.uniform(0.5, 2, v.shape), F32),
+    params, stats = jax.tree.map(lambda v: jnp.asarray(fixed_rng.uniform(0.5, 2, v.shape), F32),
                                  (variables["params"]["norm"], variables["batch_stats"]["norm"]))  # fmt: skip
     layer = variables["params"]["conv"]
     folded = qflax.fold_batch_norm(layer, params, stats, epsilon=1e-3)

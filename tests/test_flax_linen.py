@@ -80,9 +80,9 @@ def rounded(x: Any, scale: Any, zero_point: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_layer_is_flax_s_on_what_the_codes_stand_for(rng: np.random.Generator, case: str) -> None:
+def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Generator, case: str) -> None:
     layer, arguments, shape = CASES[case]
-    x = drawn(rng, layer, shape)
+    x = drawn(fixed_rng, layer, shape)
     plain = getattr(nn, layer)(**arguments)
     module = getattr(qnn, layer)(**arguments, weight=W, activation=None if layer == "Embed" else A)
 
@@ -92,7 +92,7 @@ def test_a_layer_is_flax_s_on_what_the_codes_stand_for(rng: np.random.Generator,
         y, seen = module.apply({"params": params}, x, mutable=["ranges"])  # a float checkpoint, as it is
         return params, own, y, plain.apply({"params": params}, x), qflax.convert(module, {"params": params, **seen})
 
-    params, own, y, near, serving = trained(jax.random.key(int(rng.integers(2**31))), x)
+    params, own, y, near, serving = trained(jax.random.key(int(fixed_rng.integers(2**31))), x)
     assert jax.tree.structure(params) == jax.tree.structure(own)
     jax.tree.map(np.testing.assert_array_equal, params, own)
     served = jax.jit(module.apply)(serving, x)
@@ -202,8 +202,8 @@ def test_dynamic_ranges_are_found_at_each_call(rng: np.random.Generator, name: s
     np.testing.assert_array_equal(y, want + serving["params"]["bias"][None])
 
 
-def test_learned_scales_start_from_the_checkpoint(rng: np.random.Generator) -> None:
-    x = jnp.asarray(rng.uniform(0, 3, (5, 6)), F32)
+def test_learned_scales_start_from_the_checkpoint(fixed_rng: np.random.Generator) -> None:
+    x = jnp.asarray(fixed_rng.uniform(0, 3, (5, 6)), F32)
     source: dict[str, Any] = {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
     module: Any = qnn.Dense(3, weight=jq.QuantSpec("int4", jq.PerAxis(-1)), activation=A, **source)
     variables = module.init(jax.random.key(0), x)
@@ -235,8 +235,8 @@ class Tied(nn.Module):
         return table.attend(again(nn.relu(again(table(tokens)))))
 
 
-def test_weights_that_are_used_twice(rng: np.random.Generator) -> None:
-    module, tokens = Tied(), jnp.asarray(rng.integers(0, 11, (3, 4)), jnp.int32)
+def test_weights_that_are_used_twice(fixed_rng: np.random.Generator) -> None:
+    module, tokens = Tied(), jnp.asarray(fixed_rng.integers(0, 11, (3, 4)), jnp.int32)
     params = jax.jit(module.init)(jax.random.key(1), tokens)
     y, variables = observed(module, params, tokens)
     assert int(variables["ranges"]["Dense_0"]["DotGeneral_0"]["activation"]["batches"]) == 2

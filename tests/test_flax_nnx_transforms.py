@@ -52,8 +52,8 @@ def loss(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((model(x) - 1) ** 2)
 
 
-def test_an_optimizer_moves_parameters_and_scales(rng: np.random.Generator) -> None:
-    model, x = Block(nnx.Rngs(0), LEARNED), drawn(rng, 6, 6)
+def test_an_optimizer_moves_parameters_and_scales(fixed_rng: np.random.Generator) -> None:
+    model, x = Block(nnx.Rngs(0), LEARNED), drawn(fixed_rng, 6, 6)
     qnnx.start(model, x)
     scale = model.linear.dot_general.activation_scale
     scale[...] = scale[...] / 2  # something saturates: else a zero point has no gradient
@@ -206,12 +206,12 @@ def test_vmap_over_models_and_over_examples(rng: np.random.Generator) -> None:
     same(nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(one, x), one(x))
 
 
-def test_a_backward_pass_in_integers_draws_from_the_rngs(rng: np.random.Generator) -> None:
+def test_a_backward_pass_in_integers_draws_from_the_rngs(fixed_rng: np.random.Generator) -> None:
     backward = jq.Int8Backward(stochastic_rounding=True)
-    layer = qnnx.Linear(16, 5, **OBSERVED, backward=backward, rngs=nnx.Rngs(0, rounding=int(rng.integers(2**31))))
+    layer = qnnx.Linear(16, 5, **OBSERVED, backward=backward, rngs=nnx.Rngs(0, rounding=int(fixed_rng.integers(2**31))))
     exact = qnnx.Linear(16, 5, **OBSERVED, rngs=nnx.Rngs(0))
     nnx.update(layer, nnx.state(exact, nnx.Param))
-    x, target = drawn(rng, 8, 16), drawn(rng, 8, 5)
+    x, target = drawn(fixed_rng, 8, 16), drawn(fixed_rng, 8, 5)
 
     def off(layer: Any) -> jax.Array:
         return jnp.sum((layer(x) - target) ** 2)

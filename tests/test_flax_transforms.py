@@ -229,9 +229,9 @@ WAYS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", list(WAYS))
-def test_a_step_of_training(rng: np.random.Generator, name: str) -> None:
+def test_a_step_of_training(fixed_rng: np.random.Generator, name: str) -> None:
     way, dtype = WAYS[name]
-    x = jnp.asarray(rng.normal(size=(8, 8)), dtype)  # the batch is as large as the layers are wide
+    x = jnp.asarray(fixed_rng.normal(size=(8, 8)), dtype)  # the batch is as large as the layers are wide
     module: Any = nn.Sequential([qnn.Dense(8, **way), nn.relu, qnn.Dense(8, **way)])
     rngs = {"rounding": jax.random.key(7)}
     optimizer = optax.sgd(1e-3)
@@ -276,8 +276,8 @@ class Attention(nn.Module):
         return nn.Dense(8, dot_general=dot, promote_dtype=promote, name="last")(x)
 
 
-def test_flax_s_own_layers_are_given_the_contraction(rng: np.random.Generator) -> None:
-    x = jnp.asarray(rng.normal(size=(2, 4, 8)), F32)
+def test_flax_s_own_layers_are_given_the_contraction(fixed_rng: np.random.Generator) -> None:
+    x = jnp.asarray(fixed_rng.normal(size=(2, 4, 8)), F32)
     variables = fed(Attention(), x)
     assert len(variables["ranges"]) == 4, "one object, but each layer has its own range"
     serving = serves_what_it_trained(Attention(), variables, x)

@@ -237,12 +237,12 @@ def test_name_is_in_the_lowered_program(op: Any) -> None:
     assert "a_name_of_mine" in lowered.as_text(debug_info=True)
 
 
-def test_masks_of_torch(rng: np.random.Generator) -> None:
+def test_masks_of_torch(fixed_rng: np.random.Generator) -> None:
     """torch multiplies by a reciprocal: its masks agree wherever both quotients round alike."""
     torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
     for name in ("int8", "uint8", "uint4"):
         low, high = oracle.BOUNDS[name]
-        x, scale, point, g = drawn(rng, "per-tensor", name)
+        x, scale, point, g = drawn(fixed_rng, "per-tensor", name)
         leaf = torch.tensor(x, requires_grad=True)
         torch.fake_quantize_per_tensor_affine(leaf, float(scale), int(point), low, high).backward(torch.tensor(g))
         dx = jax.vjp(lambda x, p=point, s=scale, n=name: jq.fake_quantize_linear(x, s, p, dtype=n), x)[1](g)[0]

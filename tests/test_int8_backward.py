@@ -145,7 +145,7 @@ def test_empty_operands(shapes: Any) -> None:
     np.testing.assert_allclose(dw, x.T @ np.ones_like(y), rtol=1e-6)
 
 
-def test_rounding_by_chance_is_unbiased(rng: np.random.Generator) -> None:
+def test_rounding_by_chance_is_unbiased(fixed_rng: np.random.Generator) -> None:
     """The mean of many draws is the gradient of floats, within six standard errors of a draw of variance 1/4 a step;
     rounding to nearest loses what is below half a step, every time."""
     count = 2**13
@@ -157,7 +157,7 @@ def test_rounding_by_chance_is_unbiased(rng: np.random.Generator) -> None:
     def back(backward: Any, key: Any) -> Any:
         return jax.vjp(functools.partial(call, backward=backward, key=key), x, w)[1](g)
 
-    keys = jax.random.split(key(rng), count)
+    keys = jax.random.split(key(fixed_rng), count)
     draws = jax.jit(lambda keys: lax.map(lambda k: back(Int8Backward(stochastic_rounding=True), k), keys))(keys)
     nearest, exact = back(Int8Backward(), None), back(jq.FloatBackward(), None)
     # dx adds up 23 draws of steps of 1; dw 3 draws, whose steps are 0.3 / 127 but of the first column.
@@ -169,16 +169,16 @@ def test_rounding_by_chance_is_unbiased(rng: np.random.Generator) -> None:
     assert np.abs(np.corrcoef(some.T) - np.eye(3)).max() < 0.1, "rows draw apart"
 
 
-def test_the_two_cotangents_draw_apart(rng: np.random.Generator) -> None:
+def test_the_two_cotangents_draw_apart(fixed_rng: np.random.Generator) -> None:
     """A symmetric problem, whose cotangents would be one another's transposes if the draws were one."""
     n = 64
     x = np.eye(n, dtype=F32)
-    g = rng.normal(size=(n, n)).astype(F32)
+    g = fixed_rng.normal(size=(n, n)).astype(F32)
     g = (g + g.T).astype(F32)
     np.fill_diagonal(g, 8.0)
     backward = Int8Backward(stochastic_rounding=True)
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, lhs_spec=I8, rhs_spec=I8)
-    dx, dw = jax.vjp(functools.partial(call, backward=backward, key=key(rng)), x, x)[1](g)
+    dx, dw = jax.vjp(functools.partial(call, backward=backward, key=key(fixed_rng)), x, x)[1](g)
     assert (np.asarray(dx) != np.asarray(dw).T).mean() > 0.2
     assert (np.asarray(dx) != np.asarray(dw)).mean() > 0.2
 

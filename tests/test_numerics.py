@@ -92,7 +92,7 @@ def test_correction_leaves_the_rest_alone() -> None:
 def test_the_cpu_program_divides() -> None:
     """One true division in the compiled program, and no reciprocal."""
     compiled = jax.jit(lambda x, s: _numerics.quotient(x, jnp.broadcast_to(s, x.shape)))
-    text = compiled.lower(jnp.ones(1024), jnp.float32(3)).compile().as_text() or ""
+    text = compiled.lower(jnp.ones(1024, jnp.float32), jnp.float32(3)).compile().as_text() or ""
     assert text.count(" divide(") == 1
     assert "f32[] divide(" not in text
 
@@ -116,7 +116,7 @@ def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> N
     x = np.concatenate([special, rng.integers(0, 2**32, 100_000).astype(np.uint32).view(np.float32)])
     assert transforms.mismatches(np.asarray(jax.jit(_numerics.rounded)(x)), x) == 0
     gradients = jax.grad(lambda a, b: _numerics.rounded(a * b).sum(), (0, 1))(
-        jnp.array([2.0, -3.0]), jnp.array([5.0, 0.0])
+        jnp.array([2.0, -3.0], jnp.float32), jnp.array([5.0, 0.0], jnp.float32)
     )
     np.testing.assert_array_equal(gradients, [[5, 0], [2, -3]])
 

@@ -197,14 +197,14 @@ def test_every_rule(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("backward", [Int8Backward(), Int8Backward(True, rhs=False)], ids=repr)
-def test_integers_come_near(backward: Int8Backward, rng: np.random.Generator) -> None:
+def test_integers_come_near(backward: Int8Backward, fixed_rng: np.random.Generator) -> None:
     """Of any g, grouped and strided: half a step of g, or a whole one, for each of the products."""
     left, right, strides, padding, rest = CASES["grouped, dilated"]
-    x, w = rng.normal(size=left).astype(F32), rng.normal(size=right).astype(F32)
+    x, w = fixed_rng.normal(size=left).astype(F32), fixed_rng.normal(size=right).astype(F32)
     call = functools.partial(conv, window_strides=strides, padding=padding, lhs_spec=U8, rhs_spec=I8, **rest)
     y, floats = jax.vjp(call, x, w)
-    g = rng.normal(size=y.shape).astype(F32)
-    pull = jax.vjp(functools.partial(call, backward=backward, key=key(rng)), x, w)[1]
+    g = fixed_rng.normal(size=y.shape).astype(F32)
+    pull = jax.vjp(functools.partial(call, backward=backward, key=key(fixed_rng)), x, w)[1]
     step = np.abs(g).max() / 127 / (1 if backward.stochastic_rounding else 2)
     ones = jax.vjp(lambda *xs: float_conv(*xs, strides, padding, **rest), jnp.abs(x), jnp.abs(w))[1](jnp.ones_like(y))
     dx, dw = pull(g)

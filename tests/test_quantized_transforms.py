@@ -235,7 +235,9 @@ def test_shard_map(rng: np.random.Generator, backward: Any) -> None:
     )
     got, exact = jax.jit(sharded)(x, w, SCALE, g), part(x, w, SCALE, g)
     same(got[:2], exact[:2])
-    np.testing.assert_allclose(got[2], exact[2], rtol=1e-5)
+    # Of each device its sum times LSQ's factor, rounded: by the magnitudes of what is summed, at most 8 steps each.
+    size = 8 * float((jnp.abs(g) @ jnp.abs(w).T).sum()) / np.sqrt(24 * 7)
+    np.testing.assert_allclose(got[2], exact[2], rtol=0, atol=size * 2.0**-20)
 
 
 def test_explicit_shardings(rng: np.random.Generator) -> None:
@@ -253,10 +255,10 @@ def test_explicit_shardings(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_keys_of_both_kinds(rng: np.random.Generator, raw: bool) -> None:
+def test_keys_of_both_kinds(fixed_rng: np.random.Generator, raw: bool) -> None:
     """A batch of keys under vmap draws as each alone does."""
-    one = key(rng)
-    x, w, g = problem(rng)
+    one = key(fixed_rng)
+    x, w, g = problem(fixed_rng)
     keys = jax.random.split(jax.random.key_data(one) if raw else one, 2)
 
     def drawn(key: Any) -> Any:

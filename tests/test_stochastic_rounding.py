@@ -32,13 +32,13 @@ def rounded(x: Any, scale: Any, key: Any) -> Any:
 
 
 @pytest.mark.parametrize("base", [0, -1, 7, -101])
-def test_the_mean_is_the_number(rng: np.random.Generator, base: int) -> None:
+def test_the_mean_is_the_number(fixed_rng: np.random.Generator, base: int) -> None:
     """Within six standard errors, and eight draws, of the chance to go up; every draw is one of the two neighbours."""
     n, scale = 2**17, F32(0.0625)
     u = (base + np.array(FRACTIONS)).astype(F32)
     part = u.astype(np.float64) - np.floor(u.astype(np.float64))
     x = np.repeat((u * scale)[:, None], n, axis=1)
-    y = np.asarray(jax.jit(rounded)(x, scale, key(rng)), np.float64) / scale
+    y = np.asarray(jax.jit(rounded)(x, scale, key(fixed_rng)), np.float64) / scale
     up = y - np.floor(u.astype(np.float64))[:, None]
     assert np.isin(up, (0, 1)).all()
     room = 6 * np.sqrt(part * (1 - part) / n) + 8 / n
@@ -46,7 +46,7 @@ def test_the_mean_is_the_number(rng: np.random.Generator, base: int) -> None:
     assert (up.sum(axis=1)[2:9] % n != 0).all(), "both neighbours come"
 
 
-def test_a_draw_has_more_than_23_bits(rng: np.random.Generator) -> None:
+def test_a_draw_has_more_than_23_bits(fixed_rng: np.random.Generator) -> None:
     """A float32 draw from [0, 1) is 0 once in 2**23 times, and would lift the least positive number as often: 8 times
     in 2**26 draws. It may happen twice; the chance of more is 4e-5."""
     x = jnp.full(2**21, 2.0**-30, jnp.float32)
@@ -55,9 +55,9 @@ def test_a_draw_has_more_than_23_bits(rng: np.random.Generator) -> None:
     def lifted(keys: jax.Array) -> jax.Array:
         return jax.lax.map(lambda k: (rounded(x, jnp.float32(1), k) > 0).sum(), keys).sum()
 
-    assert lifted(jax.random.split(key(rng), 32)) <= 2
+    assert lifted(jax.random.split(key(fixed_rng), 32)) <= 2
     # 1 - 2**-30 is 1 in float32, which a draw is below; to 2**-24 at most, of which 2**21 draws are an eighth.
-    fallen = jax.jit(rounded)(-x, jnp.float32(1), key(rng)) < 0
+    fallen = jax.jit(rounded)(-x, jnp.float32(1), key(fixed_rng)) < 0
     assert int(np.asarray(fallen).sum()) <= 3
 
 
@@ -70,10 +70,10 @@ def test_what_needs_no_rounding_stays() -> None:
         np.testing.assert_array_equal(got, np.tile(want * 0.5, (20, 1)).astype(F32))
 
 
-def test_keys(rng: np.random.Generator) -> None:
+def test_keys(fixed_rng: np.random.Generator) -> None:
     """One key repeats, however it is called; two differ; a mapped key is one for each row."""
-    x = rng.uniform(-60, 60, (3, 1000)).astype(F32)
-    keys = jax.random.split(key(rng), 3)
+    x = fixed_rng.uniform(-60, 60, (3, 1000)).astype(F32)
+    keys = jax.random.split(key(fixed_rng), 3)
     one = rounded(x, 1.0, keys[0])
     np.testing.assert_array_equal(one, rounded(x, 1.0, keys[0]))
     np.testing.assert_array_equal(one, jax.jit(rounded)(x, jnp.float32(1), keys[0]))
@@ -102,10 +102,13 @@ def test_it_is_a_pytree(rng: np.random.Generator) -> None:
         rule.clip = True  # type: ignore[misc]
 
 
-def test_neighbours_are_independent(rng: np.random.Generator) -> None:
+def test_neighbours_are_independent(fixed_rng: np.random.Generator) -> None:
     """Of numbers half way: correlations of neighbours, rows and keys within six standard errors, and even odds."""
     n = 512
-    draws = [np.asarray(rounded(np.full((n, n), 0.5, F32), 1.0, k), np.float64) * 2 - 1 for k in map(key, (rng, rng))]
+    draws = [
+        np.asarray(rounded(np.full((n, n), 0.5, F32), 1.0, k), np.float64) * 2 - 1
+        for k in map(key, (fixed_rng, fixed_rng))
+    ]
     a, b = draws
     assert abs(a.mean()) <= 6 / n
     for one, other in (
@@ -158,13 +161,15 @@ def test_the_gradient_is_that_of_the_draw(rng: np.random.Generator, case: str, c
     np.testing.assert_array_equal(whole[1][0], dx)
 
 
-def test_a_range_that_is_found(rng: np.random.Generator) -> None:
+def test_a_range_that_is_found(fixed_rng: np.random.Generator) -> None:
     """Without a scale: that of x, whose extremes stay where they are."""
-    x = rng.normal(size=SHAPE).astype(F32)
+    x = fixed_rng.normal(size=SHAPE).astype(F32)
     for case in ("uint4", "int8"):
         spec = spec_of(case)
         q = jq.quantize(x, spec)
-        y = jax.jit(lambda x, k, spec=spec: jq.fake_quantize(x, spec, gradient=jq.StochasticRounding(k)))(x, key(rng))
+        y = jax.jit(lambda x, k, spec=spec: jq.fake_quantize(x, spec, gradient=jq.StochasticRounding(k)))(
+            x, key(fixed_rng)
+        )
         each = spec_oracle.sizes(SHAPE, GRANULARITIES[CASES[case][1]][1])
         wide = spec_oracle.spread(np.asarray(q.scale), each, SHAPE)
         assert (np.abs(np.asarray(y) - x) < wide * (1 + 1e-5)).all()

@@ -24,11 +24,14 @@ class ExtremesState(NamedTuple):
 
 
 class AverageState(NamedTuple):
-    """The averaged least and largest value of each slice, float32, and the number of batches, int32."""
+    """The averaged least and largest value of each slice, and the sum of their batches' weights; all float32.
+
+    A batch that n others followed has the weight (1 - decay) * decay**n.
+    """
 
     low: jax.Array
     high: jax.Array
-    batches: jax.Array
+    weight: jax.Array
 
 
 for _state in (ExtremesState, AverageState):
@@ -106,19 +109,23 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
 
 def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
-    """(lo, hi) = (m, M): m = m + (1 - decay) * (min(batch) - m), M likewise of max(batch).
+    """(lo, hi) = (m, M), the means of min(batch) and of max(batch), where a batch counts decay times the next one.
 
-    The first batch starts both; a batch without elements does not count. float32, every operation rounded once.
+    w = decay * w + (1 - decay) and m = m + (1 - decay) / w * (min(batch) - m), from w = 0; M likewise of max(batch).
+    Dividing by w, the sum of the weights so far, removes the bias toward the start, as Adam does: the first of n
+    batches counts decay**(n - 1) times the last, and up to about 1 / (1 - decay) of them are averaged nearly evenly.
+    This matters where each time step of a recurrent layer is a batch, the first of them small. A batch without
+    elements does not count. float32, every operation rounded once.
 
-    An average over time has an order by nature: other than with the other calibrators the result depends on the order
-    of the batches, and `merge` and `all_reduce`, where there is none, take the mean of the averages, weighted by the
-    numbers of batches.
+    The result depends on the order of the batches, unlike that of the other calibrators. `merge` and `all_reduce`
+    have no order between the states: each batch keeps the weight that it has in its own state, and the weights are
+    added.
 
-    The state is two float32 and an int32 per slice.
+    The state is three float32 per slice.
 
     Args:
         spec: how to quantize; of it only the granularity matters here.
-        decay: how much of the average stays when a batch comes, in [0, 1). 0 keeps the last batch only.
+        decay: the weight of a batch relative to that of the next one, in [0, 1). 0 keeps the last batch only.
 
     Returns:
         A `Calibrator`.
@@ -131,18 +138,18 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
-        >>> cal = jq.moving_average(jq.QuantSpec(jnp.uint8), decay=0.75)
+        >>> cal = jq.moving_average(jq.QuantSpec(jnp.uint8), decay=0.5)
         >>> state = cal.update(cal.init(jnp.zeros(2)), jnp.array([0.0, 1.0]))
-        >>> lo, hi = cal.finalize(cal.update(state, jnp.array([-2.0, 2.0])))
-        >>> lo, hi
-        (Array([-0.5], dtype=float32), Array([1.25], dtype=float32))
+        >>> cal.finalize(cal.update(state, jnp.array([-3.0, 4.0])))  # the weights are 1 / 3 and 2 / 3
+        Range(lo=Array([-2.], dtype=float32), hi=Array([3.], dtype=float32))
 
-    Source: torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay.
+    Source: the average of torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay, which starts at
+    the first batch; Kingma and Ba, arXiv 1412.6980, section 3, for the division.
     """
     _contracts.real("moving_average", "decay", decay)
     _contracts.require(0 <= decay < 1, "moving_average", "decay", "a number in [0, 1)", decay)
     _calibrator.spec_of("moving_average", spec)
-    step = functools.partial(_averaged, block=_ranges.block_size(spec), share=1 - float(decay))
+    step = functools.partial(_averaged, block=_ranges.block_size(spec), decay=float(decay))
     parts = Parts("moving_average", spec, _no_average, step, _average_of_both, _average_across, _finish_average)
     return _calibrator.built(parts)
 
@@ -204,49 +211,53 @@ def _finish_absmax(state: ExtremesState) -> tuple[jax.Array, jax.Array, Range]:
 
 
 def _no_average(shape: tuple[int, ...]) -> AverageState:
-    return AverageState(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32))
+    return AverageState(*(jnp.zeros(shape, jnp.float32) for _ in AverageState._fields))
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("block", "share"))
-def _averaged(state: AverageState, batch: jax.Array, *, block: int | None, share: float) -> AverageState:
+@functools.partial(jax.jit, inline=True, static_argnames=("block", "decay"))
+def _averaged(state: AverageState, batch: jax.Array, *, block: int | None, decay: float) -> AverageState:
     if batch.size == 0:
         return state
     new = _slices.extremes(batch, state.low.shape, block)
+    share = np.float32(1 - decay)
+    weight = _numerics.rounded(np.float32(decay) * state.weight) + share
+    rate = _numerics.quotient(jnp.full_like(weight, share), weight)
 
     def moved(old: jax.Array, found: jax.Array) -> jax.Array:
-        step = _numerics.rounded(np.float32(share) * (found - old))
+        step = _numerics.rounded(rate * (found - old))
         later = jnp.where(jnp.isinf(old), old, old + step)  # an infinity stays one
-        return jnp.where(state.batches == 0, found, later)
+        return jnp.where(state.weight == 0, found, later)  # the first batch as it is, also -0 and denormal numbers
 
     low, high = (moved(old, found) for old, found in zip(state[:2], new, strict=True))
-    return AverageState(low, high, state.batches + 1)
+    return AverageState(low, high, weight)
 
 
 @functools.partial(jax.jit, inline=True)
 def _average_of_both(a: AverageState, b: AverageState) -> AverageState:
-    batches = a.batches + b.batches
-    weights = [_weight(state.batches, batches) for state in (a, b)]
+    weight = a.weight + b.weight
+    shares = [_share_of(state.weight, weight) for state in (a, b)]
 
     def mean(of_a: jax.Array, of_b: jax.Array) -> jax.Array:
-        parts = (_numerics.rounded(v * w) for v, w in zip((of_a, of_b), weights, strict=True))
+        parts = (_numerics.rounded(v * w) for v, w in zip((of_a, of_b), shares, strict=True))
         return functools.reduce(lax.add, parts)
 
-    return AverageState(mean(a.low, b.low), mean(a.high, b.high), batches)
+    return AverageState(mean(a.low, b.low), mean(a.high, b.high), weight)
 
 
-def _weight(batches: jax.Array, of_all: jax.Array) -> jax.Array:
-    return batches.astype(jnp.float32) / jnp.maximum(of_all, 1).astype(jnp.float32)
+def _share_of(weight: jax.Array, total: jax.Array) -> jax.Array:
+    """Returns weight / total, and 0 where nothing was seen."""
+    return _numerics.quotient(weight, jnp.where(total == 0, np.float32(1), total))
 
 
 def _average_across(state: AverageState, axis_name: Any) -> AverageState:
-    batches = lax.psum(state.batches, axis_name)
-    weight = _weight(state.batches, batches)
-    low, high = (lax.psum(v * weight, axis_name) for v in state[:2])
-    return AverageState(low, high, batches)
+    weight = lax.psum(state.weight, axis_name)
+    share = _share_of(state.weight, weight)
+    low, high = (lax.psum(v * share, axis_name) for v in state[:2])
+    return AverageState(low, high, weight)
 
 
 @functools.partial(jax.jit, inline=True)
 def _finish_average(state: AverageState) -> tuple[jax.Array, jax.Array, Range]:
-    none = state.batches == 0
+    none = state.weight == 0
     low = jnp.where(none, np.float32(np.inf), state.low)
     return low, jnp.where(none, np.float32(-np.inf), state.high), Range(state.low, state.high)

@@ -1,0 +1,157 @@
+"""With 64-bit types switched on (jax_enable_x64) the same float32 in gives the same bits and dtypes out, and float64 is
+refused. JAX's own defaults change then: a loop counter, an index, a sum of integers, a Python number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxquant as jq
+from jaxquant.flax import Learned, Observed
+from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
+
+F32 = np.float32
+DRAWN = np.random.default_rng(0)
+X = DRAWN.normal(size=(6, 10)).astype(F32)
+W = DRAWN.normal(size=(10, 4)).astype(F32)
+LONG = DRAWN.normal(size=(3, 20_001)).astype(F32)  # more than one chunk of a histogram, and a rest
+IMAGES = DRAWN.normal(size=(2, 3, 6, 6)).astype(F32)
+FILTERS = DRAWN.normal(size=(4, 3, 3, 3)).astype(F32)
+CODES = DRAWN.integers(-128, 128, (6, 10)).astype(np.int8)
+WEIGHTS = DRAWN.integers(-128, 128, (10, 4)).astype(np.int8)
+SHORT = DRAWN.normal(size=(3, 16)).astype(F32)
+NIBBLES = DRAWN.integers(0, 256, (4, 1, 8)).astype(np.uint8)
+I8, U8 = jq.QuantSpec("int8"), jq.QuantSpec("uint8")
+ROWS = jq.QuantSpec("uint8", jq.PerAxis(0))
+BLOCKS = jq.QuantSpec("int4", jq.Blocked(0, 5))
+MATRIX = (((1,), (0,)), ((), ()))
+
+
+def calibrated(factory: Callable[..., jq.Calibrator], spec: jq.QuantSpec) -> Any:
+    """A state after an eager batch and two of a scan, merged; summed over a mapped axis; and its range."""
+    cal = factory(spec)
+    state = cal.update(cal.init(LONG), LONG)
+    scanned, _ = jax.lax.scan(lambda s, x: (cal.update(s, x), None), state, np.stack([LONG, 3 * LONG]))
+    both = cal.merge(state, scanned)
+    summed = jax.vmap(lambda s: cal.all_reduce(s, "d"), axis_name="d")(jax.tree.map(lambda v: jnp.stack([v, v]), both))
+    return both, summed, cal.finalize(both)
+
+
+def quantized() -> Any:
+    found = [jq.quantize(W, spec) for spec in (I8, U8, BLOCKS, jq.QuantSpec(jq.nf4), jq.QuantSpec("float4_e2m1fn"))]
+    return found, [q.dequantize() for q in found], [jq.quantization_error(W, q) for q in found]
+
+
+def contracted() -> Any:
+    x, w = jq.quantize(X, U8), jq.quantize(W, I8)
+    einsum = jq.einsum("ij,jk->ki", x, w)
+    images, filters = jq.quantize(IMAGES, U8), jq.quantize(FILTERS, I8)
+    convolved = jq.conv_general_dilated(images, filters, (1, 1), "SAME")
+    rows = jq.take(jq.quantize(W, BLOCKS), np.array([3, 0, 9]), axis=0)
+    return jq.matmul(x, w), jq.matmul(X, jq.quantize(W, BLOCKS)), einsum, convolved, rows
+
+
+def operators() -> Any:
+    scale, point = F32(0.05), np.uint8(3)
+    dynamic = jq.dynamic_quantize_linear(X)
+    codes = jq.quantize_linear(X, scale, point)
+    return (
+        dynamic, codes, jq.dequantize_linear(codes, scale, point),
+        jq.matmul_integer(codes, WEIGHTS, point), jq.dynamic_quantize_matmul(X, WEIGHTS, scale),
+        jq.matmul_integer_to_float(codes, WEIGHTS, scale, scale, point),
+        jq.qlinear_matmul(codes, scale, point, WEIGHTS, scale, np.int8(1), scale, point),
+        jq.matmul_nbits(SHORT, NIBBLES, np.ones((4, 1), F32), K=16, N=4, block_size=16),
+        jq.onednn.quantize(X, np.full(1, scale), np.full(1, 3)), jq.integer.dot_general(CODES, WEIGHTS, MATRIX),
+    )  # fmt: skip
+
+
+RULES = {
+    "straight": jq.StraightThrough(),
+    "lsq": jq.LSQ(),
+    "lsq+": jq.LSQPlus(),
+    "draws": jq.StochasticRounding(jax.random.key(0)),
+}
+
+
+def pulled() -> Any:
+    """Values and cotangents of every rule, and of a contraction with each backward pass."""
+    found = {}
+    for name, rule in RULES.items():
+        call = functools.partial(jq.fake_quantize, spec=ROWS, gradient=rule)
+        y, back = jax.vjp(lambda x, s, z, call=call: call(x, scale=s, zero_point=z), X, np.full((6, 1), F32(0.02)),
+                          np.full((6, 1), F32(7)))  # fmt: skip
+        found[name] = (y, back(jnp.ones_like(y)))
+    for backward in (jq.FloatBackward(), jq.Int8Backward(), jq.Int8Backward(stochastic_rounding=True)):
+        call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, lhs_spec=I8, rhs_spec=I8,
+                                 backward=backward, key=jax.random.key(1))  # fmt: skip
+        y, back = jax.vjp(call, X, W)
+        found[repr(backward)] = (y, back(jnp.ones_like(y)))
+    return found, [rule.initial(jnp.asarray(X), ROWS) for rule in (jq.LSQ(), jq.LSQPlus(), jq.PACT())]
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "minmax": functools.partial(calibrated, jq.minmax, ROWS),
+    "moving_average": functools.partial(calibrated, jq.moving_average, ROWS),
+    "percentile": functools.partial(calibrated, functools.partial(jq.percentile, q=99.0, bins=64), ROWS),
+    "mse": functools.partial(calibrated, functools.partial(jq.mse, bins=64, grid=8), ROWS),
+    "entropy": functools.partial(calibrated, functools.partial(jq.entropy, bins=64), jq.QuantSpec("int4")),
+    "quantized": quantized,
+    "contracted": contracted,
+    "operators": operators,
+    "pulled": pulled,
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_same_bits_and_dtypes(name: str) -> None:
+    with jax.enable_x64(False):
+        want = CALLS[name]()
+    with jax.enable_x64(True):
+        got = CALLS[name]()
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize(
+    "source", [Observed(jq.mse), Observed(), Learned(jq.LSQPlus())], ids=["mse", "average", "lsq+"]
+)
+def test_layers_train_and_serve(source: Any) -> None:
+    with jax.enable_x64(True):
+        options: dict[str, Any] = {"weight": I8, "activation": U8, "activation_range": source}
+        layer: nn.Module = qnn.Dense(4, **options)
+        variables = layer.init(jax.random.key(0), X)
+        y, moved = layer.apply(variables, X, mutable=["ranges", "scales"])
+        assert y.dtype == jnp.float32
+        assert {leaf.dtype.itemsize for leaf in jax.tree.leaves({**variables, **moved})} <= {4}
+        own = qnnx.Linear(10, 4, **options, rngs=nnx.Rngs(0))
+        if isinstance(source, Learned):
+            qnnx.start(own, X)
+        assert own(jnp.asarray(X)).dtype == jnp.float32
+
+
+def test_float64_is_refused() -> None:
+    with jax.enable_x64(True):
+        wide = jnp.asarray(X.astype(np.float64))
+        assert wide.dtype == jnp.float64
+        cal = jq.percentile(I8, 99)
+        for call in (
+            lambda: jq.quantize(wide, I8),
+            lambda: jq.quantize_linear(wide, F32(1), np.uint8(0)),
+            lambda: jq.dynamic_quantize_linear(wide),
+            lambda: jq.fake_quantize(wide, I8),
+            lambda: cal.update(cal.init(wide), wide),
+            lambda: jq.matmul(wide, jq.quantize(W, I8)),
+        ):
+            with pytest.raises(TypeError, match=r"wanted .*float32.*; got .*float64"):
+                call()
