@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _array, _contracts, _dtypes, _matmul, _quantized_dot
 from ._array import QuantizedArray
+from ._quantized_dot import OWN, Names
 from ._weight_only import weight_only
 from .integer._dot_general import DotDimensionNumbers, roles
 
@@ -73,29 +74,40 @@ def dot_general(
     return contraction(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
 
-def contraction(function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
+def contraction(
+    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, names: Names = OWN
+) -> jax.Array:
     """Returns `dot_general`, with errors that name another function."""
-    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    lhs, rhs = operands(function, lhs, rhs)
     numbers = _contracts.integers(function, "dimension_numbers", numbers)
     _contracts.hashable(function, "dimension_numbers", numbers)
-    _contracts.hashable(function, "precision", precision)
+    _contracts.check_precision(function, precision)
     if preferred is not None:
         preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
-    return _contraction(lhs, rhs, function=function, numbers=numbers, precision=precision, preferred=preferred)
+    statics = {"numbers": numbers, "precision": precision, "preferred": preferred, "names": names}
+    return _contraction(lhs, rhs, function=function, **statics)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred"))
-def _contraction(lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any) -> jax.Array:
-    quantized = [isinstance(x, QuantizedArray) for x in (lhs, rhs)]
-    if not any(quantized):
+@functools.partial(jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred", "names"))
+def _contraction(
+    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, names: Names
+) -> jax.Array:
+    left, right = roles(function, lhs, rhs, numbers)
+    if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
+        return weight_only(lhs, rhs, left, right, precision, preferred)
+    for argument, q in zip(names.operands, (lhs, rhs), strict=True):
+        _quantized_dot.contract(function, argument, q)
+    plan = _quantized_dot.planned(function, lhs, rhs, left, right, names)
+    return _quantized_dot.contracted(lhs, rhs, plan, preferred)
+
+
+def operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Requires two operands of which one at least is quantized, and returns them."""
+    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
         got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
         _contracts.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
-    left, right = roles(function, lhs, rhs, numbers)
-    if not all(quantized):
-        return weight_only(lhs, rhs, left, right, precision, preferred)
-    for argument, q in (("lhs", lhs), ("rhs", rhs)):
-        _quantized_dot.contract(function, argument, q)
-    return _quantized_dot.contracted(lhs, rhs, _quantized_dot.planned(function, lhs, rhs, left, right), preferred)
+    return lhs, rhs
 
 
 def operand(function: str, argument: str, x: Any) -> Any:
@@ -104,7 +116,7 @@ def operand(function: str, argument: str, x: Any) -> Any:
         x = x.__jax_array__()  # a flax.nnx.Param, for one
     if isinstance(x, QuantizedArray):
         return _array.contract(function, argument, x)
-    (x,) = _contracts.arrays(x)
+    (x,) = _contracts.convert_arrays(function, {argument: x})
     _contracts.array(function, argument, x, _dtypes.FLOATS)
     return x
 
@@ -146,10 +158,13 @@ def matmul(
 
     Cotangents: as of `dot_general`.
     """
-    a: Any = operand("matmul", "lhs", lhs)
-    b: Any = operand("matmul", "rhs", rhs)
+    a, b = operands("matmul", lhs, rhs)
     shapes = _matmul.shapes("matmul", a, b, ("lhs", "rhs"))
-    contract = functools.partial(contraction, "matmul", precision=precision, preferred=preferred_element_type)
+    # What is contracted may be reshaped: an error names the dimensions that the operands came with.
+    names = Names(contracted=((f"dimension {a.ndim - 1}", f"dimension {max(b.ndim - 2, 0)}"),))
+    contract = functools.partial(
+        contraction, "matmul", precision=precision, preferred=preferred_element_type, names=names
+    )
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
         return y.reshape(shapes.out)

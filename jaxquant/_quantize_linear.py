@@ -170,7 +170,7 @@ def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
             scale = np.asarray(np.inf, np.float32)
     wanted = f"a number that {scale.dtype} can hold"
     lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
-    _contracts.require_type(not isinstance(value, bool), function, argument, "a number", repr(value))
+    _contracts.require_type(not isinstance(value, bool), function, argument, "a number", _contracts.described(value))
     _contracts.require(not lost, function, argument, wanted, value)
     return scale
 
@@ -186,8 +186,9 @@ def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scal
     found = _contracts.dtype(function, f"the dtype of {argument}", dtype, _dtypes.QUANTIZED)
     _contracts.integer(function, argument, value)
     low, high = _dtypes.bounds(found) if found in _dtypes.INTEGERS else (0, 0)
-    wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
-    _contracts.require(low <= value <= high, function, argument, wanted, value)
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
+        _contracts.require(False, function, argument, wanted, value)
     return np.full(np.shape(scale), value, found)
 
 

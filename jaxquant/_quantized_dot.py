@@ -24,6 +24,20 @@ def contract(function: str, argument: str, q: QuantizedArray) -> None:
     _contracts.require_type(holds, function, argument, wanted, q.codebook or q.values.dtype)
 
 
+class Names(NamedTuple):
+    """How errors name two operands and, where they are not the caller's own any more, their contracted dimensions."""
+
+    operands: tuple[str, str] = ("lhs", "rhs")
+    contracted: tuple[tuple[str, str], ...] | None = None
+
+    def of_dimension(self, index: int, axes: tuple[int, int]) -> tuple[str, str]:
+        """Returns the two names of a pair of contracted dimensions."""
+        return (f"dimension {axes[0]}", f"dimension {axes[1]}") if self.contracted is None else self.contracted[index]
+
+
+OWN = Names()  # operands and dimensions are the caller's
+
+
 class Plan(NamedTuple):
     """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not."""
 
@@ -33,22 +47,26 @@ class Plan(NamedTuple):
     length: int
 
 
-def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role) -> Plan:
+def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, names: Names) -> Plan:
     """Returns how to contract two quantized arrays, or raises a contract error where integers cannot."""
     cut: list[tuple[tuple[int, int], int]] = []
-    for axes in zip(left.contracted, right.contracted, strict=True):
-        n = lhs.shape[axes[0]]
-        runs = {run for argument, q, a in zip(("lhs", "rhs"), (lhs, rhs), axes, strict=True)
-                for run in _runs(function, argument, q, a)}  # fmt: skip
+    for i, axes in enumerate(zip(left.contracted, right.contracted, strict=True)):
+        n, places = lhs.shape[axes[0]], names.of_dimension(i, axes)
+        runs = {run for argument, q, a, place in zip(names.operands, (lhs, rhs), axes, places, strict=True)
+                for run in _runs(function, argument, q, a, place)}  # fmt: skip
         least = min(runs)
-        together = all(run in (n,) or run % least == 0 for run in runs)
-        wanted = "blocks of both sides that end together, or a dequantized side"
-        got = f"blocks of {sorted(runs)} along lhs's dimension {axes[0]} and rhs's {axes[1]}"
-        _contracts.require(together, function, "lhs, rhs", wanted, got)
+        if not all(run in (n,) or run % least == 0 for run in runs):
+            wanted = "blocks of both sides that end together, or a dequantized side"
+            where = " and ".join(f"{place} of {name}" for name, place in zip(names.operands, places, strict=True))
+            _contracts.require(
+                False, function, ", ".join(names.operands), wanted, f"blocks of {sorted(runs)} along {where}"
+            )
         if least < n:
             cut.append((axes, least))
-    wanted = "blocks along one contracted dimension, or a dequantized side"
-    _contracts.require(len(cut) <= 1, function, "lhs, rhs", wanted, f"blocks along {[axes for axes, _ in cut]}")
+    if len(cut) > 1:
+        wanted = "blocks along one contracted dimension, or a dequantized side"
+        got = f"blocks along {len(cut)} of them"
+        _contracts.require(False, function, ", ".join(names.operands), wanted, got)
     if cut:
         return Plan(left, right, *cut[0])
     depth = math.prod(lhs.shape[a] for a in left.contracted)
@@ -60,7 +78,7 @@ def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role,
     return Plan(left, right, longest, length)
 
 
-def _runs(function: str, argument: str, q: QuantizedArray, axis: int) -> list[int]:
+def _runs(function: str, argument: str, q: QuantizedArray, axis: int, place: str) -> list[int]:
     """Returns how many indices of a contracted dimension share a scale, and a zero point."""
     found = []
     for name in ("scale", "zero_point"):
@@ -69,9 +87,9 @@ def _runs(function: str, argument: str, q: QuantizedArray, axis: int) -> list[in
             continue
         sizes = _granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
         assert sizes is not None
-        wanted = f"one {name} along the contracted dimension {axis}, or one for each block, or {argument}.dequantize()"
-        alone = part.shape[axis] != 1 and sizes[axis] == 1
-        _contracts.require(not alone, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
+        if part.shape[axis] != 1 and sizes[axis] == 1:
+            wanted = f"one {name} along the contracted {place}, or one for each block, or {argument}.dequantize()"
+            _contracts.require(False, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
         found.append(sizes[axis])
     return found
 
