@@ -16,7 +16,7 @@ from .. import _contracts, _dtypes, _ranges, _small_floats
 from .._array import QuantizedArray
 from .._fake_quantize import Config, array_of, steps, tracked
 from .._quantize import found, quantize
-from .._quantizer import Quantizer, of
+from .._quantizer import Quantizer
 from .._rules import LSQ, LSQPlus, StraightThrough
 from .._spec import QuantSpec
 from ..integer import _operands
@@ -165,8 +165,9 @@ def is_finite(value: Any) -> bool:
 def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     """Returns the scale and the zero point as they are used."""
     scale = jnp.maximum(jnp.abs(parts[0]), _TINY).astype(site.spec.scale_dtype)
-    if len(parts) == 2:
-        return scale, parts[1]
+    if len(parts) == 2:  # fake_quantize refuses a known one that training has moved out of the codes
+        point = parts[1]
+        return scale, point if _contracts.is_traced(point) else jnp.clip(point, *map(np.float32, site.spec.bounds))
     if site.spec.symmetric:
         return scale, None
     is_alike = site.spec.zero_point_granularity == site.spec.granularity  # then nn.scan can cut one as the other
@@ -253,8 +254,7 @@ def codes(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quan
     """Returns x as the contraction has it that `quantizer` is given to."""
     if given is None and isinstance(site.source, Dynamic) and site.source.calibrator is None:
         return quantize(x, site.spec)
-    made = of("quantize", site.of, quantizer(site, x, given))
-    assert made is not None
+    made = quantizer(site, x, given)  # a scale that cannot be served `shippable` refuses
     labels = (site.of, f"{site.of}.scale", f"{site.of}.zero_point")
     x, scale, zero_point = tracked("quantize", labels, x, made.scale, made.zero_point, site.spec)
     return array_of(Config(site.spec, StraightThrough()), x, scale, zero_point, None)
