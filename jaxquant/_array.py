@@ -32,9 +32,10 @@ class QuantizedArray:
     `jax.vmap` and `jax.lax.scan` map every part of it: an axis to map must be there in the scale too, among the axes
     that `PerAxis` keeps, or by `per_index(axis)`.
 
-    The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every method and function
-    that is given one does. It is immutable, and it is no `jax.Array`: what would need its values as floats
-    asks for `dequantize()`, and nothing calls that for you.
+    The constructor checks nothing but that `dtype` names one, for JAX builds pytrees of things that are no arrays;
+    every method and function that is given one does. A known scale must be positive; one of NaN or infinity, which
+    `quantize` gives data that hold such, shows in every result. It is immutable, and it is no `jax.Array`: what would
+    need its values as floats asks for `dequantize()`, and nothing calls that for you.
 
     Attributes:
         values: the codes, int2 to uint16, float8 or float4_e2m1fn; under a code book its indices.

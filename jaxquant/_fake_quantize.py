@@ -43,8 +43,9 @@ def fake_quantize(
             `quantize(x, spec).scale` has, or 1 in their place. A Python number is float32. None finds it, and the
             zero point, from x.
         zero_point: steps, likewise: an integer array of `spec.carrier`, or a float32 array to be learned, rounded half
-            to even and cut to the spec's codes on the way forward. An int stands for an array of it. None is the one
-            that a symmetric spec fixes.
+            to even on the way forward. Where it is traced, as it is while it is trained, what rounds to no code of
+            the spec is cut to the nearest; where it is known, that is an error. An int stands for an array of it.
+            None is the one that a symmetric spec fixes.
         gradient: `StraightThrough()`, `LSQ()`, `LSQPlus()`, `PACT()` or `StochasticRounding(key)`, which rounds
             by chance on the way forward, too. Static, but for the key.
 
@@ -56,7 +57,7 @@ def fake_quantize(
         ValueError: a scale or zero point does not fit x; a zero point comes without a scale, or a scale without the
             zero point that the spec does not fix; a known scale is 0, negative, NaN or infinite; or a known float
             zero point does not round to one of the spec's codes. Known is what is not traced, has no more than
-            65536 elements and lies in the memory of this host; a traced zero point is cut.
+            65536 elements and lies in the memory of this host.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

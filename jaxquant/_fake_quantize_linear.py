@@ -41,7 +41,8 @@ def fake_quantize_linear(
             element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
             ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
         zero_point: steps, of scale's shape: None for 0; an integer array of `dtype`; or a float32 array to be
-            learned, rounded half to even and cut to dtype's bounds on the way forward. An int stands for
+            learned, rounded half to even on the way forward. Where it is traced, as it is while it is trained, what
+            rounds to no code of dtype is cut to the nearest; where it is known, that is an error. An int stands for
             an array of it, in `dtype`.
         dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
             float4_e2m1fn. By default, as in `quantize_linear`, zero_point's dtype; without one, or with a float32
@@ -62,7 +63,7 @@ def fake_quantize_linear(
             differentiated with training=False; a known scale is 0, negative, NaN or infinite (`quantize_linear`, the
             operator, computes with all of them, as ONNX Runtime does); or a known float zero point does not round to
             a code of `dtype`. Known is what is not traced, has no more than 65536 elements and lies in the memory of
-            this host; a traced zero point is cut.
+            this host.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -142,7 +142,7 @@ def from_onnx(
     Raises:
         TypeError: an argument has a dtype or type that the operator does not have.
         ValueError: shapes, axis or block_size do not fit each other; a float x has a zero point; or a known scale is
-            not positive.
+            0, negative, NaN or infinite, with which `dequantize_linear`, the operator, computes.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

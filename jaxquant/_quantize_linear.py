@@ -32,7 +32,8 @@ def quantize_linear(
 
     The integers are ONNX Runtime's: the quotient is a true division, ties go to even, and the zero point is
     added after rounding. What lies beyond the dtype, infinities included, saturates; NaN becomes the lowest
-    code. A zero scale divides to infinity or NaN and saturates likewise.
+    code. A zero scale divides to infinity or NaN and saturates likewise; `fake_quantize_linear`, which is no operator
+    of ONNX, refuses a scale that is known to be 0, negative or NaN.
 
     Integers carry no gradient in JAX, and the float8 and float4 results of this operator carry none either;
     `fake_quantize_linear` is the one to train through.

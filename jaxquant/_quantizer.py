@@ -22,6 +22,8 @@ class Quantizer:
     """y = fake_quantize(x, spec, scale, zero_point, gradient): all of it but x.
 
     A pytree: the scale, the zero point and the key of a stochastic gradient are its leaves, and the rest is static.
+    The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every function that is given
+    one does, as `fake_quantize` checks its arguments.
 
     Attributes:
         spec: Static. How to quantize.
