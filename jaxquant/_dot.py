@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _array, _contracts, _dtypes, _matmul, _quantized_dot
 from ._array import QuantizedArray
-from ._quantized_dot import OWN, Names
+from ._quantized_dot import Axes
 from ._weight_only import weight_only
 from .integer._dot_general import DotDimensionNumbers, roles
 
@@ -75,7 +75,7 @@ def dot_general(
 
 
 def contraction(
-    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, names: Names = OWN
+    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, caller_axes: Axes | None = None
 ) -> jax.Array:
     """Returns `dot_general`, with errors that name another function."""
     lhs, rhs = operands(function, lhs, rhs)
@@ -84,20 +84,22 @@ def contraction(
     _contracts.check_precision(function, precision)
     if preferred is not None:
         preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
-    statics = {"numbers": numbers, "precision": precision, "preferred": preferred, "names": names}
+    statics = {"numbers": numbers, "precision": precision, "preferred": preferred, "caller_axes": caller_axes}
     return _contraction(lhs, rhs, function=function, **statics)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred", "names"))
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred", "caller_axes")
+)
 def _contraction(
-    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, names: Names
+    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, caller_axes: Axes | None
 ) -> jax.Array:
     left, right = roles(function, lhs, rhs, numbers)
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         return weight_only(lhs, rhs, left, right, precision, preferred)
-    for argument, q in zip(names.operands, (lhs, rhs), strict=True):
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
         _quantized_dot.contract(function, argument, q)
-    plan = _quantized_dot.planned(function, lhs, rhs, left, right, names)
+    plan = _quantized_dot.planned(function, lhs, rhs, left, right, caller_axes)
     return _quantized_dot.contracted(lhs, rhs, plan, preferred)
 
 
@@ -161,9 +163,9 @@ def matmul(
     a, b = operands("matmul", lhs, rhs)
     shapes = _matmul.shapes("matmul", a, b, ("lhs", "rhs"))
     # What is contracted may be reshaped: an error names the dimensions that the operands came with.
-    names = Names(contracted=((f"dimension {a.ndim - 1}", f"dimension {max(b.ndim - 2, 0)}"),))
+    caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
     contract = functools.partial(
-        contraction, "matmul", precision=precision, preferred=preferred_element_type, names=names
+        contraction, "matmul", precision=precision, preferred=preferred_element_type, caller_axes=caller_axes
     )
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))

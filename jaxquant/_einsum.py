@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from . import _contracts, _dtypes, _numerics
 from ._array import QuantizedArray, trusted
 from ._dot import Operand, contraction, operand
-from ._quantized_dot import OWN, Names
+from ._quantized_dot import Axes
 
 _NAME = "einsum"
 _TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
@@ -233,14 +233,13 @@ def _pair(function: str, a: _Part, b: _Part, kept: set[str], precision: Any, dty
         y = lax.dot_general(x, y, numbers, precision=precision)
     else:
         y = contraction(
-            function, x, y, numbers, precision, _dtypes.FLOAT32 if alone else dtype, _names(a, b, contracted)
+            function, x, y, numbers, precision, _dtypes.FLOAT32 if alone else dtype, _find_caller_axes(a, b, contracted)
         )
     return _Part(y, (*batch, *frees)).summed(alone)
 
 
-def _names(a: _Part, b: _Part, contracted: Sequence[str]) -> Names:
-    """Returns the contracted dimensions as errors name them: by their places in what the caller gave."""
-    if not a.axes or not b.axes:  # one is a product of floats, which nothing is required of
-        return OWN
-    pairs = ((a.axes[a.labels.index(c)], b.axes[b.labels.index(c)]) for c in contracted)
-    return Names(contracted=tuple((f"dimension {i}", f"dimension {j}") for i, j in pairs))
+def _find_caller_axes(a: _Part, b: _Part, contracted: Sequence[str]) -> Axes | None:
+    """Returns the contracted dimensions by their places in what the caller gave."""
+    if not a.axes or not b.axes:  # one is a product of floats, of which nothing is required
+        return None
+    return tuple((a.axes[a.labels.index(c)], b.axes[b.labels.index(c)]) for c in contracted)

@@ -36,10 +36,12 @@ def check_positive(
 ) -> None:
     """Requires a scale to be positive, as far as `find_known` knows it; NaN and infinity pass only where allowed."""
     known = find_known(scale, is_awaited=is_awaited)
-    if known is None or known.dtype not in (*_dtypes.FLOATS, _dtypes.E8M0, np.float64):
-        return  # the contract of the dtype will say so
+    if known is None or (known.size == 1 and known.dtype == _dtypes.FLOAT32 and 0 < known.item() < np.inf):
+        return  # most often so, and soon seen
+    if known.dtype not in (*_dtypes.FLOATS, _dtypes.E8M0, np.float64):  # the contract of the dtype will say so
+        return
     known = known.astype(np.float32, copy=False)  # what that makes of a float64 counts
-    if known.size and known.min() > 0 and known.max() < np.inf:  # most often so, and soon seen
+    if known.size and known.min() > 0 and known.max() < np.inf:
         return
     wrong = known <= 0 if allow_overflow else ~((known > 0) & (known < np.inf))
     if wrong.any():

@@ -24,18 +24,7 @@ def contract(function: str, argument: str, q: QuantizedArray) -> None:
     _contracts.require_type(holds, function, argument, wanted, q.codebook or q.values.dtype)
 
 
-class Names(NamedTuple):
-    """How errors name two operands and, where they are not the caller's own any more, their contracted dimensions."""
-
-    operands: tuple[str, str] = ("lhs", "rhs")
-    contracted: tuple[tuple[str, str], ...] | None = None
-
-    def of_dimension(self, index: int, axes: tuple[int, int]) -> tuple[str, str]:
-        """Returns the two names of a pair of contracted dimensions."""
-        return (f"dimension {axes[0]}", f"dimension {axes[1]}") if self.contracted is None else self.contracted[index]
-
-
-OWN = Names()  # operands and dimensions are the caller's
+Axes = tuple[tuple[int, int], ...]  # dimensions of lhs and of rhs, in pairs
 
 
 class Plan(NamedTuple):
@@ -47,26 +36,38 @@ class Plan(NamedTuple):
     length: int
 
 
-def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, names: Names) -> Plan:
-    """Returns how to contract two quantized arrays, or raises a contract error where integers cannot."""
+def planned(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, caller_axes: Axes | None = None
+) -> Plan:
+    """Returns how to contract two quantized arrays, or raises a contract error where integers cannot.
+
+    Args:
+        function: for errors.
+        lhs: has passed its contract.
+        rhs: likewise.
+        left: what the dimensions of lhs are there for.
+        right: likewise.
+        caller_axes: for errors, which dimensions are contracted of the operands that the caller gave, where they were
+            reshaped on the way here.
+    """
     cut: list[tuple[tuple[int, int], int]] = []
-    for i, axes in enumerate(zip(left.contracted, right.contracted, strict=True)):
-        n, places = lhs.shape[axes[0]], names.of_dimension(i, axes)
-        runs = {run for argument, q, a, place in zip(names.operands, (lhs, rhs), axes, places, strict=True)
+    places = []
+    pairs = tuple(zip(left.contracted, right.contracted, strict=True))
+    for axes, given in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
+        n = lhs.shape[axes[0]]
+        runs = {run for argument, q, a, place in zip(("lhs", "rhs"), (lhs, rhs), axes, given, strict=True)
                 for run in _runs(function, argument, q, a, place)}  # fmt: skip
         least = min(runs)
         if not all(run in (n,) or run % least == 0 for run in runs):
             wanted = "blocks of both sides that end together, or a dequantized side"
-            where = " and ".join(f"{place} of {name}" for name, place in zip(names.operands, places, strict=True))
-            _contracts.require(
-                False, function, ", ".join(names.operands), wanted, f"blocks of {sorted(runs)} along {where}"
-            )
+            got = f"blocks of {sorted(runs)} along lhs's dimension {given[0]} and rhs's {given[1]}"
+            _contracts.require(False, function, "lhs, rhs", wanted, got)
         if least < n:
             cut.append((axes, least))
+            places.append(given)
     if len(cut) > 1:
         wanted = "blocks along one contracted dimension, or a dequantized side"
-        got = f"blocks along {len(cut)} of them"
-        _contracts.require(False, function, ", ".join(names.operands), wanted, got)
+        _contracts.require(False, function, "lhs, rhs", wanted, f"blocks along {places}")
     if cut:
         return Plan(left, right, *cut[0])
     depth = math.prod(lhs.shape[a] for a in left.contracted)
@@ -78,7 +79,7 @@ def planned(function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role,
     return Plan(left, right, longest, length)
 
 
-def _runs(function: str, argument: str, q: QuantizedArray, axis: int, place: str) -> list[int]:
+def _runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int) -> list[int]:
     """Returns how many indices of a contracted dimension share a scale, and a zero point."""
     found = []
     for name in ("scale", "zero_point"):
@@ -88,7 +89,9 @@ def _runs(function: str, argument: str, q: QuantizedArray, axis: int, place: str
         sizes = _granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
         assert sizes is not None
         if part.shape[axis] != 1 and sizes[axis] == 1:
-            wanted = f"one {name} along the contracted {place}, or one for each block, or {argument}.dequantize()"
+            wanted = (
+                f"one {name} along the contracted dimension {given}, or one for each block, or {argument}.dequantize()"
+            )
             _contracts.require(False, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
         found.append(sizes[axis])
     return found
