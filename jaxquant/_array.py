@@ -13,13 +13,22 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from . import _contracts, _description, _dtypes, _granularity, _indexing, _numerics, _operators, _small_floats
+from . import (
+    _contracts,
+    _description,
+    _dtypes,
+    _granularity,
+    _indexing,
+    _known_values,
+    _numerics,
+    _operators,
+    _small_floats,
+)
 from ._codebook import CodeBook
 from ._dequantize_linear import dequantize as dequantize_codes
 
 _NAME = "QuantizedArray"
 _SCALES = (*_dtypes.FLOATS, _dtypes.E8M0)
-_CHECKED = 2**16  # a scale of so many entries is looked at; a longer one would cost more than it tells
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -34,9 +43,10 @@ class QuantizedArray(_operators.RefusedOperators):
     that `PerAxis` keeps, or by `per_index(axis)`. `concatenate` joins arrays; `jnp.concatenate` of their parts leaves
     scales that are read as equally long blocks, which they may not be, and no check can tell.
 
-    The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every method and function
-    that is given one does. It is immutable, and it is no `jax.Array`: what would need its values as floats
-    asks for `dequantize()`, and nothing calls that for you.
+    The constructor checks nothing but that `dtype` names one, for JAX builds pytrees of things that are no arrays;
+    every method and function that is given one does. A known scale must be positive; one of NaN or infinity, which
+    `quantize` gives data that hold such, shows in every result. It is immutable, and it is no `jax.Array`: what would
+    need its values as floats asks for `dequantize()`, and nothing calls that for you.
 
     Attributes:
         values: the codes, int2 to uint16, float8 or float4_e2m1fn; under a code book its indices.
@@ -79,11 +89,12 @@ class QuantizedArray(_operators.RefusedOperators):
         block_size: int | None = None,
         codebook: CodeBook | None = None,
     ) -> None:
-        if dtype is None:
-            found = getattr(scale, "dtype", None)
-            # float64 is numpy's word for a float, which JAX makes a float32.
-            dtype = _dtypes.FLOAT32 if found in (_dtypes.E8M0, np.dtype(np.float64)) else found
-        self._fill(values, scale, zero_point, None if dtype is None else np.dtype(dtype), block_size, codebook)
+        found: Any = getattr(scale, "dtype", None)
+        if dtype is not None:
+            found = _dtype(dtype)
+        elif found in (_dtypes.E8M0, np.dtype(np.float64)):  # numpy's word for a float, which JAX makes a float32
+            found = _dtypes.FLOAT32
+        self._fill(values, scale, zero_point, found, block_size, codebook)
 
     def _fill(self, values: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
         for name, value in (
@@ -301,6 +312,14 @@ def _rebuilt(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArr
     return QuantizedArray.tree_unflatten(static, children)
 
 
+def _dtype(dtype: Any) -> np.dtype:
+    """Returns the dtype that `dtype` names; which one it may be the functions say that are given the array."""
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        return _contracts.dtype(_NAME, "dtype", dtype, _dtypes.FLOATS)  # which says what it may be
+
+
 def _brief(part: Any) -> str:
     return f"{part.dtype}[{','.join(map(str, part.shape))}]"
 
@@ -321,20 +340,24 @@ def contract(function: str, argument: str, q: Any) -> QuantizedArray:
         return q
     _static(function, argument, q)
     given = (q.values, q.scale, q.zero_point)
-    parts: list[Any] = [v if v is None else _as_array(v) for v in given]
-    values, scale, zero_point = parts
+    names = (f"{argument}.values", f"{argument}.scale", f"{argument}.zero_point")
+    for name, part in zip(names, given, strict=True):
+        if isinstance(part, float):  # of no rank
+            _contracts.array(function, name, part, ())
+    values, scale, zero_point = _contracts.convert_arrays(function, dict(zip(names, given, strict=True)))
     codes = _dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
     _contracts.array(function, f"{argument}.values", values, codes)
     _contracts.array(function, f"{argument}.scale", scale, _SCALES)
     _contracts.dtype(function, f"{argument}.dtype", q.dtype, _dtypes.FLOATS)
     _aligned(function, f"{argument}.scale", scale, values, q.block_size)
     if zero_point is not None:
-        is_integer = values.dtype in _dtypes.INTEGERS and q.codebook is None
-        wanted = f"None: {q.codebook or values.dtype} has no zero point"
-        _contracts.require(is_integer, function, f"{argument}.zero_point", wanted, _contracts.described(zero_point))
+        if values.dtype not in _dtypes.INTEGERS or q.codebook is not None:
+            wanted = f"None: {q.codebook or values.dtype} has no zero point"
+            _contracts.require(False, function, f"{argument}.zero_point", wanted, _contracts.described(zero_point))
         _contracts.same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
         _aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
-    positive(function, f"{argument}.scale", scale)
+    # `quantize` gives data with a NaN or an infinity such a scale, which shows in every result.
+    _known_values.check_positive(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=True)
     if any(a is not b for a, b in zip(given, (values, scale, zero_point), strict=True)):
         q = q.replace(values=values, scale=scale, zero_point=zero_point)
     object.__setattr__(q, "_checked", True)
@@ -355,26 +378,11 @@ def trusted(q: QuantizedArray) -> QuantizedArray:
     return q
 
 
-def _as_array(value: Any) -> Any:
-    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
-
-
 def _aligned(function: str, argument: str, part: Any, values: Any, block_size: int | None) -> None:
-    fits = _granularity.Aligned(block_size).sizes(part.shape, values.shape) is not None
-    blocks = "blocks that divide it" if block_size is None else f"blocks of {block_size}"
-    wanted = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
-    if not fits:
+    if _granularity.Aligned(block_size).sizes(part.shape, values.shape) is None:
+        blocks = "blocks that divide it" if block_size is None else f"blocks of {block_size}"
+        wanted = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
         _contracts.require(False, function, argument, wanted, f"shape {part.shape}")
-
-
-def positive(function: str, argument: str, scale: Any) -> None:
-    """Requires a scale that is known to be positive; NaN passes, for it shows in every result."""
-    if _contracts.is_traced(scale) or scale.size > _CHECKED or not scale.is_fully_addressable:
-        return
-    known = np.asarray(scale).astype(np.float32)
-    wrong = known <= 0
-    if wrong.any():
-        _contracts.require(False, function, argument, "positive numbers", f"{known[wrong].ravel()[0]}")
 
 
 def dequantized(q: QuantizedArray) -> jax.Array:

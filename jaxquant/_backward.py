@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -65,18 +64,12 @@ def contract(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> No
     is_one = isinstance(backward, Backward)
     wanted = "FloatBackward() or Int8Backward()"
     _contracts.require_type(is_one, function, "backward", wanted, _contracts.described(backward))
-    _contracts.require_type(_is_key(key), function, "key", "None or one key of jax.random", _contracts.described(key))
+    is_key = key is None or _contracts.is_key(key)
+    _contracts.require_type(is_key, function, "key", "None or one key of jax.random", _contracts.described(key))
     if isinstance(backward, FloatBackward):
         return
     wanted = "FloatBackward(), or two operands that are both quantized"
     _contracts.require(len(specs) == 2 and None not in specs, function, "backward", wanted, "Int8Backward()")
-
-
-def _is_key(key: Any) -> bool:
-    if key is None or not isinstance(key, jax.Array | np.ndarray):
-        return key is None
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return key.ndim == 0 if is_typed else key.ndim == 1 and key.dtype == np.uint32
 
 
 def quantized_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> QuantizedArray:

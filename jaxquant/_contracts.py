@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from . import _dtypes
@@ -36,16 +37,18 @@ _Error = type[ContractValueError] | type[ContractTypeError]
 
 def message(function: str, argument: str, wanted: str, got: object) -> str:
     """Returns the text of every error here: function, argument, what was wanted, what came."""
+    if isinstance(got, int) and got.bit_length() > 1024:  # Python refuses to print the longest
+        got = described(got)
     return f"jaxquant.{function}: {argument}: wanted {wanted}; got {got}"
 
 
-def _enforce(holds: bool, error: _Error, text: str, assertion: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) -> None:
+    """Raises an error whose cause is chex's, unless chex is switched off, or takes the value."""
     try:
-        assertion(*args, **kwargs, exception_type=error)
+        assertion(*args, exception_type=error)
     except error as chex_error:  # the reader's sentence first, chex's behind it as the cause
         raise error(text) from chex_error
-    if not holds:  # chex is switched off, or sees it more kindly
-        raise error(text)
+    raise error(text)
 
 
 def require(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
@@ -62,34 +65,37 @@ def require_type(holds: bool, function: str, argument: str, wanted: str, got: ob
 
 def array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:
     """Requires an array of one of the allowed dtypes."""
-    is_array = isinstance(value, jax.Array | np.ndarray)
-    require_type(is_array, function, argument, "an array", type(value).__name__)
-    wanted = f"dtype {_dtypes.names(tuple(allowed))}"
-    require_type(value.dtype in allowed, function, argument, wanted, value.dtype)
+    if not isinstance(value, jax.Array | np.ndarray):
+        check_readable(function, argument, value)
+        require_type(False, function, argument, "an array", type(value).__name__)
+    if value.dtype not in allowed:
+        require_type(False, function, argument, f"dtype {_dtypes.names(tuple(allowed))}", value.dtype)
 
 
 def same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
     """Requires exactly `dtype`."""
     is_array = isinstance(value, jax.Array | np.ndarray)
     require_type(is_array, function, argument, "an array", type(value).__name__)
-    text = message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
-    _enforce(value.dtype == dtype, ContractTypeError, text, chex.assert_type, value, dtype)
+    if value.dtype != dtype:
+        text = message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
+        _fail(ContractTypeError, text, chex.assert_type, value, dtype)
 
 
 def shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], reason: str) -> None:
     """Requires exactly the shape `wanted`."""
-    text = message(function, argument, f"shape {wanted} ({reason})", f"shape {value.shape}")
-    _enforce(value.shape == wanted, ContractValueError, text, chex.assert_shape, value, wanted)
+    if value.shape != wanted:
+        text = message(function, argument, f"shape {wanted} ({reason})", f"shape {value.shape}")
+        _fail(ContractValueError, text, chex.assert_shape, value, wanted)
 
 
 def axis(function: str, value: Any, rank: int) -> int:
     """Requires an axis of an array of this rank and returns it counted from the front."""
     integer(function, "axis", value)
     require(rank > 0, function, "axis", "an array of rank 1 or more to have an axis", "rank 0")
-    wanted = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
-    text = message(function, "axis", wanted, value)
-    holds = -rank <= value < rank
-    _enforce(holds, ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
+    if not -rank <= value < rank:
+        wanted = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
+        text = message(function, "axis", wanted, value)
+        _fail(ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
 
 
@@ -145,14 +151,13 @@ def dtype(function: str, argument: str, value: Any, allowed: Sequence[np.dtype])
     """Requires something that names one of the allowed dtypes and returns that dtype."""
     try:
         found = _dtypes.canonical(value)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: of a tuple or a dict that numpy takes for fields
         found = None
-    wanted = f"dtype {_dtypes.names(tuple(allowed))}"
-    if found is not None and _dtypes.is_float6(found):
-        wanted += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
-    got = described(value) if found is None else found
-    require_type(found in allowed, function, argument, wanted, got)
-    assert found is not None
+    if found is None or found not in allowed:
+        wanted = f"dtype {_dtypes.names(tuple(allowed))}"
+        if found is not None and _dtypes.is_float6(found):
+            wanted += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
+        raise ContractTypeError(message(function, argument, wanted, described(value) if found is None else found))
     return found
 
 
@@ -172,25 +177,44 @@ def has_dtype(value: Any, dtypes: Sequence[np.dtype]) -> bool:
     return getattr(value, "dtype", None) in dtypes
 
 
-def described(value: Any) -> str:
-    """Returns what a reader needs to know of a rejected value, without printing an array."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"{'a traced' if is_traced(value) else 'an'} array of {value.dtype}{list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+def described(value: Any) -> object:
+    """Returns what a reader needs to know of a rejected value, without printing an array; a text once it is printed."""
+    return _Description(value)
+
+
+class _Description:
+    """A text that is made where it is printed: to make it of every value that is accepted would take too long."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        """Returns the text."""
+        value = self._value
+        if isinstance(value, np.ma.MaskedArray):
+            return f"a masked array of {value.dtype}{list(value.shape)}"
+        if isinstance(value, jax.Array | np.ndarray):
+            return f"{'a traced' if is_traced(value) else 'an'} array of {value.dtype}{list(value.shape)}"
+        if isinstance(value, int) and value.bit_length() > 1024:
+            return f"an int of {value.bit_length()} bits"
+        return f"{value!r} ({type(value).__name__})"
 
 
 def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
     """Wraps a jitted operator: what JAX cannot even trace gets a named error, or is converted as JAX would.
 
-    Only numpy's 64-bit integers are looked for beforehand; all else is seen to after JAX refused, so that a good
-    call pays nothing for it.
+    Only numpy's 64-bit integers and masked arrays are looked for beforehand, for JAX takes them in a program that is
+    compiled already; all else is seen to after JAX refused, so that a good call pays nothing for it.
     """
 
     @functools.wraps(compiled)
     def call(*given: Any, **statics: Any) -> Any:
         for value in given:
-            if type(value) is np.ndarray and value.dtype.itemsize == 8 and value.dtype.kind in "iu":
-                given = _narrowed(function, dict(zip(arguments, given, strict=False)))
+            if isinstance(value, np.ndarray | np.integer) and _is_lossy(value):
+                given = _narrowed(function, dict(zip(arguments, given, strict=False)), given)
+                break
         try:
             return compiled(*given, **statics)
         except (TypeError, ValueError, OverflowError):
@@ -203,9 +227,20 @@ def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
     return call  # type: ignore[return-value]
 
 
-def _narrowed(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
+def _is_lossy(value: np.ndarray | np.integer) -> bool:
+    """Whether JAX would lose something of an array of numpy's: what is masked, or the upper bits of an integer."""
+    return (value.dtype.itemsize == 8 and value.dtype.kind in "iu") or isinstance(value, np.ma.MaskedArray)
+
+
+def _narrowed(function: str, named: dict[str, Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments with numpy's 64-bit integers as int32, which JAX would make of them, wrapped or not."""
-    return tuple(narrow_to_int32(function, argument, value) for argument, value in given.items())
+    result = []
+    for argument, value in named.items():
+        if isinstance(value, np.ndarray | np.integer) and _is_lossy(value):
+            check_readable(function, argument, value)
+            value = narrow_to_int32(function, argument, value)
+        result.append(value)
+    return (*result, *given[len(result) :])
 
 
 def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
@@ -231,11 +266,14 @@ def unwrapped(value: Any) -> Any:
 
 
 def float32(value: Any) -> Any:
-    """Returns a Python number as a float32; anything else as it came."""
+    """Returns a Python number as a float32; anything else, and an int beyond float64, as it came."""
     if type(value) not in (int, float):
         return value
     with np.errstate(over="ignore"):  # what is too large is an infinity, without numpy's warning
-        return np.float32(value)
+        try:
+            return np.float32(value)
+        except OverflowError:  # refused by name where an array is required
+            return value
 
 
 def arrays(*values: Any) -> tuple[Any, ...]:
@@ -243,12 +281,68 @@ def arrays(*values: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(v) if isinstance(v, np.ndarray | np.generic | float) else v for v in values)
 
 
+def convert_arrays(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns what `arrays` does of arguments by their names; what JAX cannot read gets a named error."""
+    if any(isinstance(value, np.ma.MaskedArray) for value in given.values()):
+        _explain(function, given, {})
+    try:
+        return arrays(*given.values())
+    except (TypeError, ValueError, OverflowError):
+        _explain(function, given, {})
+        raise
+
+
+def check_readable(function: str, argument: str, value: Any) -> None:
+    """Requires None or something that JAX reads as an array: no text, no object, no mask, no endless int."""
+    if isinstance(value, jax.Array) or value is None:
+        return
+    if isinstance(value, np.ma.MaskedArray):
+        wanted = "an array without a mask, which would be lost: x.filled(value), or x.data"
+        raise ContractTypeError(message(function, argument, wanted, described(value))) from None
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind in "OSUMmV" and not _dtypes.is_known(value.dtype):
+            raise ContractTypeError(message(function, argument, "an array", f"dtype {value.dtype}")) from None
+    elif not isinstance(value, _ARRAYS):
+        raise ContractTypeError(message(function, argument, "an array", type(value).__name__)) from None
+    elif isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise ContractValueError(message(function, argument, "a number that JAX can hold", described(value))) from None
+
+
 def _explain(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
     for argument, value in arrays.items():
-        unreadable = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "OSUMmV"
-        unreadable = unreadable and not _dtypes.is_known(value.dtype)
-        if unreadable or not (isinstance(value, _ARRAYS) or value is None):
-            got = f"dtype {value.dtype}" if unreadable else type(value).__name__
-            raise ContractTypeError(message(function, argument, "an array", got)) from None
+        check_readable(function, argument, value)
     for argument, value in statics.items():
         hashable(function, argument, value)
+
+
+def is_key(value: Any) -> bool:
+    """Whether `value` is one key of `jax.random`, of the new style or the old."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        return False
+    is_typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return value.ndim == 0 if is_typed else value.ndim == 1 and value.dtype == np.uint32
+
+
+def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -> None:
+    """Requires what `jax.lax` takes as a precision, also where integers leave nothing to choose."""
+    if value is None or isinstance(value, lax.Precision):
+        return
+    hashable(function, "precision", value)
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    texts = all(isinstance(each, str) and _is_precision(each) for each in pair)
+    holds = texts or all(isinstance(each, lax.Precision) for each in pair)
+    if has_algorithms:
+        holds |= isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+        holds |= isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__
+    if not holds:
+        wanted = "None, a jax.lax.Precision, its name, or two of them"
+        wanted += ", or a jax.lax.DotAlgorithmPreset or DotAlgorithm" if has_algorithms else ""
+        raise ContractTypeError(message(function, "precision", wanted, described(value)))
+
+
+def _is_precision(name: str) -> bool:
+    try:
+        lax.Precision(name)
+    except ValueError:
+        return False
+    return True

@@ -92,7 +92,7 @@ def conv_general_dilated(
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
         )
-    _contracts.hashable(_NAME, "precision", precision)
+    _contracts.check_precision(_NAME, precision, has_algorithms=False)
     plan = plan_of(
         _NAME, x, w, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,

@@ -124,7 +124,7 @@ def _number_zero_point(value: Any, x: Any, scale: Any) -> Any:
         return value
     integers = (*_dtypes.INTEGERS, _dtypes.INT32)
     low, high = _dtypes.bounds(dtype) if dtype in integers else (0, 0)
-    _contracts.require(
-        low <= value <= high, _NAME, "x_zero_point", f"an int in [{low}, {high}], for {dtype}, the dtype of x", value
-    )
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], for {dtype}, the dtype of x"
+        _contracts.require(False, _NAME, "x_zero_point", wanted, value)
     return np.full(np.shape(scale), value, dtype)

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _array, _contracts, _dtypes, _granularity, _matmul, _quantized_dot
 from ._array import QuantizedArray
+from ._quantized_dot import Axes
 from ._weight_only import weight_only
 from .integer._dot_general import DotDimensionNumbers, check_placement, roles
 
@@ -80,41 +81,50 @@ def dot_general(
 
 
 def contraction(
-    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None
-) -> jax.Array:
+    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
+    caller_axes: Axes | None = None,
+) -> jax.Array:  # fmt: skip
     """Returns `dot_general`, with errors that name another function."""
     _granularity.check_out_sharding(function, out_sharding)
-    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    lhs, rhs = operands(function, lhs, rhs)
     numbers = _contracts.integers(function, "dimension_numbers", numbers)
     _contracts.hashable(function, "dimension_numbers", numbers)
-    _contracts.hashable(function, "precision", precision)
+    _contracts.check_precision(function, precision)
     if preferred is not None:
         preferred = _contracts.dtype(function, "preferred_element_type", preferred, _dtypes.FLOATS)
-    return _contraction(
-        lhs, rhs, function=function, numbers=numbers, precision=precision, preferred=preferred,
-        out_sharding=out_sharding,
-    )  # fmt: skip
+    statics = {
+        "numbers": numbers, "precision": precision, "preferred": preferred, "out_sharding": out_sharding,
+        "caller_axes": caller_axes,
+    }  # fmt: skip
+    return _contraction(lhs, rhs, function=function, **statics)
 
 
 @functools.partial(
-    jax.jit, inline=True, static_argnames=("function", "numbers", "precision", "preferred", "out_sharding")
-)
+    jax.jit, inline=True,
+    static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
+)  # fmt: skip
 def _contraction(
-    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, out_sharding: Any
-) -> jax.Array:
-    quantized = [isinstance(x, QuantizedArray) for x in (lhs, rhs)]
-    if not any(quantized):
-        got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
-        _contracts.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, out_sharding: Any,
+    caller_axes: Axes | None,
+) -> jax.Array:  # fmt: skip
     left, right = roles(function, lhs, rhs, numbers)
     a, b = (x.values if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
-    if not all(quantized):
+    if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         return weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         _quantized_dot.contract(function, argument, q)
-    plan = _quantized_dot.planned(function, lhs, rhs, left, right, out_sharding)
+    plan = _quantized_dot.planned(function, lhs, rhs, left, right, out_sharding, caller_axes)
     return _quantized_dot.contracted(lhs, rhs, plan, preferred)
+
+
+def operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Requires two operands of which one at least is quantized, and returns them."""
+    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
+        got = f"{_contracts.described(lhs)} and {_contracts.described(rhs)}"
+        _contracts.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    return lhs, rhs
 
 
 def operand(function: str, argument: str, x: Any) -> Any:
@@ -123,7 +133,7 @@ def operand(function: str, argument: str, x: Any) -> Any:
         x = x.__jax_array__()  # a flax.nnx.Param, for one
     if isinstance(x, QuantizedArray):
         return _array.contract(function, argument, x)
-    (x,) = _contracts.arrays(x)
+    (x,) = _contracts.convert_arrays(function, {argument: x})
     _contracts.array(function, argument, x, _dtypes.FLOATS)
     return x
 
@@ -172,16 +182,17 @@ def matmul(
 
     Cotangents: as of `dot_general`.
     """
-    a: Any = operand("matmul", "lhs", lhs)
-    b: Any = operand("matmul", "rhs", rhs)
+    a, b = operands("matmul", lhs, rhs)
     shapes = _matmul.shapes("matmul", a, b, ("lhs", "rhs"))
     _granularity.check_out_sharding("matmul", out_sharding)
     partition = _matrix_partition("matmul", a, b, shapes, out_sharding)
+    # What is contracted may be reshaped: an error names the dimensions that the operands came with.
+    caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
 
     def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
         rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
         inner = _granularity.with_partition(out_sharding, partition and partition[len(partition) - rank :])
-        return contraction("matmul", a, b, numbers, precision, preferred_element_type, inner)
+        return contraction("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
 
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from . import _contracts, _dtypes, _granularity, _numerics
 from ._array import QuantizedArray, trusted
 from ._dot import Operand, contraction, operand
+from ._quantized_dot import Axes
 
 _NAME = "einsum"
 _TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
@@ -77,9 +78,10 @@ def einsum(
     Cotangents: as of `dot_general`.
     """
     given = [operand(_NAME, f"operands[{i}]", x) for i, x in enumerate(operands)]
-    got = ", ".join(_contracts.described(x) for x in given) or "none"
-    quantized = any(isinstance(x, QuantizedArray) for x in given)
-    _contracts.require_type(quantized, _NAME, "operands", "a QuantizedArray among them", got)
+    _contracts.check_precision(_NAME, precision)
+    if not any(isinstance(x, QuantizedArray) for x in given):
+        got = ", ".join(str(_contracts.described(x)) for x in given) or "none"
+        _contracts.require_type(False, _NAME, "operands", "a QuantizedArray among them", got)
     if preferred_element_type is not None:
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
@@ -104,7 +106,7 @@ def summed(
     sizes = _sizes(function, given, terms)
     parts = [_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
     if len(parts) == 1:
-        (x, labels) = parts[0]
+        x, labels, _ = parts[0]
         values = x.astype(jnp.float32).dequantize()
         found = _Part(values, labels).summed([label for label in labels if label not in out])
     else:
@@ -117,10 +119,15 @@ def summed(
 
 
 class _Part(NamedTuple):
-    """An operand, or what some of them have become, and the indices of its dimensions."""
+    """An operand, or what some of them have become, and the indices of its dimensions.
+
+    Attributes:
+        axes: of an operand, which of the caller's dimensions they are.
+    """
 
     x: Any
     labels: _Labels
+    axes: tuple[int, ...] = ()
 
     def summed(self, labels: Sequence[str]) -> _Part:
         """Returns the sum over some of the dimensions."""
@@ -193,10 +200,11 @@ def _distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, i
         labels = kept
     shared = tuple(a for a, label in enumerate(labels) if x.shape[a] != sizes[label])
     if not shared:
-        return _Part(x, labels)
+        return _Part(x, labels, tuple(range(len(labels))))
     squeezed = jax.tree.map(lambda part: lax.squeeze(part, shared), x)
-    kept = tuple(label for a, label in enumerate(labels) if a not in shared)
-    return _Part(trusted(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept)
+    axes = tuple(a for a in range(len(labels)) if a not in shared)
+    kept = tuple(labels[a] for a in axes)
+    return _Part(trusted(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
 
 
 def _path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
@@ -262,5 +270,13 @@ def _pair(how: _How, a: _Part, b: _Part, kept: set[str]) -> _Part:
         y = lax.dot_general(x, y, numbers, precision=how.precision, out_sharding=out_sharding)
     else:
         dtype = _dtypes.FLOAT32 if alone else how.dtype
-        y = contraction(how.function, x, y, numbers, how.precision, dtype, out_sharding)
+        caller_axes = _find_caller_axes(a, b, contracted)
+        y = contraction(how.function, x, y, numbers, how.precision, dtype, out_sharding, caller_axes)
     return _Part(y, (*batch, *frees)).summed(alone)
+
+
+def _find_caller_axes(a: _Part, b: _Part, contracted: Sequence[str]) -> Axes | None:
+    """Returns the contracted dimensions by their places in what the caller gave."""
+    if not a.axes or not b.axes:  # one is a product of floats, of which nothing is required
+        return None
+    return tuple((a.axes[a.labels.index(c)], b.axes[b.labels.index(c)]) for c in contracted)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _contracts, _dtypes, _granularity, _numerics, _ranges, _rules, _small_floats
+from . import _contracts, _dtypes, _granularity, _known_values, _numerics, _ranges, _rules, _small_floats
 from ._array import QuantizedArray, dequantized, trusted
 from ._dequantize_linear import dequantize as dequantize_codes
 from ._quantize import encode, found
@@ -43,8 +43,9 @@ def fake_quantize(
             `quantize(x, spec).scale` has, or 1 in their place. A Python number is float32. None finds it, and the
             zero point, from x.
         zero_point: steps, likewise: an integer array of `spec.carrier`, or a float32 array to be learned, rounded half
-            to even and cut to the spec's codes on the way forward. An int stands for an array of it. None is the one
-            that a symmetric spec fixes.
+            to even on the way forward. Where it is traced, as it is while it is trained, what rounds to no code of
+            the spec is cut to the nearest; where it is known, that is an error. An int stands for an array of it.
+            None is the one that a symmetric spec fixes.
         gradient: `StraightThrough()`, `LSQ()`, `LSQPlus()`, `PACT()` or `StochasticRounding(key)`, which rounds
             by chance on the way forward, too. Static, but for the key.
 
@@ -54,7 +55,9 @@ def fake_quantize(
     Raises:
         TypeError: an argument has a dtype or type that there is not; or StochasticRounding of floats or code books.
         ValueError: a scale or zero point does not fit x; a zero point comes without a scale, or a scale without the
-            zero point that the spec does not fix.
+            zero point that the spec does not fix; a known scale is 0, negative, NaN or infinite; or a known float
+            zero point does not round to one of the spec's codes. Known is what is not traced, has no more than
+            65536 elements and lies in the memory of this host.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -71,10 +74,10 @@ def fake_quantize(
     Cotangents: those of the rule. Of an integer zero point there is none; of a scale that x gave none either.
     """
     _contracts.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", _contracts.described(spec))
-    zero_point = number_zero_point(_NAME, "zero_point", zero_point, spec)
+    scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)
     _rules.contract(_NAME, "gradient", gradient, spec, zero_point)
     rule, key = split(gradient)
-    return _enter(_contracts.float32(x), _contracts.float32(scale), zero_point, key, spec=spec, rule=rule)
+    return _enter(_contracts.float32(x), scale, zero_point, key, spec=spec, rule=rule)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "rule"))
@@ -100,14 +103,31 @@ def split(rule: Rule) -> tuple[Rule, Any]:
     return rule, None
 
 
+def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: Any, spec: QuantSpec) -> tuple[Any, Any]:
+    """Requires what is known of a scale and a zero point to fit the spec, and returns them with numbers as arrays."""
+    if scale is None and zero_point is None:
+        return None, None
+    scale = _contracts.float32(scale)
+    zero_point = number_zero_point(function, names[1], zero_point, spec)
+    for argument, part in zip(names, (scale, zero_point), strict=True):
+        if not hasattr(part, "__jax_array__"):
+            _contracts.check_readable(function, argument, part)
+    _known_values.check_positive(function, names[0], scale)
+    if zero_point is not None and spec.dtype in _dtypes.INTEGERS:
+        low, high = spec.bounds
+        _known_values.check_codes(function, names[1], zero_point, (int(low), int(high)))
+    return scale, zero_point
+
+
 def number_zero_point(function: str, argument: str, value: Any, spec: QuantSpec) -> Any:
     """Returns an int as a zero point in the spec's dtype, which must hold it; anything else as it came."""
     if not isinstance(value, int | np.integer) or _contracts.has_dtype(value, _dtypes.QUANTIZED):
         return _contracts.float32(value)
     _contracts.integer(function, argument, value)
     low, high = spec.bounds if spec.dtype in _dtypes.INTEGERS else (0, 0)
-    wanted = f"an int in [{low}, {high}], the codes of the spec"
-    _contracts.require(bool(low <= value <= high), function, argument, wanted, value)
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], the codes of the spec"
+        _contracts.require(False, function, argument, wanted, value)
     return np.asarray(value, spec.carrier)
 
 
@@ -118,8 +138,9 @@ def tracked(
     x, scale, zero_point = _contracts.arrays(x, scale, zero_point)
     _contracts.array(function, names[0], x, _dtypes.FLOATS)
     if scale is None:
-        wanted = f"None, or a {names[1]} beside it"
-        _contracts.require(zero_point is None, function, names[2], wanted, "a zero point alone")
+        if zero_point is not None:
+            wanted = f"None, or a {names[1]} beside it"
+            _contracts.require(False, function, names[2], wanted, "a zero point alone")
         return x, *found(function, lax.stop_gradient(x), spec, None, None)[:2]
     shapes = _ranges.shapes(function, spec, x.shape)
     _contracts.array(function, names[1], scale, (*_dtypes.FLOATS, _dtypes.E8M0))
@@ -129,9 +150,8 @@ def tracked(
         _contracts.require(bool(spec.symmetric), function, names[2], wanted, "None")
         fixed = spec.fixed_zero_point
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
-    integers = spec.dtype in _dtypes.INTEGERS
-    wanted = f"None: {spec.dtype} has no zero point"
-    _contracts.require(integers, function, names[2], wanted, _contracts.described(zero_point))
+    if spec.dtype not in _dtypes.INTEGERS:
+        _contracts.require(False, function, names[2], f"None: {spec.dtype} has no zero point", "an array")
     _contracts.array(function, names[2], zero_point, (spec.carrier, _dtypes.FLOAT32))
     return x, scale, _of_rank(function, names[2], zero_point, shapes[1])
 

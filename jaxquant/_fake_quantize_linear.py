@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _contracts, _dtypes, _granularity, _numerics, _training
+from . import _contracts, _dtypes, _granularity, _known_values, _numerics, _training
 from ._dequantize_linear import dequantize
 from ._quantize_linear import number_scale, number_zero_point, quantize, quotients, refuse_float_zero_point
 
@@ -22,7 +22,7 @@ def fake_quantize_linear(
     scale: ArrayLike,
     zero_point: ArrayLike | None = None,
     *,
-    dtype: DTypeLike = jnp.int8,
+    dtype: DTypeLike | None = None,
     axis: int = 1,
     block_size: int = 0,
     training: bool = True,
@@ -41,11 +41,13 @@ def fake_quantize_linear(
             element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
             ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
         zero_point: steps, of scale's shape: None for 0; an integer array of `dtype`; or a float32 array to be
-            learned, rounded half to even and cut to dtype's bounds on the way forward. An int stands for
+            learned, rounded half to even on the way forward. Where it is traced, as it is while it is trained, what
+            rounds to no code of dtype is cut to the nearest; where it is known, that is an error. An int stands for
             an array of it, in `dtype`.
         dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
-            float4_e2m1fn. A float dtype has no zero point but 0, saturates, and its mask is what rounds to a
-            finite value.
+            float4_e2m1fn. By default, as in `quantize_linear`, zero_point's dtype; without one, or with a float32
+            one, uint8, which takes negative values to 0. A float dtype has no zero point but 0, saturates, and its
+            mask is what rounds to a finite value.
         axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
         block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
         training: Static. False keeps nothing for the backward pass; differentiating then raises.
@@ -57,8 +59,11 @@ def fake_quantize_linear(
 
     Raises:
         TypeError: an argument has a dtype or type that the operator does not have.
-        ValueError: shapes, axis or block_size do not fit each other; a float dtype has a zero point; or the call
-            is differentiated with training=False.
+        ValueError: shapes, axis or block_size do not fit each other; a float dtype has a zero point; the call is
+            differentiated with training=False; a known scale is 0, negative, NaN or infinite (`quantize_linear`, the
+            operator, computes with all of them, as ONNX Runtime does); or a known float zero point does not round to
+            a code of `dtype`. Known is what is not traced, has no more than 65536 elements and lies in the memory of
+            this host.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -82,11 +87,17 @@ def fake_quantize_linear(
     if isinstance(scale, int | float):
         scale = number_scale(_NAME, "scale", scale, x)
     if isinstance(zero_point, int | np.integer) and not _contracts.has_dtype(zero_point, _dtypes.QUANTIZED):
-        zero_point = number_zero_point(_NAME, "zero_point", zero_point, dtype, scale)
+        wanted = jnp.uint8 if dtype is None else dtype
+        zero_point = number_zero_point(_NAME, "zero_point", zero_point, wanted, scale)
+    _known_values.check_positive(_NAME, "scale", scale)
     if zero_point is not None:
+        zero_point = _contracts.float32(zero_point)
+        found = _find_dtype(zero_point, dtype)
+        if found in _dtypes.INTEGERS:
+            _known_values.check_codes(_NAME, "zero_point", zero_point, _dtypes.bounds(found))
         refuse_float_zero_point(_NAME, "zero_point", zero_point)
     return _enter(
-        _contracts.float32(x), scale, _contracts.float32(zero_point),
+        _contracts.float32(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
@@ -101,7 +112,7 @@ def _fake_quantize_linear(
     x, scale, zero_point = _contracts.arrays(x, scale, zero_point)
     _contracts.array(_NAME, "x", x, _dtypes.FLOATS)
     _contracts.array(_NAME, "scale", scale, _dtypes.FLOATS)
-    found = _contracts.dtype(_NAME, "dtype", dtype, _dtypes.QUANTIZED)
+    found = _find_dtype(zero_point, dtype)
     _training.contract(_NAME, training, lda_coeff, name)
     granularity = _granularity.resolve(_NAME, "scale", scale, x.shape, axis, block_size)
     if zero_point is not None:
@@ -114,6 +125,14 @@ def _fake_quantize_linear(
 
 
 _enter = _contracts.entrance(_NAME, _fake_quantize_linear, ("x", "scale", "zero_point"))
+
+
+def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:
+    """Returns the dtype of the codes: `dtype`, or by `quantize_linear`'s default the zero point's, or uint8."""
+    if dtype is not None:
+        return _contracts.dtype(_NAME, "dtype", dtype, _dtypes.QUANTIZED)
+    own = getattr(zero_point, "dtype", None)
+    return np.dtype(own) if own in _dtypes.QUANTIZED else np.dtype(jnp.uint8)
 
 
 class Config(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _array, _contracts, _dtypes, _granularity
+from . import _array, _contracts, _dtypes, _granularity, _known_values
 from ._array import QuantizedArray
 from ._quantize_linear import refuse_float_zero_point
 
@@ -142,7 +142,7 @@ def from_onnx(
     Raises:
         TypeError: an argument has a dtype or type that the operator does not have.
         ValueError: shapes, axis or block_size do not fit each other; a float x has a zero point; or a known scale is
-            not positive.
+            0, negative, NaN or infinite, with which `dequantize_linear`, the operator, computes.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -156,8 +156,10 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
-    given: Any = _contracts.arrays(x, _contracts.float32(x_scale), x_zero_point)
-    return _from_onnx(*given, axis=axis, block_size=block_size, output_dtype=output_dtype)
+    given = {"x": x, "x_scale": _contracts.float32(x_scale), "x_zero_point": x_zero_point}
+    return _from_onnx(
+        *_contracts.convert_arrays(_BACK, given), axis=axis, block_size=block_size, output_dtype=output_dtype
+    )
 
 
 def _from_onnx(
@@ -165,7 +167,7 @@ def _from_onnx(
 ) -> QuantizedArray:
     _contracts.array(_BACK, "x", x, _dtypes.QUANTIZED)
     _contracts.array(_BACK, "x_scale", x_scale, (*_dtypes.FLOATS, _dtypes.E8M0))
-    _array.positive(_BACK, "x_scale", x_scale)
+    _known_values.check_positive(_BACK, "x_scale", x_scale, is_awaited=True)
     granularity = _granularity.resolve(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
     if output_dtype is not None:
         output_dtype = _contracts.dtype(_BACK, "output_dtype", output_dtype, _dtypes.FLOATS)

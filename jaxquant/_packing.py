@@ -89,9 +89,11 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
     found = _contracts.dtype(_UNPACK, "dtype", dtype, DTYPES)
     is_shape = isinstance(shape, tuple | list)
     _contracts.require_type(is_shape, _UNPACK, "shape", "a tuple of ints", _contracts.described(shape))
-    lengths = _contracts.integers(_UNPACK, "shape", shape)
-    _contracts.require(min(lengths, default=0) >= 0, _UNPACK, "shape", "ints that are not negative", shape)
-    return _enter_unpack(packed, dtype=found, shape=lengths)
+    for length in shape:
+        _contracts.integer(_UNPACK, "shape", length)
+        if length < 0:
+            _contracts.require(False, _UNPACK, "shape", "ints that are not negative", shape)
+    return _enter_unpack(packed, dtype=found, shape=tuple(map(int, shape)))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "shape"))
@@ -99,10 +101,9 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
     (packed,) = _contracts.arrays(packed)
     size, width = math.prod(shape), _dtypes.width(dtype)
     _contracts.array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
-    wanted = -(-size * width // 8)
-    _contracts.require(
-        packed.size == wanted, _UNPACK, "packed", f"{wanted} bytes, for {dtype}{list(shape)}", packed.size
-    )
+    count = -(-size * width // 8)
+    if packed.size != count:
+        _contracts.require(False, _UNPACK, "packed", f"{count} bytes, for {dtype}{list(shape)}", packed.size)
     if width == 8:
         return lax.bitcast_convert_type(packed.reshape(shape), dtype)
     shifts = np.arange(0, 8, width, dtype=np.uint8)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from . import _contracts, _dtypes, _granularity, _ranges
+from . import _contracts, _dtypes, _granularity, _known_values, _ranges
 from ._array import QuantizedArray, trusted
 from ._quantize_linear import quantize as quantize_codes
 from ._quantize_linear import quotients
@@ -83,11 +83,11 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
 
 def _known_range(lo: Any, hi: Any) -> None:
     """Requires a range that is known to be one; what is traced cannot be looked at."""
-    if not all(isinstance(v, jax.Array | np.ndarray | np.generic) and not _contracts.is_traced(v) for v in (lo, hi)):
+    ends = [_known_values.find_known(v, is_awaited=True) for v in (lo, hi)]
+    if any(end is None for end in ends):
         return
-    if not all(v.is_fully_addressable for v in (lo, hi) if isinstance(v, jax.Array)):
-        return
-    low, high = (np.asarray(v).astype(np.float32) for v in (lo, hi))
+    with np.errstate(over="ignore"):  # what float32 cannot hold is an infinity, and refused as one
+        low, high = (np.asarray(end, np.float32) for end in ends)
     for argument, bound in (("lo", low), ("hi", high)):
         finite = bool(np.isfinite(bound).all())
         _contracts.require(finite, _NAME, argument, "finite numbers", "NaN or an infinity")

@@ -32,7 +32,8 @@ def quantize_linear(
 
     The integers are ONNX Runtime's: the quotient is a true division, ties go to even, and the zero point is
     added after rounding. What lies beyond the dtype, infinities included, saturates; NaN becomes the lowest
-    code. A zero scale divides to infinity or NaN and saturates likewise.
+    code. A zero scale divides to infinity or NaN and saturates likewise; `fake_quantize_linear`, which is no operator
+    of ONNX, refuses a scale that is known to be 0, negative or NaN.
 
     Integers carry no gradient in JAX, and the float8 and float4 results of this operator carry none either;
     `fake_quantize_linear` is the one to train through.
@@ -170,7 +171,7 @@ def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
             scale = np.asarray(np.inf, np.float32)
     wanted = f"a number that {scale.dtype} can hold"
     lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
-    _contracts.require_type(not isinstance(value, bool), function, argument, "a number", repr(value))
+    _contracts.require_type(not isinstance(value, bool), function, argument, "a number", _contracts.described(value))
     _contracts.require(not lost, function, argument, wanted, value)
     return scale
 
@@ -186,8 +187,9 @@ def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scal
     found = _contracts.dtype(function, f"the dtype of {argument}", dtype, _dtypes.QUANTIZED)
     _contracts.integer(function, argument, value)
     low, high = _dtypes.bounds(found) if found in _dtypes.INTEGERS else (0, 0)
-    wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
-    _contracts.require(low <= value <= high, function, argument, wanted, value)
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
+        _contracts.require(False, function, argument, wanted, value)
     return np.full(np.shape(scale), value, found)
 
 

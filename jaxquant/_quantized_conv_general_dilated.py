@@ -92,14 +92,14 @@ def quantized_conv_general_dilated(
     specs = [_quantizer.of(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))]
     _backward.contract(_NAME, backward, key, specs)
     lhs, rhs = map(_contracts.unwrapped, (lhs, rhs))
-    lhs, rhs = _contracts.arrays(lhs, rhs)
+    lhs, rhs = _contracts.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         _contracts.array(_NAME, name, x, _dtypes.FLOATS)
     if preferred_element_type is not None:
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
         )
-    _contracts.hashable(_NAME, "precision", precision)
+    _contracts.check_precision(_NAME, precision, has_algorithms=False)
     plan = plan_of(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,

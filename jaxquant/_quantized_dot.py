@@ -24,6 +24,9 @@ def contract(function: str, argument: str, q: QuantizedArray) -> None:
     _contracts.require_type(holds, function, argument, wanted, q.codebook or q.values.dtype)
 
 
+Axes = tuple[tuple[int, int], ...]  # dimensions of lhs and of rhs, in pairs
+
+
 class Plan(NamedTuple):
     """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not;
     and the sharding of its result.
@@ -37,10 +40,22 @@ class Plan(NamedTuple):
 
 
 def planned(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any
-) -> Plan:
-    """Returns how to contract two quantized arrays, or raises a contract error where integers cannot."""
-    axes, length = _cut(function, lhs, rhs, left, right)
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
+    caller_axes: Axes | None = None,
+) -> Plan:  # fmt: skip
+    """Returns how to contract two quantized arrays, or raises a contract error where integers cannot.
+
+    Args:
+        function: for errors.
+        lhs: has passed its contract.
+        rhs: likewise.
+        left: what the dimensions of lhs are there for.
+        right: likewise.
+        out_sharding: of the result, or None.
+        caller_axes: for errors, which dimensions are contracted of the operands that the caller gave, where they were
+            reshaped on the way here.
+    """
+    axes, length = _cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
             whole = _granularity.partition_of(q.values)[axis] is None
@@ -53,23 +68,27 @@ def planned(
 
 
 def _cut(
-    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, caller_axes: Axes | None
 ) -> tuple[tuple[int, int] | None, int]:
     """Returns the contracted dimension that is cut into blocks, if one is, and their length."""
     cut: list[tuple[tuple[int, int], int]] = []
-    for axes in zip(left.contracted, right.contracted, strict=True):
+    places = []
+    pairs = tuple(zip(left.contracted, right.contracted, strict=True))
+    for axes, given in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
         n = lhs.shape[axes[0]]
-        runs = {run for argument, q, a in zip(("lhs", "rhs"), (lhs, rhs), axes, strict=True)
-                for run in _runs(function, argument, q, a)}  # fmt: skip
+        runs = {run for argument, q, a, place in zip(("lhs", "rhs"), (lhs, rhs), axes, given, strict=True)
+                for run in _runs(function, argument, q, a, place)}  # fmt: skip
         least = min(runs)
-        together = all(run in (n,) or run % least == 0 for run in runs)
-        wanted = "blocks of both sides that end together, or a dequantized side"
-        got = f"blocks of {sorted(runs)} along lhs's dimension {axes[0]} and rhs's {axes[1]}"
-        _contracts.require(together, function, "lhs, rhs", wanted, got)
+        if not all(run in (n,) or run % least == 0 for run in runs):
+            wanted = "blocks of both sides that end together, or a dequantized side"
+            got = f"blocks of {sorted(runs)} along lhs's dimension {given[0]} and rhs's {given[1]}"
+            _contracts.require(False, function, "lhs, rhs", wanted, got)
         if least < n:
             cut.append((axes, least))
-    wanted = "blocks along one contracted dimension, or a dequantized side"
-    _contracts.require(len(cut) <= 1, function, "lhs, rhs", wanted, f"blocks along {[axes for axes, _ in cut]}")
+            places.append(given)
+    if len(cut) > 1:
+        wanted = "blocks along one contracted dimension, or a dequantized side"
+        _contracts.require(False, function, "lhs, rhs", wanted, f"blocks along {places}")
     if cut:
         return cut[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
@@ -81,7 +100,7 @@ def _cut(
     return longest, length
 
 
-def _runs(function: str, argument: str, q: QuantizedArray, axis: int) -> list[int]:
+def _runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int) -> list[int]:
     """Returns how many indices of a contracted dimension share a scale, and a zero point."""
     found = []
     for name in ("scale", "zero_point"):
@@ -90,9 +109,11 @@ def _runs(function: str, argument: str, q: QuantizedArray, axis: int) -> list[in
             continue
         sizes = _granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
         assert sizes is not None
-        wanted = f"one {name} along the contracted dimension {axis}, or one for each block, or {argument}.dequantize()"
-        alone = part.shape[axis] != 1 and sizes[axis] == 1
-        _contracts.require(not alone, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
+        if part.shape[axis] != 1 and sizes[axis] == 1:
+            wanted = (
+                f"one {name} along the contracted dimension {given}, or one for each block, or {argument}.dequantize()"
+            )
+            _contracts.require(False, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
         found.append(sizes[axis])
     return found
 

@@ -81,7 +81,7 @@ def quantized_dot_general(
     """
     numbers = _contracts.integers(_NAME, "dimension_numbers", dimension_numbers)
     _contracts.hashable(_NAME, "dimension_numbers", numbers)
-    _contracts.hashable(_NAME, "precision", precision)
+    _contracts.check_precision(_NAME, precision)
     if preferred_element_type is not None:
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS

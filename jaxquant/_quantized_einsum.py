@@ -72,7 +72,8 @@ def quantized_einsum(
 
     Cotangents: as of `quantized_dot_general`.
     """
-    given = list(_contracts.arrays(*map(_contracts.unwrapped, operands)))
+    named = {f"operands[{i}]": _contracts.unwrapped(x) for i, x in enumerate(operands)}
+    given = _contracts.convert_arrays(_NAME, named)
     for i, x in enumerate(given):
         _contracts.array(_NAME, f"operands[{i}]", x, _dtypes.FLOATS)
     counts = isinstance(specs, list | tuple) and len(specs) == len(given)
@@ -84,11 +85,11 @@ def quantized_einsum(
         preferred_element_type = _contracts.dtype(
             _NAME, "preferred_element_type", preferred_element_type, _dtypes.FLOATS
         )
-    _contracts.hashable(_NAME, "precision", precision)
+    _contracts.check_precision(_NAME, precision)
     parsed(_NAME, subscripts, [x.ndim for x in given])
     _granularity.check_out_sharding(_NAME, out_sharding)
     operation = Einsum(subscripts, precision, preferred_element_type, out_sharding)
-    return _quantized_einsum(tuple(given), opened, key, operation=operation, backward=backward)
+    return _quantized_einsum(given, opened, key, operation=operation, backward=backward)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))

@@ -9,7 +9,7 @@ import jax
 from jax.typing import ArrayLike
 
 from . import _contracts, _rules
-from ._fake_quantize import Config, fake_quantize, number_zero_point, split
+from ._fake_quantize import Config, check_parts, fake_quantize, split
 from ._rules import Rule, StochasticRounding, StraightThrough
 from ._spec import QuantSpec
 
@@ -22,6 +22,8 @@ class Quantizer:
     """y = fake_quantize(x, spec, scale, zero_point, gradient): all of it but x.
 
     A pytree: the scale, the zero point and the key of a stochastic gradient are its leaves, and the rest is static.
+    The constructor checks nothing, for JAX builds pytrees of things that are no arrays; every function that is given
+    one does, as `fake_quantize` checks its arguments.
 
     Attributes:
         spec: Static. How to quantize.
@@ -68,9 +70,9 @@ def of(function: str, argument: str, given: Any) -> Quantizer | None:
     wanted = "a QuantSpec, a Quantizer or None"
     _contracts.require_type(is_one, function, argument, wanted, _contracts.described(given))
     scale, point = (_contracts.unwrapped(part) for part in (quantizer.scale, quantizer.zero_point))
-    point = number_zero_point(function, f"{argument}.zero_point", point, quantizer.spec)
+    scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
     _rules.contract(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
-    return dataclasses.replace(quantizer, scale=_contracts.float32(scale), zero_point=point)
+    return dataclasses.replace(quantizer, scale=scale, zero_point=point)
 
 
 def opened(quantizer: Quantizer) -> tuple[Config, tuple[Any, Any, Any]]:

@@ -210,6 +210,8 @@ def contract(function: str, argument: str, rule: Any, spec: QuantSpec, zero_poin
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
     _contracts.require_type(isinstance(rule, Rule), function, argument, names, _contracts.described(rule))
     if isinstance(rule, StochasticRounding):
+        is_key, got = _contracts.is_key(rule.key), _contracts.described(rule.key)
+        _contracts.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)
         _contracts.flag(function, f"{argument}.clip", rule.clip)
         wanted = f"another rule: {spec.dtype} has no neighbours one step apart"
         _contracts.require_type(spec.dtype in _dtypes.INTEGERS, function, argument, wanted, "StochasticRounding")

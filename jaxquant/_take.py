@@ -94,7 +94,7 @@ def _take(
 ) -> jax.Array:  # fmt: skip
     values, scale, zero_point, indices = _contracts.arrays(values, scale, zero_point, indices)
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
-    _contracts.require_type(is_array, _NAME, "indices", "an array of integers", _contracts.described(indices))
+    _contracts.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
     length = values.shape[axis]
     wanted = f"an axis with a length to take from, not shape {values.shape}"
     _contracts.require(length > 0 or indices.size == 0, _NAME, "axis", wanted, axis)

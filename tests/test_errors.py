@@ -101,7 +101,7 @@ ROWS: list[Row] = [
     ("x int32", FQ, (F.astype(np.int32), S), TypeError, "x", "dtype float32, float16 or bfloat16", "int32"),
     ("scale int32", FQ, (F, np.int32(1)), TypeError, "scale", "dtype float32", "int32"),
     ("zero point dtype", P(FQ, dtype=jnp.uint8), (F, S, np.int8(0)), TypeError, "zero_point", "dtype uint8 or float32", "int8"),
-    ("zero point half", FQ, (F, S, np.float16(0)), TypeError, "zero_point", "dtype int8 or float32", "float16"),
+    ("zero point half", FQ, (F, S, np.float16(0)), TypeError, "zero_point", "dtype uint8 or float32", "float16"),
     ("zero point shape", FQ, (F, S6, np.zeros(4, np.float32)), ValueError, "zero_point", r"\(6,\)", r"\(4,\)"),
     ("float8 zero point", P(FQ, dtype=jnp.float8_e5m2), (F, S, 1), ValueError, "zero_point", r"\[0, 0\]", "1"),
     ("dtype", P(FQ, dtype=jnp.float16), (F, S), TypeError, "dtype", "dtype int2", "float16"),

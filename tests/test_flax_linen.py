@@ -222,6 +222,11 @@ def test_learned_scales_start_from_the_checkpoint(fixed_rng: np.random.Generator
     grads = jax.grad(lambda s: (module.apply({**variables, "scales": s}, 3 * x) ** 2).sum())(variables["scales"])
     assert all((np.asarray(g) != 0).all() for g in jax.tree.leaves(grads))
     np.testing.assert_array_equal(jax.jit(module.apply)(qflax.convert(module, variables), x), y)
+    # Training can move a zero point out of the codes, and a scale below 0: called without jit, where they are known,
+    # the layer takes the nearest code and the magnitude, as it does under a trace.
+    moved = {**found, "activation_zero_point": found["activation_zero_point"] - 300, "weight_scale": -scale}
+    drifted = {**variables, "scales": {"DotGeneral_0": moved}}
+    np.testing.assert_array_equal(module.apply(drifted, x), jax.jit(module.apply)(drifted, x))
 
 
 class Tied(nn.Module):

@@ -30,6 +30,7 @@ FLOORS = {
     "_dtypes": 0,
     "_contracts": 0,
     "_granularity": 1,
+    "_known_values": 1,
     "_small_floats": 1,
     "_numerics": 1,
     "_reductions": 1,

@@ -126,6 +126,6 @@ def floats(function: str, argument: str, value: Any) -> jax.Array:
     value = _contracts.float32(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
         value = value.astype(np.float32)  # as JAX takes it
-    (value,) = _contracts.arrays(value)
+    (value,) = _contracts.convert_arrays(function, {argument: value})
     _contracts.array(function, argument, value, _dtypes.FLOATS)
     return lax.stop_gradient(value)

@@ -131,7 +131,7 @@ def _described(calibrator: Any) -> str:
         return "a Calibrator, which already has a spec: give the function that made it; the layer calls it"
     if isinstance(calibrator, str):
         return f"the string {calibrator!r}: give the function, jq.{calibrator}"
-    return _contracts.described(calibrator)
+    return str(_contracts.described(calibrator))
 
 
 def _missing_argument(factory: Callable[..., Any]) -> str | None:

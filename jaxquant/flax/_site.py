@@ -18,7 +18,7 @@ from .._calibration import Calibrator
 from .._fake_quantize import Config, array_of, steps, tracked
 from .._granularity import PerAxis, PerFeature, PerTensor
 from .._quantize import found, quantize
-from .._quantizer import Quantizer, of
+from .._quantizer import Quantizer
 from .._rules import LSQ, LSQPlus, StraightThrough
 from .._spec import QuantSpec
 from ..integer import _operands
@@ -239,8 +239,9 @@ def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     # The least scale of its own dtype: to float16 the least float32 is 0.
     least = _ranges.least_scale(site.spec.scale_dtype)
     scale = jnp.maximum(jnp.abs(parts[0]), least).astype(site.spec.scale_dtype)
-    if len(parts) == 2:
-        return scale, parts[1]
+    if len(parts) == 2:  # fake_quantize refuses a known one that training has moved out of the codes
+        point = parts[1]
+        return scale, point if _contracts.is_traced(point) else jnp.clip(point, *map(np.float32, site.spec.bounds))
     if site.spec.symmetric:
         return scale, None
     is_alike = site.spec.zero_point_granularity == site.spec.granularity  # then nn.scan can cut one as the other
@@ -352,8 +353,7 @@ def codes(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quan
     """Returns x as the contraction has it that `quantizer` is given to."""
     if given is None and isinstance(site.source, Dynamic) and site.source.calibrator is None:
         return quantize(x, site.spec)
-    made = of("quantize", site.of, quantizer(site, x, given))
-    assert made is not None
+    made = quantizer(site, x, given)  # a scale that cannot be served `shippable` refuses
     labels = (site.of, f"{site.of}.scale", f"{site.of}.zero_point")
     x, scale, zero_point = tracked("quantize", labels, x, made.scale, made.zero_point, site.spec)
     return array_of(Config(site.spec, StraightThrough()), x, scale, zero_point, None)

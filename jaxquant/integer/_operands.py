@@ -50,8 +50,8 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
         return offset(dtype) == 0
     if _contracts.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
-    if not isinstance(zero_point, jax.Array | np.ndarray | np.generic):
-        return False  # no array: the contract of the zero point will say so
+    if getattr(zero_point, "dtype", None) != dtype:
+        return False  # the contract of the zero point will say so
     equal = np.asarray(zero_point) == offset(dtype)
     return bool(equal if equal.ndim == 0 else equal.all())
 
@@ -72,7 +72,9 @@ def number_zero_point(function: str, argument: str, value: Any, operand: Any) ->
         return value
     _contracts.integer(function, argument, value)
     low, high = _dtypes.bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
-    _contracts.require(low <= value <= high, function, argument, f"an int in [{low}, {high}], for {dtype}", value)
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], for {np.dtype(dtype)}"
+        _contracts.require(False, function, argument, wanted, value)
     return np.asarray(value, dtype)
 
 

@@ -27,9 +27,12 @@ def number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
         low, high = _dtypes.bounds(dtype)
         _contracts.require(low <= value <= high, function, argument, f"an int32 in [{low}, {high}]", value)
     else:
-        _contracts.require_type(not isinstance(value, bool), function, argument, "a number", repr(value))
+        _contracts.require_type(
+            not isinstance(value, bool), function, argument, "a number", _contracts.described(value)
+        )
         single = np.finfo(np.float32)
-        lost = (abs(value) > single.max and not np.isinf(value)) or 0 < abs(value) < single.smallest_subnormal
+        size, most, least = abs(value), float(single.max), float(single.smallest_subnormal)
+        lost = most < size < np.inf or 0 < size < least  # Python compares an int of any length
         _contracts.require(not lost, function, argument, "a number that float32 can hold", value)
     return np.asarray(value, dtype)
 

@@ -1,0 +1,187 @@
+"""A good call of every public function, by the names of its arguments, for tests that spoil one argument at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant as jq
+from jaxquant import checkpoint
+
+F, U8, I8, I32 = np.float32, np.uint8, np.int8, np.int32
+
+
+class Call(NamedTuple):
+    """A function, good arguments for it, and what kinds of argument they are.
+
+    Attributes:
+        name: the function's, as its errors give it.
+        function: takes every argument by name.
+        arguments: good ones.
+        operands: the names of those that are arrays, and neither scales nor zero points.
+        parts: the names of the scales and zero points among them.
+        dtypes: the names of those that are dtypes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    operands: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+    def spoiled(self, **changes: Any) -> Any:
+        """Returns the call with other arguments."""
+        return self.function(**{**self.arguments, **changes})
+
+
+def ones(dtype: Any, *shape: int) -> Any:
+    """Ones; a numpy scalar where no shape is given."""
+    return np.ones(shape, dtype)[()]
+
+
+def einsum(operands_0: Any, operands_1: Any, **statics: Any) -> Any:
+    return jq.einsum("ij,jk->ik", operands_0, operands_1, **statics)
+
+
+def quantized_einsum(operands_0: Any, operands_1: Any, **statics: Any) -> Any:
+    specs = (statics.pop("specs_0"), statics.pop("specs_1"))
+    return jq.quantized_einsum("ij,jk->ik", operands_0, operands_1, specs=specs, **statics)
+
+
+def calls() -> list[Call]:
+    """The calls; made when they are asked for, since they quantize."""
+    return [*elementwise(), *integer_operators(), *over_arrays(), *trained(), *others()]
+
+
+X, CODES = ones(F, 4, 6), ones(I8, 4, 6)
+A, B = ones(U8, 4, 6), ones(I8, 6, 5)
+IMAGES, KERNEL = ones(U8, 2, 4, 7, 9), ones(I8, 6, 4, 3, 3)
+DOT = (((1,), (0,)), ((), ()))
+
+
+def elementwise() -> list[Call]:
+    codes = {"src": CODES, "scales": ones(F), "zps": ones(I8)}
+    return [
+        Call("quantize_linear", jq.quantize_linear, {"x": X, "y_scale": ones(F), "y_zero_point": ones(U8)}, ("x",),
+             ("y_scale", "y_zero_point"), ("output_dtype", "precision")),
+        Call("dequantize_linear", jq.dequantize_linear, {"x": CODES, "x_scale": ones(F), "x_zero_point": ones(I8)},
+             ("x",), ("x_scale", "x_zero_point"), ("output_dtype",)),
+        Call("fake_quantize_linear", jq.fake_quantize_linear, {"x": X, "scale": ones(F), "zero_point": ones(U8)},
+             ("x",), ("scale", "zero_point"), ("dtype",)),
+        Call("dynamic_quantize_linear", jq.dynamic_quantize_linear, {"x": X}, ("x",), (), ("dtype",)),
+        Call("dynamic_fake_quantize_linear", jq.dynamic_fake_quantize_linear, {"x": X}, ("x",), (), ("dtype",)),
+        Call("onednn.quantize", jq.onednn.quantize, {**codes, "src": X}, ("src",), ("scales", "zps"), ("dtype",)),
+        Call("onednn.dynamic_quantize", jq.onednn.dynamic_quantize, {**codes, "src": X}, ("src",), ("scales", "zps"),
+             ("dtype",)),
+        Call("onednn.dequantize", jq.onednn.dequantize, codes, ("src",), ("scales", "zps")),
+        Call("onednn.dynamic_dequantize", jq.onednn.dynamic_dequantize, codes, ("src",), ("scales", "zps")),
+    ]  # fmt: skip
+
+
+def integer_operators() -> list[Call]:
+    points = {"a_zero_point": ones(U8), "b_zero_point": ones(I8)}
+    sides = {"lhs_zero_point": ones(U8), "rhs_zero_point": ones(I8)}
+    windows = {"window_strides": (1, 1), "padding": "VALID"}
+    result = {"y_scale": ones(F), "y_zero_point": ones(U8)}
+    images = {"x_zero_point": ones(U8), "w_zero_point": ones(I8)}
+    scales = {"a_scale": ones(F), "b_scale": ones(F)}
+    return [
+        Call("matmul_integer", jq.matmul_integer, {"a": A, "b": B, **points}, ("a", "b"), tuple(points)),
+        Call("matmul_integer_to_float", jq.matmul_integer_to_float,
+             {"a": A, "b": B, **scales, **points, "bias": ones(F, 5)}, ("a", "b", "bias"), (*scales, *points)),
+        Call("qlinear_matmul", jq.qlinear_matmul, {"a": A, "b": B, **scales, **points, **result}, ("a", "b"),
+             (*scales, *points, *result)),
+        Call("dynamic_quantize_matmul", jq.dynamic_quantize_matmul,
+             {"a": X, "b": B, "b_scale": ones(F), "b_zero_point": ones(I8), "bias": ones(F, 5)}, ("a", "b", "bias"),
+             ("b_scale", "b_zero_point")),
+        Call("matmul_nbits", jq.matmul_nbits,
+             {"a": ones(F, 3, 40), "b": ones(U8, 5, 2, 16), "scales": ones(F, 5, 2), "zero_points": ones(U8, 5, 1),
+              "bias": ones(F, 5), "K": 40, "N": 5}, ("a", "b", "bias"), ("scales", "zero_points")),
+        Call("conv_integer", jq.conv_integer, {"x": IMAGES, "w": KERNEL, **images}, ("x", "w"), tuple(images)),
+        Call("qlinear_conv", jq.qlinear_conv,
+             {"x": IMAGES, "w": KERNEL, "x_scale": ones(F), "w_scale": ones(F), **images, **result,
+              "b": ones(I32, 6)}, ("x", "w", "b"), ("x_scale", "w_scale", *images, *result)),
+        Call("integer.dot_general", jq.integer.dot_general,
+             {"lhs": A, "rhs": B, "dimension_numbers": DOT, **sides}, ("lhs", "rhs"), tuple(sides)),
+        Call("integer.conv_general_dilated", jq.integer.conv_general_dilated,
+             {"lhs": IMAGES, "rhs": KERNEL, **windows, **sides}, ("lhs", "rhs"), tuple(sides)),
+    ]  # fmt: skip
+
+
+def quantized(dtype: Any, *shape: int, fill: int = 1) -> jq.QuantizedArray:
+    """Codes that are all alike, made without a program."""
+    return jq.QuantizedArray(np.full(shape, fill, dtype), np.full((1,) * len(shape), 0.5, F))
+
+
+def over_arrays() -> list[Call]:
+    left, right = quantized(I8, 4, 6), quantized(I8, 6, 5)
+    images, kernel = quantized(I8, 2, 4, 7, 9), quantized(I8, 6, 4, 3, 3)
+    windows = {"window_strides": (1, 1), "padding": "VALID"}
+    preferred = ("preferred_element_type",)
+    both = ("lhs", "rhs")
+    return [
+        Call("quantize", jq.quantize, {"x": X, "spec": jq.QuantSpec(I8), "lo": ones(F), "hi": ones(F)}, ("x",),
+             ("lo", "hi")),
+        Call("quantization_error", jq.quantization_error, {"x": X, "q": left}, ("x", "q")),
+        Call("onnx_view", jq.onnx_view, {"q": left}, ("q",)),
+        Call("from_onnx", jq.from_onnx, {"x": CODES, "x_scale": ones(F), "x_zero_point": ones(I8)}, ("x",),
+             ("x_scale", "x_zero_point"), ("output_dtype",)),
+        Call("take", jq.take, {"q": left, "indices": ones(I32, 3)}, ("q", "indices")),
+        Call("matmul", jq.matmul, {"lhs": left, "rhs": right}, both, (), preferred),
+        Call("dot_general", jq.dot_general, {"lhs": left, "rhs": right, "dimension_numbers": DOT}, both, (), preferred),
+        Call("einsum", einsum, {"operands_0": left, "operands_1": right}, ("operands_0", "operands_1"), (), preferred),
+        Call("conv_general_dilated", jq.conv_general_dilated, {"lhs": images, "rhs": kernel, **windows}, both, (),
+             preferred),
+    ]  # fmt: skip
+
+
+def trained() -> list[Call]:
+    spec = jq.QuantSpec(I8)
+    specs = {"lhs_spec": spec, "rhs_spec": spec}
+    windows = {"window_strides": (1, 1), "padding": "VALID"}
+    preferred = ("preferred_element_type",)
+    both = ("lhs", "rhs")
+    given = {"spec": jq.QuantSpec(U8), "scale": ones(F), "zero_point": ones(U8)}
+    return [
+        Call("fake_quantize", jq.fake_quantize, {"x": X, **given}, ("x",), ("scale", "zero_point")),
+        Call("Quantizer", lambda x, **parts: jq.Quantizer(**parts)(x), {"x": X, **given}, ("x",),
+             ("scale", "zero_point")),
+        Call("quantized_dot_general", jq.quantized_dot_general,
+             {"lhs": X, "rhs": ones(F, 6, 5), "dimension_numbers": DOT, **specs}, both, (), preferred),
+        Call("quantized_einsum", quantized_einsum,
+             {"operands_0": X, "operands_1": ones(F, 6, 5), "specs_0": spec, "specs_1": spec},
+             ("operands_0", "operands_1"), (), preferred),
+        Call("quantized_conv_general_dilated", jq.quantized_conv_general_dilated,
+             {"lhs": ones(F, 2, 4, 7, 9), "rhs": ones(F, 6, 4, 3, 3), **windows, **specs}, both, (), preferred),
+    ]  # fmt: skip
+
+
+def calibrator(factory: Any) -> Any:
+    """`update` by the names of its arguments, from a state of nothing."""
+    spec = jq.QuantSpec(I8)
+    made = factory(spec, 99.0) if factory is jq.percentile else factory(spec)
+    return lambda batch: made.update(made.init(X), batch)
+
+
+def others() -> list[Call]:
+    factories = (jq.minmax, jq.absmax, jq.moving_average, jq.percentile, jq.mse, jq.entropy)
+    parts = {"scale": ones(F, 1, 1), "zero_point": ones(I8, 1, 1)}
+    return [
+        *(Call(f"{f.__name__}.update", calibrator(f), {"batch": X}, ("batch",)) for f in factories),
+        Call("QuantizedArray.dequantize", lambda values, **parts: jq.QuantizedArray(values, **parts).dequantize(),
+             {"values": CODES, **parts}, ("values",), ("scale", "zero_point"), ("dtype",)),
+        Call("checkpoint.pack", checkpoint.pack, {"values": CODES}, ("values",)),
+        Call("checkpoint.unpack", checkpoint.unpack, {"packed": ones(U8, 12), "dtype": jnp.int4, "shape": (4, 6)},
+             ("packed",), (), ("dtype",)),
+    ]  # fmt: skip
+
+
+def has(call: Call, argument: str) -> bool:
+    """Whether a function takes an argument of this name."""
+    function = {einsum: jq.einsum, quantized_einsum: jq.quantized_einsum}.get(call.function, call.function)
+    return argument in inspect.signature(function).parameters
