@@ -13,26 +13,17 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from . import (
-    _contracts,
-    _description,
-    _dtypes,
-    _granularity,
-    _indexing,
-    _known_values,
-    _numerics,
-    _operators,
-    _small_floats,
-)
+from . import _contracts, _description, _dtypes, _granularity, _indexing, _known_values, _numerics, _small_floats
 from ._codebook import CodeBook
 from ._dequantize_linear import dequantize as dequantize_codes
+from ._operators import RefusedOperators
 
 _NAME = "QuantizedArray"
 _SCALES = (*_dtypes.FLOATS, _dtypes.E8M0)
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class QuantizedArray(_operators.RefusedOperators):
+class QuantizedArray(RefusedOperators):
     """Codes, and what they stand for: x = (values - zero_point) * scale.
 
     A pytree of up to three arrays. It stores no granularity: the shapes say it, and say it still after `jax.vmap`, a
