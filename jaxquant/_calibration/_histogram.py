@@ -224,6 +224,7 @@ def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[
             slot, zero = lax.optimization_barrier((slot, zero))
 
         def step(i: jax.Array, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            i = lax.convert_element_type(i, jnp.int32)  # an int64 under JAX_ENABLE_X64
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
             index, magnitude = _indices(x, per_width, settings.bins, is_padded, slot, zero, place)
             return _scattered(tables, index, magnitude)
