@@ -279,6 +279,10 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
     for value, text in ((-1.0, "not negative; got -1"), (np.nan, "not negative; got NaN"), (0.0, "positive .*; got 0")):
         with pytest.raises(ValueError, match=rf'stats\["var"\]: wanted numbers? ?.*{text}|stats\["var"\]: .*{text}'):
             fold(more={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
+    with pytest.raises(ValueError, match=r'stats\["var"\]: wanted positive numbers where epsilon, as .*; got 0'):
+        fold(more={**stats, "var": jnp.zeros(5)}, epsilon=1e-50)
+    with pytest.raises(ValueError, match=r'stats\["var"\]: wanted finite numbers; got inf'):
+        fold(more={**stats, "var": jnp.full(5, np.inf)})
     with pytest.raises(ValueError, match=r"axis: wanted an integer in \[-2, 1\]"):
         fold(axis=2)
     with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):
