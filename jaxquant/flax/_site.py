@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -288,6 +289,9 @@ def shippable(function: str, site: Site, scale: jax.Array) -> None:
     _contracts.require(holds, function, name, "numbers that training has not brought to 0", least)
 
 
+_describe_spec = functools.lru_cache(maxsize=1024)(repr)  # each call that serves compares it
+
+
 def describe_converted(site: Site | None) -> str:
     """Returns what must stay as it is once variables are converted: the spec, and whether the range is stored.
 
@@ -296,10 +300,10 @@ def describe_converted(site: Site | None) -> str:
     if site is None:
         return "None"
     if site.of == "weight":
-        return repr(site.spec)
+        return _describe_spec(site.spec)
     if not isinstance(site.source, Dynamic):
-        return f"{site.spec!r} with a static range"
-    return f"{site.spec!r} with Dynamic({_describe_factory(site.source.calibrator)})"
+        return f"{_describe_spec(site.spec)} with a static range"
+    return f"{_describe_spec(site.spec)} with Dynamic({_describe_factory(site.source.calibrator)})"
 
 
 def describe(site: Site | None) -> str:
