@@ -116,6 +116,11 @@ def test_batches_of_arrays_only() -> None:
     for wrong in (variables["params"], {"ranges": variables["ranges"]}):
         with pytest.raises(ValueError, match=r'variables: wanted the variables that init returns, with "params"; got'):
             qflax.calibrate(layer, wrong, [x])
+    for run in (lambda x: qflax.calibrate(layer, variables, [x]), lambda x: qnnx.calibrate(linear(), [x])):
+        with pytest.raises(
+            ValueError, match=r"batches: wanted arrays that are known: the loop runs outside of jax\.jit"
+        ):
+            jax.eval_shape(run, x)
     with pytest.raises(TypeError, match=r"method: wanted a name; got NoneType"):
         qnnx.calibrate(model, [x], method=None)  # type: ignore[arg-type]
 

@@ -167,6 +167,8 @@ def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathli
 
 
 def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
+    wanted = "arrays that are known: the loop runs outside of jax.jit"
+    _contracts.require(not _contracts.is_traced(finite), step.function, "batches", wanted, "a trace")
     wanted = "batches whose activations are finite"
     got = f"a NaN or an infinity with batch {index}, counted from 0; the ranges are as before it"
     _contracts.require(bool(finite), step.function, "batches", wanted, got)

@@ -201,8 +201,8 @@ class Contraction(nnx.Module):
         """Requires the specs and the range sources with which the state of this layer was converted."""
         own = self.describe_specs().text
         known = own if self.converted_specs is None else self.converted_specs.get_value().text
-        wanted = "the weight and activation that the state was converted with: "
-        _contracts.require(known == own, _NAME, "specs", wanted + known, own)
+        wanted = f"the weight and activation that the state was converted with: {known}"
+        _contracts.require(known == own, _NAME, "specs", wanted, own)
         _site.converted(weight, kernel)
 
     def quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
@@ -286,9 +286,7 @@ class Contraction(nnx.Module):
 
 
 def shared(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str, Any]:
-    """Returns the kernel's partitioning for a part of it of this shape, of which `depth` leading axes stack layers:
-    what is shared lies on all devices.
-    """
+    """Returns the kernel's partitioning for a part of this shape with `depth` axes of layers: none for a shared axis."""
     placed = kernel.get_metadata("out_sharding", None)
     names = placed.spec if isinstance(placed, NamedSharding) else placed
     if not isinstance(names, tuple | PartitionSpec) or not len(names):
