@@ -83,7 +83,7 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
     place = f"batches[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         wanted = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-        _contracts.require_type(isinstance(batch, ArrayLike), step.function, place, wanted, type(batch).__name__)
+        _contracts.require_type(_is_array(batch), step.function, place, wanted, type(batch).__name__)
         return (batch,), {}
     if not isinstance(batch, Mapping):
         _check_arrays(step.function, place, tuple(batch))
@@ -99,9 +99,14 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
     return (), named
 
 
+def _is_array(value: Any) -> bool:
+    # jax.Array by itself: of a union, Python 3.11 asks for the type, and that of a traced array is another.
+    return isinstance(value, (jax.Array, ArrayLike))
+
+
 def _check_arrays(function: str, place: str, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not isinstance(leaf, ArrayLike):
+        if not _is_array(leaf):
             argument, wanted = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
             _contracts.require_type(False, function, argument, wanted, type(leaf).__name__)
 

@@ -286,7 +286,7 @@ class Contraction(nnx.Module):
 
 
 def shared(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str, Any]:
-    """Returns the kernel's partitioning for a part of this shape with `depth` axes of layers: none for a shared axis."""
+    """Returns the kernel's partitioning for a part of this shape with `depth` axes of layers, none for shared axes."""
     placed = kernel.get_metadata("out_sharding", None)
     names = placed.spec if isinstance(placed, NamedSharding) else placed
     if not isinstance(names, tuple | PartitionSpec) or not len(names):
