@@ -205,3 +205,17 @@ def test_a_state_has_the_size_that_is_said() -> None:
         size = sum(math.prod(v.shape) * v.dtype.itemsize for v in jax.tree.leaves(state))
         assert 0 <= size - each * 2048 * 1024 <= 64 * 1024
         assert size < 50 * 2**20
+
+
+def test_sixty_four_bits_change_nothing() -> None:
+    x = np.random.default_rng(3).normal(size=(3, 5)).astype(np.float32)
+    spec = jq.QuantSpec("int8", jq.PerAxis(1))
+    for calibrator in (jq.mse(spec), jq.entropy(spec), jq.percentile(spec, 99.0)):
+        want = calibrator.update(calibrator.init(x), x)
+        with jax.enable_x64(True):
+            got = calibrator.update(calibrator.init(x), x)
+            found = calibrator.finalize(got)
+        pair = (jax.tree.leaves(tree) for tree in ((got, found), (want, calibrator.finalize(want))))
+        for a, b in zip(*pair, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)

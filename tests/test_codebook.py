@@ -113,7 +113,7 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("levels none", P(jq.CodeBook, "a", None), TypeError, "levels", "a sequence of numbers", "None"),
     ("levels text", P(jq.CodeBook, "a", "0123"), TypeError, "levels", "a sequence of numbers", "'0123'"),
     ("levels of rank 0", P(jq.CodeBook, "a", np.array(3.0)), TypeError, "levels", "a sequence of numbers", "an array"),
-    ("larger than floats", P(jq.CodeBook, "a", (0, 1, 2, 10**400)), ValueError, "levels", "a finite number", "1000"),
+    ("larger than floats", P(jq.CodeBook, "a", (0, 1, 2, 10**400)), ValueError, "levels", "a finite number", "an int"),
     ("a text", P(jq.CodeBook, "a", (0, 1, 2, "3")), TypeError, "levels", "a static Python number", "'3'"),
     ("a bool", P(jq.CodeBook, "a", (False, 1, 2, 3)), TypeError, "levels", "a static Python number", "False"),
     ("a nan", P(jq.CodeBook, "a", (0, 1, 2, float("nan"))), ValueError, "levels", "a finite number", "nan"),

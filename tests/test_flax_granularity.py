@@ -213,6 +213,57 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
         layer.clone(activation_range=Dynamic()).apply(bare, x)
 
 
+class Around(nnx.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Any) -> Any:
+        """Returns what the layer does."""
+        return self.layer(x)
+
+
+def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
+    """A state of NNX in another model: as long as the arrays fit, only the text tells."""
+    x = draw(2, 4)
+
+    def make(**given: Any) -> Any:
+        own = {"weight": W, "activation": A, "activation_range": Observed(jq.minmax), **given}
+        model = Around(qnnx.Linear(4, 3, rngs=nnx.Rngs(0), **own))
+        if isinstance(own["activation_range"], Learned):
+            qnnx.start(model, x)
+        else:
+            qnnx.calibrate(model, [x])
+        return qnnx.convert(model)
+
+    serving = make()
+    state = nnx.state(serving)
+    pure = nnx.to_pure_dict(state)
+    checkpoint.save_safetensors(tmp_path / "a", checkpoint.to_arrays(pure))
+    read = checkpoint.from_arrays(checkpoint.load_safetensors(tmp_path / "a"))
+    others: list[dict[str, Any]] = [
+        {"activation": jq.QuantSpec("uint8", narrow_range=True)},
+        {"weight": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)},
+    ]
+    for given in others:
+        for way in ("update", "pure", "file"):
+            other = make(**given)
+            if way == "update":
+                nnx.update(other, state)
+            else:
+                target = nnx.state(other)
+                nnx.replace_by_pure_dict(target, pure if way == "pure" else read)
+                nnx.update(other, target)
+            for run in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
+                with pytest.raises(ValueError, match=r"^layer: .*nnx: specs: wanted the weight and activation that th"):
+                    run(other, x)
+    same = make(activation_range=Learned(jq.LSQPlus()), weight=jq.QuantSpec("int8", jq.PerAxis(-1)))
+    nnx.update(same, state)
+    np.testing.assert_array_equal(same(x), serving(x))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(serving))(x), serving(x))
+
+
 def normalization(features: int) -> nnx.BatchNorm:
     rng = np.random.default_rng(5)
     norm = nnx.BatchNorm(features, use_running_average=True, rngs=nnx.Rngs(0))
@@ -279,6 +330,10 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
     for value, text in ((-1.0, "not negative; got -1"), (np.nan, "not negative; got NaN"), (0.0, "positive .*; got 0")):
         with pytest.raises(ValueError, match=rf'stats\["var"\]: wanted numbers? ?.*{text}|stats\["var"\]: .*{text}'):
             fold(more={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
+    with pytest.raises(ValueError, match=r'stats\["var"\]: wanted positive numbers where epsilon, as .*; got 0'):
+        fold(more={**stats, "var": jnp.zeros(5)}, epsilon=1e-50)
+    with pytest.raises(ValueError, match=r'stats\["var"\]: wanted finite numbers; got inf'):
+        fold(more={**stats, "var": jnp.full(5, np.inf)})
     with pytest.raises(ValueError, match=r"axis: wanted an integer in \[-2, 1\]"):
         fold(axis=2)
     with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):

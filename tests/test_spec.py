@@ -92,7 +92,7 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str, str]] = [
     ("dtype float6", P(S, ml_dtypes.float6_e2m3fn), TypeError, "QuantSpec", "dtype",
      "float6 is in ONNX 28", "float6_e2m3fn"),
     ("granularity int", P(S, "int8", 0), TypeError, "QuantSpec", "granularity",
-     r"PerTensor\(\), PerAxis", r"0 \(int\)"),
+     r"PerTensor\(\), PerToken\(\), ", r"0 \(int\)"),
     ("granularity class", P(S, "int8", jq.PerTensor), TypeError, "QuantSpec", "granularity", "PerTensor", "PerTensor"),
     ("granularity None", P(S, "int8", None), TypeError, "QuantSpec", "granularity", "PerTensor", "None"),
     ("points", P(S, "uint8", zero_point_granularity=1), TypeError, "QuantSpec",

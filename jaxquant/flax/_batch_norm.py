@@ -88,11 +88,14 @@ def _check_variance(var: jax.Array, epsilon: float) -> None:
     """Requires variances that have a positive root with epsilon, as far as they are known."""
     if _contracts.is_traced(var) or not var.is_fully_addressable:
         return
-    least = float(np.asarray(var).min(initial=1))
+    least, most = (float(v) for v in (np.asarray(var).min(initial=1), np.asarray(var).max(initial=1)))
     wanted = "numbers that are not negative"
     _contracts.require(least >= 0, _NAME, 'stats["var"]', wanted, "NaN" if np.isnan(least) else least)
-    wanted = "positive numbers where epsilon is 0"
-    _contracts.require(least + epsilon > 0, _NAME, 'stats["var"]', wanted, least)
+    _contracts.require(most < np.inf, _NAME, 'stats["var"]', "finite numbers", most)
+    wanted = "positive numbers where epsilon, as a normal number of float32, is 0"
+    # XLA:CPU takes smaller numbers for 0, and would divide by it.
+    holds = np.float32(least) + np.float32(epsilon) >= np.finfo(np.float32).tiny
+    _contracts.require(bool(holds), _NAME, 'stats["var"]', wanted, least)
 
 
 def _entry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -51,8 +52,9 @@ def calibrate(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the module has no layer with a range to find, or one that cannot be converted; the variables are
-            converted already; there is no batch; a batch has a NaN or an infinity, after which the checkpoint holds
-            what came before; a layer saw no data; the checkpoint was written for other weights.
+            converted already, or have no "params"; there is no batch; a batch has a NaN or an infinity, after which
+            the checkpoint holds what came before; a layer saw no data; the checkpoint was written for other weights or
+            layers, counts more batches than there are, or is damaged.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -75,6 +77,10 @@ def calibrate(
     _contracts.require_type(is_mapping, _CALIBRATE, "variables", "a mapping of collections", type(variables).__name__)
     given: dict[str, Any] = unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
     _check_float(given)
+    own = ("mutable", "capture_intermediates")
+    taken = ", ".join(name for name in own if name in arguments)
+    wanted = f'arguments of the module: only "{RANGES}" and "{SCALES}" are mutable here'
+    _contracts.require(not taken, _CALIBRATE, "arguments", wanted, taken)
     moving = {name: given[name] for name in (RANGES, SCALES) if name in given}
     fixed = {name: value for name, value in given.items() if name not in moving}
 
@@ -86,8 +92,10 @@ def calibrate(
         return moved, _calibration_loop.is_finite(moved)
 
     step = _calibration_loop.Step(
-        _CALIBRATE, lambda *rest: run(fixed, *rest), _calibration_loop.find_fingerprint(fixed)
-    )
+        _CALIBRATE, lambda *rest: run(fixed, *rest),
+        functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), _describe_layers,
+        frozenset(arguments) | {"method", "rngs", *own},
+    )  # fmt: skip
     moving = _calibration_loop.run_loop(
         step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=_check_layers
     )
@@ -171,7 +179,9 @@ def _check_learned(site: _site.Site, scales: Any) -> None:
 
 
 def _check_float(given: Mapping[str, Any]) -> None:
-    """Refuses converted variables before anything is computed."""
+    """Refuses variables without weights, and converted ones, before anything is computed."""
+    wanted = 'the variables that init returns, with "params"'
+    _contracts.require("params" in given, _CALIBRATE, "variables", wanted, sorted(given) or "none")
     got = "variables that are already converted: their ranges are constants"
     holds = not _has_codes(given.get("params", {}))
     _contracts.require(holds, _CALIBRATE, "variables", "variables with float kernels", got)
@@ -192,6 +202,15 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
     for path, record in records:
         with _site.at("/".join(path[:-1]) or path[-1]):
             check_convertible(_CALIBRATE, record)
+
+
+def _describe_layers(moving: Mapping[str, Any]) -> str:
+    """Returns how the layers quantize, the same in every process."""
+    records = sorted(find_records(moving.get(RANGES, {})), key=lambda found: found[0])
+    return "\n".join(
+        f"{'/'.join(path)}: {_site.describe(record.weight)}, {_site.describe(record.activation)}"
+        for path, record in records
+    )
 
 
 def _find(node: Any, path: tuple[str, ...]) -> Any:

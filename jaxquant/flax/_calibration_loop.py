@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import pathlib
 import sys
@@ -21,6 +22,7 @@ from .. import _contracts
 _SAVE_SECONDS = 60.0  # between two writes of the file to resume from
 _SHOW_SECONDS = 2.0  # what takes less shows no progress bar
 _FORMAT, _VERSION = "jaxquant.calibration", 1
+_CHECKSUM_BYTES = 4  # at the start of the file: a damaged one is refused, not read as other ranges
 
 
 class Step(NamedTuple):
@@ -29,12 +31,16 @@ class Step(NamedTuple):
     Attributes:
         function: the name of the function that is called, for errors.
         run: jitted; from the state and a batch's positional and keyword arguments to (state, whether it is finite).
-        fingerprint: a number that differs where the weights do.
+        fingerprint: returns a number that differs where the weights do; costly for large ones.
+        describe: from a state to a text that differs where the quantized layers do, the same in every process.
+        arguments: the names of the arguments that every call is given, which no batch may name.
     """
 
     function: str
     run: Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, jax.Array]]
-    fingerprint: int
+    fingerprint: Callable[[], int]
+    describe: Callable[[Any], str]
+    arguments: frozenset[str]
 
 
 class Position(NamedTuple):
@@ -63,27 +69,46 @@ def find_fingerprint(tree: Any) -> int:
     """Returns a checksum of the arrays that this process holds."""
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        checksum = zlib.crc32(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode(), checksum)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        checksum = zlib.crc32(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode(), checksum)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             continue
-        for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
-            checksum = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).reshape(-1), checksum)
+        for part in [shard.data for shard in array.addressable_shards] if isinstance(array, jax.Array) else [array]:
+            checksum = zlib.crc32(np.ascontiguousarray(part).view(np.uint8).reshape(-1), checksum)
     return checksum
 
 
-def split_arguments(function: str, index: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a batch as positional and keyword arguments: an array is one, a tuple several, a mapping has names."""
-    if isinstance(batch, Mapping):
-        is_named = all(isinstance(name, str) for name in batch)
-        wanted = "names of arguments as its keys; (mapping,) passes it as one argument"
-        _contracts.require_type(is_named, function, f"batches[{index}]", wanted, f"keys {list(batch)[:3]}")
-        return (), dict(batch)
-    if isinstance(batch, tuple | list):
+    place = f"batches[{index}]"
+    if not isinstance(batch, Mapping | tuple | list):
+        wanted = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
+        _contracts.require_type(_is_array(batch), step.function, place, wanted, type(batch).__name__)
+        return (batch,), {}
+    if not isinstance(batch, Mapping):
+        _check_arrays(step.function, place, tuple(batch))
         return tuple(batch), {}
-    is_array = isinstance(batch, ArrayLike)
-    wanted = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-    _contracts.require_type(is_array, function, f"batches[{index}]", wanted, type(batch).__name__)
-    return (batch,), {}
+    named = dict(batch)
+    is_named = all(isinstance(name, str) for name in named)
+    wanted = "names of arguments as its keys; (mapping,) passes it as one argument"
+    _contracts.require_type(is_named, step.function, place, wanted, f"keys {list(named)[:3]}")
+    twice = sorted(step.arguments & set(named))
+    wanted = "names of arguments that no other argument of this call sets"
+    _contracts.require(not twice, step.function, place, wanted, ", ".join(twice))
+    _check_arrays(step.function, place, named)
+    return (), named
+
+
+def _is_array(value: Any) -> bool:
+    # jax.Array by itself: of a union, Python 3.11 asks for the type, and that of a traced array is another.
+    return isinstance(value, (jax.Array, ArrayLike))
+
+
+def _check_arrays(function: str, place: str, batch: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not _is_array(leaf):
+            argument, wanted = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
+            _contracts.require_type(False, function, argument, wanted, type(leaf).__name__)
 
 
 def run_loop(
@@ -125,9 +150,9 @@ def run_loop(
 
 def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathlib.Path | None) -> Iterator[Position]:
     """Yields the position after each batch whose values are finite; a batch is checked while the next one is read."""
-    position, done, pending = start, 0, None
+    position, index, done, pending = start, -1, 0, None
     for index, batch in enumerate(batches):
-        arguments = split_arguments(step.function, index, batch)
+        arguments = split_arguments(step, index, batch)
         if index == 0 and path is not None and path.exists():
             target = jax.eval_shape(step.run, start.state, *arguments)[0]
             position = _load(path, step, target)
@@ -138,6 +163,8 @@ def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathli
             position = _check_finite(step, *pending)
             yield position
         pending = (index, *step.run(position.state, *arguments))
+    wanted = f"the {done} batches that {path} counts, and perhaps more; delete it to start anew"
+    _contracts.require(index + 1 >= done, step.function, "batches", wanted, f"{index + 1}")
     if pending is not None:
         yield _check_finite(step, *pending)
     elif done:
@@ -145,6 +172,8 @@ def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathli
 
 
 def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
+    wanted = "arrays that are known: the loop runs outside of jax.jit"
+    _contracts.require(not _contracts.is_traced(finite), step.function, "batches", wanted, "a trace")
     wanted = "batches whose activations are finite"
     got = f"a NaN or an infinity with batch {index}, counted from 0; the ranges are as before it"
     _contracts.require(bool(finite), step.function, "batches", wanted, got)
@@ -168,6 +197,9 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
     _contracts.require_type(is_path, function, "checkpoint", wanted, type(checkpoint).__name__)
     path = pathlib.Path(checkpoint)
     _contracts.require(path.parent.is_dir(), function, "checkpoint", "a folder that exists", str(path.parent))
+    _contracts.require(not path.is_dir(), function, "checkpoint", "the path of a file", f"the folder {path}")
+    is_writable = os.access(path.parent, os.W_OK)  # found now, not after the first minute of work
+    _contracts.require(is_writable, function, "checkpoint", "a folder that can be written to", str(path.parent))
     return path
 
 
@@ -184,7 +216,7 @@ def _shown(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     stream = console.Console(stderr=True)
     columns = (*columns, rich.TimeRemainingColumn())
     bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)  # a file keeps the last state
-    task = bar.add_task("calibrating", total=len(batches) if hasattr(batches, "__len__") else None)  # type: ignore[arg-type]
+    task = bar.add_task("calibrating", total=operator.length_hint(batches) or None)
     begin, is_running = time.monotonic(), False
     try:
         for batch in batches:
@@ -198,34 +230,41 @@ def _shown(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
             bar.stop()
 
 
+def _find_origin(step: Step, state: Any) -> int:
+    """Returns a number that differs where the weights or the quantized layers do."""
+    return zlib.crc32(step.describe(state).encode(), step.fingerprint())
+
+
 def _save(path: pathlib.Path, step: Step, position: Position) -> None:
     """Writes the position to a file that is whole at any time."""
     leaves = jax.tree_util.tree_leaves_with_path(position.state)
     content = {
-        "format": _FORMAT, "version": _VERSION, "function": step.function, "fingerprint": step.fingerprint,
-        "batches": position.batches, "names": [jax.tree_util.keystr(where) for where, _ in leaves],
+        "format": _FORMAT, "version": _VERSION, "function": step.function, "batches": position.batches,
+        "origin": _find_origin(step, position.state),
+        "names": [jax.tree_util.keystr(where) for where, _ in leaves],
         "leaves": [np.asarray(leaf) for _, leaf in leaves],
     }  # fmt: skip
+    data = serialization.msgpack_serialize(content)
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(serialization.msgpack_serialize(content))
+    partial.write_bytes(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES) + data)
     partial.replace(path)
 
 
 def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
     """Returns the position that a file holds, if it was written for the same weights and layers."""
-    name = step.function
-    try:
-        content = serialization.msgpack_restore(path.read_bytes())
-    except Exception:  # msgpack raises several kinds for bytes that are not its own
-        content = None
+    name, stored = step.function, path.read_bytes()
+    data = stored[_CHECKSUM_BYTES:]
+    is_whole = int.from_bytes(stored[:_CHECKSUM_BYTES]) == zlib.crc32(data) and bool(data)
+    content = serialization.msgpack_restore(data) if is_whole else None
     is_ours = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
-    wanted = "a file that this function wrote, or none"
-    _contracts.require(is_ours, name, "checkpoint", wanted, f"{path}, which is another file")
+    wanted = "a file that this function wrote, whole, or none"
+    _contracts.require(is_ours, name, "checkpoint", wanted, f"{path}, which is another file or a damaged one")
     assert content is not None
     leaves = jax.tree_util.tree_leaves_with_path(target)
     shapes = [(jax.tree_util.keystr(where), leaf.shape, leaf.dtype) for where, leaf in leaves]
-    stored = [(n, v.shape, v.dtype) for n, v in zip(content["names"], content["leaves"], strict=True)]
-    is_same = stored == shapes and content["fingerprint"] == step.fingerprint and content["function"] == name
+    found = [(n, v.shape, v.dtype) for n, v in zip(content["names"], content["leaves"], strict=True)]
+    is_same = found == shapes and content["function"] == name
+    is_same = is_same and content["origin"] == _find_origin(step, target)
     wanted = "a file written for these weights and layers; delete it to start anew"
     _contracts.require(is_same, name, "checkpoint", wanted, f"{path}, written for others")
     arrays = [jnp.asarray(leaf) for leaf in content["leaves"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -47,8 +48,8 @@ def calibrate(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the model has no layer with `Observed()`, or is converted already; there is no batch; a batch has a
-            NaN or an infinity, and the ranges are as before it; a layer saw no data; the checkpoint was written for
-            other weights.
+            NaN or an infinity, and the ranges are as before it; a learned scale was not started; a layer saw no data;
+            the checkpoint was written for other weights or layers, counts more batches than there are, or is damaged.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -67,7 +68,15 @@ def calibrate(
     observed = [c for _, c in find_contractions(model) if _observes(c)]
     wanted = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
     _contracts.require(bool(observed), _CALIBRATE, "model", wanted, "none")
-    graph, moving, fixed = nnx.split(calibration_view(model), Ranges, ...)
+    _contracts.require_type(isinstance(method, str), _CALIBRATE, "method", "a name", type(method).__name__)
+    view = calibration_view(model)
+    layers = []
+    for path, contraction in find_contractions(view):
+        contraction.layer = find_path(path, contraction)  # for errors; the model keeps its own
+        with _site.at(contraction.layer):
+            _check_learned(_CALIBRATE, contraction)
+        layers.append(f"{contraction.layer}: {', '.join(map(_site.describe, contraction.sites))}")
+    graph, moving, fixed = nnx.split(view, Ranges, ...)
 
     @jax.jit
     def run(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
@@ -77,8 +86,10 @@ def calibrate(
         return moved, _calibration_loop.is_finite(nnx.to_pure_dict(moved))
 
     step = _calibration_loop.Step(
-        _CALIBRATE, lambda *rest: run(fixed, *rest), _calibration_loop.find_fingerprint(fixed)
-    )
+        _CALIBRATE, lambda *rest: run(fixed, *rest),
+        functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), lambda state: "\n".join(layers),
+        frozenset(arguments),
+    )  # fmt: skip
     _calibration_loop.run_loop(
         step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None,
         keep=lambda state: nnx.update(model, state),
@@ -157,11 +168,15 @@ def check_calibrated(model: nnx.Module) -> None:
         with _site.at(find_path(path, contraction)):
             if _observes(contraction):
                 _check_observed(contraction)
-            for name in ("weight_scale", "weight_zero_point", "activation_scale", "activation_zero_point"):
-                variable = getattr(contraction, name)
-                holds = variable is None or _site.is_finite(variable[...])
-                wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
-                _contracts.require(holds, _CHECK, name, wanted, "NaN or an infinity")
+            _check_learned(_CHECK, contraction)
+
+
+def _check_learned(function: str, contraction: Contraction) -> None:
+    for name in ("weight_scale", "weight_zero_point", "activation_scale", "activation_zero_point"):
+        variable = getattr(contraction, name)
+        holds = variable is None or _site.is_finite(variable[...])
+        wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
+        _contracts.require(holds, function, name, wanted, "NaN or an infinity")
 
 
 def _observes(contraction: Contraction) -> bool:

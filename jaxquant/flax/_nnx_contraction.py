@@ -24,6 +24,7 @@ from .._quantized_dot_general import quantized_dot_general
 from .._quantized_einsum import quantized_einsum
 from .._quantizer import Quantizer
 from .._spec import QuantSpec
+from .._static_text import StaticText
 from .._take import take
 from . import _site
 from ._contraction import ROUNDING
@@ -132,6 +133,7 @@ class Contraction(nnx.Module):
         activation_range: the calibrator's state, or None; `activation_batches` counts the batches.
         weight_scale: learned, or None; likewise `weight_zero_point`.
         activation_scale: learned, or what a converted layer has, or None; likewise `activation_zero_point`.
+        converted_specs: of a converted layer, the specs that it was converted with, as a text.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Contraction(nnx.Module):
             self.weight_zero_point: Any = nnx.data(None)
             self.activation_scale: Any = nnx.data(None)
             self.activation_zero_point: Any = nnx.data(None)
+            self.converted_specs: Any = nnx.data(None)
             for site in self.sites:
                 if site is not None:
                     self._make(site, kernel)
@@ -183,12 +186,24 @@ class Contraction(nnx.Module):
         weight = _site.resolve_features(weight, features)
         with _site.at(self.layer):
             if isinstance(kernel, QuantizedArray):
-                _site.converted(weight, kernel)
+                self.check_converted(weight, kernel)
                 return serving(x if activation is None else self._served(activation, x), kernel)
             specs = (self.quantizer(activation, x), self.quantizer(weight, kernel))
             # An evaluation leaves the stream where it is: the model may be a constant of what is traced.
             key = None if self.rngs is None or self.use_running_average else self.rngs()
             return training(x, kernel, specs, {"backward": self.backward, "key": key})
+
+    def describe_specs(self) -> StaticText:
+        """Returns what must stay as it is once the layer is converted."""
+        return StaticText("; ".join(map(_site.describe_converted, self.sites)))
+
+    def check_converted(self, weight: Site, kernel: QuantizedArray) -> None:
+        """Requires the specs and the range sources with which the state of this layer was converted."""
+        own = self.describe_specs().text
+        known = own if self.converted_specs is None else self.converted_specs.get_value().text
+        wanted = f"the weight and activation that the state was converted with: {known}"
+        _contracts.require(known == own, _NAME, "specs", wanted, own)
+        _site.converted(weight, kernel)
 
     def quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
         """Returns how x is quantized there."""
@@ -271,13 +286,7 @@ class Contraction(nnx.Module):
 
 
 def shared(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str, Any]:
-    """Returns the kernel's partitioning for a part of it of this shape and rank: what is shared lies on all devices.
-
-    Args:
-        kernel: the variable.
-        shape: of the part.
-        depth: how many leading axes of it stack layers.
-    """
+    """Returns the kernel's partitioning for a part of this shape with `depth` axes of layers, none for shared axes."""
     placed = kernel.get_metadata("out_sharding", None)
     names = placed.spec if isinstance(placed, NamedSharding) else placed
     if not isinstance(names, tuple | PartitionSpec) or not len(names):
@@ -368,7 +377,7 @@ class Table(Contraction):
         """Returns rows of the table, NaN beyond it."""
         with _site.at(self.layer):
             if isinstance(table, QuantizedArray):
-                _site.converted(self.sites[0], table)
+                self.check_converted(self.sites[0], table)
                 found = take(table, indices, axis=0, mode="fill")
             else:
                 quantizer = self.quantizer(self.sites[0], table)

@@ -346,6 +346,7 @@ def _freeze(contraction: Contraction) -> None:
         _site.shippable(_CONVERT, site, scale)
         contraction.activation_scale = Ranges(scale)
         contraction.activation_zero_point = nnx.data(None if point is None else Ranges(point))
+    contraction.converted_specs = Ranges(contraction.describe_specs())
     for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))
 

@@ -114,11 +114,14 @@ def _factory(name: str, calibrator: Any, more: str = "") -> Any:
     """Requires a factory, and returns it such that it compares by what it is."""
     if not callable(calibrator) and not (more and calibrator is None):
         _contracts.require_type(False, name, "calibrator", f"{_FACTORY}{more}", _described(calibrator))
-    missing = None if calibrator is None else _missing_argument(calibrator)
-    if missing is not None:
-        function = getattr(calibrator, "__name__", "the factory")
-        wanted = f"{_FACTORY}{more}, or functools.partial({function}, {missing}=...)"
-        got = f"{function}, which needs {missing}= beside the layer's spec"
+    fault = None if calibrator is None else _find_fault(calibrator)
+    if fault is not None:
+        inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
+        function = getattr(inner, "__name__", "the factory")
+        wanted = f"{_FACTORY}{more}"
+        if fault:
+            wanted += f", or functools.partial({function}, {fault}=...)"
+        got = f"{function}, which {f'needs {fault}= beside' if fault else 'does not take'} the layer's spec"
         _contracts.require_type(False, name, "calibrator", wanted, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
@@ -134,16 +137,23 @@ def _described(calibrator: Any) -> str:
     return str(_contracts.described(calibrator))
 
 
-def _missing_argument(factory: Callable[..., Any]) -> str | None:
-    """Returns the first argument that a factory needs beside the spec, or None; a partial may have set it."""
+def _find_fault(factory: Callable[..., Any]) -> str | None:
+    """Returns the first argument that a factory needs beside the spec, "" where it takes no spec, or None."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        signature = inspect.signature(factory)
     except (TypeError, ValueError):  # not every callable has a signature
         return None
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    given = signature.parameters.values()
+    needed = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     positional = [p for p in needed if p.kind is not p.KEYWORD_ONLY]
     rest = [*positional[1:], *(p for p in needed if p.kind is p.KEYWORD_ONLY)]
-    return rest[0].name if rest else None
+    if rest:
+        return rest[0].name
+    try:
+        signature.bind(None)
+    except TypeError:
+        return ""
+    return None
 
 
 def _gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:

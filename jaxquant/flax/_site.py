@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -190,8 +191,13 @@ def _align_rank(site: Site, part: Any, rank: int) -> Any:
 def _calibrator(site: Site) -> Calibrator:
     """Returns the site's calibrator; `Observed` and `Dynamic` have made sure that its factory takes a spec alone."""
     assert not isinstance(site.source, Learned)
-    assert site.source.calibrator is not None
-    return site.source.calibrator(site.spec)
+    factory = site.source.calibrator
+    assert factory is not None
+    made = factory(site.spec)
+    if not isinstance(made, Calibrator):
+        name, got = type(site.source).__name__, f"{_describe_factory(factory)}, which returns {type(made).__name__}"
+        _contracts.require_type(False, name, "calibrator", "a function from a spec to a calibrator", got)
+    return made
 
 
 # Learned scales.
@@ -284,6 +290,9 @@ def shippable(function: str, site: Site, scale: jax.Array) -> None:
     _contracts.require(holds, function, name, "numbers that training has not brought to 0", least)
 
 
+_describe_spec = functools.lru_cache(maxsize=1024)(repr)  # each call that serves compares it
+
+
 def describe_converted(site: Site | None) -> str:
     """Returns what must stay as it is once variables are converted: the spec, and whether the range is stored.
 
@@ -292,19 +301,34 @@ def describe_converted(site: Site | None) -> str:
     if site is None:
         return "None"
     if site.of == "weight":
-        return repr(site.spec)
+        return _describe_spec(site.spec)
     if not isinstance(site.source, Dynamic):
-        return f"{site.spec!r} with a static range"
-    return f"{site.spec!r} with Dynamic({_describe_factory(site.source.calibrator)})"
+        return f"{_describe_spec(site.spec)} with a static range"
+    return f"{_describe_spec(site.spec)} with Dynamic({_describe_factory(site.source.calibrator)})"
+
+
+def describe(site: Site | None) -> str:
+    """Returns how a site quantizes, and what finds its range. Equal in every process."""
+    if site is None:
+        return "None"
+    source = site.source
+    more = _describe_factory(getattr(source, "calibrator", None)), getattr(source, "freeze_after", None)
+    return f"{site.spec!r} with {type(source).__name__}{more}"
 
 
 def _describe_factory(factory: Any) -> str:
     if factory is None:
         return ""
     if isinstance(factory, Partial):
-        inner = [_describe_factory(factory.function), *map(repr, factory.arguments)]
-        return f"partial({', '.join([*inner, *(f'{name}={value!r}' for name, value in factory.keywords)])})"
+        inner = [_describe_factory(factory.function), *map(_describe_argument, factory.arguments)]
+        named = (f"{name}={_describe_argument(value)}" for name, value in factory.keywords)
+        return f"partial({', '.join([*inner, *named])})"
     return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+
+
+def _describe_argument(value: Any) -> str:
+    """Returns an argument of a partial; the repr of a function has an address, which differs in every process."""
+    return _describe_factory(value) if callable(value) else repr(value)
 
 
 def converted(site: Site, kernel: QuantizedArray) -> None:
