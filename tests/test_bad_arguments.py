@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant import _known_values, checkpoint
+from jaxquant import checkpoint
+from jaxquant._core import known_values
 from jaxquant.integer import _operands
 
 from . import public_calls
@@ -207,7 +208,7 @@ def test_one_bad_scale_among_good_ones_is_found() -> None:
     scale[2] = -0.25
     text = refused("fake_quantize: scale", lambda: jq.fake_quantize(X, SPEC, jnp.asarray(scale)))
     assert text.endswith("got -0.25")
-    x = np.ones((1, _known_values._KNOWN + 1), np.float32)
+    x = np.ones((1, known_values._KNOWN + 1), np.float32)
     jax.eval_shape(lambda: jq.fake_quantize_linear(x, 0 * x[0]))  # too long to be looked at
 
 

@@ -16,7 +16,8 @@ import pytest
 from jax import export
 
 import jaxquant as jq
-from jaxquant import _description, checkpoint
+from jaxquant import checkpoint
+from jaxquant._arrays import serialization
 
 KEY = "quantized_array"
 F32 = np.float32
@@ -125,9 +126,9 @@ def test_descriptions(name: str) -> None:
 def test_descriptions_in_saved_programs() -> None:
     static = {"dtype": "float32", "block_size": 4, "codebook": {"name": "nf4", "levels": list(jq.nf4.levels)}}
     text = write(static)
-    assert _description.decode_saved_program(text) == (np.dtype(F32), 4, jq.nf4)
+    assert serialization.decode_saved_program(text) == (np.dtype(F32), 4, jq.nf4)
     for damaged in (*map(write, describe_damage(static)), *cut(text)):
-        load("QuantizedArray", lambda damaged=damaged: _description.decode_saved_program(damaged))
+        load("QuantizedArray", lambda damaged=damaged: serialization.decode_saved_program(damaged))
     q = QUANTIZED["uint8"]
     saved = bytes(export.export(jax.jit(lambda q: q))(q).serialize())
     assert saved.count(b'"dtype": "float32"')

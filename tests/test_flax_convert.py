@@ -23,7 +23,7 @@ from jaxquant import checkpoint
 from jaxquant import flax as qflax
 from jaxquant.flax import Learned
 from jaxquant.flax import linen as qnn
-from jaxquant.flax._contraction import Contraction
+from jaxquant.flax.linen.contraction import Contraction
 
 F32 = np.float32
 A = jq.QuantSpec("uint8")

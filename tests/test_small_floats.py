@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxquant import _small_floats
+from jaxquant._core import small_floats
 
 from . import oracle, transforms
 
@@ -18,7 +18,7 @@ def every(name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", (*NAMES, "float8_e8m0fnu"))
 def test_decode_every_code(name: str) -> None:
     codes = every(name)
-    assert transforms.mismatches(np.asarray(jax.jit(_small_floats.decode)(codes)), codes.astype(np.float32)) == 0
+    assert transforms.mismatches(np.asarray(jax.jit(small_floats.decode)(codes)), codes.astype(np.float32)) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,5 +32,5 @@ def test_encode_every_code_and_every_half_way(name: str, rng: np.random.Generato
     x = np.concatenate([values.astype(np.float32), middle, *sides, random, special])
     with np.errstate(all="ignore"):
         want = x.astype(oracle.dtype(name))
-    got = jax.jit(lambda x: _small_floats.encode(x, oracle.dtype(name), saturate=False))(x)
+    got = jax.jit(lambda x: small_floats.encode(x, oracle.dtype(name), saturate=False))(x)
     assert transforms.mismatches(np.asarray(got), want) == 0

@@ -5,16 +5,16 @@ are first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._batch_norm import fold_batch_norm as fold_batch_norm
-from ._calibrate import calibrate as calibrate
-from ._calibrate import check_calibrated as check_calibrated
-from ._contraction import promote_dtype as promote_dtype
-from ._convert import convert as convert
-from ._inject import conv_general_dilated as conv_general_dilated
-from ._inject import dot_general as dot_general
-from ._range import Dynamic as Dynamic
-from ._range import Learned as Learned
-from ._range import Observed as Observed
+from ._fold_batch_norm import fold_batch_norm as fold_batch_norm
+from .linen.calibrate import calibrate as calibrate
+from .linen.calibrate import check_calibrated as check_calibrated
+from .linen.contraction import promote_dtype as promote_dtype
+from .linen.convert import convert as convert
+from .linen.hooks import conv_general_dilated as conv_general_dilated
+from .linen.hooks import dot_general as dot_general
+from .ranges import Dynamic as Dynamic
+from .ranges import Learned as Learned
+from .ranges import Observed as Observed
 
 if TYPE_CHECKING:
     from . import linen as linen

@@ -17,7 +17,7 @@ import numpy as np
 from flax import serialization
 from jax.typing import ArrayLike
 
-from .. import _contracts
+from .._core import checks
 
 _SAVE_SECONDS = 60.0  # between two writes of the file to resume from
 _SHOW_SECONDS = 2.0  # what takes less shows no progress bar
@@ -83,7 +83,7 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
     place = f"batches[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         wanted = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-        _contracts.require_type(_is_array(batch), step.function, place, wanted, type(batch).__name__)
+        checks.require_type(_is_array(batch), step.function, place, wanted, type(batch).__name__)
         return (batch,), {}
     if not isinstance(batch, Mapping):
         _check_arrays(step.function, place, tuple(batch))
@@ -91,10 +91,10 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
     wanted = "names of arguments as its keys; (mapping,) passes it as one argument"
-    _contracts.require_type(is_named, step.function, place, wanted, f"keys {list(named)[:3]}")
+    checks.require_type(is_named, step.function, place, wanted, f"keys {list(named)[:3]}")
     twice = sorted(step.arguments & set(named))
     wanted = "names of arguments that no other argument of this call sets"
-    _contracts.require(not twice, step.function, place, wanted, ", ".join(twice))
+    checks.require(not twice, step.function, place, wanted, ", ".join(twice))
     _check_arrays(step.function, place, named)
     return (), named
 
@@ -108,7 +108,7 @@ def _check_arrays(function: str, place: str, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
             argument, wanted = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
-            _contracts.require_type(False, function, argument, wanted, type(leaf).__name__)
+            checks.require_type(False, function, argument, wanted, type(leaf).__name__)
 
 
 def run_loop(
@@ -129,7 +129,7 @@ def run_loop(
     _check_batches(step.function, batches)
     path = _check_path(step.function, checkpoint)
     if progress is not None:
-        _contracts.flag(step.function, "progress", progress)
+        checks.flag(step.function, "progress", progress)
     position, saved = Position(state, 0), time.monotonic()
     positions = _positions(step, position, _shown(batches, progress), path)
     try:
@@ -144,7 +144,7 @@ def run_loop(
             keep(position.state)
             if path is not None:
                 _save(path, step, position)
-    _contracts.require(position.batches > 0, step.function, "batches", "at least one batch", "none")
+    checks.require(position.batches > 0, step.function, "batches", "at least one batch", "none")
     return position.state
 
 
@@ -164,7 +164,7 @@ def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathli
             yield position
         pending = (index, *step.run(position.state, *arguments))
     wanted = f"the {done} batches that {path} counts, and perhaps more; delete it to start anew"
-    _contracts.require(index + 1 >= done, step.function, "batches", wanted, f"{index + 1}")
+    checks.require(index + 1 >= done, step.function, "batches", wanted, f"{index + 1}")
     if pending is not None:
         yield _check_finite(step, *pending)
     elif done:
@@ -173,18 +173,18 @@ def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathli
 
 def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
     wanted = "arrays that are known: the loop runs outside of jax.jit"
-    _contracts.require(not _contracts.is_traced(finite), step.function, "batches", wanted, "a trace")
+    checks.require(not checks.is_traced(finite), step.function, "batches", wanted, "a trace")
     wanted = "batches whose activations are finite"
     got = f"a NaN or an infinity with batch {index}, counted from 0; the ranges are as before it"
-    _contracts.require(bool(finite), step.function, "batches", wanted, got)
+    checks.require(bool(finite), step.function, "batches", wanted, got)
     return Position(state, index + 1)
 
 
 def _check_batches(function: str, batches: Any) -> None:
     is_one = isinstance(batches, jax.Array | np.ndarray | Mapping | str)
     wanted = "an iterable of batches, such as [batch]"
-    _contracts.require_type(
-        isinstance(batches, Iterable) and not is_one, function, "batches", wanted, _contracts.described(batches)
+    checks.require_type(
+        isinstance(batches, Iterable) and not is_one, function, "batches", wanted, checks.described(batches)
         if isinstance(batches, jax.Array | np.ndarray) else type(batches).__name__,
     )  # fmt: skip
 
@@ -194,12 +194,12 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
         return None
     is_path = isinstance(checkpoint, str | os.PathLike)
     wanted = "the path of a file, or None"
-    _contracts.require_type(is_path, function, "checkpoint", wanted, type(checkpoint).__name__)
+    checks.require_type(is_path, function, "checkpoint", wanted, type(checkpoint).__name__)
     path = pathlib.Path(checkpoint)
-    _contracts.require(path.parent.is_dir(), function, "checkpoint", "a folder that exists", str(path.parent))
-    _contracts.require(not path.is_dir(), function, "checkpoint", "the path of a file", f"the folder {path}")
+    checks.require(path.parent.is_dir(), function, "checkpoint", "a folder that exists", str(path.parent))
+    checks.require(not path.is_dir(), function, "checkpoint", "the path of a file", f"the folder {path}")
     is_writable = os.access(path.parent, os.W_OK)  # found now, not after the first minute of work
-    _contracts.require(is_writable, function, "checkpoint", "a folder that can be written to", str(path.parent))
+    checks.require(is_writable, function, "checkpoint", "a folder that can be written to", str(path.parent))
     return path
 
 
@@ -258,7 +258,7 @@ def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
     content = serialization.msgpack_restore(data) if is_whole else None
     is_ours = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
     wanted = "a file that this function wrote, whole, or none"
-    _contracts.require(is_ours, name, "checkpoint", wanted, f"{path}, which is another file or a damaged one")
+    checks.require(is_ours, name, "checkpoint", wanted, f"{path}, which is another file or a damaged one")
     assert content is not None
     leaves = jax.tree_util.tree_leaves_with_path(target)
     shapes = [(jax.tree_util.keystr(where), leaf.shape, leaf.dtype) for where, leaf in leaves]
@@ -266,6 +266,6 @@ def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
     is_same = found == shapes and content["function"] == name
     is_same = is_same and content["origin"] == _find_origin(step, target)
     wanted = "a file written for these weights and layers; delete it to start anew"
-    _contracts.require(is_same, name, "checkpoint", wanted, f"{path}, written for others")
+    checks.require(is_same, name, "checkpoint", wanted, f"{path}, written for others")
     arrays = [jnp.asarray(leaf) for leaf in content["leaves"]]
     return Position(jax.tree.unflatten(jax.tree.structure(target), arrays), int(content["batches"]))

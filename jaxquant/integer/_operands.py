@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _contracts, _dtypes, _granularity
+from .._core import checks, dtypes, granularity
 from . import _layout
 
 DTYPES: tuple[np.dtype, ...] = tuple(
@@ -34,7 +34,7 @@ def unpack_to_int8(codes: jax.Array) -> jax.Array:
     the fast kernel of a transpose.
     """
     unpacked = codes.astype(jnp.int8)
-    return unpacked if _granularity.is_placed(codes) else _layout.pinned(unpacked)
+    return unpacked if granularity.is_placed(codes) else _layout.pinned(unpacked)
 
 
 def offset(dtype: Any) -> int:
@@ -48,7 +48,7 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
         return False
     if zero_point is None:
         return offset(dtype) == 0
-    if _contracts.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
+    if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
     if getattr(zero_point, "dtype", None) != dtype:
         return False  # the contract of the zero point will say so
@@ -68,13 +68,13 @@ def signed_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -
 def number_zero_point(function: str, argument: str, value: Any, operand: Any) -> Any:
     """Returns an int as a zero point of the operand's dtype, which must hold it; anything else as it came."""
     dtype: Any = getattr(operand, "dtype", None)
-    if not isinstance(value, int) or dtype not in (*DTYPES, *_dtypes.FLOAT8):
+    if not isinstance(value, int) or dtype not in (*DTYPES, *dtypes.FLOAT8):
         return value
-    _contracts.integer(function, argument, value)
-    low, high = _dtypes.bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
+    checks.integer(function, argument, value)
+    low, high = dtypes.bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
     if not low <= value <= high:
         wanted = f"an int in [{low}, {high}], for {np.dtype(dtype)}"
-        _contracts.require(False, function, argument, wanted, value)
+        checks.require(False, function, argument, wanted, value)
     return np.asarray(value, dtype)
 
 

@@ -1,0 +1,190 @@
+"""A QuantizedArray as ONNX's DequantizeLinear takes it, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes, known_values
+from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, matching, resolve
+from .._onnx_ops.quantize_linear import refuse_float_zero_point
+from . import quantized_array
+from .quantized_array import QuantizedArray
+
+_NAME, _BACK = "onnx_view", "from_onnx"
+
+
+class OnnxView(NamedTuple):
+    """The inputs and attributes of ONNX's DequantizeLinear, under its names: `dequantize_linear(**view._asdict())`."""
+
+    x: jax.Array
+    x_scale: jax.Array
+    x_zero_point: jax.Array | None
+    axis: int
+    block_size: int
+    output_dtype: np.dtype
+
+
+def onnx_view(q: QuantizedArray) -> OnnxView:
+    """x_scale, x_zero_point, axis and block_size = what makes ONNX's DequantizeLinear return q.dequantize().
+
+    ONNX has a scalar, a 1-D scale along one axis, or a scale of x's rank in blocks along one axis with an entry per
+    index elsewhere, and a zero point of the same shape. A scale that is shared in another way, or differently from the
+    zero point, is repeated until it has one of these shapes.
+
+    Args:
+        q: the array.
+
+    Returns:
+        x: its codes.
+        x_scale: its scale, in ONNX's shape.
+        x_zero_point: its zero point likewise, or None.
+        axis: ONNX's attribute; 1, ONNX's default, where it does not matter.
+        block_size: ONNX's attribute; 0 where there are no blocks.
+        output_dtype: what q.dequantize() returns.
+
+    Raises:
+        TypeError: q is no QuantizedArray.
+        ValueError: q has a code book, which ONNX does not have.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> q = jq.quantize(jnp.array([[-7.0, 3.5], [0.5, 14.0]]), jq.QuantSpec(jnp.int4, jq.PerAxis(0)))
+        >>> view = jq.onnx_view(q)
+        >>> view.x_scale, view.axis, view.block_size
+        (Array([1., 2.], dtype=float32), 0, 0)
+        >>> jq.dequantize_linear(**view._asdict())  # 3.5 and 0.5 are ties
+        Array([[-7.,  4.],
+               [ 0., 14.]], dtype=float32)
+
+    Source: ONNX DequantizeLinear-25.
+    """
+    q = quantized_array.contract(_NAME, "q", q)
+    checks.require(q.codebook is None, _NAME, "q", "a dtype that ONNX has", q.codebook)
+    sizes = _common(q)
+    entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
+    scale, zero_point = (None if p is None else _at(p, q, entries, sizes) for p in (q.scale, q.zero_point))
+    assert scale is not None
+    kept = [a for a, n in enumerate(entries) if n != 1]
+    if not kept:
+        flat, axis, block_size = (), 1, 0
+    elif len(kept) == 1 and entries[kept[0]] == q.shape[kept[0]]:
+        flat, axis, block_size = (entries[kept[0]],), kept[0], 0
+    else:
+        flat, axis = entries, next((a for a, size in enumerate(sizes) if size > 1), 0)
+        block_size = sizes[axis]
+    view = (None if p is None else p.reshape(flat) for p in (scale, zero_point))
+    return OnnxView(q.values, *view, axis, block_size, q.dtype)  # type: ignore[arg-type]
+
+
+def _common(q: QuantizedArray) -> tuple[int, ...]:
+    """Returns how many indices share an entry in ONNX's form: blocks along one axis at most. Nothing is shared by 0."""
+    aligned = Aligned(q.block_size)
+    each = [aligned.sizes(p.shape, q.shape) for p in (q.scale, q.zero_point) if p is not None]
+    sizes = []
+    for a, n in enumerate(q.shape):
+        found = [s[a] for s in each if s is not None]
+        least = min(found) if n else max(found)
+        # Runs of one part that do not end where the other's do: an entry per index.
+        sizes.append(least if all(s == n or s % least == 0 for s in found) else 1)
+    runs = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if 1 < size < n]
+    shared = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size == n and n > 1]
+    kept = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
+    if len(kept) <= 1 and not runs:
+        return tuple(sizes)
+    blocked = (runs or shared[::-1] or [None])[0]
+    return tuple(size if a == blocked else 1 for a, size in enumerate(sizes))
+
+
+def _at(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    """Returns a scale or zero point with the given entries, each picked from where its run begins."""
+    own = Aligned(q.block_size).sizes(part.shape, q.shape)
+    assert own is not None
+    for a, (wanted, size) in enumerate(zip(entries, sizes, strict=True)):
+        if part.shape[a] == wanted:
+            continue
+        if part.shape[a] == 1:
+            shape = (*part.shape[:a], wanted, *part.shape[a + 1 :])
+            part = jnp.broadcast_to(part, shape)
+        else:
+            part = jnp.take(part, np.arange(wanted) * size // own[a], axis=a)
+    return part
+
+
+def from_onnx(
+    x: ArrayLike,
+    x_scale: ArrayLike,
+    x_zero_point: ArrayLike | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: DTypeLike | None = None,
+) -> QuantizedArray:
+    """q = the QuantizedArray whose dequantize() is ONNX's DequantizeLinear of the arguments.
+
+    Args:
+        x: codes of any shape: int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
+            float4_e2m1fn.
+        x_scale: value per step. float32, float16, bfloat16 or float8_e8m0fnu, in ONNX's shape: a scalar, 1-D as long
+            as x's `axis`, or, with `block_size`, x's shape with ceil(length / block_size) in place of the axis.
+        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0.
+        axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
+        block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
+        output_dtype: Static. What q.dequantize() returns: float32, float16 or bfloat16; by default x_scale's dtype,
+            float32 for float8_e8m0fnu.
+
+    Returns:
+        A QuantizedArray of x's codes, with scale and zero point of x's rank.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: shapes, axis or block_size do not fit each other; a float x has a zero point; or a known scale is
+            0, negative, NaN or infinite, with which `dequantize_linear`, the operator, computes.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> codes = jnp.array([[0, 128, 255], [3, 4, 5]], jnp.uint8)
+        >>> q = jq.from_onnx(codes, jnp.array([0.5, 2.0]), jnp.array([128, 3], jnp.uint8), axis=0)
+        >>> q
+        QuantizedArray(uint8[2,3], scale=float32[2,1], zero_point=uint8[2,1], dtype=float32, nbytes=16)
+        >>> q.dequantize()
+        Array([[-64. ,   0. ,  63.5],
+               [  0. ,   2. ,   4. ]], dtype=float32)
+
+    Source: ONNX DequantizeLinear-25.
+    """
+    given = {"x": x, "x_scale": checks.float32(x_scale), "x_zero_point": x_zero_point}
+    return _from_onnx(*checks.convert_arrays(_BACK, given), axis=axis, block_size=block_size, output_dtype=output_dtype)
+
+
+def _from_onnx(
+    x: Any, x_scale: Any, x_zero_point: Any, *, axis: int, block_size: int, output_dtype: Any
+) -> QuantizedArray:
+    checks.array(_BACK, "x", x, dtypes.QUANTIZED)
+    checks.array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
+    known_values.check_positive(_BACK, "x_scale", x_scale, is_awaited=True)
+    granularity = resolve(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
+    if output_dtype is not None:
+        output_dtype = checks.dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
+    if x_zero_point is not None:
+        refuse_float_zero_point(_BACK, "x_zero_point", x_zero_point)
+        checks.same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "x's")
+        matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
+    scale, zero_point = (None if p is None else _of_rank(p, x, granularity) for p in (x_scale, x_zero_point))
+    if x.dtype in dtypes.SMALL_FLOATS:
+        zero_point = None
+    blocks = granularity.size if isinstance(granularity, Blocked) else None
+    return quantized_array.trusted(QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks))
+
+
+def _of_rank(part: Any, x: Any, granularity: Granularity) -> Any:
+    if isinstance(granularity, PerTensor):
+        return part.reshape((1,) * x.ndim)
+    if isinstance(granularity, PerAxis):
+        return lax.expand_dims(part, [a for a in range(x.ndim) if a != granularity.axis])
+    return part

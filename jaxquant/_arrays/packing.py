@@ -1,0 +1,118 @@
+"""Codes of 4 and 2 bits in bytes, as ONNX packs them. Knows codes; knows nothing of what they stand for."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes, granularity
+
+DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.width(d) <= 8)
+_PACK, _UNPACK = "checkpoint.pack", "checkpoint.unpack"
+
+
+def pack(values: ArrayLike) -> jax.Array:
+    """packed = the codes one after the other, the first in the lowest bits of its byte, zeros to the end of the last.
+
+    ONNX's packing of 4 bits, two to a byte, and of 2 bits, four to a byte, over the array laid flat. Codes of 8 bits
+    are their bytes.
+
+    Args:
+        values: codes of any shape: int2, uint2, int4, uint4, int8, uint8, one of the four float8, float4_e2m1fn or
+            float8_e8m0fnu.
+
+    Returns:
+        uint8, of rank 1.
+
+    Raises:
+        TypeError: values are of another dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxquant import checkpoint
+        >>> checkpoint.pack(jnp.array([[1, 2, -1]], jnp.int4))  # 0x21, 0x0F
+        Array([33, 15], dtype=uint8)
+
+    Source: ONNX TensorProto, "int4, int2 packing"; onnx.numpy_helper.
+    """
+    return _enter_pack(values)
+
+
+@jax.jit
+def _pack(values: jax.Array) -> jax.Array:
+    (values,) = checks.arrays(values)
+    checks.array(_PACK, "values", values, DTYPES)
+    width = dtypes.width(values.dtype)
+    flat = granularity.whole(values).reshape(-1)
+    if width == 8:
+        return lax.bitcast_convert_type(flat, jnp.uint8)
+    if flat.dtype in dtypes.FLOAT4:
+        flat = lax.bitcast_convert_type(flat, jnp.uint4)
+    codes = lax.bitcast_convert_type(flat.astype(jnp.int8), jnp.uint8) & np.uint8(2**width - 1)
+    count = 8 // width
+    codes = jnp.pad(codes, (0, -codes.size % count)).reshape(-1, count)
+    return functools.reduce(jnp.bitwise_or, [codes[:, i] << np.uint8(width * i) for i in range(count)])
+
+
+_enter_pack = checks.entrance(_PACK, _pack, ("values",))
+
+
+def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
+    """values = what `pack` made these bytes of.
+
+    Args:
+        packed: uint8, of any shape; read flat.
+        dtype: Static. That of the values, one that `pack` takes.
+        shape: Static. That of the values.
+
+    Returns:
+        The values.
+
+    Raises:
+        TypeError: packed is not uint8, or dtype none that is packed.
+        ValueError: the bytes are not as many as the values take.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxquant import checkpoint
+        >>> checkpoint.unpack(jnp.array([33, 15], jnp.uint8), jnp.int4, (1, 3))
+        Array([[1, 2, -1]], dtype=int4)
+
+    Source: ONNX TensorProto, "int4, int2 packing"; onnx.numpy_helper.
+    """
+    found = checks.dtype(_UNPACK, "dtype", dtype, DTYPES)
+    is_shape = isinstance(shape, tuple | list)
+    checks.require_type(is_shape, _UNPACK, "shape", "a tuple of ints", checks.described(shape))
+    for length in shape:
+        checks.integer(_UNPACK, "shape", length)
+        if length < 0:
+            checks.require(False, _UNPACK, "shape", "ints that are not negative", shape)
+    return _enter_unpack(packed, dtype=found, shape=tuple(map(int, shape)))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "shape"))
+def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> jax.Array:
+    (packed,) = checks.arrays(packed)
+    size, width = math.prod(shape), dtypes.width(dtype)
+    checks.array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
+    count = -(-size * width // 8)
+    if packed.size != count:
+        checks.require(False, _UNPACK, "packed", f"{count} bytes, for {dtype}{list(shape)}", packed.size)
+    if width == 8:
+        return lax.bitcast_convert_type(packed.reshape(shape), dtype)
+    shifts = np.arange(0, 8, width, dtype=np.uint8)
+    codes = lax.shift_right_logical(*jnp.broadcast_arrays(packed.reshape(-1, 1), shifts[None, :]))
+    codes = lax.bitcast_convert_type(codes & np.uint8(2**width - 1), jnp.int8).reshape(-1)[:size].reshape(shape)
+    if dtype in dtypes.FLOAT4:
+        return lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype)
+    sign = np.int8(0 if dtypes.bounds(dtype)[0] == 0 else 2 ** (width - 1))
+    return ((codes ^ sign) - sign).astype(dtype)
+
+
+_enter_unpack = checks.entrance(_UNPACK, _unpack, ("packed",))

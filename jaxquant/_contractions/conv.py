@@ -1,0 +1,196 @@
+"""`jax.lax.conv_general_dilated` over quantized arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks, dtypes, granularity, matmul_shapes, rounding, small_floats
+from ..integer import _operands
+from ..integer.conv_general_dilated import Plan, laid_out, planned
+from . import dot_integer
+from .dot import Operand, operand
+
+_NAME = "conv_general_dilated"
+
+
+def conv_general_dilated(
+    lhs: Operand,
+    rhs: Operand,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """out = convolution of lhs with rhs, where one side or both are quantized.
+
+    Both quantized: an integer convolution, acc = that of lhs.values - lhs.zero_point with rhs.values -
+    rhs.zero_point, exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once.
+    Padding, and the holes of `lhs_dilation`, are 0: the zero point. What cannot stay integer is refused.
+
+    One side a float array (weight-only): the other is dequantized, as a whole, and both are convolved in float32.
+
+    Args:
+        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 3 or more. Against a quantized rhs
+            its scale is one, or one for each image; its zero point is one.
+        rhs: the kernel, likewise; one of the two is a QuantizedArray. Against a quantized lhs its scale and its zero
+            point are one each, or one for each output feature, or for each run of them.
+        window_strides: Static. One for each spatial dimension.
+        padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative crops.
+        lhs_dilation: Static. Steps between neighbours of lhs; None is 1.
+        rhs_dilation: Static. Steps between neighbours of the kernel; None is 1.
+        dimension_numbers: Static. As `jax.lax` has it; None is NCHW, OIHW, NCHW and their like.
+        feature_group_count: Static. Groups of channels that do not meet.
+        batch_group_count: Static. Groups of images, each with its own features.
+        precision: Static. As `jax.lax` has it, for the float convolution; of integers there is nothing to choose.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
+
+    Returns:
+        The convolution, in the layout that the dimension numbers give it.
+
+    Raises:
+        TypeError: neither side is quantized, or an operand has a dtype that there is not: int16, float8, float4 and
+            code books do not convolve as integers.
+        ValueError: shapes, windows, groups or dimension numbers do not fit each other; a scale or zero point differs
+            where it is added up; or an int32 cannot hold so many products of two codes.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jq.quantize(jnp.array([[[-16.0, 0.125, 1.0, 47.75]]]), jq.QuantSpec(jnp.uint8))  # 0.125 is half a step
+        >>> w = jq.quantize(jnp.array([[[127.0, 1.0]], [[-63.5, 0.25]]]), jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
+        >>> x.values, w.values  # 0.25 is half a step of the second feature
+        (Array([[[  0,  64,  68, 255]]], dtype=uint8), Array([[[ 127,    1]],
+               [[-127,    0]]], dtype=int8))
+        >>> jq.conv_general_dilated(x, w, (1,), [(0, 1)]).tolist()  # padded with zeros
+        [[[-2032.0, 1.0, 174.75, 6064.25], [1016.0, 0.0, -63.5, -3032.125]]]
+        >>> jq.conv_general_dilated(jnp.ones((1, 1, 2)), w, (1,), "VALID")  # weight-only
+        Array([[[128. ],
+                [-63.5]]], dtype=float32)
+
+    Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
+
+    Cotangent of a float operand: that of the convolution with the other side dequantized. Of a scale: g * acc times
+    the other scale, or of weight-only that of the dequantized side, summed over what shares the scale. Codes and zero
+    points have none.
+    """
+    x, w = operand(_NAME, "lhs", lhs), operand(_NAME, "rhs", rhs)
+    if preferred_element_type is not None:
+        preferred_element_type = checks.dtype(_NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
+    checks.check_precision(_NAME, precision, has_algorithms=False)
+    plan = plan_of(
+        _NAME, x, w, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count,
+    )  # fmt: skip
+    return convolution(_NAME, x, w, plan, precision, preferred_element_type)
+
+
+def plan_of(
+    function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
+    dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
+) -> Plan:  # fmt: skip
+    """Holds what is static of a convolution to its contracts, and returns how it is run."""
+    ints = functools.partial(checks.integers, function)
+    return planned(
+        function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
+        ints("lhs_dilation", lhs_dilation), ints("rhs_dilation", rhs_dilation), dimension_numbers,
+        ints("feature_group_count", feature_group_count), ints("batch_group_count", batch_group_count),
+    )  # fmt: skip
+
+
+def convolution(function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any) -> jax.Array:
+    """Returns `conv_general_dilated`, with errors that name another function."""
+    quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
+    if not any(quantized):
+        got = f"{checks.described(x)} and {checks.described(w)}"
+        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    dtype = preferred or dtypes.wider(x.dtype, w.dtype)
+    if not all(quantized):
+        return _weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
+    _integer_contract(function, x, w, plan)
+    return _integer(x, w, plan=plan, dtype=dtype)
+
+
+def floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
+    """Returns the convolution of floats."""
+    geometry = plan.geometry
+    return lax.conv_general_dilated(
+        lhs, rhs, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, plan.numbers,
+        feature_group_count=plan.features, batch_group_count=plan.batches, precision=precision,
+    )  # fmt: skip
+
+
+def _integer_contract(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
+    """Requires two arrays that convolve as integers: one scale and one zero point for all that is added up."""
+    image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
+    for argument, q, kept, per in (
+        ("lhs", lhs, {"scale": image}, "image"),
+        ("rhs", rhs, {"scale": feature, "zero_point": feature}, "output feature"),
+    ):
+        dot_integer.contract(function, argument, q)
+        for name in ("scale", "zero_point"):
+            part, axis = getattr(q, name), kept.get(name)
+            shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
+            wanted = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
+            got = None if part is None else f"shape {part.shape} for values of shape {q.shape}"
+            checks.require(shared, function, f"{argument}.{name}", f"{wanted}or {argument}.dequantize()", got)
+    terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.exact_terms(lhs, rhs)
+    wanted = f"{limit} products of two codes in a sum at most, all that int32 holds, or rhs.dequantize()"
+    checks.require(terms <= limit, function, "rhs", wanted, terms)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
+def _weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
+    lhs, rhs = (
+        x.astype(jnp.float32).dequantize() if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
+        for x in (lhs, rhs)
+    )
+    y = floats(lhs, rhs, plan, precision)
+    return rounding.to_grid(y, dtype).astype(dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("plan", "dtype"))
+def _integer(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any) -> jax.Array:
+    features = rhs.shape[plan.numbers.rhs_spec[0]]
+    lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
+    images = _entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
+    if images.size > 1 and plan.batches > 1:  # each group of images has its own features
+        images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
+    scale = matmul_shapes.scales(images, _entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
+    points = (
+        None if q.zero_point is None else _entries(q, q.zero_point, spec[0])
+        for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
+    )
+    lhs_steps, rhs_steps = (
+        _operands.signed_steps(point, q.values.dtype, _operands.is_centred(point, q.values.dtype))
+        for point, q in zip(points, (lhs, rhs), strict=True)
+    )
+
+    def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+        wide = granularity.placed(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
+        y = rounding.rounded(acc.astype(jnp.float32) * wide)
+        return rounding.to_grid(y, dtype).astype(dtype)
+
+    return laid_out(lhs.values, rhs.values, lhs_steps, rhs_steps, plan, epilogue)
+
+
+def _entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
+    """Returns a scale or zero point that varies along one dimension at most: one entry, or one for each index of it."""
+    if part.size != 1:
+        along = tuple(n if a == axis else 1 for a, n in enumerate(q.shape))
+        part = granularity.Aligned(q.block_size).expand(part, jnp.zeros(along, part.dtype))
+    return part.reshape(-1)

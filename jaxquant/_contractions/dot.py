@@ -1,0 +1,229 @@
+"""`jax.lax.dot_general` and `numpy.matmul` over quantized arrays."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from .._arrays import quantized_array
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks, dtypes, granularity, matmul_shapes
+from ..integer.dot_general import DotDimensionNumbers, check_placement, roles
+from . import dot_integer
+from .dot_integer import Axes
+from .dot_weight_only import weight_only
+
+_NAME = "dot_general"
+Operand = QuantizedArray | ArrayLike
+
+
+def dot_general(
+    lhs: Operand,
+    rhs: Operand,
+    dimension_numbers: DotDimensionNumbers,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
+    """out = sum over the contracted dimensions of lhs * rhs, where one side or both are quantized.
+
+    Both quantized: an integer contraction, acc = sum of (lhs.values - lhs.zero_point) (rhs.values - rhs.zero_point),
+    exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. With a scale or a zero
+    point per block of a contracted dimension there is one such contraction for each block, and out adds them up in
+    ascending order in float32, each sum rounded once. A contraction so long that int32 could wrap around is cut into
+    blocks likewise. What cannot stay integer is refused.
+
+    One side a float array (weight-only): a float contraction with the other dequantized. On a CPU a large one is
+    dequantized a piece at a time, never as a whole.
+
+    Args:
+        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.
+        rhs: likewise; one of the two is a QuantizedArray.
+        dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as `jax.lax` has it.
+        precision: Static. As `jax.lax` has it, for the float contraction; of integers there is nothing to choose.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
+            the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
+            up in int32, so the integers stay the same; a contracted dimension with blocks is gathered first.
+
+    Returns:
+        The batch dimensions, then lhs's free ones, then rhs's.
+
+    Raises:
+        TypeError: neither side is quantized, or an operand has a dtype that there is not: int16, float8, float4 and
+            code books do not contract as integers.
+        ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point differs from
+            index to index of a contracted dimension, or the blocks of the two sides do not end together; or there is
+            no out_sharding, and the operands do not determine it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55]]), jq.QuantSpec(jnp.uint8))
+        >>> w = jq.quantize(jnp.array([[127.0, 1.0], [-3.5, 2.5], [0.5, -2.0]]), jq.QuantSpec(jnp.int8))
+        >>> jq.dot_general(x, w, (((1,), (0,)), ((), ())))  # -3.5, 2.5 and 0.5 are ties
+        Array([[-127. ,   -4.1]], dtype=float32)
+        >>> jq.dot_general(jnp.array([[1.0, 2.0, 4.0]]), w, (((1,), (0,)), ((), ())))  # weight-only
+        Array([[119.,  -3.]], dtype=float32)
+
+    Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
+
+    Cotangent of a float operand: that of the contraction with the other side dequantized. Of a scale: g * acc times
+    the other scale, or of weight-only g times the float product, summed over what shares the scale. Codes and zero
+    points have none.
+    """
+    return contraction(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+
+
+def contraction(
+    function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
+    caller_axes: Axes | None = None,
+) -> jax.Array:  # fmt: skip
+    """Returns `dot_general`, with errors that name another function."""
+    granularity.check_out_sharding(function, out_sharding)
+    lhs, rhs = operands(function, lhs, rhs)
+    numbers = checks.integers(function, "dimension_numbers", numbers)
+    checks.hashable(function, "dimension_numbers", numbers)
+    checks.check_precision(function, precision)
+    if preferred is not None:
+        preferred = checks.dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
+    statics = {
+        "numbers": numbers, "precision": precision, "preferred": preferred, "out_sharding": out_sharding,
+        "caller_axes": caller_axes,
+    }  # fmt: skip
+    return _contraction(lhs, rhs, function=function, **statics)
+
+
+@functools.partial(
+    jax.jit, inline=True,
+    static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
+)  # fmt: skip
+def _contraction(
+    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, out_sharding: Any,
+    caller_axes: Axes | None,
+) -> jax.Array:  # fmt: skip
+    left, right = roles(function, lhs, rhs, numbers)
+    a, b = (x.values if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+    check_placement(function, a, b, left, right, out_sharding)
+    if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
+        return weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
+    for argument, q in (("lhs", lhs), ("rhs", rhs)):
+        dot_integer.contract(function, argument, q)
+    plan = dot_integer.planned(function, lhs, rhs, left, right, out_sharding, caller_axes)
+    return dot_integer.contracted(lhs, rhs, plan, preferred)
+
+
+def operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Requires two operands of which one at least is quantized, and returns them."""
+    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
+        got = f"{checks.described(lhs)} and {checks.described(rhs)}"
+        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+    return lhs, rhs
+
+
+def operand(function: str, argument: str, x: Any) -> Any:
+    """Requires a QuantizedArray or a float array, and returns it."""
+    if not isinstance(x, jax.Array | QuantizedArray) and hasattr(x, "__jax_array__"):
+        x = x.__jax_array__()  # a flax.nnx.Param, for one
+    if isinstance(x, QuantizedArray):
+        return quantized_array.contract(function, argument, x)
+    (x,) = checks.convert_arrays(function, {argument: x})
+    checks.array(function, argument, x, dtypes.FLOATS)
+    return x
+
+
+def matmul(
+    lhs: Operand,
+    rhs: Operand,
+    *,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
+    """out = lhs @ rhs, where one side or both are quantized; numpy.matmul's shapes.
+
+    The contraction is `dot_general`'s, which says what is computed, and in which order.
+
+    Args:
+        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
+        rhs: likewise; one of the two is a QuantizedArray.
+        precision: Static. As `jax.lax.dot_general` has it, where one side is a float array.
+        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
+            operands, float32 where they differ.
+        out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
+
+    Returns:
+        The product, of numpy.matmul's shape.
+
+    Raises:
+        TypeError: neither side is quantized, or an operand has a dtype that there is not.
+        ValueError: shapes or an out_sharding do not fit each other, or what must stay together is not (see
+            `dot_general`).
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.495, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
+        >>> w = jq.quantize(jnp.array([[63.5], [-3.25], [0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        >>> x.values, jq.matmul(x, w)
+        (Array([[  0, 100, 255],
+               [150, 102, 102]], dtype=uint8), Array([[-63.5     ],
+               [ 31.689999]], dtype=float32))
+        >>> x @ w == jq.matmul(x, w)
+        Array([[ True],
+               [ True]], dtype=bool)
+
+    Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
+
+    Cotangents: as of `dot_general`.
+    """
+    a, b = operands("matmul", lhs, rhs)
+    shapes = matmul_shapes.shapes("matmul", a, b, ("lhs", "rhs"))
+    granularity.check_out_sharding("matmul", out_sharding)
+    partition = _matrix_partition("matmul", a, b, shapes, out_sharding)
+    # What is contracted may be reshaped: an error names the dimensions that the operands came with.
+    caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
+
+    def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
+        rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
+        inner = granularity.with_partition(out_sharding, partition and partition[len(partition) - rank :])
+        return contraction("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
+
+    if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
+        y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
+        return y.reshape(shapes.out)
+    batch = shapes.product[:-2]
+    a, b = (_batched(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
+    n = len(batch)
+    both = tuple(range(n))
+    return contract(a, b, (((n + 1,), (n,)), (both, both))).reshape(shapes.out)
+
+
+def _matrix_partition(
+    function: str, a: Any, b: Any, of: matmul_shapes.Shapes, out_sharding: Any
+) -> tuple[Any, ...] | None:
+    """Returns the mesh axes of the product while vectors are still matrices, whose own dimension has none."""
+    partition = granularity.out_partition(function, out_sharding, len(of.out))
+    if partition is None:
+        return None
+    batch, own = partition[: len(of.product) - 2], list(partition[len(of.product) - 2 :])
+    return (*batch, own.pop(0) if a.ndim > 1 else None, own.pop(0) if b.ndim > 1 else None)
+
+
+def _batched(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+    """Returns an operand as a stack of matrices under the common batch dimensions."""
+    wide = (1,) * (len(batch) + 2 - len(shape)) + shape
+    x = x if x.shape == wide else x.reshape(wide)
+    full = (*batch, *wide[-2:])
+    if x.shape == full:
+        return x
+    if isinstance(x, QuantizedArray):
+        return x.replace(values=jnp.broadcast_to(x.values, full))
+    return jnp.broadcast_to(x, full)

@@ -1,0 +1,274 @@
+"""The contraction of two quantized arrays: integers until the scales come in, a block at a time where they must."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._arrays import indexing
+from .._arrays.quantized_array import QuantizedArray, trusted
+from .._core import checks, dtypes, granularity, matmul_shapes, rounding, small_floats
+from ..integer import _layout, _operands
+from ..integer.dot_general import Role, dot
+
+
+def contract(function: str, argument: str, q: QuantizedArray) -> None:
+    """Requires codes that contract as integers."""
+    holds = q.codebook is None and q.values.dtype in _operands.DTYPES
+    wanted = f"values of {dtypes.names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
+    checks.require_type(holds, function, argument, wanted, q.codebook or q.values.dtype)
+
+
+Axes = tuple[tuple[int, int], ...]  # dimensions of lhs and of rhs, in pairs
+
+
+class Plan(NamedTuple):
+    """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not;
+    and the sharding of its result.
+    """
+
+    left: Role
+    right: Role
+    axes: tuple[int, int] | None
+    length: int
+    out_sharding: Any
+
+
+def planned(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
+    caller_axes: Axes | None = None,
+) -> Plan:  # fmt: skip
+    """Returns how to contract two quantized arrays, or raises a contract error where integers cannot.
+
+    Args:
+        function: for errors.
+        lhs: has passed its contract.
+        rhs: likewise.
+        left: what the dimensions of lhs are there for.
+        right: likewise.
+        out_sharding: of the result, or None.
+        caller_axes: for errors, which dimensions are contracted of the operands that the caller gave, where they were
+            reshaped on the way here.
+    """
+    axes, length = _cut(function, lhs, rhs, left, right, caller_axes)
+    if axes is not None and out_sharding is None:
+        for q, axis in zip((lhs, rhs), axes, strict=True):
+            whole = granularity.partition_of(q.values)[axis] is None
+            wanted = (
+                f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
+            )
+            got = granularity.described_placement(q.values)
+            checks.require(whole, function, "out_sharding", wanted, f"None, for {got}")
+    return Plan(left, right, axes, length, out_sharding)
+
+
+def _cut(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, caller_axes: Axes | None
+) -> tuple[tuple[int, int] | None, int]:
+    """Returns the contracted dimension that is cut into blocks, if one is, and their length."""
+    cut: list[tuple[tuple[int, int], int]] = []
+    places = []
+    pairs = tuple(zip(left.contracted, right.contracted, strict=True))
+    for axes, given in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
+        n = lhs.shape[axes[0]]
+        runs = {run for argument, q, a, place in zip(("lhs", "rhs"), (lhs, rhs), axes, given, strict=True)
+                for run in _runs(function, argument, q, a, place)}  # fmt: skip
+        least = min(runs)
+        if not all(run in (n,) or run % least == 0 for run in runs):
+            wanted = "blocks of both sides that end together, or a dequantized side"
+            got = f"blocks of {sorted(runs)} along lhs's dimension {given[0]} and rhs's {given[1]}"
+            checks.require(False, function, "lhs, rhs", wanted, got)
+        if least < n:
+            cut.append((axes, least))
+            places.append(given)
+    if len(cut) > 1:
+        wanted = "blocks along one contracted dimension, or a dequantized side"
+        checks.require(False, function, "lhs, rhs", wanted, f"blocks along {places}")
+    if cut:
+        return cut[0]
+    depth = math.prod(lhs.shape[a] for a in left.contracted)
+    limit = exact_terms(lhs, rhs)
+    if not isinstance(depth, int) or depth <= limit:
+        return None, 0
+    longest = max(zip(left.contracted, right.contracted, strict=True), key=lambda axes: lhs.shape[axes[0]])
+    length = max(limit // (depth // lhs.shape[longest[0]]), 1)
+    return longest, length
+
+
+def _runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int) -> list[int]:
+    """Returns how many indices of a contracted dimension share a scale, and a zero point."""
+    found = []
+    for name in ("scale", "zero_point"):
+        part = getattr(q, name)
+        if part is None:
+            continue
+        sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
+        assert sizes is not None
+        if part.shape[axis] != 1 and sizes[axis] == 1:
+            wanted = (
+                f"one {name} along the contracted dimension {given}, or one for each block, or {argument}.dequantize()"
+            )
+            checks.require(False, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
+        found.append(sizes[axis])
+    return found
+
+
+def exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
+    """Returns how many products of two codes an int32 holds, whatever they are."""
+    largest = []
+    for q in (lhs, rhs):
+        low, high = dtypes.bounds(np.dtype(q.values.dtype))
+        largest.append(max(-low, high) if q.zero_point is None else high - low)
+    return (2**31 - 1) // math.prod(largest)
+
+
+def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
+    """Returns the product of two quantized arrays in the dtype `preferred`, or in the wider of theirs."""
+    dtype = preferred or dtypes.wider(lhs.dtype, rhs.dtype)
+    if plan.axes is not None:  # JAX refuses to split a sharded dimension
+        lhs, rhs = (_gathered(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
+    sides = [_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
+    y = _whole(sides, plan.out_sharding) if plan.axes is None else _in_blocks(sides, plan)
+    return rounding.to_grid(y, dtype).astype(dtype)
+
+
+def _gathered(q: QuantizedArray, axis: int) -> QuantizedArray:
+    """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
+    if not granularity.is_placed(q.values):
+        return q
+    return trusted(jax.tree.map(lambda part: granularity.gathered(part, (axis,)), q))
+
+
+class _Side(NamedTuple):
+    """One operand in the making.
+
+    Attributes:
+        role: what its dimensions are there for.
+        values: int8.
+        steps: int32 zero point, a scalar or of the operand's rank, or None for 0.
+        scale: float32, of the operand's rank.
+        runs: how many indices of each dimension share an entry of the steps, and of the scale.
+    """
+
+    role: Role
+    values: jax.Array
+    steps: Any
+    scale: jax.Array
+    runs: tuple[Any, Any]
+
+
+def _side(q: QuantizedArray, role: Role) -> _Side:
+    aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
+    runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
+    point = None if q.zero_point is None else _unblocked(q, q.zero_point, kept)
+    scale = small_floats.scale_as_float32(q.scale)
+    centred = _operands.is_centred(q.zero_point, q.values.dtype)
+    steps = _operands.signed_steps(point, q.values.dtype, centred)
+    return _Side(role, _operands.signed(q.values), steps, _unblocked(q, scale, kept), (runs[0], runs[1]))
+
+
+def _unblocked(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Returns a scale or zero point with an entry per index of the given dimensions, where it has one per block."""
+    sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
+    assert sizes is not None
+    for a in axes:
+        if part.shape[a] not in (1, q.shape[a]):
+            part = indexing.unblocked(part, a, sizes[a], q.shape[a])
+    return part
+
+
+def _whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
+    """Returns the float32 product of two sides without blocks along what is contracted."""
+    lhs, rhs = sides
+    acc = dot(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
+    frees = len(lhs.role.free), len(rhs.role.free)
+    scales = (_outward(lhs.scale, lhs.role, 0, frees[1]), _outward(rhs.scale, rhs.role, frees[0], 0))
+    if granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
+        scales = (matmul_shapes.outward(scales[0], acc), matmul_shapes.outward(scales[1], acc))
+    return matmul_shapes.scaled(acc, matmul_shapes.scales(*scales))
+
+
+def _outward(scale: jax.Array, role: Role, before: int, behind: int) -> jax.Array:
+    """Returns an operand's scale of the result's rank, its dimensions where the result has them."""
+    order = (*role.batch, *role.free, *role.contracted)
+    turned = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
+    kept = turned.shape[: len(role.batch) + len(role.free)]
+    batch = len(role.batch)
+    return lax.reshape(turned, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * behind))
+
+
+def _in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
+    """Returns the sum over blocks of a contracted dimension: one integer contraction each, in a loop.
+
+    Side by side their accumulators would lie in memory at once.
+    """
+    assert plan.axes is not None
+    depth = sides[0].values.shape[plan.axes[0]]
+    whole, rest = divmod(depth, plan.length)
+    y = None
+    if whole:
+        stacks = [_stacked(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
+
+        def block(parts: Any) -> jax.Array:
+            pairs = zip(sides, parts, strict=True)
+            return _whole([s._replace(values=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding)
+
+        # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
+        first, others = (
+            [tuple(None if v is None else v[run] for v in stack) for stack in stacks] for run in (0, slice(1, None))
+        )
+        y = block(first) + np.float32(0)
+        if whole > 1:
+            y = lax.scan(lambda y, parts: (rounding.rounded(y + block(parts)), None), y, others)[0]
+    if rest:
+        tails = [_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
+        last = _whole(tails, plan.out_sharding)
+        y = last if y is None else rounding.rounded(y + last)
+    assert y is not None
+    return y
+
+
+def _stacked(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
+    """Returns a side's arrays with its whole blocks as a new first dimension."""
+    whole = depth // length
+    values = lax.slice_in_dim(side.values, 0, whole * length, axis=axis)
+    shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
+    order = (axis, *(a for a in range(len(shape)) if a != axis))
+    # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
+    values = _layout.pinned(lax.transpose(values.reshape(shape), order))
+    starts = np.arange(whole) * length
+    steps, scale = (
+        part if part is None else jnp.expand_dims(jnp.moveaxis(_at(part, axis, starts, runs), axis, 0), axis + 1)
+        if part.ndim else jnp.broadcast_to(part, (whole,))
+        for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
+    )  # fmt: skip
+    return values, steps, scale
+
+
+def _tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
+    """Returns a side's last block, the short one."""
+    start = depth - depth % length
+    values = lax.slice_in_dim(side.values, start, depth, axis=axis)
+    steps, scale = (
+        part if part is None or part.ndim == 0 else _at(part, axis, np.array([start]), runs)
+        for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
+    )
+    return side._replace(values=values, steps=steps, scale=scale)
+
+
+def _at(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:
+    """Returns the entries of a scale or of steps that hold where blocks start."""
+    n = part.shape[axis]
+    if n == 1:
+        return jnp.broadcast_to(part, (*part.shape[:axis], len(starts), *part.shape[axis + 1 :]))
+    assert runs is not None
+    index = starts // runs[axis]
+    if np.array_equal(index, np.arange(len(starts))):
+        return lax.slice_in_dim(part, 0, len(starts), axis=axis)
+    return jnp.take(part, index, axis=axis)

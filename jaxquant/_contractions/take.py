@@ -1,0 +1,137 @@
+"""`jax.numpy.take` of codes: an embedding that is dequantized row by row, as it is looked up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from .._arrays import indexing, quantized_array
+from .._arrays.quantized_array import QuantizedArray, trusted
+from .._core import checks, granularity
+
+_NAME = "take"
+_MODES = ("fill", "clip", "wrap")
+_ARGUMENTS = ("q.values", "q.scale", "q.zero_point", "indices")
+
+
+def take(
+    q: QuantizedArray,
+    indices: ArrayLike,
+    axis: int = 0,
+    *,
+    mode: str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
+    """y = q.dequantize() at `indices` along `axis`, of which only what is taken is dequantized.
+
+    Bit for bit the slices of `q.dequantize()`. The codes are gathered as they are stored, with the entries of the
+    scale and of the zero point that belong to them: no float array of the table's size is made.
+
+    Args:
+        q: the table, of rank 1 or more, however its entries are shared.
+        indices: integers of any shape; negative ones count from the end. An int stands for an array of it.
+        axis: Static. The dimension that is indexed, negative from the back. By default the first one, the rows of an
+            embedding; `jax.numpy.take` flattens by default, which codes with blocks cannot always be.
+        mode: Static. What becomes of an index that is out of range: "fill", or None, makes NaN of all that it takes;
+            "clip" takes the nearest index, and 0 for every negative one; "wrap" counts modulo the length.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `x.at[indices].get`;
+            required where `axis` of the table or the indices are sharded.
+
+    Returns:
+        What `q.dequantize()` returns, in q.dtype, with the dimensions of `indices` in place of `axis`.
+
+    Raises:
+        TypeError: q is no QuantizedArray, the indices are no integers, or axis is no int.
+        ValueError: axis is out of range, the mode is none of these, or something is taken from an axis without length;
+            or an out_sharding does not fit the result, or is missing.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> table = jnp.array([[-3.5, 0.25], [7.0, 0.5], [1.5, -28.0]])  # scales 0.5, 1 and 4; 0.25, 0.5, 1.5 are ties
+        >>> q = jq.quantize(table, jq.QuantSpec(jnp.int4, jq.PerAxis(0)))
+        >>> jq.take(q, jnp.array([2, 0, -1, 3]))
+        Array([[  0. , -28. ],
+               [ -3.5,   0. ],
+               [  0. , -28. ],
+               [  nan,   nan]], dtype=float32)
+
+    Source: `jax.numpy.take`.
+
+    Cotangent of q.scale: as of `dequantize_linear`'s, over what was taken. Integers have none.
+    """
+    q = quantized_array.contract(_NAME, "q", q)
+    axis = checks.axis(_NAME, axis, q.ndim)
+    mode = "fill" if mode is None else mode
+    checks.option(_NAME, "mode", mode, _MODES)
+    granularity.check_out_sharding(_NAME, out_sharding)
+    return _enter(
+        q.values, q.scale, q.zero_point, _number(indices), axis=axis, mode=mode, dtype=q.dtype,
+        block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
+    )  # fmt: skip
+
+
+def _number(indices: Any) -> Any:
+    """Returns an int as an int32 that has to hold it; anything else as it came."""
+    if isinstance(indices, int) and not isinstance(indices, bool):
+        bounds = np.iinfo(np.int32)
+        checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
+        return np.asarray(indices, np.int32)
+    return checks.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
+
+
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("axis", "mode", "dtype", "block_size", "codebook", "out_sharding")
+)
+def _take(
+    values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
+    axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any, out_sharding: Any,
+) -> jax.Array:  # fmt: skip
+    values, scale, zero_point, indices = checks.arrays(values, scale, zero_point, indices)
+    is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
+    checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
+    length = values.shape[axis]
+    wanted = f"an axis with a length to take from, not shape {values.shape}"
+    checks.require(length > 0 or indices.size == 0, _NAME, "axis", wanted, axis)
+    q = trusted(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    where, inside = _found(indices, length, mode)
+    _check_placement(q, indices, axis, out_sharding)
+    taken = quantized_array.dequantized(indexing.picked(q, (*(slice(None),) * axis, where), out_sharding))
+    if inside is None:
+        return taken
+    wide = lax.broadcast_in_dim(inside, taken.shape, tuple(range(axis, axis + inside.ndim)))
+    return jnp.where(granularity.placed(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
+
+
+def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_sharding: Any) -> None:
+    """Requires an out_sharding that fits the result, or shardings that determine it."""
+    rank = q.ndim - 1 + indices.ndim
+    if granularity.out_partition(_NAME, out_sharding, rank) is not None:
+        return
+    if granularity.partition_of(q.values)[axis] is None and not any(granularity.partition_of(indices)):
+        return
+    given = f"q {granularity.described_placement(q.values)} and indices {granularity.described_placement(indices)}"
+    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
+    checks.require(False, _NAME, "out_sharding", wanted, None)
+
+
+_enter = checks.entrance(_NAME, _take, _ARGUMENTS)
+
+
+def _found(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
+    """Returns indices in [0, length), and under "fill" where they are the ones that were asked for."""
+    # A dtype narrower than the length would wrap around where the length is added.
+    wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+    last = wide.dtype.type(max(length - 1, 0))
+    if mode == "wrap":
+        return jnp.mod(wide, wide.dtype.type(max(length, 1))), None
+    if mode == "fill":
+        wide = jnp.where(wide < 0, wide + wide.dtype.type(length), wide)
+    clipped = jnp.clip(wide, wide.dtype.type(0), last)
+    return clipped, (clipped == wide) if mode == "fill" else None

@@ -1,0 +1,342 @@
+"""Which elements share a scale. ONNX's scalar, 1-D and blocked scales, and those of x's rank that arrays carry, become
+one thing here: a scale of x's shape. Knows nothing of arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
+
+from . import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole array."""
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns a `scale` of one element in the shape and sharding of `like`."""
+        return placed(lax.broadcast(scale.reshape(()), like.shape), like)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerAxis:
+    """One scale per index of the axis, or of the axes, that are kept; the others share it.
+
+    Attributes:
+        axis: an int, negative from the back, or several.
+    """
+
+    axis: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Takes a list for a tuple; refuses what is no axis."""
+        object.__setattr__(self, "axis", _static_axes("PerAxis", self.axis))
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale`, of the kept axes' shape, in the shape and sharding of `like`."""
+        return placed(lax.broadcast_in_dim(scale, like.shape, _axes(self.axis)), like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocked:
+    """One scale per run of `size` indices along the axis; elsewhere a scale per index. The last run may be short.
+
+    Attributes:
+        axis: an int, negative from the back; or several, each cut into runs of the same size.
+        size: how many indices make a run.
+    """
+
+    axis: int | tuple[int, ...]
+    size: int
+
+    def __post_init__(self) -> None:
+        """Takes a list for a tuple; refuses what is no axis or no size."""
+        object.__setattr__(self, "axis", _static_axes("Blocked", self.axis))
+        checks.integer("Blocked", "size", self.size)
+        checks.require(self.size > 0, "Blocked", "size", "a positive int", self.size)
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` with every entry along the axis repeated `size` times, in the shape of `like`."""
+        axes = _axes(self.axis)
+        return Groups(tuple(self.size if a in axes else 1 for a in range(like.ndim))).expand(scale, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerToken:
+    """One scale per index of all axes but the last, whatever the rank: a token's features share a scale.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> spec = jq.QuantSpec(jnp.int8, jq.PerToken())
+        >>> jq.quantize(jnp.ones((2, 5, 3)), spec).scale.shape, jq.quantize(jnp.ones(3), spec).scale.shape
+        ((2, 5, 1), (1,))
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class PerFeature:
+    """One scale per index of the last axis, whatever the rank. In a Flax layer's weights: one per output feature.
+
+    A layer knows which axes of its kernel are output features: those that the contraction keeps. That is the last axis
+    of a dense layer or a convolution, several axes of `DenseGeneral` and `Einsum`, and the rows of an embedding, which
+    are the outputs of `attend`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> jq.quantize(jnp.ones((2, 5, 3)), jq.QuantSpec(jnp.int8, jq.PerFeature())).scale.shape
+        (1, 1, 3)
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Aligned:
+    """A scale of x's rank that says it by its shape: a dimension is 1 and shared, x's with a scale per index, or
+    counts runs.
+
+    Attributes:
+        block_size: the length of a run. Without one the runs are equally long.
+    """
+
+    block_size: int | None = None
+
+    def sizes(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns how many indices of each dimension share an entry, or None where the shapes do not fit."""
+        if len(scale) != len(shape):
+            return None
+        found = []
+        for entries, length in zip(scale, shape, strict=True):
+            if entries == 1:
+                found.append(length)
+            elif entries == length:
+                found.append(1)
+            elif self.block_size is not None and -(-length // self.block_size) == entries:
+                found.append(self.block_size)
+            elif self.block_size is None and entries and length % entries == 0:
+                found.append(length // entries)
+            else:
+                return None
+        return tuple(found)
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` in the shape and sharding of `like`."""
+        if all(entries in (1, length) for entries, length in zip(scale.shape, like.shape, strict=True)):
+            return placed(lax.broadcast_in_dim(scale, like.shape, range(like.ndim)), like)
+        sizes = self.sizes(scale.shape, like.shape)
+        assert sizes is not None
+        return Groups(sizes).expand(scale, like)
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """One scale per box of `sizes` indices, one entry for each dimension. The last boxes may be short."""
+
+    sizes: tuple[int, ...]
+
+    def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns `scale` with every entry repeated `sizes` times, cut to the shape of `like`."""
+        scale = whole(scale)  # a reshape does not say where its result lies
+        # A box longer than its dimension repeats no more often than that is long.
+        sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
+        interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
+        repeated = lax.broadcast_in_dim(scale, interleaved, tuple(range(0, 2 * scale.ndim, 2)))
+        merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
+        return placed(lax.slice(repeated.reshape(merged), (0,) * like.ndim, like.shape), like)
+
+
+Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
+Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # what a user chooses from
+
+
+def _axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (axis,) if isinstance(axis, int) else axis
+
+
+def _static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
+    if not isinstance(axis, list | tuple):
+        checks.integer(function, "axis", axis)
+        return int(axis)
+    for each in axis:
+        checks.integer(function, "axis", each)
+    checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
+    return int(axis[0]) if len(axis) == 1 else tuple(int(each) for each in axis)  # one axis, however it was written
+
+
+def scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape, of x's rank, of a scale chosen for an x of this shape."""
+    if isinstance(granularity, PerTensor):
+        return (1,) * len(shape)
+    if isinstance(granularity, PerToken | PerFeature):
+        last = checks.axis(function, -1, len(shape))
+        return tuple(n if (a == last) == isinstance(granularity, PerFeature) else 1 for a, n in enumerate(shape))
+    axes = tuple(checks.axis(function, a, len(shape)) for a in _axes(granularity.axis))
+    checks.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
+    if isinstance(granularity, PerAxis):
+        return tuple(n if a in axes else 1 for a, n in enumerate(shape))
+    return tuple(-(-n // granularity.size) if a in axes else n for a, n in enumerate(shape))
+
+
+def is_placed(value: jax.Array) -> bool:
+    """Whether JAX tracks the sharding of `value` in its type, where operands must agree and reshapes are refused."""
+    return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
+
+
+def placed(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `value` sharded as `like`, where JAX tracks shardings in types."""
+    return reshard(value, jax.typeof(like).sharding) if is_placed(like) else value
+
+
+def whole(value: jax.Array) -> jax.Array:
+    """Returns `value` whole on every device, where JAX tracks shardings in types, for what lies nowhere special."""
+    if not is_placed(value):
+        return value
+    mesh = jax.typeof(value).sharding.mesh
+    return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
+
+
+def partition_of(value: jax.Array) -> tuple[Any, ...]:
+    """Returns the mesh axes that each dimension of `value` is sharded over, by its type; None for no axis."""
+    spec = jax.typeof(value).sharding.spec
+    return (*spec, *(None,) * (value.ndim - len(spec)))
+
+
+def gathered(value: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Returns `value` with some of its dimensions unsharded, where JAX tracks shardings in types."""
+    partition = partition_of(value)
+    if all(partition[a] is None for a in axes):
+        return value
+    mesh = jax.typeof(value).sharding.mesh
+    places = (None if a in axes else place for a, place in enumerate(partition))
+    return reshard(value, NamedSharding(mesh, PartitionSpec(*places)))
+
+
+def check_out_sharding(function: str, out_sharding: Any) -> None:
+    """Requires a value that JAX accepts as out_sharding, before a cache of compiled programs sees it."""
+    if out_sharding is None:
+        return
+    known = isinstance(out_sharding, NamedSharding | PartitionSpec)
+    wanted = "None, a jax.sharding.NamedSharding or a PartitionSpec"
+    checks.require_type(known, function, "out_sharding", wanted, checks.described(out_sharding))
+    if isinstance(out_sharding, PartitionSpec):
+        has_mesh = not get_abstract_mesh().empty
+        wanted = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
+        checks.require(has_mesh, function, "out_sharding", wanted, out_sharding)
+
+
+def out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
+    """Returns the mesh axes of an out_sharding, one entry for each dimension of the result."""
+    if out_sharding is None:
+        return None
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    wanted = f"at most {rank} entries, one for each dimension of the result, and no unreduced axes"
+    holds = len(spec) <= rank and not spec.unreduced
+    checks.require(holds, function, "out_sharding", wanted, spec)
+    return (*spec, *(None,) * (rank - len(spec)))
+
+
+def with_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
+    """Returns an out_sharding on the same mesh with other entries, for an intermediate result."""
+    if partition is None:
+        return None
+    spec = PartitionSpec(*partition)
+    return NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
+
+
+def placement(value: jax.Array) -> PartitionSpec:
+    """Returns the sharding that the type of `value` states, for errors."""
+    return PartitionSpec(*partition_of(value))
+
+
+def described_placement(value: jax.Array) -> str:
+    """Returns the dtype, the shape and the sharding of an array, for errors."""
+    return f"{value.dtype}{list(value.shape)} sharded as {placement(value)}"
+
+
+def varying(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `value`, which under `jax.shard_map` then varies where `like` does, as a loop's carry has to."""
+    if like.size == 0 or is_placed(like):
+        return value
+    first = lax.slice(like, (0,) * like.ndim, (1,) * like.ndim).reshape(())
+    return lax.select(lax.eq(first, first), value, value)
+
+
+def resolve(
+    function: str,
+    argument: str,
+    scale: jax.Array,
+    shape: tuple[int, ...],
+    axis: int,
+    block_size: int,
+) -> Granularity:
+    """Reads ONNX's granularity off a scale's shape, strictly, or raises a contract error.
+
+    A scalar, or a 1-D scale of one element, is per tensor and `axis` is not looked at; any other 1-D scale is
+    per axis; a scale of x's rank with a `block_size` is blocked. Nothing else is let through.
+    """
+    checks.integer(function, "block_size", block_size)
+    checks.require(block_size >= 0, function, "block_size", "0 or a positive integer", block_size)
+    if block_size > 0:
+        return _blocked(function, argument, scale, shape, axis, block_size)
+    checks.integer(function, "axis", axis)
+    if scale.ndim == 0 or scale.shape == (1,):
+        return PerTensor()
+    checks.require(
+        scale.ndim == 1,
+        function,
+        argument,
+        "a scalar, a 1-D array (squeeze what keepdims kept), or a block_size for an array of x's rank",
+        f"shape {scale.shape} with block_size=0",
+    )
+    kept = checks.axis(function, axis, len(shape))
+    reason = f"x has shape {shape}, axis={axis}"
+    checks.shape(function, argument, scale, (shape[kept],), reason)
+    return PerAxis(kept)
+
+
+def _blocked(
+    function: str,
+    argument: str,
+    scale: jax.Array,
+    shape: tuple[int, ...],
+    axis: int,
+    block_size: int,
+) -> Blocked:
+    kept = checks.axis(function, axis, len(shape))
+    blocks = -(-shape[kept] // block_size)
+    wanted = (*shape[:kept], blocks, *shape[kept + 1 :])
+    reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
+    checks.shape(function, argument, scale, wanted, reason)
+    return Blocked(kept, int(block_size))
+
+
+def matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
+    """Requires a zero point of its scale's shape; () and (1,) pass for each other, as in ONNX Runtime."""
+    single = ((), (1,))
+    if not (zero_point.shape in single and scale.shape in single):
+        reason = f"the shape of {scale_name}"
+        checks.shape(function, argument, zero_point, scale.shape, reason)
+
+
+def slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
+    """Reads the `axis=` of an operator that finds its own scale: None is per tensor."""
+    return PerTensor() if axis is None else PerAxis(checks.axis(function, axis, len(shape)))
+
+
+def reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
+    """Returns the axes that share one scale under a per-tensor or per-axis granularity."""
+    kept = _axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
+    return tuple(a for a in range(rank) if a not in kept)
+
+
+def collapse(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Sums an array of x's shape into one of the scale's shape and placement: the transpose of `expand`."""
+    # XLA:CPU adds up an array in memory four times faster than one that it is still computing.
+    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda v: v)
+    ones = jnp.ones_like(values)  # under shard_map the product is what varies, and its transpose sums over devices
+    _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
+    return transpose(values)[0]

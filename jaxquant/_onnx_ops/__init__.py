@@ -1,0 +1,1 @@
+"""Operators of ONNX and of ONNX Runtime on plain arrays, one file each."""

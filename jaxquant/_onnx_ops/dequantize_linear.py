@@ -1,0 +1,131 @@
+"""ONNX DequantizeLinear, versions 10 to 28."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes, rounding, small_floats
+from .._core.granularity import Granularity, matching, resolve
+from .quantize_linear import number_scale, refuse_float_zero_point
+
+_NAME = "dequantize_linear"
+_X = (*dtypes.QUANTIZED, dtypes.INT32)
+_SCALE = (*dtypes.FLOATS, dtypes.E8M0)
+
+
+def dequantize_linear(
+    x: ArrayLike,
+    x_scale: ArrayLike,
+    x_zero_point: ArrayLike | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """y = (x - x_zero_point) * x_scale.
+
+    The difference is exact, the product is taken in float32 and rounded to the output dtype once, as ONNX
+    Runtime and ONNX's reference do it. The product stays rounded when an addition follows it: XLA may not fuse
+    the two. An int32 x is rounded to float32 first; an int32 difference wraps.
+
+    Args:
+        x: codes of any shape: int2, uint2, int4, uint4, int8, uint8, int16, uint16, int32, one of the four float8
+            or float4_e2m1fn.
+        x_scale: value per step. float32, float16, bfloat16, or float8_e8m0fnu with an `output_dtype`. A scalar or
+            one element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
+            ceil(length / block_size) in place of the axis. A Python number is float32.
+        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0. An int stands for an array of
+            it, in x's dtype. For a float x it must be 0: what is known at trace time is checked, what is traced is
+            ignored.
+        axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
+        block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
+        output_dtype: Static. float32, float16 or bfloat16; by default x_scale's dtype.
+
+    Returns:
+        The values, x's shape, in the output dtype.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: shapes, axis or block_size do not fit each other, or a float x has a zero point.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> jq.dequantize_linear(jnp.array([0, 1, 255], jnp.uint8), 0.5, 1)
+        Array([ -0.5,   0. , 127. ], dtype=float32)
+        >>> scale = jnp.array([[0.5, 4.0]], jnp.bfloat16)
+        >>> jq.dequantize_linear(jnp.array([[-8, 7, 7]], jnp.int4), scale, block_size=2)
+        Array([[-4, 3.5, 28]], dtype=bfloat16)
+
+    Source: ONNX DequantizeLinear-10, -13, -19, -21, -23, -24, -25, -28.
+
+    Cotangent of x_scale: sum over its slice of g * (x - x_zero_point). Of a float x: g * x_scale. Integers have none.
+    """
+    if isinstance(x_scale, int | float):
+        x_scale = number_scale(_NAME, "x_scale", x_scale, None)
+    if isinstance(x_zero_point, int | np.integer) and not checks.has_dtype(x_zero_point, _X):
+        x_zero_point = _number_zero_point(x_zero_point, x, x_scale)
+    if x_zero_point is not None:
+        refuse_float_zero_point(_NAME, "x_zero_point", x_zero_point)
+    return _enter(x, x_scale, x_zero_point, axis=axis, block_size=block_size, output_dtype=output_dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("axis", "block_size", "output_dtype"))
+def _dequantize_linear(
+    x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *,
+    axis: int, block_size: int, output_dtype: Any,
+) -> jax.Array:  # fmt: skip
+    x, x_scale, x_zero_point = checks.arrays(x, x_scale, x_zero_point)
+    checks.array(_NAME, "x", x, _X)
+    checks.array(_NAME, "x_scale", x_scale, _SCALE)
+    if output_dtype is None:
+        wanted = "an output_dtype with it: float8_e8m0fnu holds powers of two only"
+        checks.require_type(x_scale.dtype != dtypes.E8M0, _NAME, "x_scale", wanted, "float8_e8m0fnu alone")
+    wanted_dtype = x_scale.dtype if output_dtype is None else output_dtype
+    dtype = checks.dtype(_NAME, "output_dtype", wanted_dtype, dtypes.FLOATS)
+    granularity = resolve(_NAME, "x_scale", x_scale, x.shape, axis, block_size)
+    if x_zero_point is not None:
+        checks.same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")
+        matching(_NAME, "x_zero_point", x_zero_point, x_scale, "x_scale")
+    return dequantize(x, x_scale, x_zero_point, granularity, dtype)
+
+
+_enter = checks.entrance(_NAME, _dequantize_linear, ("x", "x_scale", "x_zero_point"))
+
+
+def dequantize(
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    granularity: Granularity,
+    dtype: np.dtype,
+) -> jax.Array:
+    """Returns the values of the codes x; every argument has passed its contract."""
+    if x.dtype in dtypes.SMALL_FLOATS:
+        steps = small_floats.decode(x)
+    else:
+        codes = x.astype(jnp.int32)
+        if zero_point is not None:
+            codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
+        steps = codes.astype(jnp.float32)
+    values = small_floats.scale_as_float32(scale)
+    product = rounding.rounded(steps * granularity.expand(values, x))
+    return rounding.to_grid(product, dtype).astype(dtype)
+
+
+def _number_zero_point(value: Any, x: Any, scale: Any) -> Any:
+    checks.integer(_NAME, "x_zero_point", value)
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:  # the contract of x will say so
+        return value
+    integers = (*dtypes.INTEGERS, dtypes.INT32)
+    low, high = dtypes.bounds(dtype) if dtype in integers else (0, 0)
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], for {dtype}, the dtype of x"
+        checks.require(False, _NAME, "x_zero_point", wanted, value)
+    return np.full(np.shape(scale), value, dtype)

@@ -1,0 +1,189 @@
+"""ONNX DynamicQuantizeLinear-11, with the int8 form its text describes and a scale per slice."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes, min_max, rounding, toolkit_attributes
+from .._core.granularity import Granularity, collapse, placed, reduced_axes, slices
+from .quantize_linear import quantize
+
+_NAME = "dynamic_quantize_linear"
+_TINY = np.finfo(np.float32).tiny
+DTYPES = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
+
+
+class DynamicQuantizeLinearOutput(NamedTuple):
+    """The outputs of `dynamic_quantize_linear`, under ONNX's names."""
+
+    y: jax.Array
+    y_scale: jax.Array
+    y_zero_point: jax.Array
+
+
+# A program that returns one can be saved by jax.export.
+export.register_namedtuple_serialization(
+    DynamicQuantizeLinearOutput, serialized_name="jaxquant.DynamicQuantizeLinearOutput"
+)
+
+
+def dynamic_quantize_linear(
+    x: ArrayLike,
+    *,
+    dtype: DTypeLike = jnp.uint8,
+    axis: int | None = None,
+    training: bool = True,
+    lda_coeff: float = 1.0,
+    name: str | None = None,
+) -> DynamicQuantizeLinearOutput:
+    """y_scale = (max(x, 0) - min(x, 0)) / (qmax - qmin), y_zero_point = round(saturate(qmin - min(x, 0) / y_scale)).
+
+    Then y = saturate(round_half_even(x / y_scale) + y_zero_point). The order of the float32 operations is ONNX
+    Runtime's. For int8 the range is [-127, 127], as the ONNX text has it.
+
+    A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. So has a range of subnormal
+    numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below 3e-36), y_scale is the
+    least normal float32, 2**-126, and y and y_zero_point follow from it; ONNX Runtime has the subnormal y_scale there.
+    An infinity in x makes y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every
+    other x whose min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
+
+    Args:
+        x: values, float32, of any shape; a Python number is float32.
+        dtype: Static. uint8 or int8.
+        axis: Static. None for one scale; else the axis that is kept, negative from the back: a scale and a zero
+            point per index of it, each from its own slice.
+        training: Static. False keeps nothing for the backward pass; differentiating then raises.
+        lda_coeff: Static. Multiplies the gradient that flows back to x; 0 stops it, -1 reverses it.
+        name: Static. A name for the operation in the lowered program, as `jax.named_scope` gives it.
+
+    Returns:
+        y: the codes, x's shape, in `dtype`.
+        y_scale: value per step, float32, () or as long as `axis`. `dequantize_linear` must be given the same axis;
+            its own default is 1.
+        y_zero_point: steps, in `dtype`, of y_scale's shape.
+
+    Raises:
+        TypeError: x is not float32, dtype is neither uint8 nor int8, or a static argument has a wrong type.
+        ValueError: axis is out of range; or the call is differentiated with training=False.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> y, y_scale, y_zero_point = jq.dynamic_quantize_linear(jnp.array([-10.0, 3.4, 10.0]))
+        >>> y, y_zero_point  # with a reciprocal in place of the division the zero point would be 128
+        (Array([  0, 170, 254], dtype=uint8), Array(127, dtype=uint8))
+        >>> jq.dynamic_quantize_linear(jnp.array([[-1.0, 1.0], [0.0, 2.0]]), dtype=jnp.int8, axis=0).y
+        Array([[-127,  127],
+               [-127,  127]], dtype=int8)
+
+    Source: ONNX DynamicQuantizeLinear-11; training, lda_coeff and name from the node of Graiphic's Deep Learning
+    Toolkit for LabVIEW.
+
+    Cotangent of x, with g that of y_scale: lda_coeff * g / (qmax - qmin) at the largest element where it is
+    positive, minus that at the smallest where it is negative; equal elements share it. y and y_zero_point are
+    integers and carry none.
+    """
+    return _enter(
+        checks.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
+def _dynamic_quantize_linear(
+    x: jax.Array, *,
+    dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
+) -> DynamicQuantizeLinearOutput:  # fmt: skip
+    (x,) = checks.arrays(x)
+    found, granularity = contract(_NAME, x, dtype, axis)
+    toolkit_attributes.contract(_NAME, training, lda_coeff, name)
+    config = _Config(granularity, found, bool(training), float(lda_coeff))
+    with toolkit_attributes.scope(name):
+        return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
+
+
+_enter = checks.entrance(_NAME, _dynamic_quantize_linear, ("x",))
+
+
+class _Config(NamedTuple):
+    granularity: Granularity
+    dtype: np.dtype
+    training: bool
+    lda_coeff: float
+
+
+_Outputs = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
+    x = jnp.asarray(x)  # an inlined jit can hand a Python number through
+    _, _, scale, zero_point = dynamic_range(x, config.granularity, config.dtype)
+    return dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point
+
+
+def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
+    toolkit_attributes.refuse_backward(_NAME, config.training)
+    x = jnp.asarray(x)
+    low, high, scale, zero_point = dynamic_range(x, config.granularity, config.dtype)
+    return (dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
+
+
+def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple[jax.Array]:
+    granularity = config.granularity
+    x, low, high = map(jnp.asarray, residuals)
+    qmin, qmax = dtypes.narrow_bounds(config.dtype)
+    upper = _share(x, high, granularity, high <= 0)
+    lower = _share(x, low, granularity, low >= 0)
+    slope = granularity.expand(g[1], x) * np.float32(config.lda_coeff / (qmax - qmin))
+    return (slope * (upper - lower),)
+
+
+_dynamic_quantize.defvjp(_dynamic_quantize_fwd, _dynamic_quantize_bwd)
+
+
+def _share(x: jax.Array, extreme: jax.Array, granularity: Granularity, is_zero: jax.Array) -> jax.Array:
+    """Returns each element's share of an extreme: 1 / n where n elements are it, 0 where the 0 in the range is."""
+    equal = (x == granularity.expand(extreme, x)).astype(jnp.float32)
+    share = equal / granularity.expand(collapse(granularity, equal, extreme), x)
+    share = jnp.where(granularity.expand(is_zero, x), np.float32(0), share)
+    # XLA takes a product with a mask for a choice, and 0 / 0 for 0.
+    return jnp.where(granularity.expand(jnp.isnan(extreme), x), np.float32(np.nan), share)
+
+
+def dynamic_range(
+    x: jax.Array, granularity: Granularity, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
+    axes = reduced_axes(granularity, x.ndim)
+    low, high = min_max.extremes(x, axes)
+    qmin, qmax = dtypes.narrow_bounds(dtype)
+    width = high - low
+    steps = placed(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
+    scale = rounding.quotient(width, steps)
+    # XLA:CPU takes subnormal numbers for 0. Compared, not a maximum, which may lose a NaN.
+    scale = jnp.where(scale < _TINY, _TINY, scale)
+    scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
+    start = np.float32(qmin) - rounding.quotient(low, scale)
+    # ONNX Runtime's clamp takes a NaN to the upper bound.
+    start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
+    zero_point = rounding.encode(start, None, dtype, (qmin, qmax))
+    return low, high, scale, zero_point
+
+
+def dynamic_codes(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
+    """Returns the codes of x under a range found by `dynamic_range`."""
+    bounds = dtypes.narrow_bounds(zero_point.dtype)
+    return quantize(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
+
+
+def contract(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, Granularity]:
+    """Holds the arguments that every dynamic ONNX operator takes to their contracts."""
+    checks.array(function, "x", x, (dtypes.FLOAT32,))
+    found = checks.dtype(function, "dtype", dtype, DTYPES)
+    return found, slices(function, axis, x.shape)

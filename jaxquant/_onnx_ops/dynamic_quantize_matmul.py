@@ -1,0 +1,149 @@
+"""ONNX Runtime's DynamicQuantizeMatMul, with a scale per block of rows besides."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .._core import checks, dtypes, granularity, matmul_shapes
+from ..integer import _operands
+from .dynamic_quantize_linear import dynamic_codes, dynamic_range
+from .matmul_integer_to_float import block_contract, block_count, blocked
+from .quantize_linear import plain_scale
+
+_NAME = "dynamic_quantize_matmul"
+_UINT8 = np.dtype(jnp.uint8)
+
+
+def dynamic_quantize_matmul(
+    a: ArrayLike, b: ArrayLike, b_scale: ArrayLike, b_zero_point: ArrayLike | None = None, bias: ArrayLike | None = None
+) -> jax.Array:
+    """y = float32((q - q_zero_point) @ (b - b_zero_point)) * (q_scale * b_scale) + bias, with q of a's own range.
+
+    q, q_scale and q_zero_point are what `dynamic_quantize_linear` makes of the whole of a, in uint8. The float32
+    operations are ONNX Runtime's, each rounded once. What `dynamic_quantize_linear` says of infinities and NaN in a
+    holds here. With a scale per block of b's rows, the products of the blocks are added in ascending order, as in
+    `matmul_integer_to_float`.
+
+    Args:
+        a: values, float32, of rank 1 or more; numpy.matmul's shapes.
+        b: codes, int8 or uint8.
+        b_scale: value per step of b, float32: a scalar, one for each column, as [N] or [..., 1, N], or, for a b of
+            rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number is
+            float32.
+        b_zero_point: steps, in b's dtype, shaped as a b_scale; [blocks, N] only with such a b_scale. None is 0. An
+            int stands for an array of it.
+        bias: float32, [N]. None is 0.
+
+    Returns:
+        float32, of numpy.matmul's shape.
+
+    Raises:
+        TypeError: an argument has a dtype that the operator does not have.
+        ValueError: shapes do not fit each other.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> a = jnp.array([[-10.0, 3.4, 10.0]])  # 0, 170 and 254, zero point 127
+        >>> b = jnp.array([[1, -128], [2, 127], [3, 1]], jnp.int8)
+        >>> jq.dynamic_quantize_matmul(a, b, jnp.array([0.25, 2.0]))
+        Array([[   6.666667, 3426.51    ]], dtype=float32)
+
+    Source: ONNX Runtime's com.microsoft DynamicQuantizeMatMul-1; the blocks are this library's.
+
+    Cotangent of a: g times the dequantized b, transposed: rounding passes it straight through, and a's range counts
+    as a constant. Of b_scale: g * acc * q_scale, summed over what shares the scale. Of bias: g summed over rows.
+    Integers have none.
+    """
+    b_scale = plain_scale(_NAME, "b_scale", b_scale)
+    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
+    centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
+    return _enter(checks.float32(a), b, b_scale, b_zero_point, bias, centred=centred)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+def _dynamic_quantize_matmul(
+    a: jax.Array, b: jax.Array, b_scale: jax.Array, b_zero_point: jax.Array | None, bias: jax.Array | None, *,
+    centred: bool,
+) -> jax.Array:  # fmt: skip
+    a, b, b_scale, b_zero_point, bias = checks.arrays(a, b, b_scale, b_zero_point, bias)
+    checks.array(_NAME, "a", a, (dtypes.FLOAT32,))
+    checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
+    checks.array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
+    of = matmul_shapes.shapes(_NAME, a, b)
+    matmul_shapes.bias_contract(_NAME, bias, of)
+    if block_count(b_scale, of) > 1:
+        b_scale, b_zero_point = block_contract(_NAME, b, b_scale, b_zero_point, of)
+        steps = _operands.signed_steps(b_zero_point, b.dtype, centred)
+    else:
+        _, steps = matmul_shapes.zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
+        b_scale = matmul_shapes.of_columns(_NAME, "b_scale", b_scale, of)
+    y: Any = _product(of, a, b, steps, b_scale)
+    return matmul_shapes.biased(y, bias).reshape(of.out)
+
+
+_enter = checks.entrance(_NAME, _dynamic_quantize_matmul, ("a", "b", "b_scale", "b_zero_point", "bias"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+    """Returns the product before its bias; b_steps are of the signed b."""
+    return _product_fwd(of, a, b, b_steps, b_scale)[0]
+
+
+def _scaled(
+    of: matmul_shapes.Shapes,
+    codes: jax.Array,
+    b: jax.Array,
+    a_steps: Any,
+    b_steps: Any,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+) -> jax.Array:
+    a_scale = a_scale.reshape((1,) * len(of.a))
+    if block_count(b_scale, of) > 1:
+        return blocked(codes, b, a_steps, b_steps, a_scale, b_scale, of)
+    acc = matmul_shapes.product(codes, b, a_steps, b_steps, of)
+    return matmul_shapes.scaled(acc, matmul_shapes.scales(a_scale, b_scale))
+
+
+def _product_fwd(
+    of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+) -> tuple[jax.Array, Any]:
+    a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
+    per_tensor = granularity.PerTensor()
+    _, _, scale, zero_point = dynamic_range(a, per_tensor, _UINT8)
+    codes = dynamic_codes(a, scale, zero_point, per_tensor)
+    steps = _operands.signed_steps(zero_point, _UINT8, False)
+    y = _scaled(of, codes, b, steps, b_steps, scale, b_scale)
+    return y, (codes, b, steps, b_steps, scale, b_scale)
+
+
+def _product_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+    codes, b, a_steps, b_steps, scale, b_scale = residuals
+    weights = _operands.signed(b.reshape(of.b)).astype(jnp.float32)
+    blocks = block_count(b_scale, of)
+    if b_steps is not None:
+        weights = weights - jnp.broadcast_to(_spread(b_steps, blocks, of), of.b).astype(jnp.float32)
+    values = weights * jnp.broadcast_to(_spread(b_scale, blocks, of), of.b)
+    highest = lax.Precision.HIGHEST
+    # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
+    like = codes.reshape(of.a).astype(jnp.float32)
+    _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
+    _, pull_scale = jax.vjp(lambda s: _scaled(of, codes, b, a_steps, b_steps, scale, s), b_scale)
+    (da,) = pull_a(g)
+    return da.reshape(codes.shape), None, None, pull_scale(g)[0]
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def _spread(value: jax.Array, blocks: int, of: matmul_shapes.Shapes) -> jax.Array:
+    """Returns what belongs to blocks of b's rows for every row; anything else as it came."""
+    return jnp.repeat(value, of.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value

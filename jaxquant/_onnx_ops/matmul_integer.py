@@ -1,0 +1,67 @@
+"""ONNX MatMulInteger-10."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.typing import ArrayLike
+
+from .._core import checks, matmul_shapes
+from ..integer import _operands
+
+_NAME = "matmul_integer"
+
+
+def matmul_integer(
+    a: ArrayLike, b: ArrayLike, a_zero_point: ArrayLike | None = None, b_zero_point: ArrayLike | None = None
+) -> jax.Array:
+    """y = (a - a_zero_point) @ (b - b_zero_point), in int32.
+
+    Exact modulo 2**32: the int32 wraps around, as the ONNX text lets it. It cannot while a has fewer than
+    2**31 / (255 * 255) = 33025 columns. Both operands enter the contraction as int8 and are never widened.
+
+    Args:
+        a: codes, int8 or uint8, of rank 1 or more; numpy.matmul's shapes.
+        b: codes, int8 or uint8, not necessarily a's dtype.
+        a_zero_point: steps, in a's dtype: a scalar, or one for each row of a, as [M] or [..., M, 1]. None is 0. An
+            int stands for an array of it.
+        b_zero_point: steps, in b's dtype: a scalar, or one for each column of b, as [N] or [..., 1, N]. Likewise.
+
+    Returns:
+        int32, of numpy.matmul's shape.
+
+    Raises:
+        TypeError: an operand is neither int8 nor uint8, or a zero point has another dtype than its operand.
+        ValueError: shapes do not fit each other.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> a = jnp.array([[11, 7, 255], [0, 128, 2]], jnp.uint8)
+        >>> b = jnp.array([[1, -128], [2, 127], [3, 0]], jnp.int8)
+        >>> jq.matmul_integer(a, b, 12, jnp.array([0, -1], jnp.int8))
+        Array([[ 718, -270],
+               [ 190, 16362]], dtype=int32)
+
+    Source: ONNX MatMulInteger-10. ONNX Runtime takes no zero point per row of a, and leaves y unset where a has no
+    columns; here the text holds, and such a y is 0.
+    """
+    a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
+    return _enter(a, b, a_zero_point, b_zero_point, centred=_operands.centred((a, b), (a_zero_point, b_zero_point)))
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+def _matmul_integer(
+    a: jax.Array, b: jax.Array, a_zero_point: jax.Array | None, b_zero_point: jax.Array | None, *,
+    centred: tuple[bool, bool],
+) -> jax.Array:  # fmt: skip
+    a, b, a_zero_point, b_zero_point = checks.arrays(a, b, a_zero_point, b_zero_point)
+    checks.array(_NAME, "a", a, _operands.EIGHT_BITS)
+    checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
+    of = matmul_shapes.shapes(_NAME, a, b)
+    steps = matmul_shapes.zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+    return matmul_shapes.product(a, b, *steps, of).reshape(of.out)
+
+
+_enter = checks.entrance(_NAME, _matmul_integer, ("a", "b", "a_zero_point", "b_zero_point"))

@@ -1,0 +1,144 @@
+"""ONNX QLinearConv-10."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from .._core import checks, dtypes, granularity
+from ..integer import _operands
+from ..integer.conv_general_dilated import convolution, zero_points_contract
+from . import requantize
+from ._conv_attributes import STATICS, Attributes, geometry, static
+from .quantize_linear import plain_scale
+
+_NAME = "qlinear_conv"
+_ARGUMENTS = ("x", "x_scale", "x_zero_point", "w", "w_scale", "w_zero_point", "y_scale", "y_zero_point", "b")
+
+
+def qlinear_conv(
+    x: ArrayLike,
+    x_scale: ArrayLike,
+    x_zero_point: ArrayLike,
+    w: ArrayLike,
+    w_scale: ArrayLike,
+    w_zero_point: ArrayLike,
+    y_scale: ArrayLike,
+    y_zero_point: ArrayLike,
+    b: ArrayLike | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> jax.Array:
+    """y = saturate(round_half_even((acc + b) * (x_scale * w_scale / y_scale)) + y_zero_point).
+
+    acc is what `conv_integer` makes of x and w; acc + b wraps around as it does. The integers are ONNX Runtime's: the
+    scales are multiplied, then divided, in float32; the product is rounded half to even before the zero point is
+    added. onnx's reference adds it first, and lands elsewhere on ties where y_zero_point is odd.
+
+    Args:
+        x: codes, int8 or uint8, (N, C, *spatial) with one spatial dimension or more.
+        x_scale: value per step of x, float32, a scalar. A Python number is float32.
+        x_zero_point: steps, a scalar in x's dtype. An int stands for an array of it.
+        w: codes, int8 or uint8, (M, C / group, *kernel), not necessarily x's dtype.
+        w_scale: value per step of w, float32: a scalar, or [M].
+        w_zero_point: steps, in w's dtype: a scalar, or [M].
+        y_scale: value per step of y, float32, a scalar.
+        y_zero_point: steps, a scalar. Its dtype, int8 or uint8, is y's; an int is one of x's dtype.
+        b: the bias, int32, [M], in steps of x_scale * w_scale. None is 0.
+        auto_pad: Static. "NOTSET" pads by `pads`; "SAME_UPPER" and "SAME_LOWER" so that ceil(size / stride) positions
+            fit, an odd one at the end or at the beginning; "VALID" not at all.
+        dilations: Static. Steps between neighbours of the kernel, one for each spatial dimension; None is 1.
+        group: Static. Groups of channels that do not meet.
+        kernel_shape: Static. None, or w's own.
+        pads: Static. Where each spatial dimension begins, then where each ends; None is 0.
+        strides: Static. One for each spatial dimension; None is 1.
+
+    Returns:
+        The codes, (N, M, *positions), in y_zero_point's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that the operator does not have, or an attribute a wrong type.
+        ValueError: shapes and attributes do not fit each other.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jnp.array([[[1, 3, 5, 255]]], jnp.uint8)
+        >>> w = jnp.array([[[1]], [[-2]]], jnp.int8)
+        >>> scale = jnp.array([0.5, 0.25])
+        >>> jq.qlinear_conv(x, 1.0, 0, w, scale, 0, 1.0, 1, jnp.array([0, 510]))
+        Array([[[  1,   3,   3, 129],
+                [128, 127, 126,   1]]], dtype=uint8)
+
+    Source: ONNX QLinearConv-10; where the text leaves the order open, ONNX Runtime's CPU kernel.
+    """
+    scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
+    x_scale, w_scale, y_scale = (plain_scale(_NAME, name, scale) for name, scale in scales)
+    x_zero_point = _operands.number_zero_point(_NAME, "x_zero_point", x_zero_point, x)
+    w_zero_point = _operands.number_zero_point(_NAME, "w_zero_point", w_zero_point, w)
+    y_zero_point = _operands.number_zero_point(_NAME, "y_zero_point", y_zero_point, x)
+    attributes = static(
+        _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
+        strides=strides,
+    )  # fmt: skip
+    centred = _operands.centred((x, w), (x_zero_point, w_zero_point))
+    return _enter(
+        x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, **attributes, centred=centred
+    )
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=(*STATICS, "centred"))
+def _qlinear_conv(
+    x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array, w: jax.Array, w_scale: jax.Array,
+    w_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, b: jax.Array | None, *,
+    centred: tuple[bool, bool], **attributes: Any,
+) -> jax.Array:  # fmt: skip
+    given = (x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b)
+    x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b = checks.arrays(*given)
+    for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
+        checks.require_type(point is not None, _NAME, argument, "an array", "None")
+    for argument, code in (("x", x), ("w", w), ("y_zero_point", y_zero_point)):
+        checks.array(_NAME, argument, code, _operands.EIGHT_BITS)
+    found = geometry(_NAME, x, w, Attributes(**attributes))
+    zero_points_contract(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
+    _scales_contract(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
+    scale = requantize.multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
+    steps = (
+        _operands.signed_steps(x_zero_point, x.dtype, centred[0]),
+        _operands.signed_steps(w_zero_point, w.dtype, centred[1]),
+    )
+
+    def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+        along = granularity.PerAxis(axis)
+        if b is not None:
+            acc = acc + along.expand(b, acc)
+        factors = along.expand(jnp.broadcast_to(scale, (w.shape[0],)), acc)
+        zero_point = granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
+        return requantize.requantize(acc, factors, zero_point, y_zero_point.dtype)
+
+    return convolution(_operands.signed(x), _operands.signed(w), *steps, found, False, epilogue)
+
+
+_enter = checks.entrance(_NAME, _qlinear_conv, _ARGUMENTS)
+
+
+def _scales_contract(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:
+    single = ((), (1,))
+    for argument, value in (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale)):
+        checks.array(_NAME, argument, value, (dtypes.FLOAT32,))
+    for argument, value in (("x_scale", x_scale), ("y_scale", y_scale), ("y_zero_point", y_zero_point)):
+        checks.require(value.shape in single, _NAME, argument, "a scalar", f"shape {value.shape}")
+    wanted = f"a scalar or shape ({features},), one for each feature"
+    checks.require(w_scale.shape in (*single, (features,)), _NAME, "w_scale", wanted, f"shape {w_scale.shape}")
+    if b is not None:
+        checks.same_dtype(_NAME, "b", b, dtypes.INT32, "steps of x_scale * w_scale")
+        checks.shape(_NAME, "b", b, (features,), "one for each feature")

@@ -1,0 +1,127 @@
+"""ONNX QLinearMatMul, versions 10 and 21."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .._core import checks, dtypes, matmul_shapes, small_floats
+from ..integer import _operands
+from . import requantize
+from .quantize_linear import plain_scale, refuse_float_zero_point
+
+_NAME = "qlinear_matmul"
+_DTYPES = (*_operands.EIGHT_BITS, *dtypes.FLOAT8)
+_ARGUMENTS = ("a", "a_scale", "a_zero_point", "b", "b_scale", "b_zero_point", "y_scale", "y_zero_point")
+
+
+def qlinear_matmul(
+    a: ArrayLike,
+    a_scale: ArrayLike,
+    a_zero_point: ArrayLike,
+    b: ArrayLike,
+    b_scale: ArrayLike,
+    b_zero_point: ArrayLike,
+    y_scale: ArrayLike,
+    y_zero_point: ArrayLike,
+) -> jax.Array:
+    """y = saturate(round_half_even(acc * (a_scale * b_scale / y_scale)) + y_zero_point), acc as of `matmul_integer`.
+
+    The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32; the product with
+    float32(acc) is rounded half to even before the zero point is added. onnx's reference adds it first, and lands
+    elsewhere on ties where y_zero_point is odd. acc wraps around as `matmul_integer`'s does.
+
+    float8 operands are multiplied and summed in float32; the order of that sum is XLA's, so its last bits are
+    promised only where every partial sum is exact.
+
+    Args:
+        a: codes, int8, uint8 or one of the four float8, of rank 1 or more; numpy.matmul's shapes.
+        a_scale: value per step of a, float32, float16 or bfloat16: a scalar, or one for each row, as [M] or
+            [..., M, 1]. A Python number is float32.
+        a_zero_point: steps, in a's dtype, likewise shaped; of float8 only 0. An int stands for an array of it.
+        b: codes, likewise; int8 and uint8 go with each other, float8 with float8.
+        b_scale: value per step of b: a scalar, or one for each column, as [N] or [..., 1, N].
+        b_zero_point: steps, in b's dtype, likewise shaped.
+        y_scale: value per step of y: a scalar, or one for each row of a.
+        y_zero_point: steps, likewise shaped. Its dtype is y's; an int is one of a's dtype.
+
+    Returns:
+        The codes of the product, of numpy.matmul's shape, in y_zero_point's dtype.
+
+    Raises:
+        TypeError: an argument has a dtype that the operator does not have.
+        ValueError: shapes do not fit each other, or a float8 zero point is not 0.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> a = jnp.array([[1], [3], [5], [7]], jnp.uint8)
+        >>> b = jnp.array([[1, 2]], jnp.uint8)
+        >>> jq.qlinear_matmul(a, 0.5, 0, b, 1.0, 0, 1.0, 1)  # halves go to even, then 1 is added
+        Array([[1, 2],
+               [3, 4],
+               [3, 6],
+               [5, 8]], dtype=uint8)
+
+    Source: ONNX QLinearMatMul-10, -21; where the texts leave the order open, ONNX Runtime's CPU kernel.
+    """
+    scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
+    a_scale, b_scale, y_scale = (plain_scale(_NAME, name, scale) for name, scale in scales)
+    a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
+    y_zero_point = _operands.number_zero_point(_NAME, "y_zero_point", y_zero_point, a)
+    for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
+        refuse_float_zero_point(_NAME, f"{argument}_zero_point", point)
+    return _enter(
+        a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point,
+        centred=_operands.centred((a, b), (a_zero_point, b_zero_point)),
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+def _qlinear_matmul(
+    a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array, b: jax.Array, b_scale: jax.Array,
+    b_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, *, centred: tuple[bool, bool],
+) -> jax.Array:  # fmt: skip
+    given = (a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point)
+    a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point = checks.arrays(*given)
+    for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
+        checks.require_type(point is not None, _NAME, argument, "an array", "None")
+    checks.array(_NAME, "a", a, _DTYPES)
+    family = _operands.EIGHT_BITS if a.dtype in _operands.EIGHT_BITS else dtypes.FLOAT8
+    checks.array(_NAME, "b", b, family)
+    checks.array(_NAME, "y_zero_point", y_zero_point, family)
+    for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
+        checks.array(_NAME, argument, scale, dtypes.FLOATS)
+    of = matmul_shapes.shapes(_NAME, a, b)
+    rows, columns = (functools.partial(f, _NAME, of=of) for f in (matmul_shapes.of_rows, matmul_shapes.of_columns))
+    scale = requantize.multiplier(
+        *_aligned(of, rows("a_scale", value=a_scale), columns("b_scale", value=b_scale), rows("y_scale", value=y_scale))
+    )
+    (y_steps,) = _aligned(of, rows("y_zero_point", value=y_zero_point))
+    steps = matmul_shapes.zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+    if a.dtype in dtypes.FLOAT8:
+        return _of_float8(a, b, scale, y_zero_point.dtype, of)
+    acc = matmul_shapes.product(a, b, *steps, of)
+    wide = matmul_shapes.outward(y_steps.astype(jnp.int32), acc)
+    return requantize.requantize(acc, matmul_shapes.outward(scale, acc), wide, y_zero_point.dtype).reshape(of.out)
+
+
+_enter = checks.entrance(_NAME, _qlinear_matmul, _ARGUMENTS)
+
+
+def _aligned(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what belongs to a or b with as many dimensions as the product."""
+    rank = len(of.product)
+    return tuple(v.reshape((1,) * (rank - v.ndim) + v.shape) for v in values)
+
+
+def _of_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, of: matmul_shapes.Shapes) -> jax.Array:
+    left, right = small_floats.decode(a).reshape(of.a), small_floats.decode(b).reshape(of.b)
+    product: Any = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+    return small_floats.encode(product * matmul_shapes.outward(scale, product), dtype, True).reshape(of.out)

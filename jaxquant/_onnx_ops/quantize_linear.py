@@ -1,0 +1,203 @@
+"""ONNX QuantizeLinear, versions 10 to 28."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes, rounding, small_floats
+from .._core.granularity import Granularity, matching, resolve
+
+_NAME = "quantize_linear"
+_X = (*dtypes.FLOATS, dtypes.INT32)
+_SCALE = (*dtypes.FLOATS, dtypes.INT32, dtypes.E8M0)
+
+
+def quantize_linear(
+    x: ArrayLike,
+    y_scale: ArrayLike,
+    y_zero_point: ArrayLike | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    saturate: bool = True,
+    output_dtype: DTypeLike | None = None,
+    precision: DTypeLike | None = None,
+) -> jax.Array:
+    """y = saturate(round_half_even(x / y_scale) + y_zero_point).
+
+    The integers are ONNX Runtime's: the quotient is a true division, ties go to even, and the zero point is
+    added after rounding. What lies beyond the dtype, infinities included, saturates; NaN becomes the lowest
+    code. A zero scale divides to infinity or NaN and saturates likewise; `fake_quantize_linear`, which is no operator
+    of ONNX, refuses a scale that is known to be 0, negative or NaN.
+
+    Integers carry no gradient in JAX, and the float8 and float4 results of this operator carry none either;
+    `fake_quantize_linear` is the one to train through.
+
+    Args:
+        x: values, float32, float16, bfloat16 or int32, of any shape; a Python number is float32.
+        y_scale: value per step. float32, float16, bfloat16, float8_e8m0fnu, or int32 for an int32 x. A scalar or
+            one element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
+            ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
+        y_zero_point: steps, of y_scale's shape and the output's dtype. None is 0. An int stands for an
+            array of it, in `output_dtype`. For a float output it must be 0: what is known at trace time is checked,
+            what is traced is ignored, as ONNX Runtime ignores it.
+        axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
+        block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
+        saturate: Static. For float8 only: whether overflow, infinities included, becomes the largest finite value
+            (True) or what the dtype makes of it (False).
+        output_dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
+            float4_e2m1fn. By default y_zero_point's dtype; without one uint8, which takes negative values to 0.
+        precision: Static. float32, float16 or bfloat16: the precision of the division. By default y_scale's
+            dtype; for a float8_e8m0fnu scale float32. ONNX Runtime divides float16 in float32 whatever is
+            asked: `precision=jnp.float32` gives its integers.
+
+    Returns:
+        The codes, x's shape, in the output dtype.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: shapes, axis or block_size do not fit each other, or a float output has a zero point.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jnp.array([-2.5, -0.5, 0.5, 1.5, 300.0])
+        >>> jq.quantize_linear(x, 1.0, 1, output_dtype=jnp.uint8)
+        Array([  0,   1,   1,   3, 255], dtype=uint8)
+        >>> weights = jnp.array([[-1.27, 0.3], [0.635, 6.0]])  # symmetric int8, one scale per column
+        >>> scale = jnp.abs(weights).max(axis=0) / 127
+        >>> jq.quantize_linear(weights, scale, axis=1, output_dtype=jnp.int8)
+        Array([[-127,    6],
+               [  64,  127]], dtype=int8)
+
+    Source: ONNX QuantizeLinear-10, -13, -19, -21, -23, -24, -25, -28; where the text leaves NaN open, ONNX
+    Runtime's CPU kernel.
+    """
+    if isinstance(y_scale, int | float):
+        y_scale = number_scale(_NAME, "y_scale", y_scale, x)
+    if isinstance(y_zero_point, int | np.integer) and not checks.has_dtype(y_zero_point, dtypes.QUANTIZED):
+        dtype = jnp.uint8 if output_dtype is None else output_dtype
+        y_zero_point = number_zero_point(_NAME, "y_zero_point", y_zero_point, dtype, y_scale)
+    if y_zero_point is not None:
+        refuse_float_zero_point(_NAME, "y_zero_point", y_zero_point)
+    return _enter(
+        checks.float32(x), y_scale, y_zero_point,
+        axis=axis, block_size=block_size, saturate=saturate, output_dtype=output_dtype, precision=precision,
+    )  # fmt: skip
+
+
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("axis", "block_size", "saturate", "output_dtype", "precision")
+)
+def _quantize_linear(
+    x: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array | None, *,
+    axis: int, block_size: int, saturate: bool, output_dtype: Any, precision: Any,
+) -> jax.Array:  # fmt: skip
+    x, y_scale, y_zero_point = checks.arrays(x, y_scale, y_zero_point)
+    checks.array(_NAME, "x", x, _X)
+    checks.array(_NAME, "y_scale", y_scale, _SCALE)
+    checks.flag(_NAME, "saturate", saturate)
+    dtype = _output_dtype(y_zero_point, output_dtype)
+    carrier = _precision(x, y_scale, precision)
+    granularity = resolve(_NAME, "y_scale", y_scale, x.shape, axis, block_size)
+    if y_zero_point is not None:
+        matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
+    x, y_scale = jax.lax.stop_gradient((x, y_scale))
+    return quantize(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
+
+
+_enter = checks.entrance(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_point"))
+
+
+def quotients(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
+    """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
+    if carrier == dtypes.INT32:
+        return rounding.integer_quotient(x, scale)
+    values = small_floats.scale_as_float32(scale)
+    return rounding.quotient_in(x.astype(jnp.float32), values, carrier)
+
+
+def quantize(
+    x: jax.Array,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    granularity: Granularity,
+    dtype: np.dtype,
+    carrier: np.dtype,
+    saturate: bool = True,
+    bounds: tuple[int, int] | None = None,
+) -> jax.Array:
+    """Returns the codes of x; every argument has passed its contract."""
+    value = quotients(x, granularity.expand(scale, x), carrier)
+    if dtype in dtypes.FLOAT4 and zero_point is not None:
+        value = jnp.where(value == 0, np.float32(0), value)  # float4 adds its zero point, 0: -0 + 0 is +0
+    if dtype in dtypes.SMALL_FLOATS:
+        return small_floats.encode(value, dtype, saturate)
+    steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x)
+    return rounding.encode(value, steps, dtype, bounds)
+
+
+def _output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
+    if zero_point is None:
+        wanted = jnp.uint8 if output_dtype is None else output_dtype
+        return checks.dtype(_NAME, "output_dtype", wanted, dtypes.QUANTIZED)
+    checks.array(_NAME, "y_zero_point", zero_point, dtypes.QUANTIZED)
+    if output_dtype is not None:
+        dtype = checks.dtype(_NAME, "output_dtype", output_dtype, dtypes.QUANTIZED)
+        checks.same_dtype(_NAME, "y_zero_point", zero_point, dtype, "output_dtype")
+    return zero_point.dtype
+
+
+def _precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
+    if precision is not None:
+        return checks.dtype(_NAME, "precision", precision, dtypes.FLOATS)
+    if scale.dtype == dtypes.INT32:
+        wanted = "a float dtype, or precision=: division in int32, the dtype of y_scale, is for an int32 x"
+        checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", wanted, f"int32 with x of {x.dtype}")
+    return dtypes.FLOAT32 if scale.dtype == dtypes.E8M0 else scale.dtype
+
+
+def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
+    """Returns a Python number as a scale of x's float dtype, float32 where x is none; it must survive that."""
+    dtype = getattr(x, "dtype", None)
+    with np.errstate(over="ignore"):  # what is lost is an error below
+        try:
+            scale = np.asarray(float(value), dtype if dtype in dtypes.FLOATS else np.float32)
+        except OverflowError:  # an int beyond float64
+            scale = np.asarray(np.inf, np.float32)
+    wanted = f"a number that {scale.dtype} can hold"
+    lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
+    checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.described(value))
+    checks.require(not lost, function, argument, wanted, value)
+    return scale
+
+
+def plain_scale(function: str, argument: str, value: Any) -> Any:
+    """Returns a Python number as a float32 scale; anything else as it came."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number_scale(function, argument, value, None) if is_number else value
+
+
+def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scale: Any) -> Any:
+    """Returns an int as a zero point of scale's shape and the given dtype, which must hold it."""
+    found = checks.dtype(function, f"the dtype of {argument}", dtype, dtypes.QUANTIZED)
+    checks.integer(function, argument, value)
+    low, high = dtypes.bounds(found) if found in dtypes.INTEGERS else (0, 0)
+    if not low <= value <= high:
+        wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
+        checks.require(False, function, argument, wanted, value)
+    return np.full(np.shape(scale), value, found)
+
+
+def refuse_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
+    """Requires a known zero point of a small float dtype to be zero; a traced one cannot be looked at."""
+    known = isinstance(zero_point, jax.Array | np.ndarray | np.generic) and not checks.is_traced(zero_point)
+    if known and zero_point.dtype in dtypes.SMALL_FLOATS:
+        zero = not np.any(np.asarray(zero_point).astype(np.float32))
+        wanted = f"0, the only zero point of {zero_point.dtype}"
+        checks.require(zero, function, argument, wanted, np.asarray(zero_point).astype(np.float32).tolist())

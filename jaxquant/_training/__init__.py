@@ -1,0 +1,1 @@
+"""Quantization with a gradient: fake quantization, estimators, and contractions of floats in integers."""

@@ -1,0 +1,337 @@
+"""A histogram that grows with what it sees, and depends on nothing else: neither on the order of the batches nor on
+how they were merged. Knows nothing of what is read off it.
+
+Bin j of a slice holds the numbers of [j, j + 1) * 2**exponent / (bins / 2), and of those below 0 the mirror image,
+(j, j + 1]. When a larger number comes, the exponent grows and bin j goes to bin j >> 1: no count is lost or guessed,
+and what came before is where it would be had the larger number come first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from .._arrays import scale_from_range
+from .._arrays.spec import QuantSpec
+from .._core import checks, granularity, uint64
+from .._core.uint64 import Words
+from . import running
+from . import slices as data_slices
+from .calibrator import Calibrator, Parts, built, spec_of
+
+_LEAST = -100  # the least exponent: the reciprocal of a bin's width is a float32 still
+_SPARE = 16  # slots of a table behind its bins, the first half of them for zeros
+_CHUNK = 2**14  # elements whose indices stay in the cache
+_TABLES = 2**31
+_NONE = np.int32(2**31 - 1)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+
+
+class HistogramState(NamedTuple):
+    """Counts in `bins` equal bins over [-2**exponent, 2**exponent), the exponent being the least that holds all.
+
+    A slice that saw a NaN or an infinity has it in `low` or `high`; its counts then mean nothing.
+
+    Attributes:
+        low: the least value of each slice, float32.
+        high: the largest.
+        seen: the number of elements of each slice, two uint32 words.
+        zeros: how many zeros were counted, which are in no bin. To XLA:CPU denormal numbers are zeros.
+        exponent: int32.
+        counts: the bins, in a last dimension of their own, two uint32 words.
+        least: the bits of the least magnitude in each bin, int32; None where the calibrator does not ask.
+        most: those of the largest.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    seen: Words
+    zeros: Words
+    exponent: jax.Array
+    counts: Words
+    least: jax.Array | None
+    most: jax.Array | None
+
+
+for _state in (HistogramState, Words):
+    export.register_namedtuple_serialization(_state, serialized_name=f"jaxquant.{_state.__name__}")
+
+
+class Settings(NamedTuple):
+    """What all calibrators with a histogram are told.
+
+    Attributes:
+        function: the name of the factory.
+        spec: how to quantize.
+        bins: a power of two.
+        every: every how many elements of a slice one is counted.
+        has_ends: whether each bin knows its least and its largest number.
+    """
+
+    function: str
+    spec: QuantSpec
+    bins: int
+    every: int
+    has_ends: bool = False
+
+
+def calibrator(settings: Settings, finish: Any) -> Calibrator:
+    """Returns the calibrator that ends with `finish(state)`, after the contracts that it shares with others."""
+    function = settings.function
+    spec_of(function, settings.spec)
+    for argument in ("bins", "every"):
+        checks.integer(function, argument, getattr(settings, argument))
+    bins, every = int(settings.bins), int(settings.every)
+    power = 16 <= bins <= uint64.TERMS and bins & (bins - 1) == 0
+    checks.require(power, function, "bins", f"a power of two in [16, {uint64.TERMS}]", bins)
+    checks.require(every > 0, function, "every", "a positive int", every)
+    settings = settings._replace(bins=bins, every=every)
+    nothing = functools.partial(_nothing, settings)
+    step = functools.partial(_update, settings=settings)
+    return built(Parts(function, settings.spec, nothing, step, _together, _across, finish))
+
+
+def bins_of(state: HistogramState) -> int:
+    """Returns the number of bins."""
+    return state.counts.low.shape[-1]
+
+
+def width(state: HistogramState) -> jax.Array:
+    """Returns the width of a bin, float32, a power of two."""
+    return _power(state.exponent - (bins_of(state) // 2).bit_length() + 1)
+
+
+def per_width(state: HistogramState) -> jax.Array:
+    """Returns the reciprocal of a bin's width, exactly."""
+    return _power((bins_of(state) // 2).bit_length() - 1 - state.exponent)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _nothing(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
+    slots = math.prod(shape) * (settings.bins + _SPARE)
+    wanted = f"fewer than {_TABLES} bins in all"
+    checks.require(slots < _TABLES, settings.function, "spec", wanted, f"{math.prod(shape)} slices")
+    full = (*shape, settings.bins)
+    ends = (jnp.full(full, _NONE), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
+    none = uint64.zeros(shape)
+    return HistogramState(
+        *running.nothing(shape), none, none, jnp.full(shape, np.int32(_LEAST)), uint64.zeros(full), *ends
+    )
+
+
+# Growing.
+
+
+def _grown(state: HistogramState, exponent: jax.Array) -> HistogramState:
+    """Returns the state with an exponent that is not below its own."""
+    empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
+    steps = jnp.where(empty, 0, exponent - state.exponent)
+    steps = jnp.minimum(steps, bins_of(state).bit_length())  # then all that there is lies in the two bins beside 0
+    parts = jax.tree.map(lambda part: granularity.varying(part, steps), (state.counts, state.least, state.most))
+
+    def halve(carry: Any) -> Any:
+        left, parts = carry
+        grows = (left > 0)[..., None]
+        return left - 1, jax.tree.map(lambda new, old: jnp.where(grows, new, old), _halved(*parts), parts)
+
+    _, (counts, least, most) = lax.while_loop(lambda carry: jnp.any(carry[0] > 0), halve, (steps, parts))
+    return state._replace(exponent=exponent, counts=counts, least=least, most=most)
+
+
+def _halved(counts: Words, least: jax.Array | None, most: jax.Array | None) -> Any:
+    """Returns the bins two by two, in the middle of as many."""
+    return (
+        Words(*(_padded(v, 0) for v in uint64.add(*(Words(*pair) for pair in zip(*map(_pairs, counts), strict=True))))),
+        None if least is None else _padded(lax.min(*_pairs(least)), _NONE),
+        None if most is None else _padded(lax.max(*_pairs(most)), 0),
+    )
+
+
+def _pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
+    pairs = bins.reshape(*bins.shape[:-1], -1, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _padded(half: jax.Array, fill: Any) -> jax.Array:
+    side = half.shape[-1] // 2
+    return lax.pad(half, jnp.asarray(fill, half.dtype), [(0, 0, 0)] * (half.ndim - 1) + [(side, side, 0)])
+
+
+# Seeing.
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("settings",))
+def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> HistogramState:
+    if batch.size == 0:
+        return state
+    most = "fewer than 2**31 elements"
+    checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", most, f"shape {batch.shape}")
+    shape, block = state.low.shape, scale_from_range.block_size(settings.spec)
+    new = running.ExtremesState(*data_slices.extremes(batch, shape, block))
+    state = _grown(state, jnp.maximum(state.exponent, _exponent(*new)))
+    tables = _tables(batch, per_width(state), settings)
+    counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
+    zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
+    ends = [table[..., : settings.bins] for table in tables[1:]] or [None, None]
+    members = data_slices.members(batch, shape, block).astype(np.int32)
+    return HistogramState(
+        *running.together(state, new),
+        uint64.add(state.seen, uint64.of(jnp.asarray(members))),
+        uint64.add(state.zeros, uint64.of(zeros)),
+        state.exponent,
+        uint64.add(state.counts, uint64.of(counts)),
+        _both(lax.min, state.least, ends[0]),
+        _both(lax.max, state.most, ends[1]),
+    )
+
+
+def _both(of: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return None if a is None or b is None else of(a, b)
+
+
+def _exponent(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns the least e with |x| < 2**e; of what is not finite the least, for it must not grow."""
+    bits = lax.bitcast_convert_type(lax.max(lax.abs(low), lax.abs(high)), jnp.int32) & _MAGNITUDE
+    return jnp.maximum(jnp.where(bits < 0x7F800000, (bits >> 23) - 126, _LEAST), _LEAST)
+
+
+def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[jax.Array]:
+    """Returns, of the ranges' shape and a last dimension, how many elements are in each bin, and zeros behind the bins;
+    and if asked for the least and the largest magnitude."""
+    shape, block = per_width.shape, scale_from_range.block_size(settings.spec)
+    is_padded = data_slices.is_padded(batch, shape, block)
+    x = _sampled(data_slices.arranged(granularity.whole(batch), shape, block, np.nan), settings.every)
+    entries = x.shape[1]
+    per_width = per_width.reshape(entries)
+    slots = settings.bins + _SPARE
+
+    def fill(x: jax.Array, per_width: jax.Array, chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        empty = [0, _NONE, 0] if settings.has_ends else [0]
+        tables = tuple(jnp.full(entries * slots, np.int32(v)) for v in empty)
+        tables = tuple(granularity.varying(table, per_width) for table in tables)
+        counts = [-(-n // size) for n, size in zip(x.shape, chunk, strict=True)]
+        slot = lax.broadcasted_iota(jnp.int32, chunk, 1) * slots
+        # Neighbours that are 0 get different slots: adding to one that was just written to has to wait.
+        zero = slot + settings.bins + (lax.broadcasted_iota(jnp.int32, chunk, 2) & (_SPARE // 2 - 1))
+        if math.prod(counts) > 1:  # to be read in every step: computed there they cost as much as all the rest
+            slot, zero = lax.optimization_barrier((slot, zero))
+
+        def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            i = lax.convert_element_type(i, jnp.int32)  # int64 under JAX_ENABLE_X64, whatever the bounds are
+            place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
+            index, magnitude = _indices(x, per_width, settings.bins, is_padded, slot, zero, place)
+            return _scattered(tables, index, magnitude)
+
+        return lax.fori_loop(0, math.prod(counts), step, tables)
+
+    # In chunks XLA:CPU takes 0.7 ns for an element, at once 3: the indices leave the cache. Other backends scatter at
+    # once.
+    tables = lax.platform_dependent(
+        x, per_width,
+        cpu=functools.partial(fill, chunk=_chunk(x.shape)), default=functools.partial(fill, chunk=x.shape),
+    )  # fmt: skip
+    return [table.reshape(*shape, slots) for table in tables]
+
+
+def _sampled(x: jax.Array, every: int) -> jax.Array:
+    """Returns every n-th element of each slice, from the first on."""
+    before, slices, after = x.shape
+    if after == 1 and before > 1:
+        x = x[::every]
+        # Slices that are columns become rows: of short rows XLA:CPU makes a slow loop.
+        return x.transpose(1, 0, 2).reshape(1, slices, x.shape[0])
+    if every > 1 and before > 1:
+        x = x.transpose(1, 0, 2).reshape(1, slices, before * after)
+    return x[:, :, ::every]
+
+
+def _chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns how many indices of each dimension are counted together."""
+    before, slices, after = shape
+    last = _fitting(after, _CHUNK)
+    middle = _fitting(slices, max(1, _CHUNK // last))
+    return _fitting(before, max(1, _CHUNK // (last * middle))), middle, last
+
+
+def _fitting(length: int, most: int) -> int:
+    """Returns the largest divisor of a length that is at most `most`, or `most` where all are much smaller."""
+    if length <= most:
+        return max(1, length)
+    return next((n for n in range(most, most // 4, -1) if length % n == 0), max(1, most))
+
+
+def _indices(
+    x: jax.Array, per_width: jax.Array, bins: int, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the slots of a chunk's elements, and the bits of their magnitudes."""
+    chunk, half, trash = slot.shape, bins // 2, bins + _SPARE - 1
+    wanted = tuple(p * size for p, size in zip(place, chunk, strict=True))
+    start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(wanted, x.shape, chunk, strict=True))
+    value = lax.dynamic_slice(x, start, chunk).astype(jnp.float32)
+    scale = lax.dynamic_slice(per_width, (start[1],), (chunk[1],))
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    scaled = lax.abs(value) * lax.broadcast_in_dim(scale, chunk, (1,))
+    size = jnp.clip(scaled.astype(jnp.int32), 0, half - 1)  # an index out of bounds must not be, of a NaN neither
+    index = jnp.where(value == 0, zero, (size ^ (bits >> 31)) + half + slot)
+    if is_padded:
+        index = jnp.where(jnp.isnan(value), slot + trash, index)
+    for axis, (n, step) in enumerate(zip(x.shape, chunk, strict=True)):
+        if n % step:  # the last chunk reaches back into the one before
+            position = lax.broadcasted_iota(jnp.int32, chunk, axis) + start[axis]
+            index = jnp.where(position < wanted[axis], slot + trash, index)
+    return (index + start[1] * (bins + _SPARE)).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
+
+
+def _scattered(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: jax.Array) -> tuple[jax.Array, ...]:
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+    inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    updates = (jnp.ones_like(magnitude), magnitude, magnitude)
+    operations = (lax.scatter_add, lax.scatter_min, lax.scatter_max)
+    return tuple(
+        scatter(table, index[:, None], update, numbers, mode=inside)
+        for table, update, scatter in zip(tables, updates, operations, strict=False)
+    )
+
+
+# Meeting others.
+
+
+@functools.partial(jax.jit, inline=True)
+def _together(a: HistogramState, b: HistogramState) -> HistogramState:
+    exponent = jnp.maximum(a.exponent, b.exponent)
+    low_high = running.together(a, b)
+    a, b = _grown(a, exponent), _grown(b, exponent)
+    return HistogramState(
+        *low_high,
+        uint64.add(a.seen, b.seen),
+        uint64.add(a.zeros, b.zeros),
+        exponent,
+        uint64.add(a.counts, b.counts),
+        _both(lax.min, a.least, b.least),
+        _both(lax.max, a.most, b.most),
+    )
+
+
+def _across(state: HistogramState, axis_name: Any) -> HistogramState:
+    exponent = lax.pmax(state.exponent, axis_name)
+    low, high = running.across(state, axis_name)
+    state = _grown(state, exponent)
+    return HistogramState(
+        low,
+        high,
+        uint64.psum(state.seen, axis_name),
+        uint64.psum(state.zeros, axis_name),
+        exponent,
+        uint64.psum(state.counts, axis_name),
+        None if state.least is None else lax.pmin(state.least, axis_name),
+        None if state.most is None else lax.pmax(state.most, axis_name),
+    )

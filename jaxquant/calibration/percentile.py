@@ -1,0 +1,134 @@
+"""The range that holds so many percent of the data."""
+
+from __future__ import annotations
+
+import functools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._arrays.spec import QuantSpec
+from .._core import checks, uint64
+from .._core.uint64 import Words
+from . import histogram
+from .calibrator import Calibrator, Range
+from .histogram import HistogramState, Settings
+
+_NAME = "percentile"
+
+
+def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -> Calibrator:
+    """(lo, hi) = (-p, p), p the q-th percentile of |x|, for a symmetric spec; else the central q percent of x.
+
+    For a spec that is not symmetric (100 - q) / 2 percent are cut off on each side. Both are numpy's percentiles with
+    linear interpolation, found in a histogram: off by less than the width of a bin, 2 * R / bins, where R is the least
+    power of two above max(|x|). Exact zeros are counted apart and have no such error. The range is clipped to the
+    least and the largest value seen; q = 100 gives those, as `minmax` does.
+
+    The histogram does not depend on the order of the batches, nor on how states were merged. Its state holds 8 bytes
+    per bin and slice, 16 KiB for each slice by default, and counts 2**64 elements.
+
+    Args:
+        spec: how to quantize; of it the granularity matters here, and whether it is symmetric.
+        q: percent, in (0, 100].
+        bins: Static. Bins over [-R, R), a power of two in [16, 65536].
+        every: Static. Every how many elements of a slice, in the order of the batch, one is counted, from the first
+            on. Counting is what takes time: 1 counts all. Choose a number that has no divisor with the last dimension
+            of the batch in common. The extremes are those of all elements whatever it is.
+
+    Returns:
+        A `Calibrator`.
+
+    Raises:
+        TypeError: spec is no QuantSpec, an argument has a wrong type, or a batch has another dtype or is no array.
+        ValueError: q, bins or every is out of range, a batch has slices that do not fit the state's, an axis of the
+            spec is out of range, a state is not this calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity
+            or, without allow_zero, only zeros.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> cal = jq.percentile(jq.QuantSpec(jnp.int8), 90)
+        >>> state = cal.init(jnp.zeros(10))
+        >>> for batch in (-jnp.arange(10.0), jnp.array([100.0])):  # the outlier makes the bins wider, and loses none
+        ...     state = cal.update(state, batch)
+        >>> lo, hi = cal.finalize(state)
+        >>> lo, hi  # numpy: 9, clipped to what was seen
+        (Array([-9.], dtype=float32), Array([9.0625], dtype=float32))
+        >>> jq.quantize(jnp.array([0.0, -9.0, 100.0]), jq.QuantSpec(jnp.int8), lo, hi).values
+        Array([   0, -126,  127], dtype=int8)
+
+    Source: ONNX Runtime's PercentileCalibrater; the percentile calibration of Wu et al., arXiv 2004.09602, section 4.
+    """
+    checks.real(_NAME, "q", q)
+    checks.require(0 < q <= 100, _NAME, "q", "percent, in (0, 100]", q)
+    symmetric = isinstance(spec, QuantSpec) and bool(spec.symmetric)
+    finish = functools.partial(_finish, q=float(q), symmetric=symmetric)
+    return histogram.calibrator(Settings(_NAME, spec, bins, every), finish)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("q", "symmetric"))
+def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Array, jax.Array, Range]:
+    low, high = state.low, state.high
+    if q == 100:
+        return low, high, Range(low, high)
+    counts, start, span = _pieces(state, symmetric)
+    width = histogram.width(state)
+    share = Fraction(q) / 100
+
+    def value(share: Fraction) -> jax.Array:
+        return _value(counts, start, span, share) * width
+
+    lower, upper = (None, value(share)) if symmetric else (value((1 - share) / 2), value((1 + share) / 2))
+    lower = -upper if lower is None else lower
+    return low, high, Range(lax.clamp(low, lower, high), lax.clamp(low, upper, high))
+
+
+def _pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
+    """Returns the counts of adjacent stretches, in ascending order, where each starts, and its length, in bins."""
+    half = histogram.bins_of(state) // 2
+    below, above = (jax.tree.map(lambda v, cut=cut: v[..., cut], state.counts) for cut in _halves(half))
+    zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
+    start = np.arange(half, dtype=np.float32)
+    if symmetric:
+        above = uint64.add(above, jax.tree.map(lambda v: v[..., ::-1], below))
+        parts, starts = [zeros, above], [[0], start]
+    else:
+        parts, starts = [below, zeros, above], [start - half, [0], start]
+    counts = jax.tree.map(lambda *v: lax.concatenate(v, v[0].ndim - 1), *parts)
+    spans = [np.full(len(s), float(len(s) > 1), np.float32) for s in starts]
+    return counts, jnp.asarray(np.concatenate(starts, dtype=np.float32)), jnp.asarray(np.concatenate(spans))
+
+
+def _halves(half: int) -> tuple[slice, slice]:
+    return slice(None, half), slice(half, None)
+
+
+def _value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
+    """Returns numpy's percentile, in bins: between two elements in proportion, and those evenly within their bins."""
+    reached = uint64.cumulative(counts)
+    total = jax.tree.map(lambda v: v[..., -1], reached)
+    one = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
+    last = jax.tree.map(lambda v: jnp.where(uint64.less(total, one), 0, v), uint64.subtract(total, one))
+    rank, rest = uint64.share(last, share)
+    next_rank = uint64.add(rank, one)
+    next_rank = jax.tree.map(lambda n, v: jnp.where(uint64.less(last, next_rank), v, n), next_rank, last)
+    first, second = (_element(counts, reached, start, span, r) for r in (rank, next_rank))
+    return first + rest * (second - first)
+
+
+def _element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
+    """Returns where the element of a rank lies, in bins; the rank of the least is 0."""
+    wide = jax.tree.map(lambda v: v[..., None], rank)
+    after = uint64.less(jax.tree.map(lambda v, like: jnp.broadcast_to(v, like.shape), wide, reached), reached)
+    index = jnp.minimum(jnp.sum(~after, axis=-1, dtype=jnp.int32), after.shape[-1] - 1)
+
+    def picked(words: Words) -> Words:
+        return jax.tree.map(lambda v: jnp.take_along_axis(v, index[..., None], axis=-1)[..., 0], words)
+
+    held = picked(counts)
+    within = uint64.to_float32(uint64.subtract(rank, uint64.subtract(picked(reached), held)))
+    share = (within + np.float32(0.5)) / jnp.maximum(uint64.to_float32(held), np.float32(1))
+    return start[index] + span[index] * share

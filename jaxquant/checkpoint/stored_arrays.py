@@ -1,0 +1,136 @@
+"""A QuantizedArray as arrays that every library can save, at their true size, and a description of them.
+
+A description is data: nothing in it is executed, and what does not describe the arrays beside it is a contract error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._arrays import quantized_array, serialization
+from .._arrays.packing import pack, unpack
+from .._arrays.quantized_array import QuantizedArray
+from .._arrays.static_text import StaticText
+from .._core import checks, dtypes
+
+_DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # those of the parts
+KEY = "quantized_array"  # the description lies beside the parts, under this name
+FORMAT, _VERSION = "jaxquant.QuantizedArray", 1
+TEXT = "static_text"  # the name of what a StaticText is stored as
+PARTS = ("values", "scale", "zero_point")
+
+
+def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
+    """Returns the dtype and the shape that an array is stored in: one that every library knows."""
+    if dtypes.width(dtype) < 8:
+        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.width(dtype) // 8),)
+    if dtype.isbuiltin == 1:
+        return dtype, shape
+    return np.dtype(f"u{dtype.itemsize}"), shape
+
+
+def store_part(part: Any) -> Any:
+    """Returns an array as one that every library can save: codes of less than 8 bits packed, other types as bits."""
+    part = jnp.asarray(part)
+    dtype, _ = find_stored_type(part.dtype, part.shape)
+    if dtypes.width(part.dtype) < 8:
+        return pack(part)
+    return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
+
+
+def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
+    """Returns what `store_part` was given; bytes of packed codes may have any shape."""
+    is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
+    checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
+    is_packed = dtypes.width(dtype) < 8
+    wanted, lengths = find_stored_type(dtype, shape)
+    fits = stored.dtype == wanted and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
+    if not fits:
+        described = f"{wanted.name}{list(lengths)}, as described"
+        described += "" if wanted == dtype else f" for {dtype.name}{list(shape)}"
+        checks.require(False, function, argument, described, f"{stored.dtype}{list(stored.shape)}")
+    if is_packed:
+        return unpack(stored, dtype, shape)
+    stored = jnp.asarray(stored)
+    return stored if dtype == stored.dtype else lax.bitcast_convert_type(stored, dtype)
+
+
+def write_description(q: QuantizedArray) -> np.ndarray:
+    """Returns what the parts of a QuantizedArray are, as the bytes of a JSON text."""
+    parts = {
+        name: {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
+        for name in PARTS
+        if (part := getattr(q, name)) is not None
+    }
+    static = json.loads(serialization.encoded((q.dtype, q.block_size, q.codebook)))
+    text = json.dumps({"format": FORMAT, "version": _VERSION, "parts": parts, "static": static})
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> QuantizedArray:
+    """Returns the QuantizedArray that a dict of stored arrays and a description stand for."""
+    place = f"{argument}['{KEY}']"
+    found = _read_description(function, place, node[KEY])
+    parts = serialization.get_field(function, place, found, "parts")
+    required = ("values", "scale")
+    if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(PARTS):
+        got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
+        checks.require(False, function, f"{place}['parts']", "values, scale, and zero_point or not", got)
+    if set(node) != {*parts, KEY}:
+        wanted = f"the arrays {', '.join((*parts, KEY))}"
+        checks.require(False, function, argument, wanted, ", ".join(map(str, node)))
+    arrays: dict[str, Any] = {}
+    for name, part in parts.items():
+        dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
+        arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
+    static = serialization.get_field(function, place, found, "static")
+    dtype, block_size, book = serialization.decode_static(function, f"{place}['static']", static)
+    q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=book)
+    return quantized_array.contract(function, argument, q)
+
+
+def store_text(node: StaticText) -> dict[str, np.ndarray]:
+    """Returns a text as a dict of an array that every library can save."""
+    return {TEXT: np.frombuffer(node.text.encode(), np.uint8)}
+
+
+def restore_text(function: str, argument: str, node: Mapping[str, Any]) -> StaticText:
+    """Returns the text that `store_text` was given."""
+    place, stored = f"{argument}['{TEXT}']", node[TEXT]
+    is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
+    is_known = is_known and stored.dtype == np.uint8
+    wanted = "an array of uint8 that is not traced"
+    checks.require_type(is_known, function, place, wanted, checks.described(stored))
+    try:
+        return StaticText(np.asarray(stored).tobytes().decode())
+    except UnicodeDecodeError:
+        raise checks.ContractValueError(checks.message(function, place, "UTF-8", "other bytes")) from None
+
+
+def read_type(function: str, argument: str, found: Any) -> tuple[np.dtype, tuple[int, ...]]:
+    """Returns the dtype and the shape in a description of an array."""
+    name, shape = (serialization.get_field(function, argument, found, field) for field in ("dtype", "shape"))
+    dtype = serialization.decode_dtype(function, f"{argument}['dtype']", name, _DTYPES)
+    return dtype, serialization.decode_shape(function, f"{argument}['shape']", shape)
+
+
+def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
+    is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
+    wanted = "an array of uint8 that is not traced"
+    checks.require_type(is_known and text.dtype == np.uint8, function, argument, wanted, checks.described(text))
+    found = serialization.parse_json(function, argument, np.asarray(text).tobytes())
+    is_ours = isinstance(found, dict) and found.get("format") == FORMAT
+    checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
+    version = found.get("version")
+    is_read = type(version) is int and version == _VERSION  # to Python True is 1 as well
+    wanted = f"version {_VERSION}, the newest that is known here"
+    checks.require(is_read, function, argument, wanted, f"version {checks.described(version)}")
+    return found

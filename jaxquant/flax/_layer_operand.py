@@ -1,0 +1,384 @@
+"""One place of a layer where something is quantized: its weights, or its activations. Knows neither Linen nor NNX."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arrays import scale_from_range
+from .._arrays.quantize import found, quantize
+from .._arrays.quantized_array import QuantizedArray
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes, granularity, small_floats
+from .._core.granularity import PerAxis, PerFeature, PerTensor
+from .._training.estimators import LSQ, LSQPlus, StraightThrough
+from .._training.fake_quantize import Config, array_of, steps, tracked
+from .._training.quantizer import Quantizer
+from ..calibration import Calibrator
+from ..integer import _operands
+from .ranges import Dynamic, Learned, Observed, Partial, Source
+
+# Granularities of activations whose ranges have one shape whatever the batch.
+_STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
+_NEGATIVE = "its own zero point for unsigned codes is 0, and what is negative becomes 0"
+
+
+class Site(NamedTuple):
+    """What is static of a place: static and hashable.
+
+    Attributes:
+        spec: how to quantize.
+        source: where the range comes from.
+        of: "weight" or "activation".
+    """
+
+    spec: QuantSpec
+    source: Source
+    of: str
+
+
+@contextlib.contextmanager
+def at(path: str) -> Iterator[None]:
+    """Puts the path of a layer before the errors of what it calls."""
+    try:
+        yield
+    except (checks.ContractValueError, checks.ContractTypeError) as error:
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def contract(
+    layer: str, weight: Any, activation: Any, weight_range: Any, activation_range: Any
+) -> tuple[Site, Site | None]:
+    """Requires specs that a layer can train and serve, and returns its sites."""
+    wanted = "a QuantSpec (without one it is flax's own layer)"
+    checks.require_type(isinstance(weight, QuantSpec), layer, "weight", wanted, checks.described(weight))
+    known = activation is None or isinstance(activation, QuantSpec)
+    wanted = "a QuantSpec, or None for float activations"
+    checks.require_type(known, layer, "activation", wanted, checks.described(activation))
+    ways = (("weight", weight_range, Dynamic | Learned, "Dynamic() or Learned()"),
+            ("activation", activation_range, Source, "Observed(), Dynamic() or Learned()"))  # fmt: skip
+    for name, source, types, wanted in ways:
+        checks.require_type(isinstance(source, types), layer, f"{name}_range", wanted, checks.described(source))
+    sites = [(Site(weight, weight_range, "weight"))]
+    if activation is not None:
+        sites.append(Site(activation, activation_range, "activation"))
+        for site in sites:
+            _integers(layer, site.of, site.spec)
+    for site in sites:
+        if site.of == "activation" and not isinstance(site.source, Dynamic):
+            wanted = (
+                "PerTensor(), PerFeature(), or activation_range=Dynamic(): a stored range with an entry for each index "
+                "of any other axis fits no other batch size"
+            )
+            is_storable = {site.spec.granularity, site.spec.zero_point_granularity} <= _STORABLE
+            checks.require(is_storable, layer, site.of, wanted, site.spec.granularity)
+        if isinstance(site.source, Learned):
+            wanted = "a spec without power_of_two: a learned scale moves by less"
+            checks.require(not site.spec.power_of_two, layer, site.of, wanted, site.spec)
+            wanted = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
+            fits = site.of == "activation" or not _holds_no_negative(site)
+            checks.require(fits, layer, site.of, wanted, site.spec)
+    return sites[0], sites[1] if len(sites) == 2 else None
+
+
+def resolve_features(site: Site, axes: Sequence[int]) -> Site:
+    """Returns the site of weights with `PerFeature()` as the axes of their kernel that are output features.
+
+    Args:
+        site: of the weights.
+        axes: the axes of the kernel that the contraction keeps, counted from the back: other axes may be stacked in
+            front of them.
+    """
+    spec = site.spec
+    if PerFeature() not in (spec.granularity, spec.zero_point_granularity):
+        return site
+    features = PerAxis(tuple(axes)) if axes else PerTensor()
+    granularities = {
+        name: features if getattr(spec, name) == PerFeature() else getattr(spec, name)
+        for name in ("granularity", "zero_point_granularity")
+    }
+    return site._replace(spec=dataclasses.replace(spec, **granularities))
+
+
+def kept_axes(rank: int, contracted: Sequence[int]) -> tuple[int, ...]:
+    """Returns the axes of a kernel that a contraction keeps, counted from the back."""
+    gone = {axis % rank for axis in contracted}
+    return tuple(axis - rank for axis in range(rank) if axis not in gone)
+
+
+def kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
+    """Returns the axes of the second operand, of this rank, that "x,kernel->y" keeps, counted from the back."""
+    operands, _, result = subscripts.replace(" ", "").partition("->")
+    before, dots, after = operands.split(",")[1].partition("...")
+    hidden = ["..."] * (rank - len(before) - len(after)) if dots else []
+    labels = [*before, *hidden, *after]
+    return tuple(axis - rank for axis, label in enumerate(labels) if label in result)
+
+
+def _integers(layer: str, argument: str, spec: QuantSpec) -> None:
+    wanted = f"codes of {dtypes.names(_operands.DTYPES)} where both sides are quantized, or activation=None"
+    holds = spec.codebook is None and spec.carrier in _operands.DTYPES
+    checks.require_type(holds, layer, argument, wanted, spec.dtype)
+
+
+# Observed ranges.
+
+
+def unseen(site: Site, x: jax.Array) -> dict[str, Any]:
+    """Returns the state of a calibrator that has seen nothing."""
+    assert isinstance(site.source, Observed)
+    state = _calibrator(site).init(jax.ShapeDtypeStruct(_observed_shape(site, x.shape), x.dtype))
+    return {"state": state, "batches": jnp.zeros((), jnp.int32)}
+
+
+def seen(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+    """Returns the state with one batch more, or as it is where it is frozen."""
+    source = site.source
+    assert isinstance(source, Observed)
+    if x.size == 0:  # no batch
+        return state
+    shape = _observed_shape(site, x.shape)
+    rows = x if shape == x.shape else granularity.whole(x).reshape(shape)
+    new = _calibrator(site).update(state["state"], jax.lax.stop_gradient(rows))
+    batches = state["batches"]
+    if source.freeze_after is None:
+        return {"state": new, "batches": batches + 1}
+    open_ = batches < source.freeze_after
+    kept = jax.tree.map(lambda a, b: jnp.where(open_, a, b), new, state["state"])
+    return {"state": kept, "batches": batches + open_.astype(jnp.int32)}
+
+
+def of_state(
+    site: Site, state: dict[str, Any], shape: tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scale and the zero point of what a calibrator has seen; `shape` is that of the activations."""
+    assert isinstance(site.source, Observed)
+    lo, hi = _calibrator(site).finalize(state["state"], allow_zero=True)
+    if shape is None:  # one range for each entry
+        return scale_from_range.parameters(site.spec, lo, hi, lo.shape, lo.shape)
+    lo, hi = (_align_rank(site, bound, len(shape)) for bound in (lo, hi))
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return found("quantize", like, site.spec, lo, hi)[:2]
+
+
+def _observed_shape(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape in which a calibrator is given activations: per feature as rows, so that any rank fits."""
+    if _is_per_tensor(site) or len(shape) == 0:
+        return shape
+    return (math.prod(shape[:-1]), shape[-1])
+
+
+def _is_per_tensor(site: Site) -> bool:
+    return site.spec.granularity == site.spec.zero_point_granularity == PerTensor()
+
+
+def _align_rank(site: Site, part: Any, rank: int) -> Any:
+    """Returns a part with an entry per feature in this rank, its features last; anything else as it is."""
+    if part is None or _is_per_tensor(site) or part.ndim == rank or part.size != part.shape[-1]:
+        return part
+    return part.reshape(*(1,) * (rank - 1), part.size)
+
+
+def _calibrator(site: Site) -> Calibrator:
+    """Returns the site's calibrator; `Observed` and `Dynamic` have made sure that its factory takes a spec alone."""
+    assert not isinstance(site.source, Learned)
+    factory = site.source.calibrator
+    assert factory is not None
+    made = factory(site.spec)
+    if not isinstance(made, Calibrator):
+        name, got = type(site.source).__name__, f"{_describe_factory(factory)}, which returns {type(made).__name__}"
+        checks.require_type(False, name, "calibrator", "a function from a spec to a calibrator", got)
+    return made
+
+
+# Learned scales.
+
+
+def names(site: Site) -> tuple[str, ...]:
+    """Returns the names of what is learned there."""
+    scale = f"{site.of}_scale"
+    source = site.source
+    is_offset = isinstance(source, Learned) and isinstance(source.gradient, LSQPlus) and not site.spec.symmetric
+    return (scale, f"{site.of}_zero_point") if is_offset else (scale,)
+
+
+def initial(site: Site, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what `names` are to start from."""
+    assert isinstance(site.source, Learned)
+    parts = site.source.gradient.initial(x, site.spec)
+    known = not any(map(checks.is_traced, (x, parts[0]))) and getattr(x, "is_fully_addressable", True)
+    if _holds_no_negative(site) and known and isinstance(site.source.gradient, LSQ):  # PACT clips there by intent
+        # Of what is not known the docstring of `Learned` tells.
+        least = float(np.asarray(x, np.float32).min(initial=0))
+        wanted = f"values that are not negative, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
+        holds = not least < -float(np.asarray(parts[0]).max(initial=0)) / 2
+        checks.require(holds, "flax", site.of, wanted, f"{least:.3g} among them")
+    return tuple(part for part in parts[: len(names(site))] if part is not None)
+
+
+def _holds_no_negative(site: Site) -> bool:
+    """Whether the codes begin at a zero point that stays 0."""
+    source, spec = site.source, site.spec
+    is_zero = isinstance(source, Learned) and not isinstance(source.gradient, LSQPlus) and not spec.symmetric
+    return is_zero and spec.bounds[0] == 0
+
+
+def is_finite(value: Any) -> bool:
+    """Whether all that is known here is finite: nothing of what is traced, or on the devices of another host."""
+    if checks.is_traced(value):
+        return True
+    known = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
+    return all(bool(np.isfinite(np.asarray(part)).all()) for part in known)
+
+
+def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+    """Returns the scale and the zero point as they are used."""
+    # The least scale of its own dtype: to float16 the least float32 is 0.
+    least = scale_from_range.least_scale(site.spec.scale_dtype)
+    scale = jnp.maximum(jnp.abs(parts[0]), least).astype(site.spec.scale_dtype)
+    if len(parts) == 2:  # fake_quantize refuses a known one that training has moved out of the codes
+        point = parts[1]
+        return scale, point if checks.is_traced(point) else jnp.clip(point, *map(np.float32, site.spec.bounds))
+    if site.spec.symmetric:
+        return scale, None
+    is_alike = site.spec.zero_point_granularity == site.spec.granularity  # then nn.scan can cut one as the other
+    return scale, jnp.zeros(scale.shape if is_alike else (1,) * scale.ndim, site.spec.carrier)
+
+
+def is_alike(one: Site | None, other: Site | None) -> bool:
+    """Whether both quantize alike: to the same codes, by ranges from the same place."""
+    if one is None or other is None:
+        return one is other
+    ways = [(type(s.source), getattr(s.source, "calibrator", None)) for s in (one, other)]
+    return one.spec == other.spec and ways[0] == ways[1]
+
+
+def whole(site: Site, zero_point: jax.Array) -> jax.Array:
+    """Returns a learned zero point as the code that it is used as."""
+    found = steps(site.spec, zero_point)
+    assert found is not None
+    return found.astype(site.spec.carrier)
+
+
+def part_names(names: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns how a scale or zero point is partitioned that belongs to weights with these names, perhaps too few."""
+    padded = (*names, *(None,) * (len(shape) - len(names)))
+    return tuple(name if n != 1 else None for name, n in zip(padded, shape, strict=True))
+
+
+# What a contraction is given.
+
+
+def shippable(function: str, site: Site, scale: jax.Array) -> None:
+    """Requires a scale that can be served, as far as it is known: a finite number, and of a learned one not 0."""
+    if checks.is_traced(scale):
+        return
+    known = np.asarray(small_floats.scale_as_float32(scale))
+    name = f"scale of the {site.of}"
+    checks.require(bool(np.isfinite(known).all()), function, name, "finite numbers", "NaN or an infinity")
+    least = float(known.min(initial=1))
+    holds = least > float(scale_from_range.least_scale(scale.dtype)) or not isinstance(site.source, Learned)
+    checks.require(holds, function, name, "numbers that training has not brought to 0", least)
+
+
+_describe_spec = functools.lru_cache(maxsize=1024)(repr)  # each call that serves compares it
+
+
+def describe_converted(site: Site | None) -> str:
+    """Returns what must stay as it is once variables are converted: the spec, and whether the range is stored.
+
+    Equal in every process, so that it can be saved beside the variables.
+    """
+    if site is None:
+        return "None"
+    if site.of == "weight":
+        return _describe_spec(site.spec)
+    if not isinstance(site.source, Dynamic):
+        return f"{_describe_spec(site.spec)} with a static range"
+    return f"{_describe_spec(site.spec)} with Dynamic({_describe_factory(site.source.calibrator)})"
+
+
+def describe(site: Site | None) -> str:
+    """Returns how a site quantizes, and what finds its range. Equal in every process."""
+    if site is None:
+        return "None"
+    source = site.source
+    more = _describe_factory(getattr(source, "calibrator", None)), getattr(source, "freeze_after", None)
+    return f"{site.spec!r} with {type(source).__name__}{more}"
+
+
+def _describe_factory(factory: Any) -> str:
+    if factory is None:
+        return ""
+    if isinstance(factory, Partial):
+        inner = [_describe_factory(factory.function), *map(_describe_argument, factory.arguments)]
+        named = (f"{name}={_describe_argument(value)}" for name, value in factory.keywords)
+        return f"partial({', '.join([*inner, *named])})"
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
+
+
+def _describe_argument(value: Any) -> str:
+    """Returns an argument of a partial; the repr of a function has an address, which differs in every process."""
+    return _describe_factory(value) if callable(value) else repr(value)
+
+
+def converted(site: Site, kernel: QuantizedArray) -> None:
+    """Requires codes of the spec's dtype."""
+    wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
+    holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
+    checks.require_type(holds, "flax", site.of, wanted, kernel.codebook or kernel.values.dtype)
+    shape = scale_from_range.shapes("flax", site.spec, kernel.shape)[0]
+    wanted = f"scales of shape {shape}, as the layer's spec has it"
+    checks.require(kernel.scale.shape == shape, "flax", site.of, wanted, f"shape {kernel.scale.shape}")
+    block = scale_from_range.stored_block_size("flax", site.spec, kernel.shape)
+    checks.require(kernel.block_size == block, "flax", site.of, f"block_size={block}", kernel.block_size)
+
+
+def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:
+    """Returns how x is quantized: under a scale and zero point that are given, or that it has itself."""
+    source, spec = site.source, site.spec
+    gradient = source.gradient
+    if given is not None:
+        if site.of == "activation":
+            given = (_align_rank(site, given[0], x.ndim), _align_rank(site, given[1], x.ndim))
+        if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None and site.of == "activation":
+            gradient = dataclasses.replace(gradient, elements=_features(x.shape, given[0].shape))
+        return Quantizer(spec, *given, gradient)
+    assert isinstance(source, Dynamic)
+    if source.calibrator is None:
+        return Quantizer(spec, gradient=gradient)
+    return Quantizer(spec, *_calibrated(site, x), gradient)
+
+
+def _features(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
+    """Returns how many elements of one example share an entry of a scale."""
+    example = shape[1:] if len(shape) > 1 else shape
+    entries = scale[-len(example) :] if len(scale) == len(shape) and example else (1,) * len(example)
+    return max(math.prod(n // max(e, 1) for n, e in zip(example, entries, strict=True)), 1)
+
+
+def _calibrated(site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
+    x = jax.lax.stop_gradient(x)
+    calibrator = _calibrator(site)
+    lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
+    return found("quantize", x, site.spec, lo, hi)[:2]
+
+
+def codes(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> QuantizedArray:
+    """Returns x as the contraction has it that `quantizer` is given to."""
+    if given is None and isinstance(site.source, Dynamic) and site.source.calibrator is None:
+        return quantize(x, site.spec)
+    made = quantizer(site, x, given)  # a scale that cannot be served `shippable` refuses
+    labels = (site.of, f"{site.of}.scale", f"{site.of}.zero_point")
+    x, scale, zero_point = tracked("quantize", labels, x, made.scale, made.zero_point, site.spec)
+    return array_of(Config(site.spec, StraightThrough()), x, scale, zero_point, None)

@@ -1,0 +1,380 @@
+"""`jax.lax.conv_general_dilated` over integers with zero points."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .._core import checks, granularity
+from . import _conv_kernel, _layout, _operands
+
+_NAME = "integer.conv_general_dilated"
+
+
+def conv_general_dilated(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    *,
+    lhs_zero_point: ArrayLike | None = None,
+    rhs_zero_point: ArrayLike | None = None,
+) -> jax.Array:
+    """out = convolution of lhs - lhs_zero_point with rhs - rhs_zero_point, in int32.
+
+    Exact modulo 2**32, as ONNX has it. Padding, and the holes of `lhs_dilation`, count as 0 after the zero point is
+    subtracted. Any layout, grouping and batching runs as an int8 convolution or contraction; the operands are never
+    widened to more than 8 bits, except depthwise ones, whose products are summed element by element in int32.
+
+    Args:
+        lhs: int8, uint8, int4, uint4, int2 or uint2, of rank 3 or more.
+        rhs: the kernel, any of the same dtypes, not necessarily lhs's.
+        window_strides: Static. One for each spatial dimension.
+        padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative crops.
+        lhs_dilation: Static. Steps between neighbours of lhs; None is 1.
+        rhs_dilation: Static. Steps between neighbours of the kernel; None is 1.
+        dimension_numbers: Static. As `jax.lax` has it; None is NCHW, OIHW, NCHW and their like.
+        feature_group_count: Static. Groups of channels that do not meet.
+        batch_group_count: Static. Groups of images, each with its own features.
+        lhs_zero_point: steps, a scalar in lhs's dtype. None is 0. An int stands for an array of it.
+        rhs_zero_point: steps, in rhs's dtype: a scalar, or one for each output feature. Likewise.
+
+    Returns:
+        int32, in the layout that the dimension numbers give it.
+
+    Raises:
+        TypeError: an operand or a zero point has another dtype.
+        ValueError: shapes, windows, groups or dimension numbers do not fit each other.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jnp.array([[[0, 128, 255]]], jnp.uint8)
+        >>> kernel = jnp.array([[[1, 2, 3]]], jnp.int8)
+        >>> jq.integer.conv_general_dilated(x, kernel, (1,), [(1, 1)], lhs_zero_point=128)
+        Array([[[-256,  253,  254]]], dtype=int32)
+
+    Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
+    """
+    lhs_zero_point = _operands.number_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = _operands.number_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    ints = functools.partial(checks.integers, _NAME)
+    return _enter(
+        lhs, rhs, lhs_zero_point, rhs_zero_point,
+        window_strides=ints("window_strides", window_strides), padding=ints("padding", padding),
+        lhs_dilation=ints("lhs_dilation", lhs_dilation), rhs_dilation=ints("rhs_dilation", rhs_dilation),
+        dimension_numbers=_static_numbers(dimension_numbers),
+        feature_group_count=ints("feature_group_count", feature_group_count),
+        batch_group_count=ints("batch_group_count", batch_group_count), centred=centred,
+    )  # fmt: skip
+
+
+def _static_numbers(given: Any) -> Any:
+    """Returns dimension numbers hashable: three strings, or three permutations."""
+    if isinstance(given, lax.ConvDimensionNumbers):
+        return lax.ConvDimensionNumbers(*(tuple(g) if isinstance(g, list) else g for g in given))
+    if isinstance(given, list | tuple):
+        return tuple(tuple(g) if isinstance(g, list) else g for g in given)
+    return given
+
+
+_STATICS = (
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+    *("feature_group_count", "batch_group_count", "centred"),
+)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=_STATICS)
+def _conv_general_dilated(
+    lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
+    window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
+    feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
+) -> jax.Array:  # fmt: skip
+    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
+    checks.array(_NAME, "lhs", lhs, _operands.DTYPES)
+    checks.array(_NAME, "rhs", rhs, _operands.DTYPES)
+    plan = planned(
+        _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count,
+    )  # fmt: skip
+    features = rhs.shape[plan.numbers.rhs_spec[0]]
+    zero_points_contract(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
+    steps = (
+        _operands.signed_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        _operands.signed_steps(rhs_zero_point, rhs.dtype, centred[1]),
+    )
+    return laid_out(lhs, rhs, *steps, plan, lambda acc, _: acc)
+
+
+_enter = checks.entrance(_NAME, _conv_general_dilated, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
+
+
+class Geometry(NamedTuple):
+    """The static numbers of a convolution, one for each spatial dimension."""
+
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    groups: int = 1
+
+
+class Plan(NamedTuple):
+    """What is static in a convolution of `jax.lax`'s: which dimension is which, what slides how, what does not meet."""
+
+    numbers: lax.ConvDimensionNumbers
+    geometry: Geometry
+    features: int
+    batches: int
+
+
+def planned(
+    function: str, lhs: Any, rhs: Any, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
+    numbers: Any, features: Any, batches: Any,
+) -> Plan:  # fmt: skip
+    """Holds the attributes of a convolution to their contracts, and returns them as a program wants them."""
+    found = _dimension_numbers(function, lhs, rhs, numbers)
+    x, w = (tuple(v.shape[a] for a in spec) for v, spec in ((lhs, found.lhs_spec), (rhs, found.rhs_spec)))
+    _groups_contract(function, x, w, features, batches)
+    geometry = _geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
+    check_placement(function, ("lhs", "rhs"), (lhs, rhs), (found.lhs_spec[1:2], found.rhs_spec[:2]))
+    return Plan(found, geometry._replace(groups=features * batches), features, batches)
+
+
+def check_placement(function: str, names: Sequence[str], operands: Sequence[Any], axes: Sequence[Any]) -> None:
+    """Requires channels and features without explicit shardings: JAX infers the sharding of a convolution from its
+    images alone.
+    """
+    for name, operand, own in zip(names, operands, axes, strict=True):
+        x = getattr(operand, "values", operand)  # the codes of a quantized array
+        partition = granularity.partition_of(x)
+        if all(partition[a] is None for a in own):
+            continue
+        wanted = "channels and features that are not sharded (see jax.sharding.reshard)"
+        checks.require(False, function, name, wanted, granularity.described_placement(x))
+
+
+def laid_out(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: Plan,
+    epilogue: Callable[[jax.Array, int], jax.Array],
+) -> jax.Array:  # fmt: skip
+    """Returns the convolution of two operands of any layout, as `convolution` does, in the layout of the plan."""
+    numbers, geometry = plan.numbers, plan.geometry
+    lhs, rhs = _unpacked(lhs, rhs, numbers)
+    x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
+    if plan.batches > 1:  # the groups of images become groups of channels
+        x = x.reshape(plan.batches, -1, *x.shape[1:])
+        x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+    last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
+    out = tuple(int(a) for a in np.argsort(numbers.out_spec))
+    if not _fits(x, w, geometry):  # jax.lax's answer where no position of the kernel fits: no positions
+        like = functools.partial(_like_lax, geometry=geometry)
+        empty = jax.eval_shape(like, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
+        return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
+    return convolution(_operands.signed(x), _operands.signed(w), lhs_steps, rhs_steps, geometry, last, epilogue, out)
+
+
+def _unpacked(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands with codes below 8 bits unpacked where what follows would unpack them more than once.
+
+    An image whose channels lie last, and a kernel of more than one position that lies as OIHW, are transposed or laid
+    out once, which unpacks them on the way for less than a pass of its own.
+    """
+    is_last = numbers.lhs_spec[1] == lhs.ndim - 1
+    if lhs.dtype not in _operands.EIGHT_BITS and not is_last:
+        lhs = _operands.unpack_to_int8(lhs)
+    is_single = all(rhs.shape[a] == 1 for a in numbers.rhs_spec[2:])
+    if rhs.dtype not in _operands.EIGHT_BITS and (is_single or _layout.is_moving(numbers.rhs_spec, rhs.shape)):
+        rhs = _operands.unpack_to_int8(rhs)
+    return lhs, rhs
+
+
+def convolution(
+    x: jax.Array,
+    w: jax.Array,
+    x_steps: jax.Array | None,
+    w_steps: jax.Array | None,
+    geometry: Geometry,
+    channels_last: bool,
+    epilogue: Callable[[jax.Array, int], jax.Array],
+    out: Sequence[int] | None = None,
+) -> jax.Array:
+    """Returns the int32 convolution of int8 [N, C, *spatial] with int8 [O, C / groups, *kernel], an epilogue behind.
+
+    Args:
+        x: int8.
+        w: int8.
+        x_steps: int32 scalar, or None for 0.
+        w_steps: int32 scalar or [O], or None for 0.
+        geometry: Static.
+        channels_last: Static. Whether x is a view of an array whose channels lie last.
+        epilogue: takes the accumulator and the axis of its features, before it is laid out for the caller: what
+            makes it smaller makes the transpose cheaper.
+        out: Static. The permutation that takes [N, O, *spatial] to the caller's layout.
+    """
+    config = [
+        (0, 0, 0),
+        (0, 0, 0),
+        *((*p, d - 1) for p, d in zip(geometry.padding, geometry.lhs_dilation, strict=True)),
+    ]
+    if any(c != (0, 0, 0) for c in config):
+        fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
+        x = lax.pad(x, fill, config)
+    if 0 in x.shape or 0 in w.shape:  # nothing to add up
+        reach = zip(x.shape[2:], w.shape[2:], geometry.strides, geometry.rhs_dilation, strict=True)
+        positions = tuple((n - (k - 1) * d - 1) // t + 1 for n, k, t, d in reach)
+        acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
+    if granularity.is_placed(x) or granularity.is_placed(w):
+        acc = epilogue(_in_place(x, w, x_steps, w_steps, geometry), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
+    window = _conv_kernel.Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups)
+    window = _conv_kernel.plan(x.shape, w.shape, window, channels_last=channels_last)
+    rank = x.ndim
+    last = (0, *range(2, rank), 1)
+    if window.channels_last:
+        x = _layout.pinned(lax.transpose(x, last)) if channels_last else _layout.transposed(x, last)
+    a = None if x_steps is None else x_steps.reshape(1, 1)
+    b = None if w_steps is None else w_steps.reshape(-1)
+    acc = _conv_kernel.convolve(x, w, a, b, window)
+    result = epilogue(acc, rank - 1 if window.channels_last else 1)
+    first = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
+    permutation = first if out is None else tuple(first[axis] for axis in out)
+    if not _layout.is_moving(permutation, result.shape):
+        return lax.transpose(result, permutation)
+    return _unfolded(result, permutation)
+
+
+def _in_place(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+    """Returns the convolution where JAX tracks shardings in types and refuses reshapes: XLA's own, as it comes."""
+    convolve = functools.partial(
+        lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
+        rhs_dilation=geometry.rhs_dilation, feature_group_count=geometry.groups, preferred_element_type=jnp.int32,
+    )  # fmt: skip
+    acc = convolve(w)
+    expand = granularity.PerAxis(1).expand
+    sums = jnp.sum(w, axis=tuple(range(1, w.ndim)), dtype=jnp.int32)
+    if w_steps is not None:
+        steps = jnp.broadcast_to(w_steps.reshape(-1), sums.shape)
+        sums = sums - np.int32(w[0].size) * steps
+        acc = acc - convolve(jnp.ones_like(w)) * expand(steps, acc)
+    if x_steps is None:
+        return acc
+    return acc - expand(jnp.broadcast_to(x_steps.reshape(1), sums.shape) * sums, acc)
+
+
+def _unfolded(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
+    """Returns a result transposed once it is in memory, by the fast kernel, which for bytes is int8's alone."""
+    if result.dtype == np.dtype(jnp.uint8):
+        return lax.bitcast_convert_type(_unfolded(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8)
+    return lax.transpose(_layout.pinned(result), tuple(permutation))
+
+
+def _dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> Any:
+    checks.require(lhs.ndim >= 3, function, "lhs", "an array of rank 3 or more", f"shape {lhs.shape}")
+    checks.require(rhs.ndim == lhs.ndim, function, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
+    rank = range(lhs.ndim)
+    if isinstance(given, lax.ConvDimensionNumbers):
+        holds = all(sorted(map(str, g)) == sorted(map(str, rank)) for g in given)
+        wanted = f"three permutations of {tuple(rank)}"
+        checks.require(holds, function, "dimension_numbers", wanted, repr(given))
+        return lax.ConvDimensionNumbers(*(tuple(int(a) for a in g) for g in given))
+    try:
+        return lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
+    except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
+        text = checks.message(function, "dimension_numbers", f"numbers for rank {lhs.ndim} ({error})", repr(given))
+        raise checks.ContractValueError(text) from error
+
+
+def _groups_contract(function: str, x: tuple[int, ...], w: tuple[int, ...], features: Any, batches: Any) -> None:
+    for argument, count, wanted, n in (
+        ("feature_group_count", features, "a divisor of lhs's channels", x[1]),
+        ("feature_group_count", features, "a divisor of the features", w[0]),
+        ("batch_group_count", batches, "a divisor of lhs's batch", x[0]),
+        ("batch_group_count", batches, "a divisor of the features", w[0]),
+    ):
+        checks.integer(function, argument, count)
+        checks.require(count > 0 and n % count == 0, function, argument, f"{wanted}, {n}", count)
+    both = features == 1 or batches == 1
+    checks.require(both, function, "batch_group_count", "1 where feature_group_count is not", batches)
+    wanted = f"{x[1] // features} channels, lhs's {x[1]} in {features} groups"
+    checks.require(w[1] * features == x[1], function, "rhs", wanted, w[1])
+
+
+def _geometry(
+    function: str, x: tuple[int, ...], w: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
+    rhs_dilation: Any,
+) -> Geometry:  # fmt: skip
+    rank = len(x) - 2
+    ones = (1,) * rank
+    strides = positive(function, "window_strides", strides, rank)
+    lhs_dilation = positive(function, "lhs_dilation", ones if lhs_dilation is None else lhs_dilation, rank)
+    rhs_dilation = positive(function, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
+    holed = tuple((s - 1) * d + 1 if s else 0 for s, d in zip(x[2:], lhs_dilation, strict=True))
+    reach = tuple((k - 1) * d + 1 for k, d in zip(w[2:], rhs_dilation, strict=True))
+    if isinstance(padding, str):
+        checks.option(function, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
+        padding = tuple(lax.padtype_to_pads(holed, reach, strides, padding.upper()))
+    pairs = padding if isinstance(padding, tuple) else ()
+    holds = len(pairs) == rank and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
+    checks.require(holds, function, "padding", f"a name, or {rank} pairs of ints", padding)
+    for pad in itertools.chain.from_iterable(pairs):
+        checks.integer(function, "padding", pad)
+    pairs = tuple((int(low), int(high)) for low, high in pairs)
+    return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
+
+
+def _fits(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
+    spans = zip(x.shape[2:], w.shape[2:], geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, strict=True)
+    return all(k > 0 and (n - 1) * t + 1 + sum(p) >= (k - 1) * d + 1 for n, k, p, t, d in spans)
+
+
+def _like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Array:
+    return lax.conv_general_dilated(
+        x, w, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation,
+        feature_group_count=geometry.groups,
+    )  # fmt: skip
+
+
+def positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:
+    """Requires one positive integer for each spatial dimension and returns them."""
+    is_sequence = isinstance(values, tuple | list | np.ndarray)
+    wanted = f"{rank} positive ints, one for each spatial dimension"
+    checks.require(is_sequence and len(values) == rank, function, argument, wanted, values)
+    for value in values:
+        checks.integer(function, argument, value)
+        checks.require(value > 0, function, argument, wanted, values)
+    return tuple(int(v) for v in values)
+
+
+def window_contract(function: str, argument: str, spatial: Any, padding: Any, reach: Any) -> None:
+    """Requires every kernel to fit into what it slides over."""
+    for size, (low, high), k in zip(spatial, padding, reach, strict=True):
+        fits = size + low + high >= k and k > 0
+        got = f"{size} with padding ({low}, {high})"
+        checks.require(fits, function, argument, f"a kernel that spans {k} to fit into the padded x", got)
+
+
+def zero_points_contract(function: str, names: tuple[str, str], operands: Any, zero_points: Any, features: int) -> None:
+    """Requires zero points in their operands' dtypes: one for x, one or one for each feature for the kernel."""
+    for name, x, zero_point, shapes in zip(
+        names, operands, zero_points, (((), (1,)), ((), (1,), (features,))), strict=True
+    ):
+        if zero_point is not None:
+            argument = f"{name}_zero_point"
+            checks.same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
+            wanted = "a scalar" if len(shapes) == 2 else f"a scalar or shape ({features},), one for each feature"
+            checks.require(zero_point.shape in shapes, function, argument, wanted, f"shape {zero_point.shape}")

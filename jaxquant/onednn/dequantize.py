@@ -1,0 +1,71 @@
+"""oneDNN Graph Dequantize-1."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.typing import ArrayLike
+
+from .._core import checks, dtypes
+from . import _arithmetic
+
+_NAME = "onednn.dequantize"
+
+
+def dequantize(
+    src: ArrayLike,
+    scales: ArrayLike,
+    zps: ArrayLike | None = None,
+    *,
+    qtype: str = "per_tensor",
+    axis: int = 1,
+) -> jax.Array:
+    """dst = (src - zps) * scales.
+
+    Difference and product are rounded to float32 one after the other, and stay so when an addition follows. An
+    int32 zero point is rounded to float32 before the subtraction, which is where ONNX's DequantizeLinear differs.
+
+    Args:
+        src: codes of any shape: uint8, int8, float8_e4m3fn or float8_e5m2.
+        scales: value per step, float32: one element (or a scalar) per tensor, as many as `axis` is long per channel.
+        zps: steps, of scales' length: int8, uint8 or int32; None is 0. float8 has none.
+        qtype: Static. "per_tensor" or "per_channel".
+        axis: Static. The channel axis, negative from the back; not looked at per tensor.
+
+    Returns:
+        The values, src's shape, float32.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: an unknown qtype, an axis out of range, a wrong number of scales or zps, zps with float8.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> jq.onednn.dequantize(jnp.array([0, 10, 255], jnp.uint8), 0.5, 10)
+        Array([ -5. ,   0. , 122.5], dtype=float32)
+
+    Source: oneDNN Graph Dequantize-1; the arithmetic is that of oneDNN's CPU kernels.
+
+    Cotangent of scales: sum over its slice of g * (src - zps). Of a float8 src: g * scales. Integers have none.
+    """
+    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
+    return _enter(src, scales, zps, qtype=qtype, axis=axis)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis"))
+def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int) -> jax.Array:
+    src, scales, zps = checks.arrays(src, scales, zps)
+    checks.array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
+    checks.array(_NAME, "scales", scales, (dtypes.FLOAT32,))
+    checks.option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))
+    if zps is not None:
+        checks.array(_NAME, "zps", zps, _arithmetic.ZERO_POINTS)
+        wanted = "None: float8 has no zero points"
+        checks.require(src.dtype not in dtypes.FLOAT8, _NAME, "zps", wanted, "an array")
+    granularity = _arithmetic.granularity(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.dequantize(src, scales, zps, granularity)
+
+
+_enter = checks.entrance(_NAME, _dequantize, ("src", "scales", "zps"))

@@ -1,0 +1,107 @@
+"""oneDNN Graph DynamicDequantize-1."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._core import checks, dtypes
+from .._core.granularity import Groups
+from . import _arithmetic
+
+_NAME = "onednn.dynamic_dequantize"
+
+
+def dynamic_dequantize(
+    src: ArrayLike,
+    scales: ArrayLike,
+    zps: ArrayLike | None = None,
+    *,
+    qtype: str = "per_tensor",
+    axis: int = 1,
+    group_shape: Sequence[int] | None = None,
+) -> jax.Array:
+    """dst = (src - zps) * scales.
+
+    Difference and product are rounded to float32 one after the other, then the product to the dtype of scales; it
+    stays rounded when an addition follows.
+
+    Args:
+        src: codes of any shape: uint8, int8, uint4 or int4.
+        scales: value per step, float32, float16 or bfloat16. One element (or a scalar) per tensor; as many as `axis`
+            is long per channel; per group an array of src's rank, each of its dimensions src's divided by
+            group_shape's.
+        zps: steps, of scales' shape: uint4, int4, uint8, int8 or int32; None is 0.
+        qtype: Static. "per_tensor", "per_channel" or "per_group".
+        axis: Static. The channel axis, negative from the back; looked at per channel only.
+        group_shape: Static. Per group, one entry for each dimension of src: how many of its elements share a scale.
+            Any dimension may be grouped; each entry must divide its dimension.
+
+    Returns:
+        The values, src's shape, in the dtype of scales.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: an unknown qtype, an axis out of range, a wrong number or shape of scales or zps, a group_shape
+            that is missing, superfluous, of a wrong length, or does not divide.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> src = jnp.array([[-8, -1, 0, 7]], jnp.int4)
+        >>> scales = jnp.array([[0.5, 2.0]], jnp.float16)
+        >>> jq.dynamic_dequantize(src, scales, jnp.array([[1, -8]], jnp.int4), qtype="per_group", group_shape=(1, 2))
+        Array([[-4.5, -1. , 16. , 30. ]], dtype=float16)
+
+    Source: oneDNN Graph DynamicDequantize-1, with the groups and 4-bit types of oneDNN 3.7 and later; the
+    arithmetic is that of oneDNN's CPU kernels. Where oneDNN refuses (groups outside the last two dimensions,
+    4 bits per tensor, zero points per channel) or slips (negative axes), the text decides.
+
+    Cotangent of scales: sum over its slice of g * (src - zps). Integers have none.
+    """
+    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
+    groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape
+    return _enter(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "group_shape"))
+def _dynamic_dequantize(
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *,
+    qtype: str, axis: int, group_shape: tuple[int, ...] | None,
+) -> jax.Array:  # fmt: skip
+    src, scales, zps = checks.arrays(src, scales, zps)
+    checks.array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FOUR_BIT))
+    checks.array(_NAME, "scales", scales, dtypes.FLOATS)
+    checks.option(_NAME, "qtype", qtype, ("per_tensor", "per_channel", "per_group"))
+    if zps is not None:
+        checks.array(_NAME, "zps", zps, (*_arithmetic.FOUR_BIT, *_arithmetic.ZERO_POINTS))
+    if qtype == "per_group":
+        return _arithmetic.dequantize(src, scales, zps, _groups(src, scales, zps, group_shape))
+    wanted = 'None unless qtype="per_group"'
+    checks.require(group_shape is None, _NAME, "group_shape", wanted, group_shape)
+    granularity = _arithmetic.granularity(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.dequantize(src, scales, zps, granularity)
+
+
+_enter = checks.entrance(_NAME, _dynamic_dequantize, ("src", "scales", "zps"))
+
+
+def _groups(src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None) -> Groups:
+    wanted = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
+    is_list = isinstance(group_shape, tuple) and len(group_shape) == src.ndim
+    checks.require(is_list, _NAME, "group_shape", wanted, group_shape)
+    sizes = tuple(group_shape or ())
+    for size in sizes:
+        checks.integer(_NAME, "group_shape", size)
+    fits = all(g > 0 and d % g == 0 for d, g in zip(src.shape, sizes, strict=True))
+    checks.require(fits, _NAME, "group_shape", f"entries that divide src's shape {src.shape}", sizes)
+    shape = tuple(d // g for d, g in zip(src.shape, sizes, strict=True))
+    reason = f"src has shape {src.shape}, group_shape={sizes}"
+    checks.shape(_NAME, "scales", scales, shape, reason)
+    if zps is not None:
+        checks.shape(_NAME, "zps", zps, shape, reason)
+    return Groups(sizes)

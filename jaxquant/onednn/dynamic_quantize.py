@@ -1,0 +1,73 @@
+"""oneDNN Graph DynamicQuantize-1."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes
+from . import _arithmetic
+
+_NAME = "onednn.dynamic_quantize"
+
+
+def dynamic_quantize(
+    src: ArrayLike,
+    scales: ArrayLike,
+    zps: ArrayLike | None = None,
+    *,
+    qtype: str = "per_tensor",
+    axis: int = 1,
+    dtype: DTypeLike = jnp.uint8,
+) -> jax.Array:
+    """dst = saturate(round_half_even(src * (1 / scales) + zps)).
+
+    "Dynamic" says that scales and zps are inputs of oneDNN's operator and not attributes; it does not find them
+    from src as ONNX's DynamicQuantizeLinear does. A zero scale takes positive values to the highest code and all
+    others to the lowest. The result carries no gradient.
+
+    Args:
+        src: values, float32, of any shape; a Python number is float32.
+        scales: value per step, float32: one element (or a scalar) per tensor, as many as `axis` is long per channel.
+        zps: steps, of scales' length: int8, uint8 or int32; None is 0. They may lie outside dst's range.
+        qtype: Static. "per_tensor" or "per_channel".
+        axis: Static. The channel axis, negative from the back; not looked at per tensor.
+        dtype: Static. uint8 or int8.
+
+    Returns:
+        The codes, src's shape, in `dtype`.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: an unknown qtype, an axis out of range, or a wrong number of scales or zps.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> src, zps = jnp.array([[-1.0, 0.0], [1.0, 100.0]]), jnp.array([10, -200])
+        >>> jq.onednn.dynamic_quantize(src, jnp.array([0.4, 0.2]), zps, qtype="per_channel")  # -2.5 + 10 ties to 8
+        Array([[  8,   0],
+               [ 12, 255]], dtype=uint8)
+
+    Source: oneDNN Graph DynamicQuantize-1; the arithmetic is that of oneDNN's CPU kernels. oneDNN itself refuses
+    zero points per channel and slips on negative axes: there the text decides.
+    """
+    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
+    return _enter(checks.float32(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "dtype"))
+def _dynamic_quantize(
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
+) -> jax.Array:
+    src, scales, zps = checks.arrays(src, scales, zps)
+    found = checks.dtype(_NAME, "dtype", dtype, _arithmetic.EIGHT_BIT)
+    granularity = _arithmetic.quantize_contract(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.quantize(src, scales, zps, granularity, found)
+
+
+_enter = checks.entrance(_NAME, _dynamic_quantize, ("src", "scales", "zps"))

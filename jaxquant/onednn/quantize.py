@@ -1,0 +1,75 @@
+"""oneDNN Graph Quantize-1."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from .._core import checks, dtypes
+from . import _arithmetic
+
+_NAME = "onednn.quantize"
+
+
+def quantize(
+    src: ArrayLike,
+    scales: ArrayLike,
+    zps: ArrayLike | None = None,
+    *,
+    qtype: str = "per_tensor",
+    axis: int = 1,
+    dtype: DTypeLike = jnp.uint8,
+) -> jax.Array:
+    """dst = saturate(round_half_even(src * (1 / scales) + zps)).
+
+    oneDNN multiplies by the reciprocal and adds the zero point before rounding, so ties and near-ties fall
+    otherwise than in ONNX's QuantizeLinear. Infinities saturate; NaN becomes the lowest code. float8 does not
+    saturate: float8_e4m3fn overflows to NaN, float8_e5m2 to infinity. The result carries no gradient.
+
+    Args:
+        src: values, float32, of any shape; a Python number is float32.
+        scales: value per step, float32: one element (or a scalar) per tensor, as many as `axis` is long per channel.
+        zps: steps, of scales' length: int8, uint8 or int32; None is 0. They may lie outside dst's range. float8
+            has none.
+        qtype: Static. "per_tensor" or "per_channel".
+        axis: Static. The channel axis, negative from the back; not looked at per tensor.
+        dtype: Static. uint8, int8, float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        The codes, src's shape, in `dtype`.
+
+    Raises:
+        TypeError: an argument has a dtype or type that the operator does not have.
+        ValueError: an unknown qtype, an axis out of range, a wrong number of scales or zps, zps with float8.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> x = jnp.array([-2.5, -0.5, 0.5, 1.5, 300.0])
+        >>> jq.onednn.quantize(x, 1.0, 1)  # quantize_linear gives [0, 1, 1, 3, 255]
+        Array([  0,   0,   2,   2, 255], dtype=uint8)
+
+    Source: oneDNN Graph Quantize-1; the arithmetic is that of oneDNN's CPU kernels.
+    """
+    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
+    return _enter(checks.float32(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "dtype"))
+def _quantize(
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
+) -> jax.Array:
+    src, scales, zps = checks.arrays(src, scales, zps)
+    found = checks.dtype(_NAME, "dtype", dtype, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
+    if zps is not None:
+        wanted = "None: float8 has no zero points"
+        checks.require(found not in dtypes.FLOAT8, _NAME, "zps", wanted, "an array")
+    granularity = _arithmetic.quantize_contract(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.quantize(src, scales, zps, granularity, found)
+
+
+_enter = checks.entrance(_NAME, _quantize, ("src", "scales", "zps"))
