@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, min_max, small_floats
-from .._onnx_ops.quantize_linear import quotients
+from .._core.affine import divide_by_scale
 from . import quantized_array
 from .quantized_array import QuantizedArray, trusted
 
@@ -128,7 +128,7 @@ def _cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax
 def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
     """Returns where x, float32, lies beyond what the codes of q reach."""
     aligned = granularity.Aligned(q.block_size)
-    value = quotients(x, aligned.expand(q.scale, x), dtypes.FLOAT32)
+    value = divide_by_scale(x, aligned.expand(q.scale, x), dtypes.FLOAT32)
     if q.codebook is not None:
         first, last = q.codebook.levels[0], q.codebook.levels[-1]
         slack = q.codebook.largest * 2.0**-22  # the scale is a rounded quotient, and so is what it divides

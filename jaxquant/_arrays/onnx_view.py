@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, known_values
 from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, matching, resolve
-from .._onnx_ops.quantize_linear import refuse_float_zero_point
+from .._core.number_arguments import refuse_float_zero_point
 from . import quantized_array
 from .quantized_array import QuantizedArray
 

@@ -11,8 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, known_values
-from .._onnx_ops.quantize_linear import quantize as quantize_codes
-from .._onnx_ops.quantize_linear import quotients
+from .._core.affine import divide_by_scale, quantize_affine
 from . import scale_from_range
 from .quantized_array import QuantizedArray, trusted
 from .spec import QuantSpec
@@ -139,6 +138,6 @@ def encode(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, spec: Q
     """Returns the codes of x under a scale and a zero point of the spec's; every argument has passed its contract."""
     aligned = granularity.Aligned(scale_from_range.one_block_size(_NAME, spec))
     if spec.codebook is not None:
-        return spec.codebook.encode(quotients(x, aligned.expand(scale, x), dtypes.FLOAT32))
+        return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
-    return quantize_codes(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)
+    return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)

@@ -14,7 +14,7 @@ from jax import export
 from jax.typing import DTypeLike
 
 from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
-from .._onnx_ops.dequantize_linear import dequantize as dequantize_codes
+from .._core.affine import dequantize_affine
 from . import indexing, serialization
 from .codebook import CodeBook
 from .refused_operators import RefusedOperators
@@ -388,7 +388,7 @@ def _dequantize(
 ) -> jax.Array:
     aligned = granularity.Aligned(block_size)
     if codebook is None:
-        return dequantize_codes(values, scale, zero_point, aligned, dtype)
+        return dequantize_affine(values, scale, zero_point, aligned, dtype)
     wide = small_floats.scale_as_float32(scale)
     product = rounding.rounded(codebook.decode(values) * aligned.expand(wide, values))
     return rounding.to_grid(product, dtype).astype(dtype)

@@ -13,8 +13,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, dtypes, granularity, matmul_shapes, rounding, small_floats
-from ..integer import _operands
+from .._core import checks, dtypes, granularity, rounding, small_floats
+from ..integer import _operands, _scaling
 from ..integer.conv_general_dilated import Plan, laid_out, planned
 from . import dot_integer
 from .dot import Operand, operand
@@ -170,7 +170,7 @@ def _integer(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any
     images = _entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     if images.size > 1 and plan.batches > 1:  # each group of images has its own features
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
-    scale = matmul_shapes.scales(images, _entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
+    scale = _scaling.multiply_scales(images, _entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
     points = (
         None if q.zero_point is None else _entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))

@@ -185,7 +185,7 @@ def matmul(
     Cotangents: as of `dot_general`.
     """
     a, b = operands("matmul", lhs, rhs)
-    shapes = matmul_shapes.shapes("matmul", a, b, ("lhs", "rhs"))
+    shapes = matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
     granularity.check_out_sharding("matmul", out_sharding)
     partition = _matrix_partition("matmul", a, b, shapes, out_sharding)
     # What is contracted may be reshaped: an error names the dimensions that the operands came with.

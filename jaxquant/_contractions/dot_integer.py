@@ -13,8 +13,8 @@ from jax import lax
 
 from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray, trusted
-from .._core import checks, dtypes, granularity, matmul_shapes, rounding, small_floats
-from ..integer import _layout, _operands
+from .._core import checks, dtypes, granularity, rounding, small_floats
+from ..integer import _layout, _operands, _scaling
 from ..integer.dot_general import Role, dot
 
 
@@ -190,8 +190,8 @@ def _whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     frees = len(lhs.role.free), len(rhs.role.free)
     scales = (_outward(lhs.scale, lhs.role, 0, frees[1]), _outward(rhs.scale, rhs.role, frees[0], 0))
     if granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
-        scales = (matmul_shapes.outward(scales[0], acc), matmul_shapes.outward(scales[1], acc))
-    return matmul_shapes.scaled(acc, matmul_shapes.scales(*scales))
+        scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
+    return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
 
 
 def _outward(scale: jax.Array, role: Role, before: int, behind: int) -> jax.Array:

@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, rounding, small_floats
-from .._core.granularity import Granularity, matching, resolve
-from .quantize_linear import number_scale, refuse_float_zero_point
+from .._core import checks, dtypes
+from .._core.affine import dequantize_affine
+from .._core.granularity import matching, resolve
+from .._core.number_arguments import number_scale, refuse_float_zero_point
 
 _NAME = "dequantize_linear"
 _X = (*dtypes.QUANTIZED, dtypes.INT32)
@@ -92,30 +92,10 @@ def _dequantize_linear(
     if x_zero_point is not None:
         checks.same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")
         matching(_NAME, "x_zero_point", x_zero_point, x_scale, "x_scale")
-    return dequantize(x, x_scale, x_zero_point, granularity, dtype)
+    return dequantize_affine(x, x_scale, x_zero_point, granularity, dtype)
 
 
 _enter = checks.entrance(_NAME, _dequantize_linear, ("x", "x_scale", "x_zero_point"))
-
-
-def dequantize(
-    x: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    granularity: Granularity,
-    dtype: np.dtype,
-) -> jax.Array:
-    """Returns the values of the codes x; every argument has passed its contract."""
-    if x.dtype in dtypes.SMALL_FLOATS:
-        steps = small_floats.decode(x)
-    else:
-        codes = x.astype(jnp.int32)
-        if zero_point is not None:
-            codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
-        steps = codes.astype(jnp.float32)
-    values = small_floats.scale_as_float32(scale)
-    product = rounding.rounded(steps * granularity.expand(values, x))
-    return rounding.to_grid(product, dtype).astype(dtype)
 
 
 def _number_zero_point(value: Any, x: Any, scale: Any) -> Any:

@@ -12,8 +12,8 @@ from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, min_max, rounding, toolkit_attributes
+from .._core.affine import quantize_affine
 from .._core.granularity import Granularity, collapse, placed, reduced_axes, slices
-from .quantize_linear import quantize
 
 _NAME = "dynamic_quantize_linear"
 _TINY = np.finfo(np.float32).tiny
@@ -179,7 +179,7 @@ def dynamic_range(
 def dynamic_codes(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
     """Returns the codes of x under a range found by `dynamic_range`."""
     bounds = dtypes.narrow_bounds(zero_point.dtype)
-    return quantize(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
+    return quantize_affine(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
 
 
 def contract(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, Granularity]:

@@ -12,10 +12,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, matmul_shapes
-from ..integer import _operands
+from .._core.number_arguments import plain_scale
+from ..integer import _operands, _scaling
+from . import _rows_and_columns
 from .dynamic_quantize_linear import dynamic_codes, dynamic_range
 from .matmul_integer_to_float import block_contract, block_count, blocked
-from .quantize_linear import plain_scale
 
 _NAME = "dynamic_quantize_matmul"
 _UINT8 = np.dtype(jnp.uint8)
@@ -76,16 +77,16 @@ def _dynamic_quantize_matmul(
     checks.array(_NAME, "a", a, (dtypes.FLOAT32,))
     checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
     checks.array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
-    of = matmul_shapes.shapes(_NAME, a, b)
-    matmul_shapes.bias_contract(_NAME, bias, of)
+    of = matmul_shapes.find_shapes(_NAME, a, b)
+    _rows_and_columns.check_bias(_NAME, bias, of)
     if block_count(b_scale, of) > 1:
         b_scale, b_zero_point = block_contract(_NAME, b, b_scale, b_zero_point, of)
         steps = _operands.signed_steps(b_zero_point, b.dtype, centred)
     else:
-        _, steps = matmul_shapes.zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
-        b_scale = matmul_shapes.of_columns(_NAME, "b_scale", b_scale, of)
+        _, steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
+        b_scale = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
     y: Any = _product(of, a, b, steps, b_scale)
-    return matmul_shapes.biased(y, bias).reshape(of.out)
+    return _scaling.add_bias(y, bias).reshape(of.out)
 
 
 _enter = checks.entrance(_NAME, _dynamic_quantize_matmul, ("a", "b", "b_scale", "b_zero_point", "bias"))
@@ -109,8 +110,8 @@ def _scaled(
     a_scale = a_scale.reshape((1,) * len(of.a))
     if block_count(b_scale, of) > 1:
         return blocked(codes, b, a_steps, b_steps, a_scale, b_scale, of)
-    acc = matmul_shapes.product(codes, b, a_steps, b_steps, of)
-    return matmul_shapes.scaled(acc, matmul_shapes.scales(a_scale, b_scale))
+    acc = _rows_and_columns.multiply_matrices(codes, b, a_steps, b_steps, of)
+    return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, b_scale))
 
 
 def _product_fwd(

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, matmul_shapes
 from ..integer import _operands
+from . import _rows_and_columns
 
 _NAME = "matmul_integer"
 
@@ -59,9 +60,9 @@ def _matmul_integer(
     a, b, a_zero_point, b_zero_point = checks.arrays(a, b, a_zero_point, b_zero_point)
     checks.array(_NAME, "a", a, _operands.EIGHT_BITS)
     checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
-    of = matmul_shapes.shapes(_NAME, a, b)
-    steps = matmul_shapes.zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
-    return matmul_shapes.product(a, b, *steps, of).reshape(of.out)
+    of = matmul_shapes.find_shapes(_NAME, a, b)
+    steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+    return _rows_and_columns.multiply_matrices(a, b, *steps, of).reshape(of.out)
 
 
 _enter = checks.entrance(_NAME, _matmul_integer, ("a", "b", "a_zero_point", "b_zero_point"))

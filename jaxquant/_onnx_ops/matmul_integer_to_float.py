@@ -12,8 +12,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, rounding
-from ..integer import _layout, _operands
-from .quantize_linear import plain_scale
+from .._core.number_arguments import plain_scale
+from ..integer import _layout, _operands, _scaling
+from . import _rows_and_columns
 
 _NAME = "matmul_integer_to_float"
 _ARGUMENTS = ("a", "b", "a_scale", "b_scale", "a_zero_point", "b_zero_point", "bias")
@@ -86,20 +87,22 @@ def _matmul_integer_to_float(
     checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         checks.array(_NAME, argument, scale, (dtypes.FLOAT32,))
-    of = matmul_shapes.shapes(_NAME, a, b)
-    matmul_shapes.bias_contract(_NAME, bias, of)
-    rows = matmul_shapes.of_rows(_NAME, "a_scale", a_scale, of)
+    of = matmul_shapes.find_shapes(_NAME, a, b)
+    _rows_and_columns.check_bias(_NAME, bias, of)
+    rows = _rows_and_columns.read_per_row(_NAME, "a_scale", a_scale, of)
     blocks = block_count(b_scale, of)
     if blocks > 1:
         b_scale, b_zero_point = block_contract(_NAME, b, b_scale, b_zero_point, of)
-        steps = matmul_shapes.zero_points(_NAME, of, (a, b), (a_zero_point, None), (centred[0], True))
+        steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, None), (centred[0], True))
         b_steps = _operands.signed_steps(b_zero_point, b.dtype, centred[1])
         y = blocked(a, b, steps[0], b_steps, rows, b_scale, of)
     else:
-        steps = matmul_shapes.zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
-        columns = matmul_shapes.of_columns(_NAME, "b_scale", b_scale, of)
-        y = matmul_shapes.scaled(matmul_shapes.product(a, b, *steps, of), matmul_shapes.scales(rows, columns))
-    return matmul_shapes.biased(y, bias).reshape(of.out)
+        steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+        columns = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
+        y = _scaling.scale_product(
+            _rows_and_columns.multiply_matrices(a, b, *steps, of), _scaling.multiply_scales(rows, columns)
+        )
+    return _scaling.add_bias(y, bias).reshape(of.out)
 
 
 _enter = checks.entrance(_NAME, _matmul_integer_to_float, _ARGUMENTS)
@@ -123,7 +126,7 @@ def block_contract(
         return b_scale, None
     checks.same_dtype(function, "b_zero_point", b_zero_point, b.dtype, "b's")
     if b_zero_point.shape != b_scale.shape:
-        b_zero_point = matmul_shapes.of_columns(function, "b_zero_point", b_zero_point, of)
+        b_zero_point = _rows_and_columns.read_per_column(function, "b_zero_point", b_zero_point, of)
     return b_scale, jnp.broadcast_to(b_zero_point, (blocks, b_zero_point.shape[-1]))
 
 
@@ -149,13 +152,13 @@ def blocked(
 
     def step(y: jax.Array, block: Any) -> tuple[jax.Array, None]:
         rows, filters, steps, scale = block
-        acc = matmul_shapes.product(rows, filters, a_steps, b_steps if steps is None else steps, part)
-        return rounding.rounded(y + matmul_shapes.scaled(acc, matmul_shapes.scales(a_scale, scale))), None
+        acc = _rows_and_columns.multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, part)
+        return rounding.rounded(y + _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))), None
 
     each = (a_blocks, b.reshape(blocks, length, of.b[1]), own_steps, b_scale[:, None])
     first, rest = (jax.tree.map(lambda v, run=run: v[run], each) for run in (0, slice(1, None)))
     # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
     rows, filters, steps, scale = first
-    acc = matmul_shapes.product(rows, filters, a_steps, b_steps if steps is None else steps, part)
-    start = matmul_shapes.scaled(acc, matmul_shapes.scales(a_scale, scale)) + np.float32(0)
+    acc = _rows_and_columns.multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, part)
+    start = _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale)) + np.float32(0)
     return lax.scan(step, start, rest)[0]

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity
+from .._core.number_arguments import plain_scale
 from ..integer import _operands
 from ..integer.conv_general_dilated import convolution, zero_points_contract
 from . import requantize
 from ._conv_attributes import STATICS, Attributes, geometry, static
-from .quantize_linear import plain_scale
 
 _NAME = "qlinear_conv"
 _ARGUMENTS = ("x", "x_scale", "x_zero_point", "w", "w_scale", "w_zero_point", "y_scale", "y_zero_point", "b")

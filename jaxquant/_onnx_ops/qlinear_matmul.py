@@ -12,9 +12,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, small_floats
-from ..integer import _operands
-from . import requantize
-from .quantize_linear import plain_scale, refuse_float_zero_point
+from .._core.number_arguments import plain_scale, refuse_float_zero_point
+from ..integer import _operands, _scaling
+from . import _rows_and_columns, requantize
 
 _NAME = "qlinear_matmul"
 _DTYPES = (*_operands.EIGHT_BITS, *dtypes.FLOAT8)
@@ -98,18 +98,22 @@ def _qlinear_matmul(
     checks.array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
         checks.array(_NAME, argument, scale, dtypes.FLOATS)
-    of = matmul_shapes.shapes(_NAME, a, b)
-    rows, columns = (functools.partial(f, _NAME, of=of) for f in (matmul_shapes.of_rows, matmul_shapes.of_columns))
+    of = matmul_shapes.find_shapes(_NAME, a, b)
+    rows, columns = (
+        functools.partial(f, _NAME, of=of) for f in (_rows_and_columns.read_per_row, _rows_and_columns.read_per_column)
+    )
     scale = requantize.multiplier(
         *_aligned(of, rows("a_scale", value=a_scale), columns("b_scale", value=b_scale), rows("y_scale", value=y_scale))
     )
     (y_steps,) = _aligned(of, rows("y_zero_point", value=y_zero_point))
-    steps = matmul_shapes.zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+    steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
     if a.dtype in dtypes.FLOAT8:
         return _of_float8(a, b, scale, y_zero_point.dtype, of)
-    acc = matmul_shapes.product(a, b, *steps, of)
-    wide = matmul_shapes.outward(y_steps.astype(jnp.int32), acc)
-    return requantize.requantize(acc, matmul_shapes.outward(scale, acc), wide, y_zero_point.dtype).reshape(of.out)
+    acc = _rows_and_columns.multiply_matrices(a, b, *steps, of)
+    wide = _scaling.spread_over_product(y_steps.astype(jnp.int32), acc)
+    return requantize.requantize(acc, _scaling.spread_over_product(scale, acc), wide, y_zero_point.dtype).reshape(
+        of.out
+    )
 
 
 _enter = checks.entrance(_NAME, _qlinear_matmul, _ARGUMENTS)
@@ -124,4 +128,4 @@ def _aligned(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, .
 def _of_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, of: matmul_shapes.Shapes) -> jax.Array:
     left, right = small_floats.decode(a).reshape(of.a), small_floats.decode(b).reshape(of.b)
     product: Any = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
-    return small_floats.encode(product * matmul_shapes.outward(scale, product), dtype, True).reshape(of.out)
+    return small_floats.encode(product * _scaling.spread_over_product(scale, product), dtype, True).reshape(of.out)

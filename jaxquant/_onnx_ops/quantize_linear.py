@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, rounding, small_floats
-from .._core.granularity import Granularity, matching, resolve
+from .._core import checks, dtypes
+from .._core.affine import quantize_affine
+from .._core.granularity import matching, resolve
+from .._core.number_arguments import number_scale, number_zero_point, refuse_float_zero_point
 
 _NAME = "quantize_linear"
 _X = (*dtypes.FLOATS, dtypes.INT32)
@@ -108,38 +110,10 @@ def _quantize_linear(
     if y_zero_point is not None:
         matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
-    return quantize(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
+    return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
 
 
 _enter = checks.entrance(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_point"))
-
-
-def quotients(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
-    """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
-    if carrier == dtypes.INT32:
-        return rounding.integer_quotient(x, scale)
-    values = small_floats.scale_as_float32(scale)
-    return rounding.quotient_in(x.astype(jnp.float32), values, carrier)
-
-
-def quantize(
-    x: jax.Array,
-    scale: jax.Array,
-    zero_point: jax.Array | None,
-    granularity: Granularity,
-    dtype: np.dtype,
-    carrier: np.dtype,
-    saturate: bool = True,
-    bounds: tuple[int, int] | None = None,
-) -> jax.Array:
-    """Returns the codes of x; every argument has passed its contract."""
-    value = quotients(x, granularity.expand(scale, x), carrier)
-    if dtype in dtypes.FLOAT4 and zero_point is not None:
-        value = jnp.where(value == 0, np.float32(0), value)  # float4 adds its zero point, 0: -0 + 0 is +0
-    if dtype in dtypes.SMALL_FLOATS:
-        return small_floats.encode(value, dtype, saturate)
-    steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x)
-    return rounding.encode(value, steps, dtype, bounds)
 
 
 def _output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
@@ -160,44 +134,3 @@ def _precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
         wanted = "a float dtype, or precision=: division in int32, the dtype of y_scale, is for an int32 x"
         checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", wanted, f"int32 with x of {x.dtype}")
     return dtypes.FLOAT32 if scale.dtype == dtypes.E8M0 else scale.dtype
-
-
-def number_scale(function: str, argument: str, value: float, x: Any) -> Any:
-    """Returns a Python number as a scale of x's float dtype, float32 where x is none; it must survive that."""
-    dtype = getattr(x, "dtype", None)
-    with np.errstate(over="ignore"):  # what is lost is an error below
-        try:
-            scale = np.asarray(float(value), dtype if dtype in dtypes.FLOATS else np.float32)
-        except OverflowError:  # an int beyond float64
-            scale = np.asarray(np.inf, np.float32)
-    wanted = f"a number that {scale.dtype} can hold"
-    lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
-    checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.described(value))
-    checks.require(not lost, function, argument, wanted, value)
-    return scale
-
-
-def plain_scale(function: str, argument: str, value: Any) -> Any:
-    """Returns a Python number as a float32 scale; anything else as it came."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number_scale(function, argument, value, None) if is_number else value
-
-
-def number_zero_point(function: str, argument: str, value: Any, dtype: Any, scale: Any) -> Any:
-    """Returns an int as a zero point of scale's shape and the given dtype, which must hold it."""
-    found = checks.dtype(function, f"the dtype of {argument}", dtype, dtypes.QUANTIZED)
-    checks.integer(function, argument, value)
-    low, high = dtypes.bounds(found) if found in dtypes.INTEGERS else (0, 0)
-    if not low <= value <= high:
-        wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
-        checks.require(False, function, argument, wanted, value)
-    return np.full(np.shape(scale), value, found)
-
-
-def refuse_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
-    """Requires a known zero point of a small float dtype to be zero; a traced one cannot be looked at."""
-    known = isinstance(zero_point, jax.Array | np.ndarray | np.generic) and not checks.is_traced(zero_point)
-    if known and zero_point.dtype in dtypes.SMALL_FLOATS:
-        zero = not np.any(np.asarray(zero_point).astype(np.float32))
-        wanted = f"0, the only zero point of {zero_point.dtype}"
-        checks.require(zero, function, argument, wanted, np.asarray(zero_point).astype(np.float32).tolist())

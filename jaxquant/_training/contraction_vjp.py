@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 
 from .._arrays.quantized_array import QuantizedArray, dequantized, trusted
 from .._core import checks, dtypes, granularity
-from .._onnx_ops.quantize_linear import quotients
+from .._core.affine import divide_by_scale
 from . import estimators
 from .backward import Backward, Int8Backward, keys
 from .fake_quantize import Config, array_of, pulled, steps, tracked
@@ -226,7 +226,7 @@ def _kept(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _K
         x, scale = jnp.asarray(given[0]), jnp.asarray(given[1])
         aligned = granularity.Aligned(q.block_size)
         points = steps(spec, given[2])
-        u = quotients(x, aligned.expand(scale, x), dtypes.FLOAT32)
+        u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
         mask = estimators.mask(rule, spec, u, None if points is None else aligned.expand(points, x))
     bits = _NO_MASK if mask is None else _named(_packed(mask))
     return _Kept(q, bits, _NO_X, nothing)

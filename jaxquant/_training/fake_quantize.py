@@ -18,8 +18,7 @@ from .._arrays.quantize import encode, found
 from .._arrays.quantized_array import QuantizedArray, dequantized, trusted
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
-from .._onnx_ops.dequantize_linear import dequantize as dequantize_codes
-from .._onnx_ops.quantize_linear import quotients
+from .._core.affine import dequantize_affine, divide_by_scale
 from . import estimators
 from .estimators import Rule, StochasticRounding, StraightThrough
 
@@ -174,7 +173,7 @@ def _faked(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key:
     if spec.codebook is not None:
         return dequantized(array_of(config, x, scale, zero_point, key))
     codes = _codes(config, x, scale, points, key)
-    return dequantize_codes(codes, scale, points, _aligned(spec), x.dtype)
+    return dequantize_affine(codes, scale, points, _aligned(spec), x.dtype)
 
 
 def _faked_fwd(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> tuple[jax.Array, Any]:
@@ -200,8 +199,8 @@ def pulled(
     if spec.codebook is not None:
         distance = dequantized(array_of(config, x, scale, zero_point, key).replace(scale=unit, dtype=jnp.float32))
     else:
-        distance = dequantize_codes(_codes(config, x, scale, points, key), unit, points, aligned, dtypes.FLOAT32)
-    u = quotients(x, aligned.expand(scale, x), dtypes.FLOAT32)
+        distance = dequantize_affine(_codes(config, x, scale, points, key), unit, points, aligned, dtypes.FLOAT32)
+    u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
     expanded = None if points is None else aligned.expand(points, x)
     inside, ds, dz = estimators.slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
@@ -249,7 +248,7 @@ def steps(spec: QuantSpec, zero_point: Any) -> jax.Array | None:
 def _codes(config: Config, x: jax.Array, scale: jax.Array, points: jax.Array | None, key: Any) -> jax.Array:
     """Returns the codes, those of an integer dtype in an int32 that no loop has to pack."""
     spec, aligned = config.spec, _aligned(config.spec)
-    value = quotients(x, aligned.expand(scale, x), dtypes.FLOAT32)
+    value = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
     if spec.dtype in dtypes.SMALL_FLOATS:
         return small_floats.encode(value, spec.dtype, True)
     if key is not None:

@@ -11,9 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, known_values, rounding, toolkit_attributes
+from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
 from .._core.granularity import Granularity, collapse, matching, resolve
-from .._onnx_ops.dequantize_linear import dequantize
-from .._onnx_ops.quantize_linear import number_scale, number_zero_point, quantize, quotients, refuse_float_zero_point
+from .._core.number_arguments import number_scale, number_zero_point, refuse_float_zero_point
 
 _NAME = "fake_quantize_linear"
 
@@ -152,7 +152,7 @@ def fake_quantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: ja
     """Returns x through its codes and back; every argument has passed its contract."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can hand a Python number through
     steps = _steps(config, zero_point)
-    return dequantize(_codes(config, x, scale, steps), scale, steps, config.granularity, x.dtype)
+    return dequantize_affine(_codes(config, x, scale, steps), scale, steps, config.granularity, x.dtype)
 
 
 def _fake_quantize_fwd(
@@ -169,8 +169,8 @@ def _fake_quantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[An
     steps = _steps(config, zero_point)
     expanded = None if steps is None else granularity.expand(steps, x)
     unit = jnp.ones(scale.shape, jnp.float32)
-    distance = dequantize(_codes(config, x, scale, steps), unit, steps, granularity, unit.dtype)
-    value = quotients(x, granularity.expand(scale, x), scale.dtype)
+    distance = dequantize_affine(_codes(config, x, scale, steps), unit, steps, granularity, unit.dtype)
+    value = divide_by_scale(x, granularity.expand(scale, x), scale.dtype)
     inside = rounding.in_range(value, expanded, config.dtype, config.bounds)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = np.float32(config.lda_coeff) * jnp.where(inside, g, zero)
@@ -195,11 +195,11 @@ def _steps(config: Config, zero_point: jax.Array | None) -> jax.Array | None:
 
 def _codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None) -> jax.Array:
     if config.dtype in dtypes.SMALL_FLOATS:
-        return quantize(x, scale, steps, config.granularity, config.dtype, scale.dtype)
+        return quantize_affine(x, scale, steps, config.granularity, config.dtype, scale.dtype)
     # 16 bits hold the codes of every integer dtype but one, and no loop has to pack them.
     carrier = config.dtype if config.dtype == jnp.uint16 else np.dtype(jnp.int16)
     bounds = config.bounds or dtypes.bounds(config.dtype)
-    codes = quantize(x, scale, steps, config.granularity, carrier, scale.dtype, bounds=bounds)
+    codes = quantize_affine(x, scale, steps, config.granularity, carrier, scale.dtype, bounds=bounds)
     return codes.astype(jnp.int32)
 
 
