@@ -20,7 +20,8 @@ import numpy as np
 
 import jaxquant as jq
 
-from . import contraction_oracle, inputs, oracle, spec_oracle, transforms
+from .oracles import array_text, contraction_text, onnx_text
+from .support import inputs, transforms
 
 FAST_MATH = "--xla_cpu_enable_fast_math=true"
 STRICT = {name: f"--xla_cpu_fast_math_honor_{name}=true" for name in ("division", "nans", "infs", "functions")}
@@ -56,8 +57,8 @@ Check = tuple[str, Callable[..., Any], tuple[Any, ...], Any]
 
 def drawn_values(rng: np.random.Generator, scale: np.ndarray, point: np.ndarray, kind: str) -> np.ndarray:
     """Values on ties and an ulp beside them, of int8 codes; with them infinities or NaN, some of each sign."""
-    wide = oracle.expand(scale, SHAPE, 1, 0)
-    x = inputs.near_ties(rng, wide, oracle.expand(point, SHAPE, 1, 0).astype(np.int64), (-128, 127), scale.dtype)
+    wide = onnx_text.expand(scale, SHAPE, 1, 0)
+    x = inputs.near_ties(rng, wide, onnx_text.expand(point, SHAPE, 1, 0).astype(np.int64), (-128, 127), scale.dtype)
     x = np.where(np.isfinite(x.astype(np.float32)) & (np.abs(x.astype(np.float32)) < 1e30), x, wide)
     special = {"numbers": np.nan, "infinities": np.inf, "NaN": np.nan}[kind]
     put = (rng.random(SHAPE) < 0.02) & (kind != "numbers")
@@ -69,23 +70,23 @@ def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
     """Returns the name of each operator, the operator, its arguments, and what numpy makes of them."""
     scale, point = inputs.scales(rng, (160,), np.dtype(np.float32)), inputs.zero_points(rng, (160,), "int8")
     x = drawn_values(rng, scale, point, kind)
-    codes = oracle.quantize_linear(x, scale, point, "int8")
+    codes = onnx_text.quantize_linear(x, scale, point, "int8")
     yield "quantize_linear", jq.quantize_linear, (x, scale, point), codes
     one, first = scale[0], point[0]
     same = drawn_values(rng, scale[:1], point[:1], kind)
-    yield "quantize_linear", jq.quantize_linear, (same, one, first), oracle.quantize_linear(same, one, first, "int8")
-    floats = oracle.quantize_linear(x, scale, None, "float8_e4m3fn")
+    yield "quantize_linear", jq.quantize_linear, (same, one, first), onnx_text.quantize_linear(same, one, first, "int8")
+    floats = onnx_text.quantize_linear(x, scale, None, "float8_e4m3fn")
     to_float8 = lambda x, s: jq.quantize_linear(x, s, output_dtype=jnp.float8_e4m3fn)  # noqa: E731
     yield "quantize_linear float8", to_float8, (x, scale), floats
-    fake = oracle.dequantize_linear(codes, scale, point)
+    fake = onnx_text.dequantize_linear(codes, scale, point)
     yield "fake_quantize_linear", jq.fake_quantize_linear, (x, scale, point), fake
     multiplied = lambda x, s, z: jq.onednn.quantize(x, s, z, qtype="per_channel", dtype="int8")  # noqa: E731
     steps = point.astype(np.int32)
-    yield "onednn.quantize", multiplied, (x, scale, steps), oracle.onednn_quantize(x, scale, steps, "int8", axis=1)
+    yield "onednn.quantize", multiplied, (x, scale, steps), onnx_text.onednn_quantize(x, scale, steps, "int8", axis=1)
     yield from list_half_precision_checks(rng, kind)
     for rows in (1, 32):  # XLA reduces 4096 elements and more in another way
         part = np.ascontiguousarray(x[:rows])
-        y, found, start = oracle.dynamic_quantize_linear(part)
+        y, found, start = onnx_text.dynamic_quantize_linear(part)
         want = y.astype(np.uint8), np.float32(found), np.uint8(start)
         yield "dynamic_quantize_linear", lambda x: tuple(jq.dynamic_quantize_linear(x)), (part,), want
     for dtype in ("int8", "uint8"):
@@ -97,12 +98,12 @@ def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
 def list_half_precision_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
     """Returns checks of arrays of 16 bits, which are divided and multiplied in 16 bits."""
     for name in ("float16", "bfloat16"):
-        dtype = oracle.dtype(name)
+        dtype = onnx_text.dtype(name)
         scale, point = inputs.scales(rng, (160,), dtype), inputs.zero_points(rng, (160,), "int8")
         x = drawn_values(rng, scale, point, kind)
-        codes = oracle.quantize_linear(x, scale, point, "int8")
+        codes = onnx_text.quantize_linear(x, scale, point, "int8")
         yield f"quantize_linear {name}", jq.quantize_linear, (x, scale, point), codes
-        fake = oracle.dequantize_linear(codes, scale, point)
+        fake = onnx_text.dequantize_linear(codes, scale, point)
         wide = lambda x, s, z: jq.dequantize_linear(x, s, z).astype(jnp.float32)  # noqa: E731
         yield f"dequantize_linear {name}", wide, (codes, scale, point), fake.astype(np.float32)
 
@@ -113,10 +114,10 @@ def check_of_spec(x: np.ndarray, dtype: str) -> tuple[Callable[..., Any], tuple[
     with np.errstate(all="ignore"):
         low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
         symmetric, narrow = bool(spec.symmetric), bool(spec.narrow_range)
-        scale, point = spec_oracle.parameters(low, high, dtype, symmetric, narrow)
+        scale, point = array_text.parameters(low, high, dtype, symmetric, narrow)
         wide = np.broadcast_to(scale, x.shape)
         points = None if point is None else np.broadcast_to(point, x.shape)
-        codes = spec_oracle.codes(x, wide, points, dtype, narrow)
+        codes = array_text.codes(x, wide, points, dtype, narrow)
 
     def quantized(x: Any) -> Any:
         q = jq.quantize(x, spec)
@@ -130,14 +131,14 @@ def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
     a, b = rng.integers(0, 256, (16, 24)).astype(np.uint8), rng.integers(-128, 128, (24, 40)).astype(np.int8)
     a_scale, b_scale = inputs.scales(rng, (16,), np.dtype(np.float32)), inputs.scales(rng, (40,), np.dtype(np.float32))
     left, right = np.uint8(131), np.int8(-3)
-    exact = contraction_oracle.matmul_integer(a, b, left, right)
+    exact = contraction_text.matmul_integer(a, b, left, right)
     yield "matmul_integer", jq.matmul_integer, (a, b, left, right), exact
     bias = rng.normal(size=40).astype(np.float32)
     given = (a, b, a_scale, b_scale, left, right, bias)
-    want = contraction_oracle.matmul_integer_to_float(*given)
+    want = contraction_text.matmul_integer_to_float(*given)
     yield "matmul_integer_to_float", jq.matmul_integer_to_float, given, want
     requantized = (a, a_scale[0], left, b, b_scale, np.zeros(40, np.int8) + right, np.float32(90), np.uint8(7))
-    yield "qlinear_matmul", jq.qlinear_matmul, requantized, contraction_oracle.qlinear_matmul(*requantized)
+    yield "qlinear_matmul", jq.qlinear_matmul, requantized, contraction_text.qlinear_matmul(*requantized)
     blocks = jq.QuantSpec("int4", jq.Blocked(0, 8))
     w = jq.quantize(rng.normal(size=(24, 40)).astype(np.float32), blocks)
     q = jq.quantize(bias[:24], jq.QuantSpec("int8"))

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import transforms
-from .case import Arrays, Case
-from .contraction_exactness import FEW, contraction_cases
-from .elementwise_exactness import elementwise_cases
+from .cases.contraction_exactness import FEW, contraction_cases
+from .cases.elementwise_exactness import elementwise_cases
+from .support import transforms
+from .support.case import Arrays, Case
 
 __all__ = ["Case", "cases", "check", "table"]
 

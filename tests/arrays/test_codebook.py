@@ -1,0 +1,132 @@
+"""Code books: nf4's table by its formula, the nearest entry, and what a book refuses."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+
+from ..oracles import array_text, onnx_text
+from ..support import transforms
+
+F32 = np.float32
+TERNARY = jq.CodeBook("ternary and a half", (-1.0, 0.0, 0.5, 1.0))
+P: Any = functools.partial
+
+
+def test_nf4_is_the_table_of_the_paper() -> None:
+    """arXiv 2305.14314, section 3: quantiles of the normal distribution, eight below 0 and nine from it, over the
+    largest. Its offset is the mean of 1 - 1/32 and 1 - 1/30."""
+    offset = (1 - 1 / 32 + 1 - 1 / 30) / 2
+    quantile = statistics.NormalDist().inv_cdf
+    positive = [quantile(p) for p in np.linspace(offset, 0.5, 9)[:-1]]
+    negative = [-quantile(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
+    table = np.sort([*positive, 0.0, *negative]) / positive[0]
+    assert len(table) == 16
+    np.testing.assert_allclose(jq.nf4.levels, table, rtol=0, atol=3e-7)  # the paper's are float32 throughout
+    assert all(float(F32(level)) == level for level in jq.nf4.levels)
+    assert (jq.nf4.levels[0], jq.nf4.levels[7], jq.nf4.levels[-1]) == (-1.0, 0.0, 1.0)
+
+
+def drawn(rng: np.random.Generator, book: jq.CodeBook, scale: np.ndarray) -> np.ndarray:
+    """Entries, values half way between two and one float to either side of that, times the scale; and the rest."""
+    middles = np.array([(a + b) / 2 for a, b in itertools.pairwise(book.levels)])
+    picked = rng.choice(np.concatenate([middles, middles, book.levels]), scale.shape)
+    x = (picked * scale).astype(F32)
+    toward = np.where(rng.random(scale.shape) < 0.5, F32(-9), F32(9)) * F32(1e9)
+    x = np.where(rng.random(scale.shape) < 0.6, np.nextafter(x, toward.astype(F32)), x)
+    anywhere = (rng.uniform(-1, 1, scale.shape) * scale).astype(F32)
+    return np.where(rng.random(scale.shape) < 0.2, anywhere, x).astype(F32)
+
+
+def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
+    """Exactly: with a scale of 4 or 1 a tie in x is a tie of the table, and its neighbours are none."""
+    for book in (jq.nf4, TERNARY, jq.CodeBook("all", tuple(range(-100, 156)))):
+        x = drawn(rng, book, np.full(500, 4.0)) if book.levels[-1] == 1 else drawn(rng, book, np.full(500, 1.0))
+        span = 4.0 if book.levels[-1] == 1 else 155.0
+        spec = jq.QuantSpec(book)
+        for q in (jq.quantize(x, spec, -span, span), jax.jit(lambda x, s=spec, e=span: jq.quantize(x, s, -e, e))(x)):
+            scale = F32(span) / F32(max(abs(level) for level in book.levels))
+            np.testing.assert_array_equal(q.scale, [scale])
+            value = onnx_text.quotient(x, np.full(x.shape, scale), np.dtype(F32))
+            want = array_text.nearest_level(value, book.levels)
+            assert q.values.dtype == book.carrier
+            np.testing.assert_array_equal(np.asarray(q.values).astype(np.int64), want)
+            entries = np.asarray(book.levels, F32)[want]
+            np.testing.assert_array_equal(q.dequantize(), entries * scale)
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float8_e8m0fnu"])
+def test_blocks_of_nf4(rng: np.random.Generator, scale_dtype: str) -> None:
+    x = (rng.normal(size=(6, 50)) * np.exp(rng.normal(size=(6, 1)))).astype(F32)
+    x[0, :16] = 0
+    x[1, 20] = np.nan
+    spec = jq.QuantSpec(jq.nf4, jq.Blocked(1, 16), scale_dtype=onnx_text.dtype(scale_dtype))
+    each = (1, 16)
+    low, high = array_text.extremes(x, each)
+    scale, _ = array_text.parameters(low, high, "nf4", True, False, scale_dtype, levels=1.0)
+    wide = array_text.spread(scale, each, x.shape).astype(F32)
+    codes = array_text.nearest_level(onnx_text.quotient(x, wide, np.dtype(F32)), jq.nf4.levels)
+    values = np.asarray(jq.nf4.levels, F32)[codes] * wide
+    loop = jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, jq.quantize(row[None], spec)), None, x)[1])(x)
+    for q in (jq.quantize(x, spec), jax.jit(lambda x: jq.quantize(x, spec))(x)):
+        np.testing.assert_array_equal(np.asarray(q.values).astype(np.int64), codes)
+        assert transforms.mismatches(np.asarray(q.scale), scale) == 0
+        assert transforms.mismatches(np.asarray(q.dequantize()), values) == 0
+        assert transforms.mismatches(np.asarray(q[1:, 16:].dequantize()), values[1:, 16:]) == 0
+        assert transforms.mismatches(np.asarray(q.T.dequantize()), values.T) == 0
+    assert transforms.mismatches(np.asarray(loop.dequantize())[:, 0], values) == 0
+    # The scale is the largest magnitude, so what it comes from is an entry of the table.
+    if scale_dtype == "float32":
+        fine = np.isfinite(wide)
+        largest = np.abs(x) == wide
+        np.testing.assert_array_equal(values[fine & largest], x[fine & largest])
+
+
+def test_repr_and_nbytes() -> None:
+    q = jq.quantize(jnp.ones((3, 5)), jq.QuantSpec(jq.nf4))
+    assert repr(q) == "QuantizedArray(nf4[3,5], scale=float32[1,1], zero_point=None, dtype=float32, nbytes=12)"
+    assert repr(TERNARY) == "ternary and a half"
+    assert TERNARY.carrier == jnp.uint2
+    assert TERNARY.largest == 1
+
+
+def test_equal_books_are_one_static_value() -> None:
+    other = jq.CodeBook("ternary and a half", [-1, 0, np.float32(0.5), 1])  # type: ignore[arg-type]
+    assert other == TERNARY
+    assert hash(other) == hash(TERNARY)
+    x = jnp.array([0.1, 1.0])
+    one, two = (jq.quantize(x, jq.QuantSpec(book)) for book in (other, TERNARY))
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    assert jax.tree.structure(one) != jax.tree.structure(jq.quantize(x, jq.QuantSpec("uint2", symmetric=True)))
+
+
+ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
+    ("name", P(jq.CodeBook, 3, (0, 1, 2, 3)), TypeError, "name", "a string", "3"),
+    ("levels none", P(jq.CodeBook, "a", None), TypeError, "levels", "a sequence of numbers", "None"),
+    ("levels text", P(jq.CodeBook, "a", "0123"), TypeError, "levels", "a sequence of numbers", "'0123'"),
+    ("levels of rank 0", P(jq.CodeBook, "a", np.array(3.0)), TypeError, "levels", "a sequence of numbers", "an array"),
+    ("larger than floats", P(jq.CodeBook, "a", (0, 1, 2, 10**400)), ValueError, "levels", "a finite number", "an int"),
+    ("a text", P(jq.CodeBook, "a", (0, 1, 2, "3")), TypeError, "levels", "a static Python number", "'3'"),
+    ("a bool", P(jq.CodeBook, "a", (False, 1, 2, 3)), TypeError, "levels", "a static Python number", "False"),
+    ("a nan", P(jq.CodeBook, "a", (0, 1, 2, float("nan"))), ValueError, "levels", "a finite number", "nan"),
+    ("too large", P(jq.CodeBook, "a", (0, 1, 2, 1e39)), ValueError, "levels", "a finite number of float32", "1e\\+39"),
+    ("three", P(jq.CodeBook, "a", (0, 1, 2)), ValueError, "levels", "4, 16 or 256 numbers", "3"),
+    ("descending", P(jq.CodeBook, "a", (3, 2, 1, 0)), ValueError, "levels", "ascending numbers", "3, 2, 1, 0"),
+    ("equal in float32", P(jq.CodeBook, "a", (0, 1, 1 + 1e-12, 2)), ValueError, "levels", "ascending numbers", "1.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0].replace(" ", "_") for row in ROWS])
+def test_refusals(row: tuple[str, Any, type[Exception], str, str, str]) -> None:
+    _, call, error, argument, wanted, got = row
+    with pytest.raises(error, match=rf"jaxquant\.CodeBook: {argument}: wanted .*{wanted}.*; got .*{got}"):
+        call()

@@ -1,0 +1,87 @@
+"""onnx's own single-node tests of the operators, through an adapter that reads the model's one node."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from onnx.backend.test.loader import load_node_model_tests
+
+import jaxquant as jq
+
+from ..support import transforms
+
+FUNCTIONS = {
+    "QuantizeLinear": jq.quantize_linear,
+    "DequantizeLinear": jq.dequantize_linear,
+    "DynamicQuantizeLinear": jq.dynamic_quantize_linear,
+    "MatMulInteger": jq.matmul_integer,
+    "QLinearMatMul": jq.qlinear_matmul,
+    "ConvInteger": jq.conv_integer,
+    "QLinearConv": jq.qlinear_conv,
+}
+COUNTS = {
+    "QuantizeLinear": 13,
+    "DequantizeLinear": 14,
+    "DynamicQuantizeLinear": 3,
+    "MatMulInteger": 1,
+    "QLinearMatMul": 8,
+    "ConvInteger": 2,
+    "QLinearConv": 1,
+}
+DTYPES = ("output_dtype", "precision")
+
+
+def node_tests() -> list[Any]:
+    """Every test whose model is one node of these; the `_expanded` function bodies are other operators."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # onnx's own casts, as it computes what it expects
+        every = load_node_model_tests()
+    single = [t for t in every if t.model is not None and len(t.model.graph.node) == 1]
+    return [t for t in single if t.model is not None and t.model.graph.node[0].op_type in COUNTS]
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """The node's attributes as keywords; ONNX's dtype numbers become dtypes, 0 means not given."""
+    found = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    for name in DTYPES:
+        if found.get(name):
+            found[name] = helper.tensor_dtype_to_np_dtype(found[name])
+        else:
+            found.pop(name, None)
+    return found
+
+
+def operator(node: onnx.NodeProto) -> Any:
+    """The jaxquant function of a node, its attributes bound."""
+    return functools.partial(FUNCTIONS[node.op_type], **attributes(node))
+
+
+def array(value: Any) -> np.ndarray:
+    return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+
+
+CASES = node_tests()
+
+
+@pytest.mark.parametrize("op_type", list(COUNTS))
+def test_there_are_as_many_as_known(op_type: str) -> None:
+    assert sum(c.model.graph.node[0].op_type == op_type for c in CASES) == COUNTS[op_type]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_node(case: Any, jitted: bool) -> None:
+    node = case.model.graph.node[0]
+    op = operator(node)
+    for inputs, outputs in case.data_sets:
+        got = jax.tree.leaves((jax.jit(op) if jitted else op)(*map(array, inputs)))
+        for g, w in zip(got, map(array, outputs), strict=True):
+            assert g.dtype == w.dtype
+            assert transforms.mismatches(np.asarray(g), w) == 0

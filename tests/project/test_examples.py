@@ -1,0 +1,43 @@
+"""The examples run, each from a folder of its own, and are short."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SAYS = {
+    "quickstart": "Logits that converting to integers changed: 0",
+    "cnn_int4": "are recognized by integers",
+    "linen_serving": "bytes of integers",
+    "nnx_serving": "bytes of integers",
+    "operators": "per tensor",
+    "onnx_runtime": "Numbers that differ from those of ONNX Runtime",
+}
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in EXAMPLES} == set(SAYS)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    # One host device, as a user has it; the tests' own eight would share two cores.
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr
+    assert SAYS[path.stem] in run.stdout
+    if path.stem == "cnn_int4":
+        assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["cnn_int4", "linen_serving", "nnx_serving", "operators"])
+def test_an_example_is_short(name: str) -> None:
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60

@@ -1,0 +1,254 @@
+"""`fake_quantize` going forward: the bits of `quantize` and `dequantize`, and of numpy, however it is called."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxquant as jq
+
+from ..arrays import test_quantize
+from ..arrays.test_quantize import GRANULARITIES, SHAPE, same
+from ..oracles import array_text, onnx_text
+from ..oracles import gradient_rules_text as rules
+from ..oracles.array_text import F32
+from ..support import inputs, transforms
+from . import test_gradient_rules
+
+
+def differentiated(spec: jq.QuantSpec, rule: Any, *args: Any) -> Any:
+    """y as a forward pass under differentiation computes it."""
+    return jax.vjp(lambda *a: jq.fake_quantize(a[0], spec, *a[1:], gradient=rule), *args)[0]
+
+
+@pytest.mark.parametrize("case", list(test_quantize.CASES))
+def test_a_scale_that_is_found(rng: np.random.Generator, case: str) -> None:
+    """Ties and one float beside them, infinities, NaN, slices of zeros; eagerly, under jit and under grad."""
+    name, granularity, options = test_quantize.CASES[case]
+    spec = test_quantize.spec_of(name, granularity, **options)
+    compiled = jax.jit(lambda x: (jq.fake_quantize(x, spec), differentiated(spec, jq.LSQPlus(), x)))
+    for i in range(3):
+        x = test_quantize.drawn(rng, spec, granularity)
+        q = jq.quantize(x, spec)
+        want = test_quantize.agrees(q, x, spec, granularity)
+        same(q.dequantize(), want)
+        for got in (*compiled(x), *([jq.fake_quantize(x, spec)] if i == 0 and granularity.startswith("a") else [])):
+            same(got, want)
+
+
+@pytest.mark.parametrize("case", list(test_gradient_rules.CASES))
+def test_a_scale_that_is_given(rng: np.random.Generator, case: str) -> None:
+    """Ends, ties and one float beside them, infinities and NaN; a zero point as an integer and as a float."""
+    name = test_gradient_rules.CASES[case][0]
+    spec = test_gradient_rules.spec_of(case)
+    levels = test_gradient_rules.BOOKS[name].levels if name in test_gradient_rules.BOOKS else None
+    compiled = jax.jit(
+        lambda x, s, *points: [
+            f(x, s, z)
+            for z in points
+            for f in (
+                lambda x, s, z: jq.fake_quantize(x, spec, s, z),
+                functools.partial(differentiated, spec, jq.StraightThrough()),
+            )
+        ]
+    )
+    for _ in range(3):
+        d = test_gradient_rules.drawn(rng, case)
+        x = np.where(rng.random(SHAPE) < 0.05, rng.choice(inputs.EXTREMES, SHAPE), d.x).astype(F32)
+        wide = array_text.spread(d.scale, d.each, SHAPE)
+        point = d.steps.point if d.steps.point.any() else None
+        with np.errstate(over="ignore"):
+            want = rules.values(rules.steps(x, wide, point, name, bool(spec.narrow_range), levels), np.dtype(F32))
+        for got in (*compiled(x, d.scale, d.point, d.learned), jq.fake_quantize(x, spec, d.scale, d.learned)):
+            same(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", ["uint4", "int8", "uint16", "float8_e4m3fn", "nf4"])
+def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
+    """Divided and multiplied in float32, rounded once to the dtype of x, whatever that of the scale."""
+    name = test_gradient_rules.CASES[case][0]
+    spec, kind = test_gradient_rules.spec_of(case), onnx_text.dtype(dtype)
+    levels = test_gradient_rules.BOOKS[name].levels if name in test_gradient_rules.BOOKS else None
+    d = test_gradient_rules.drawn(rng, case)
+    scale = np.exp(rng.uniform(-5, -3, d.scale.shape)).astype(F32)
+    wide = array_text.spread(scale, d.each, SHAPE)
+    x = (d.steps.u * wide).astype(kind)
+    point = d.steps.point if d.steps.point.any() else None
+    given = scale.astype(kind)
+    for s, of in ((scale, wide), (given, array_text.spread(given, d.each, SHAPE))):
+        want = rules.values(rules.steps(x, of, point, name, bool(spec.narrow_range), levels), kind)
+        for got in (jq.fake_quantize(x, spec, s, d.point), differentiated(spec, jq.LSQ(), x, s, d.learned)):
+            same(got, want)
+    same(jq.fake_quantize(x, spec), jq.quantize(x, spec).dequantize())
+    mixed = jq.fake_quantize(x.astype(F32), spec, given, d.point)
+    same(np.asarray(mixed).astype(kind), want)
+
+
+OF_TRANSFORMS = [("uint4", t) for t in transforms.ALL] + [
+    ("float8_e4m3fn", t) for t in ("scan", "fused", "vmap_batched")
+]
+
+
+@pytest.mark.parametrize(("case", "transform"), OF_TRANSFORMS)
+def test_under_transforms(rng: np.random.Generator, case: str, transform: str) -> None:
+    spec = test_gradient_rules.spec_of(case)
+    name = test_gradient_rules.CASES[case][0]
+    some = [test_gradient_rules.drawn(rng, case) for _ in range(4)]
+    points = [d.point for d in some]
+    args = [np.stack([d.x for d in some]), np.stack([d.scale for d in some])]
+    args += [np.stack([z for z in points if z is not None])] if points[0] is not None else []
+
+    def call(*a: Any) -> jax.Array:
+        return jq.fake_quantize(a[0], spec, *a[1:])
+
+    want = []
+    for d in some:
+        of = some[0] if transforms.is_shared(transform) else d
+        wide = array_text.spread(of.scale, d.each, SHAPE)
+        point = of.steps.point if of.steps.point.any() else None
+        want.append(rules.values(rules.steps(d.x, wide, point, name, bool(spec.narrow_range)), np.dtype(F32)))
+    got = transforms.ALL[transform](call, tuple(args))
+    assert transforms.mismatches(got, np.stack(want)) == 0
+
+
+def test_ways_to_write_a_scale(rng: np.random.Generator) -> None:
+    """A number, a scalar, one element, 1 in places of the shape, an int for a zero point, numpy and JAX."""
+    x = rng.normal(size=SHAPE).astype(F32)
+    spec = jq.QuantSpec(jnp.uint4, jq.Blocked(2, 3))
+    one = np.full((5, 6, 3), 0.25, F32)
+    want = rules.values(rules.steps(x, np.full(SHAPE, F32(0.25)), np.full(SHAPE, 7), "uint4"), np.dtype(F32))
+    part = rng.uniform(0.1, 0.4, (1, 6, 1)).astype(F32)
+    of_part = rules.steps(x, np.broadcast_to(part, SHAPE), np.full(SHAPE, 7), "uint4")
+    points = (7, np.uint8(7).astype(spec.carrier), np.full((1,), 7, spec.carrier), np.full((5, 6, 3), 7, spec.carrier),
+              jnp.full((1, 6, 1), 7.5 - 2.0**-20), 7.25, np.int64(7))  # fmt: skip
+    for point in points:
+        for scale in (0.25, F32(0.25), jnp.float32(0.25), np.full(1, 0.25, F32), one, jnp.bfloat16(0.25)):
+            same(jq.fake_quantize(x, spec, scale, point), want)
+        same(jq.fake_quantize(x, spec, part, point), rules.values(of_part, np.dtype(F32)))
+    same(jq.fake_quantize(x, spec, 0.25, 7.5), jq.fake_quantize(x, spec, 0.25, 8))  # half to even
+    traced = jax.jit(lambda point: jq.fake_quantize(x, spec, 0.25, point))  # which cannot be looked at, and is cut
+    same(traced(F32(-3)), jq.fake_quantize(x, spec, 0.25, 0))
+    same(traced(F32(99)), jq.fake_quantize(x, spec, 0.25, 15))
+    symmetric = jq.QuantSpec(jnp.uint8, symmetric=True)  # its fixed zero point, 128, and its lowest code, 1
+    far = rules.steps(x * F32(99), np.full(SHAPE, F32(0.25)), np.full(SHAPE, 128), "uint8", narrow=True)
+    for got in (jq.fake_quantize(x * F32(99), symmetric, 0.25), jq.fake_quantize(x * F32(99), symmetric, 0.25, 128)):
+        same(got, rules.values(far, np.dtype(F32)))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0)])
+def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:
+    x = np.full(shape, -2.3, F32)
+    specs = [jq.QuantSpec("uint4"), jq.QuantSpec(jq.nf4), jq.QuantSpec("float8_e5m2")]
+    specs += [jq.QuantSpec("uint8", g) for g in (jq.PerAxis(-1), jq.Blocked(0, 2)) if shape]
+    for spec in specs:
+        q = jq.quantize(x, spec)
+        same(jq.fake_quantize(x, spec), q.dequantize())
+        for rule in (jq.StraightThrough(), jq.LSQPlus()):
+            y, back = jax.vjp(
+                lambda x, s, z, r=rule, spec=spec: jq.fake_quantize(x, spec, s, z, r), x, q.scale, q.zero_point
+            )
+            same(y, q.dequantize())
+            dx, ds, _ = back(jnp.ones(shape))
+            assert (dx.shape, ds.shape) == (shape, q.scale.shape)
+            assert np.isfinite(ds).all()
+            if x.size == 0:
+                assert not np.asarray(ds).any()
+    assert jq.fake_quantize(-2.3, jq.QuantSpec("int8"), 0.5).shape == ()
+    assert float(jq.fake_quantize(-2.3, jq.QuantSpec("int8"), 0.5)) == -2.5
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("granularity", ["tensor", "blocked"])
+def test_eight_devices_give_the_same(rng: np.random.Generator, granularity: str, kind: AxisType) -> None:
+    """The bits of y and dx, and the sums but for their order."""
+    spec = jq.QuantSpec(jnp.uint8, GRANULARITIES[granularity][0])
+    x, g = rng.normal(size=(2, 8, 16, 24)).astype(F32)
+    q = jq.quantize(x, spec)
+    point = np.asarray(q.zero_point, F32) + F32(0.3)
+
+    @jax.jit
+    def pulled(x: Any, scale: Any, point: Any, g: Any) -> Any:
+        y, back = jax.vjp(lambda *a: jq.fake_quantize(a[0], spec, *a[1:], gradient=jq.LSQPlus()), x, scale, point)
+        return y, jq.fake_quantize(x, spec), *back(g)
+
+    want = pulled(x, q.scale, point, g)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    for axis in (0, 2):
+        place = NamedSharding(mesh, PartitionSpec(*("d" if a == axis else None for a in range(3))))
+        got = pulled(jax.device_put(x, place), q.scale, point, jax.device_put(g, place))
+        assert len(got[0].sharding.device_set) == 8
+        for have, wanted in zip(got[:3], want[:3], strict=True):
+            same(have, wanted)
+        for have, wanted in zip(got[3:], want[3:], strict=True):
+            np.testing.assert_allclose(have, wanted, rtol=1e-5, atol=1e-5)
+
+
+INT8, UINT4, BLOCKS = jq.QuantSpec(jnp.int8), jq.QuantSpec(jnp.uint4), jq.QuantSpec(jnp.int4, jq.Blocked(1, 4))
+X = np.ones((3, 10), F32)
+ONE = np.ones((), F32)
+BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+    "x of int32": ((X.astype(np.int32), INT8), TypeError, "x: wanted dtype float32, .*; got int32"),
+    "x a list": (([1.0], INT8), TypeError, "x: wanted an array; got list"),
+    "no spec": ((X, jnp.int8), TypeError, "spec: wanted a QuantSpec; got"),
+    "an axis too many": ((X, jq.QuantSpec(jnp.int8, jq.PerAxis(2))), ValueError, r"axis: wanted .*\[-2, 1\].*; got 2"),
+    "a scale of int8": ((X, INT8, ONE.astype(np.int8)), TypeError, "scale: wanted dtype float32, .*; got int8"),
+    "a scale a list": ((X, INT8, [1.0]), TypeError, "scale: wanted an array; got list"),
+    "a scale per row": ((X, INT8, X[:, :1]), ValueError, r"scale: wanted .*\(1, 1\).*; got shape \(3, 1\)"),
+    "a scale of rank 1": ((X, BLOCKS, X[0, :3]), ValueError, r"scale: wanted .*\(3, 3\).*; got shape \(3,\)"),
+    "a block too many": ((X, BLOCKS, X[:, :4]), ValueError, r"scale: wanted .*\(3, 3\).*; got shape \(3, 4\)"),
+    "a scale for each": ((X, BLOCKS, X), ValueError, r"scale: wanted .*\(3, 3\).*; got shape \(3, 10\)"),
+    "a point alone": ((X, INT8, None, 0), ValueError, "zero_point: wanted None, or a scale .*; got"),
+    "no point": ((X, UINT4, 0.5), ValueError, "zero_point: wanted .*; got None"),
+    "a point of int32": ((X, UINT4, 0.5, np.zeros(1, np.int32)), TypeError, "zero_point: wanted dtype .*; got int32"),
+    "a point of uint8": ((X, UINT4, 0.5, np.zeros(1, np.uint8)), TypeError, "zero_point: wanted dtype .*; got uint8"),
+    "a point of float16": ((X, UINT4, 0.5, np.zeros(1, np.float16)), TypeError, "zero_point: wanted .*; got float16"),
+    "a point beyond": ((X, UINT4, 0.5, 16), ValueError, r"zero_point: wanted .*\[0, 15\].*; got 16"),
+    "a point below narrow": ((X, INT8, 0.5, -128), ValueError, r"zero_point: wanted .*\[-127, 127\].*; got -128"),
+    "a point per row": ((X, UINT4, 0.5, X[:, :1]), ValueError, r"zero_point: wanted .*; got shape \(3, 1\)"),
+    "a point of a float8": ((X, jq.QuantSpec("float8_e5m2"), 0.5, F32(0)), ValueError, "zero_point: wanted None"),
+    "a point of a book": ((X, jq.QuantSpec(jq.nf4), 0.5, F32(0)), ValueError, "zero_point: wanted None.*nf4"),
+    "a bool for a point": ((X, UINT4, 0.5, True), TypeError, "zero_point: wanted .*; got .*(True|bool)"),
+    "a rule's class": ((X, INT8, 0.5, None, jq.LSQ), TypeError, "gradient: wanted .*LSQ.*; got"),
+    "a rule's name": ((X, INT8, 0.5, None, "lsq"), TypeError, "gradient: wanted .*; got 'lsq'"),
+    "PACT's point": ((X, UINT4, 0.5, 3, jq.PACT()), ValueError, "zero_point: wanted .*0.*; got"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_refusals(name: str) -> None:
+    args, error, text = BAD[name]
+    with pytest.raises(error, match=rf"jaxquant\.(fake_quantize|PACT): {text}"):
+        jq.fake_quantize(*args)
+    if all(a is None or isinstance(a, np.ndarray) for a in args[2:4]) and isinstance(args[0], np.ndarray):
+        traced = jax.jit(lambda x, s, z: jq.fake_quantize(x, args[1], s, z, *args[4:]))
+        with pytest.raises(error, match=text):
+            jax.eval_shape(traced, args[0], *(*args[2:4], None, None)[:2])
+
+
+@pytest.mark.parametrize("rule", [jq.LSQ, jq.LSQPlus], ids=["LSQ", "LSQPlus"])
+def test_refusals_of_the_rules(rule: Any) -> None:
+    for wrong, error in ((0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=rf"jaxquant\.{rule.__name__}: elements: wanted .*; got .*{wrong}"):
+            rule(elements=wrong)
+    with pytest.raises(TypeError, match=r"jaxquant\.StraightThrough: clip: wanted True or False; got"):
+        jq.StraightThrough(clip="yes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"jaxquant\.{rule.__name__}\.initial: x: wanted dtype"):
+        rule().initial(np.ones(3, np.int32), INT8)
+    with pytest.raises(TypeError, match=rf"jaxquant\.{rule.__name__}\.initial: spec: wanted a QuantSpec"):
+        rule().initial(X, "int8")
+
+
+def test_rules_are_static_values() -> None:
+    """Equal rules are equal, hashable, and pass as static arguments; another `elements` is another program."""
+    assert jq.LSQ(elements=3) == jq.LSQ(3) != jq.LSQ()
+    assert len({jq.StraightThrough(), jq.StraightThrough(True), jq.LSQ(), jq.LSQPlus(), jq.PACT(), jq.PACT()}) == 4
+    call = jax.jit(lambda s, rule: jq.fake_quantize(X, INT8, s, gradient=rule).sum(), static_argnums=1)
+    few, many = (jax.grad(call)(jnp.float32(0.3), jq.LSQ(n)) for n in (1, 100))
+    np.testing.assert_allclose(few, 10 * many, rtol=1e-6)

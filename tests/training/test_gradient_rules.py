@@ -1,0 +1,381 @@
+"""Every cotangent of every gradient rule against an oracle written apart, at ties, at the ends and beside them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+
+from ..arrays.test_quantize import GRANULARITIES
+from ..oracles import array_text, onnx_text
+from ..oracles import gradient_rules_text as rules
+from ..oracles.array_text import F32
+from ..support import inputs
+
+SHAPE = (5, 6, 7)
+TABLE = jq.CodeBook("uneven", (-0.75, -0.25, 0.25, 1.0))
+BOOKS = {"nf4": jq.nf4, "uneven": TABLE}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "int8": ("int8", "tensor", {}),
+    "int8, all codes": ("int8", "axes", {"narrow_range": False}),
+    "int8, asymmetric": ("int8", "blocked both", {"symmetric": False}),
+    "int8, asymmetric and narrow": ("int8", "axis", {"symmetric": False, "narrow_range": True}),
+    "uint8": ("uint8", "axis", {}),
+    "uint8, symmetric": ("uint8", "blocked", {"symmetric": True}),
+    "uint8, symmetric, all codes": ("uint8", "axes", {"symmetric": True, "narrow_range": False}),
+    "uint4": ("uint4", "blocked", {}),
+    "int2": ("int2", "axis", {}),
+    "uint2": ("uint2", "tensor", {}),
+    "int16": ("int16", "axis", {}),
+    "uint16": ("uint16", "axes", {}),
+    "float8_e4m3fn": ("float8_e4m3fn", "axis", {}),
+    "float8_e5m2fnuz": ("float8_e5m2fnuz", "blocked", {}),
+    "float4_e2m1fn": ("float4_e2m1fn", "tensor", {}),
+    "nf4": ("nf4", "blocked", {}),
+    "uneven": ("uneven", "axis", {}),
+}
+
+
+def spec_of(case: str) -> jq.QuantSpec:
+    name, granularity, options = CASES[case]
+    return jq.QuantSpec(BOOKS.get(name) or onnx_text.dtype(name), GRANULARITIES[granularity][0], **options)
+
+
+class Drawn(NamedTuple):
+    """A problem, and the same as the oracle wants it. `learned` rounds to `point`; both None where it is fixed."""
+
+    x: np.ndarray
+    scale: np.ndarray
+    point: np.ndarray | None
+    learned: np.ndarray | None
+    g: np.ndarray
+    each: array_text.Sizes
+    steps: rules.Steps
+
+
+def _with_both(x: np.ndarray, scale: np.ndarray, beyond: float) -> np.ndarray:
+    """x with a number first that is in range whatever was drawn, 0, and one that is not."""
+    x.flat[0], x.flat[1] = 0, beyond * scale.flat[1]
+    return x
+
+
+def drawn(rng: np.random.Generator, case: str) -> Drawn:
+    name, granularity, _ = CASES[case]
+    spec = spec_of(case)
+    each = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
+    entries = array_text.entries(SHAPE, each)
+    # A power of two puts an end and its neighbours where they should be, exactly.
+    scale = np.where(
+        rng.random(entries) < 0.5, np.exp2(rng.integers(-9, 3, entries)), inputs.scales(rng, entries, np.dtype(F32))
+    )
+    scale = scale.astype(F32)
+    wide = array_text.spread(scale, each, SHAPE)
+    point = learned = steps = None
+    if not spec.symmetric:
+        low, high = (int(b) for b in spec.bounds)
+        # LSQ's gradient scale has no value where the zero point is the largest code.
+        point = np.clip(inputs.zero_points(rng, entries, name).astype(np.int64), low, high - 1)
+        learned = (point + rng.choice([-0.5, -0.3, 0.0, 0.3, 0.5], entries)).astype(F32)
+        learned = np.where(np.clip(np.rint(learned), low, high - 1) == point, learned, point).astype(F32)
+        point = point.astype(onnx_text.dtype(name))
+        steps = array_text.spread(point.astype(np.int64), each, SHAPE)
+    elif spec.fixed_zero_point:
+        steps = np.full(SHAPE, spec.fixed_zero_point)
+    narrow = bool(spec.narrow_range)
+    if name in BOOKS:
+        x = _with_both(rules.table_edges(rng, wide, BOOKS[name].levels), wide, 2 * BOOKS[name].largest)
+        found = rules.steps(x, wide, None, name, levels=BOOKS[name].levels)
+    else:
+        x = _with_both(rules.on_edges(rng, wide, steps, name, narrow), wide, 4 * float(spec.bounds[1]))
+        found = rules.steps(x, wide, steps, name, narrow)
+    return Drawn(x, scale, point, learned, rng.normal(size=SHAPE).astype(F32), each, found)
+
+
+def pull(spec: jq.QuantSpec, rule: Any, x: Any, scale: Any, point: Any, g: Any) -> tuple[Any, Any]:
+    """(y, (dx, ds, dz))."""
+    y, back = jax.vjp(lambda x, s, z: jq.fake_quantize(x, spec, s, z, gradient=rule), x, scale, point)
+    return y, back(g)
+
+
+def summed(got: Any, terms: np.ndarray, each: array_text.Sizes, of: np.ndarray) -> None:
+    """A float32 sum: right to 16 times half float32's epsilon of the sum of the magnitudes of its terms."""
+    assert got.shape == of.shape
+    assert got.dtype == of.dtype
+    room = rules.collected(np.abs(terms), each) * 2.0**-20
+    error = np.abs(np.asarray(got, np.float64) - rules.collected(terms, each))
+    assert (error <= room).all(), (got, rules.collected(terms, each), room)
+
+
+def agrees(got: tuple[Any, Any], want: rules.Cotangents, d: Drawn, point: np.ndarray | None) -> None:
+    y, (dx, ds, dz) = got
+    np.testing.assert_array_equal(y, rules.values(d.steps, d.x.dtype))
+    np.testing.assert_array_equal(dx, want[0].astype(F32))
+    summed(ds, want[1], d.each, d.scale)
+    if point is None:
+        assert dz is None
+    elif point.dtype == F32:
+        summed(dz, want[2], d.each, point)
+    else:
+        assert dz.dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_cotangent(rng: np.random.Generator, case: str) -> None:
+    spec = spec_of(case)
+    chosen: dict[str, Any] = {
+        "straight": jq.StraightThrough(),
+        "identity": jq.StraightThrough(clip=False),
+        "lsq": jq.LSQ(),
+        "lsq+": jq.LSQPlus(),
+    }
+    if spec.symmetric and case != "uneven":
+        chosen["pact"] = jq.PACT()
+
+    @jax.jit
+    def pulled(x: Any, scale: Any, point: Any, learned: Any, g: Any) -> Any:
+        found = {name: pull(spec, rule, x, scale, learned, g) for name, rule in chosen.items() if name != "pact"}
+        found["integer"] = pull(spec, chosen["straight"], x, scale, point, g)
+        if "pact" in chosen:
+            found["pact"] = pull(spec, chosen["pact"], x, scale, point, g)
+        return found
+
+    for _ in range(4):
+        d = drawn(rng, case)
+        p, g, number = d.steps, d.g.astype(np.float64), rules.sharing(SHAPE, d.each)
+        assert p.inside.flat[0]
+        assert not p.inside.flat[1]
+        got = pulled(d.x, d.scale, d.point, d.learned, d.g)
+        want = {
+            "straight": rules.straight_through(p, g),
+            "integer": rules.straight_through(p, g),
+            "identity": rules.straight_through(p, g, clip=False),
+            "lsq": rules.lsq(p, g, number),
+            "lsq+": rules.lsq_plus(p, g, number),
+            "pact": rules.pact(p, g),
+        }
+        for name, found in got.items():
+            print(name)  # which rule it was, where one fails
+            agrees(found, want[name], d, d.point if name in ("integer", "pact") else d.learned)
+
+
+# scale 0.5, zero point 3, codes 0 to 15: u in [-3, 12]. x; then dx and ds of StraightThrough, and of LSQ without its
+# gradient scale; then dz of StraightThrough and of LSQPlus without its gradient scale.
+TINY = 2.0**-22
+BY_HAND = [
+    (-2.0, 0, -3, 0, -3, -0.5, -0.5),
+    (-1.75, 0, -3, 0, -3, -0.5, -0.5),  # u = -3.5 is a tie and goes to -4, out
+    (-1.75 + TINY / 2, 1, 0.5 - TINY, 0, -3, 0, -0.5),  # u beside it goes to -3, in; the number itself is out
+    (-1.5, 1, 0, 0, -3, 0, -0.5),  # the end itself: in by its code, out by LSQ's strict bound
+    (-1.5 + TINY / 2, 1, -TINY, 1, -TINY, 0, 0),
+    (-0.25, 1, 0.5, 1, 0.5, 0, 0),  # a tie goes to the even number, before the odd zero point is added
+    (0.25, 1, -0.5, 1, -0.5, 0, 0),
+    (0.75, 1, 0.5, 1, 0.5, 0, 0),
+    (6.0 - 2 * TINY, 1, 4 * TINY, 1, 4 * TINY, 0, 0),
+    (6.0, 1, 0, 0, 12, 0, -0.5),
+    (6.25, 1, -0.5, 0, 12, 0, -0.5),  # u = 12.5 goes to 12
+    (6.25 + 2 * TINY, 0, 12, 0, 12, -0.5, -0.5),
+    (100.0, 0, 12, 0, 12, -0.5, -0.5),
+    (np.inf, 0, 12, 0, 12, -0.5, -0.5),
+    (-np.inf, 0, -3, 0, -3, -0.5, -0.5),
+]
+
+
+def test_vectors_by_hand() -> None:
+    spec = jq.QuantSpec(jnp.uint4)
+
+    def rule(gradient: Any, of: int) -> Any:
+        call = lambda x, s, z: jq.fake_quantize(x, spec, s, z, gradient=gradient)  # noqa: E731
+        return jax.vmap(jax.grad(call, of), in_axes=(0, None, None))
+
+    x = jnp.array([row[0] for row in BY_HAND], jnp.float32)
+    at = (x, jnp.float32(0.5), jnp.float32(3))
+    straight, lsq, plus = jq.StraightThrough(), jq.LSQ(elements=3), jq.LSQPlus(elements=15)  # sqrt(3 * 12), sqrt(15**2)
+    np.testing.assert_array_equal(rule(straight, 0)(*at), [row[1] for row in BY_HAND])
+    np.testing.assert_allclose(rule(straight, 1)(*at), [row[2] for row in BY_HAND], rtol=1e-6)
+    np.testing.assert_array_equal(rule(lsq, 0)(*at), [row[3] for row in BY_HAND])
+    np.testing.assert_allclose(rule(lsq, 1)(*at) * 6, [row[4] for row in BY_HAND], rtol=1e-6)
+    np.testing.assert_array_equal(rule(straight, 2)(*at), [row[5] for row in BY_HAND])
+    np.testing.assert_array_equal(rule(lsq, 2)(*at), np.zeros(len(BY_HAND)))
+    np.testing.assert_array_equal(rule(plus, 0)(*at), [row[3] for row in BY_HAND])
+    np.testing.assert_allclose(rule(plus, 1)(*at) * 15, [row[4] for row in BY_HAND], rtol=1e-6)
+    np.testing.assert_allclose(rule(plus, 2)(*at) * 15, [row[6] for row in BY_HAND], rtol=1e-6)
+
+
+def test_pact_by_hand() -> None:
+    """alpha = 15 * 0.5 = 7.5, at its ends and beside them; the cotangent of the scale is 15 times that of alpha."""
+    x = np.array([-1.0, -1e-30, 0.0, 1e-30, 7.25, np.nextafter(F32(7.5), F32(0)), 7.5, 7.75, np.inf], F32)
+    fake = lambda x, s: jq.fake_quantize(x, jq.QuantSpec(jnp.uint4), s, 0, gradient=jq.PACT())  # noqa: E731
+    dx, ds = jax.vmap(jax.grad(fake, (0, 1)), in_axes=(0, None))(x, jnp.float32(0.5))
+    np.testing.assert_array_equal(dx, [0, 0, 1, 1, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(ds, [0, 0, 0, 0, 0, 0, 15, 15, 15])
+    end = F32(3.5)
+    upper = np.array([1e-30, 3.25, np.nextafter(end, F32(0)), end, 3.75, np.inf], F32)
+    both = np.concatenate([-upper, upper])
+    signed = lambda x, s: jq.fake_quantize(x, jq.QuantSpec(jnp.int4), s, gradient=jq.PACT())  # noqa: E731
+    dx, ds = jax.vmap(jax.grad(signed, (0, 1)), in_axes=(0, None))(both, jnp.float32(0.5))
+    np.testing.assert_array_equal(dx, [1, 1, 1, 0, 0, 0] * 2)
+    np.testing.assert_array_equal(ds, [0, 0, 0, -7, -7, -7, 0, 0, 0, 7, 7, 7])
+
+
+@pytest.mark.parametrize("gradient", [jq.StraightThrough(), jq.LSQ(), jq.LSQPlus()], ids=repr)
+def test_a_nan_has_no_gradient(gradient: Any) -> None:
+    """Of x: its code is the lowest, out of range. And it does not spoil what the others send to the scale."""
+    x = jnp.array([np.nan, 1.0, -np.nan, 0.3], jnp.float32)
+    y, (dx, ds, _) = pull(jq.QuantSpec(jnp.int8), gradient, x, jnp.float32(0.5), None, jnp.array([1.0, 2, 3, 4]))
+    np.testing.assert_array_equal(y, [-63.5, 1, -63.5, 0.5])
+    np.testing.assert_array_equal(dx, [0, 2, 0, 4])
+    assert np.isfinite(ds)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", ["uint4", "int8", "float8_e4m3fn"])
+def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
+    """x, the scale, or both in half precision: sums are float32's, and each cotangent has its argument's dtype."""
+    spec, kind = spec_of(case), onnx_text.dtype(dtype)
+    d = drawn(rng, case)
+    each = d.each
+    # A range that float16 holds; still at ties and at ends, to the precision of the halves.
+    scale = np.full(d.scale.shape, 2.0**-6, F32).astype(kind)
+    x = (d.x / array_text.spread(d.scale, each, SHAPE) * F32(2.0**-6)).astype(kind)
+    wide = array_text.spread(scale, each, SHAPE)
+    steps = None if d.point is None else array_text.spread(d.point.astype(np.int64), each, SHAPE)
+    p = rules.steps(x, wide, steps, CASES[case][0], bool(spec.narrow_range))
+    g = d.g.astype(kind)
+    for gradient, want in (
+        (jq.StraightThrough(), rules.straight_through(p, g.astype(np.float64))),
+        (jq.LSQPlus(), rules.lsq_plus(p, g.astype(np.float64), rules.sharing(SHAPE, each))),
+    ):
+        for step in (scale, scale.astype(F32)):
+            y, (dx, ds, dz) = jax.jit(functools.partial(pull, spec, gradient))(x, step, d.learned, g)
+            assert (y.dtype, dx.dtype, ds.dtype) == (kind, kind, step.dtype)
+            np.testing.assert_array_equal(y, rules.values(p, kind))
+            np.testing.assert_array_equal(np.asarray(dx, F32), want[0].astype(F32))
+            room = rules.collected(np.abs(want[1]), each) * 2.0**-20
+            total = rules.collected(want[1], each)
+            if step.dtype == kind:
+                room += np.abs(total) * 2.0 ** -(11 if dtype == "float16" else 8) + 2.0**-24
+            assert (np.abs(np.asarray(ds, np.float64) - total) <= room).all()
+            if d.learned is not None:
+                summed(dz, want[2], each, d.learned)
+
+
+RULES = [jq.StraightThrough(), jq.StraightThrough(clip=False), jq.LSQ(), jq.LSQPlus(), jq.PACT()]
+OF_ORACLE = [
+    rules.straight_through,
+    functools.partial(rules.straight_through, clip=False),
+    functools.partial(rules.lsq, elements=1),
+    functools.partial(rules.lsq_plus, elements=1),
+    rules.pact,
+]
+
+
+@pytest.mark.parametrize("case", ["int8", "uint8, symmetric", "int8, asymmetric", "float8_e4m3fn", "nf4"])
+def test_a_scale_that_x_gave_is_a_constant(rng: np.random.Generator, case: str) -> None:
+    """x gets its mask and nothing through the scale or the zero point: the extremes are no exception."""
+    name, granularity, _ = CASES[case]
+    spec = spec_of(case)
+    x, g = rng.normal(0.5, 2, (2, *SHAPE)).astype(F32)
+    q = jq.quantize(x, spec)
+    each = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
+    wide, point = (
+        None if p is None else array_text.spread(np.asarray(p), each, SHAPE) for p in (q.scale, q.zero_point)
+    )
+    assert wide is not None
+    levels = BOOKS[name].levels if name in BOOKS else None
+    p = rules.steps(x, wide, None if point is None else point.astype(np.int64), name, bool(spec.narrow_range), levels)
+    chosen = [(r, o) for r, o in zip(RULES, OF_ORACLE, strict=True) if q.zero_point is None or r != jq.PACT()]
+    found = jax.jit(
+        lambda x, g: [jax.vjp(lambda x, r=r: jq.fake_quantize(x, spec, gradient=r), x)[1](g)[0] for r, _ in chosen]
+    )(x, g)
+    for dx, (_, of_oracle) in zip(found, chosen, strict=True):
+        np.testing.assert_array_equal(dx, of_oracle(p, g)[0].astype(F32))
+    assert np.array_equal(found[0], g) == (p.inside.all()), "the default rule lets all pass that rounds in range"
+
+
+@pytest.mark.parametrize("rule", [jq.StraightThrough(), jq.LSQPlus()], ids=repr)
+@pytest.mark.parametrize("case", ["uint4", "int8, asymmetric and narrow", "float8_e4m3fn"])
+def test_transforms_of_the_gradient(rng: np.random.Generator, case: str, rule: Any) -> None:
+    """vmap of grad with a scale for each and with one for all, scan of grad, a checkpoint: what a loop gives."""
+    spec = spec_of(case)
+    some = [drawn(rng, case) for _ in range(3)]
+    learned = [d.learned for d in some]
+    x, scale, g = (np.stack([getattr(d, name) for d in some]) for name in ("x", "scale", "g"))
+    point = None if learned[0] is None else np.stack([z for z in learned if z is not None])
+
+    def loss(x: Any, scale: Any, point: Any, g: Any) -> Any:
+        return (jq.fake_quantize(x, spec, scale, point, gradient=rule) * g).sum()
+
+    wanted = (0, 1) if point is None else (0, 1, 2)
+    grad = jax.grad(loss, wanted)
+    one = jax.jit(grad)
+    first = None if point is None else point[0]
+
+    def same(got: Any, parts: Any) -> None:
+        for i, part in enumerate(parts):
+            np.testing.assert_array_equal(got[0][i], part[0])
+            for have, want in zip(got[1:], part[1:], strict=True):
+                room = 2.0**-18 * float(np.abs(np.asarray(want)).max() + np.abs(g[i]).max() * SHAPE[-1])
+                np.testing.assert_allclose(have[i], want, rtol=1e-5, atol=room)
+
+    each = [one(x[i], scale[i], None if point is None else point[i], g[i]) for i in range(3)]
+    same(jax.jit(jax.vmap(grad))(x, scale, point, g), each)
+    checkpointed = jax.grad(jax.checkpoint(loss), wanted)  # type: ignore[arg-type]
+    same(
+        jax.jit(lambda a: jax.lax.scan(lambda c, row: (c, checkpointed(*row)), None, a)[1])((x, scale, point, g)), each
+    )
+    shared = [one(x[i], scale[0], first, g[i]) for i in range(3)]
+    same(jax.jit(jax.vmap(grad, in_axes=(0, None, None, 0)))(x, scale[0], first, g), shared)
+    # One scale for the whole batch inside of the differentiation: its cotangent is the sum.
+    total = jax.grad(lambda s: jax.vmap(loss, in_axes=(0, None, None, 0))(x, s, first, g).sum())(scale[0])
+    np.testing.assert_allclose(total, sum(np.asarray(part[1], np.float64) for part in shared), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", ["int8", "int8, all codes", "uint8, symmetric", "int2", "float8_e4m3fn", "nf4"])
+def test_where_to_start(rng: np.random.Generator, case: str) -> None:
+    name, granularity, _ = CASES[case]
+    spec = spec_of(case)
+    x = jnp.asarray(rng.normal(0.3, 2, SHAPE), jnp.float32)
+    each = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
+    number = rules.collected(np.ones(SHAPE), each)
+    fixed = spec.fixed_zero_point or 0
+    wide = np.asarray(x, np.float64)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return rules.collected(values, each) / number
+
+    scale, point = jq.LSQ().initial(x, spec)
+    np.testing.assert_allclose(scale, 2 * mean(np.abs(wide)) / np.sqrt(spec.bounds[1] - fixed), rtol=1e-6)
+    assert (point is None) == (fixed == 0)
+    if point is not None:
+        np.testing.assert_array_equal(point, np.full(scale.shape, fixed, spec.carrier))
+    if name in onnx_text.BOUNDS:
+        deviation = np.sqrt(np.maximum(mean(wide * wide) - mean(wide) ** 2, 0))
+        reach = np.maximum(np.abs(mean(wide) - 3 * deviation), np.abs(mean(wide) + 3 * deviation))
+        bits = int(name.strip("uint"))
+        start = jq.LSQPlus().initial(x, spec)[0]
+        np.testing.assert_allclose(start, reach / 2 ** (bits - 1), rtol=1e-3 if granularity == "blocked" else 1e-5)
+    np.testing.assert_array_equal(jq.LSQ().initial(jnp.zeros_like(x), spec)[0], np.ones(scale.shape))
+    y = jq.fake_quantize(x, spec, scale, point, gradient=jq.LSQ())  # the shapes fit
+    assert np.isfinite(y).all()
+
+
+def test_where_to_start_with_an_offset(fixed_rng: np.random.Generator) -> None:
+    """The range of least squared error: better than the whole range, and the same that `mse` finds."""
+    spec = spec_of("uint4")
+    x = jnp.asarray(fixed_rng.laplace(0.5, 1, (5, 64, 8)), jnp.float32)
+    scale, point = jq.LSQPlus().initial(x, spec)
+    assert point is not None
+    assert (scale.dtype, point.dtype) == (jnp.float32, jnp.float32)
+    calibrator = jq.mse(spec)
+    want = jq.quantize(x, spec, *calibrator.finalize(calibrator.update(calibrator.init(x), x)))
+    np.testing.assert_array_equal(scale, want.scale)
+    np.testing.assert_array_equal(point, np.asarray(want.zero_point, F32))
+    y = jq.fake_quantize(x, spec, scale, point, gradient=jq.LSQPlus())
+    np.testing.assert_array_equal(y, want.dequantize())
+    assert np.square(y - x).sum() <= np.square(jq.fake_quantize(x, spec) - x).sum()
