@@ -1,10 +1,12 @@
-"""Flax layers that train, convert and serve. It needs flax, the extra `flax`; `linen` and `nnx` are imported when they
-are first used.
+"""Flax layers that train, convert and serve. It needs flax, the extra `flax`; `nnx` is imported when it is first used.
+
+The functions here are for Linen modules; `nnx` has its own.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import linen as linen
 from ._fold_batch_norm import fold_batch_norm as fold_batch_norm
 from .linen.calibrate import calibrate as calibrate
 from .linen.calibrate import check_calibrated as check_calibrated
@@ -17,17 +19,15 @@ from .ranges import Learned as Learned
 from .ranges import Observed as Observed
 
 if TYPE_CHECKING:
-    from . import linen as linen
     from . import nnx as nnx
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("linen", "nnx")
 
     def __getattr__(name: str) -> Any:
-        """Imports `linen` or `nnx` (PEP 562)."""
-        if name not in _LAZY:
+        """Imports `nnx` (PEP 562)."""
+        if name != "nnx":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f".{name}", __name__)
 
     def __dir__() -> list[str]:
-        """Returns the public names, with `linen` and `nnx`."""
-        return sorted({*globals(), *_LAZY})
+        """Returns the public names, with `nnx`."""
+        return sorted({*globals(), "nnx"})
