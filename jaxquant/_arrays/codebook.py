@@ -35,9 +35,9 @@ class CodeBook:
         is_array = isinstance(self.levels, np.ndarray) and self.levels.ndim == 1
         is_sequence = is_array or isinstance(self.levels, list | tuple)
         wanted = "a sequence of numbers"
-        checks.require_type(is_sequence, "CodeBook", "levels", wanted, checks.described(self.levels))
+        checks.require_type(is_sequence, "CodeBook", "levels", wanted, checks.describe_value(self.levels))
         for level in self.levels:
-            checks.real("CodeBook", "levels", level)
+            checks.check_real("CodeBook", "levels", level)
         levels = tuple(float(np.float32(level)) for level in self.levels)
         checks.require(len(levels) in _CARRIERS, "CodeBook", "levels", "4, 16 or 256 numbers", len(levels))
         ascending = all(a < b for a, b in itertools.pairwise(levels))
@@ -95,6 +95,6 @@ nf4 = CodeBook(
 """4-bit NormalFloat: Dettmers et al., arXiv 2305.14314, appendix E."""
 
 
-def carrier(of: Format) -> np.dtype:
+def find_carrier(of: Format) -> np.dtype:
     """Returns the dtype that carries the codes of a format."""
     return of.carrier if isinstance(of, CodeBook) else of

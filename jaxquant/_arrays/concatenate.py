@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from .._core import checks, granularity
-from .._core.dtypes import width
+from .._core.dtypes import find_width
 from . import indexing, quantized_array
-from .quantized_array import QuantizedArray, trusted
+from .quantized_array import QuantizedArray, mark_checked
 
 _NAME = "concatenate"
 
@@ -55,8 +55,8 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one array or more", "none")
-    checked = [quantized_array.contract(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
-    axis = checks.axis(_NAME, axis, checked[0].ndim)
+    checked = [quantized_array.check_array(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
+    axis = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], axis)
     # What has no elements along the axis has no say in the blocks.
@@ -86,7 +86,7 @@ def _with_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
     if all(q.zero_point is None for q in arrays):
         return arrays
     return [
-        trusted(q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.values.dtype))) if q.zero_point is None else q
+        mark_checked(q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.values.dtype))) if q.zero_point is None else q
         for q in arrays
     ]
 
@@ -116,7 +116,7 @@ class _Part:
             count = -(-self.lengths[dim] // size) if size else 1
             if entries.shape[dim] != count:
                 repeats = count if self.is_shared(dim) else self.sizes[dim] // size
-                entries = indexing.unblocked(entries, dim, repeats, count)
+                entries = indexing.expand_blocks(entries, dim, repeats, count)
         return entries
 
 
@@ -127,13 +127,13 @@ def _join(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
     sizes = {name: _find_sizes(each, axis) for name, each in parts.items()}
     sizes, block_size = _reconcile(sizes, values.shape)
     joined = {name: _concatenate([part.cut(sizes[name]) for part in each], axis) for name, each in parts.items()}
-    return trusted(arrays[0].replace(values=values, block_size=block_size, **joined))
+    return mark_checked(arrays[0].replace(values=values, block_size=block_size, **joined))
 
 
 def _concatenate(parts: list[jax.Array], axis: int) -> jax.Array:
     """Returns the parts joined; codes of 2 bits by way of int8, for XLA:CPU ends the process where it joins them."""
     dtype = parts[0].dtype
-    if width(dtype) > 2:
+    if find_width(dtype) > 2:
         return jnp.concatenate(parts, axis)
     return jnp.concatenate([part.astype(jnp.int8) for part in parts], axis).astype(dtype)
 

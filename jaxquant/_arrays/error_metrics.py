@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, granularity, min_max, small_floats
 from .._core.affine import divide_by_scale
 from . import quantized_array
-from .quantized_array import QuantizedArray, trusted
+from .quantized_array import QuantizedArray, mark_checked
 
 _NAME = "quantization_error"
 _ARGUMENTS = ("x", "q.values", "q.scale", "q.zero_point")
@@ -71,9 +71,9 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
 
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
-    q = quantized_array.contract(_NAME, "q", q)
+    q = quantized_array.check_array(_NAME, "q", q)
     found = _enter(
-        checks.float32(x), q.values, q.scale, q.zero_point,
+        checks.convert_number(x), q.values, q.scale, q.zero_point,
         dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
     )  # fmt: skip
     return QuantizationError(*found)
@@ -84,31 +84,31 @@ def _quantization_error(
     x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, block_size: int | None, codebook: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    x, values, scale, zero_point = checks.arrays(x, values, scale, zero_point)
-    checks.array(_NAME, "x", x, dtypes.FLOATS)
-    checks.shape(_NAME, "x", x, values.shape, "q's")
+    x, values, scale, zero_point = checks.convert_numpy(x, values, scale, zero_point)
+    checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+    checks.check_shape(_NAME, "x", x, values.shape, "q's")
     x, scale = lax.stop_gradient((x, scale))
-    q = trusted(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
-    x, y = x.astype(jnp.float32), quantized_array.dequantized(q).astype(jnp.float32)
-    largest = _largest(x - y)
-    (x_near, x_power), (y_near, _) = (_near_one(v, _largest(v)) for v in (x, y))
+    q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
+    largest = _find_largest(x - y)
+    (x_near, x_power), (y_near, _) = (_near_one(v, _find_largest(v)) for v in (x, y))
     error, power = _near_one(x - y, largest)
     signal, size, noise = (jnp.sum(v * v) for v in (x_near, y_near, error))
     decibels = jnp.log(signal / noise) * _DECIBELS + (x_power - power).astype(jnp.float32) * _OCTAVE
     sqnr = jnp.where(noise == 0, np.float32(np.inf), decibels)
     whole = jnp.isfinite(signal) & jnp.isfinite(size) & jnp.isfinite(noise)
-    measures = (sqnr, _cosine(jnp.sum(x_near * y_near), signal, size))
+    measures = (sqnr, _find_cosine(jnp.sum(x_near * y_near), signal, size))
     sqnr, cosine = (jnp.where(whole, v, np.float32(np.nan)) for v in measures)
     saturated = jnp.sum(_is_saturated(x, q), dtype=jnp.float32) / np.float32(max(x.size, 1))
-    return sqnr, largest, cosine, saturated, _used(q)
+    return sqnr, largest, cosine, saturated, _measure_used(q)
 
 
-_enter = checks.entrance(_NAME, _quantization_error, _ARGUMENTS)
+_enter = checks.wrap_entry_point(_NAME, _quantization_error, _ARGUMENTS)
 
 
-def _largest(value: jax.Array) -> jax.Array:
+def _find_largest(value: jax.Array) -> jax.Array:
     """Returns the largest magnitude; NaN where there is one."""
-    return min_max.extremes(lax.abs(value), tuple(range(value.ndim)))[1]
+    return min_max.find_min_max(lax.abs(value), tuple(range(value.ndim)))[1]
 
 
 def _near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,7 +118,7 @@ def _near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Arra
     return value * granularity.PerTensor().expand(factor, value), power
 
 
-def _cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax.Array:
+def _find_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax.Array:
     none = (x_square == 0) | (y_square == 0)
     alike = (x_square == y_square).astype(jnp.float32)  # of two arrays of zeros
     length = jnp.sqrt(jnp.where(none, np.float32(1), x_square * y_square))
@@ -134,8 +134,8 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         slack = q.codebook.largest * 2.0**-22  # the scale is a rounded quotient, and so is what it divides
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
     if q.values.dtype in dtypes.SMALL_FLOATS:
-        return small_floats.overflows(value, q.values.dtype)
-    low, high = dtypes.bounds(q.values.dtype)
+        return small_floats.find_overflow(value, q.values.dtype)
+    low, high = dtypes.find_bounds(q.values.dtype)
     codes = q.values.astype(jnp.int32)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
     over = value - (codes if point is None else codes - point).astype(jnp.float32)
@@ -143,17 +143,17 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
     return ((codes <= low + 1) & (over < np.float32(-0.5))) | ((codes == high) & (over > np.float32(0.5)))
 
 
-def _used(q: QuantizedArray) -> jax.Array:
+def _measure_used(q: QuantizedArray) -> jax.Array:
     """Returns the share of the codes of q's format that occur."""
     values, dtype = q.values, q.values.dtype
-    count = 2 ** dtypes.width(dtype)
+    count = 2 ** dtypes.find_width(dtype)
     if dtype in dtypes.FLOAT8:
         index = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
     elif dtype in dtypes.FLOAT4:
-        wide = small_floats.decode(values)
-        index = small_floats.magnitude_code(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
+        wide = small_floats.decode_small_float(values)
+        index = small_floats.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
-        index = values.astype(jnp.int32) - dtypes.bounds(dtype)[0]
-    index = granularity.whole(index)
+        index = values.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
+    index = granularity.place_whole(index)
     seen = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
     return jnp.mean(seen, dtype=jnp.float32)

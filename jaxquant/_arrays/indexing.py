@@ -22,42 +22,42 @@ _PER_INDEX = "QuantizedArray.per_index"
 _TRANSPOSE = "QuantizedArray.transpose"
 
 
-def _sizes(q: QuantizedArray, part: Any) -> tuple[int, ...]:
+def _find_sizes(q: QuantizedArray, part: Any) -> tuple[int, ...]:
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     return sizes
 
 
-def _block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
+def _find_block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
 
-def picked(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
+def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
     """Returns what an index picks of the codes, and of what belongs to them; q has passed its contract.
 
     An out_sharding is that of the codes; their scale and zero point are then replicated.
     """
-    items = _items(q.shape, index)
+    items = _read_items(q.shape, index)
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
-    found = {_sizes(q, p)[a] for p in parts for a in _block_dims(p, q.shape)}
+    found = {_find_sizes(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
     block_size = q.block_size or (found.pop() if len(found) == 1 else None)
-    values = _at(q.values, items, out_sharding)
-    own = None if out_sharding is None else granularity.with_partition(out_sharding, ())
+    values = _index_part(q.values, items, out_sharding)
+    own = None if out_sharding is None else granularity.set_partition(out_sharding, ())
     scale, zero_point = (
-        None if p is None else _picked_part(q, p, items, block_size, own) for p in (q.scale, q.zero_point)
+        None if p is None else _pick_part(q, p, items, block_size, own) for p in (q.scale, q.zero_point)
     )
-    left = any(_block_dims(p, values.shape) for p in (scale, zero_point) if p is not None)
+    left = any(_find_block_dims(p, values.shape) for p in (scale, zero_point) if p is not None)
     return q.replace(values=values, scale=scale, zero_point=zero_point, block_size=block_size if left else q.block_size)
 
 
-def _at(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
+def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
     return part[tuple(items)] if out_sharding is None else part.at[tuple(items)].get(out_sharding=out_sharding)
 
 
-def _items(shape: tuple[int, ...], index: Any) -> list[Any]:
+def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
     """Returns an index as one item for each dimension, and a None for each new one."""
-    items = [_item(item) for item in (index if isinstance(index, tuple) else (index,))]
-    rest = len(shape) - sum(_rank(item) for item in items)
+    items = [_read_item(item) for item in (index if isinstance(index, tuple) else (index,))]
+    rest = len(shape) - sum(_count_dimensions(item) for item in items)
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     checks.require(len(dots) <= 1, _ITEM, "index", "one ellipsis at most", index)
     wanted = f"at most {len(shape)} dimensions, the array's"
@@ -68,9 +68,9 @@ def _items(shape: tuple[int, ...], index: Any) -> list[Any]:
     for item in items:
         if isinstance(item, int) and not -shape[axis] <= item < shape[axis]:
             wanted = f"an int in [{-shape[axis]}, {shape[axis] - 1}] for dimension {axis}"
-            raise IndexError(checks.message(_ITEM, "index", wanted, item))
-        found += _unmasked(item, shape[axis : axis + _rank(item)])
-        axis += _rank(item)
+            raise IndexError(checks.format_message(_ITEM, "index", wanted, item))
+        found += _replace_masks(item, shape[axis : axis + _count_dimensions(item)])
+        axis += _count_dimensions(item)
     return found
 
 
@@ -78,37 +78,37 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, jax.Array | np.ndarray) and item.dtype.kind == "b"
 
 
-def _rank(item: Any) -> int:
+def _count_dimensions(item: Any) -> int:
     """Returns how many of the array's dimensions an item takes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if _is_mask(item) else 1
 
 
-def _unmasked(item: Any, shape: tuple[int, ...]) -> list[Any]:
+def _replace_masks(item: Any, shape: tuple[int, ...]) -> list[Any]:
     if not _is_mask(item):
         return [item]
     if item.shape != shape:
         wanted = f"a mask of shape {shape}, that of the dimensions it is for"
-        raise IndexError(checks.message(_ITEM, "index", wanted, f"shape {item.shape}"))
+        raise IndexError(checks.format_message(_ITEM, "index", wanted, f"shape {item.shape}"))
     return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
 
 
-def _item(given: Any) -> Any:
-    item: Any = _listed(given) if isinstance(given, list) else given
+def _read_item(given: Any) -> Any:
+    item: Any = _convert_list(given) if isinstance(given, list) else given
     if item is None or item is Ellipsis:
         return item
     if isinstance(item, slice):
         for bound in (item.start, item.stop, item.step):
             if bound is not None:
-                checks.integer(_ITEM, "index", bound)
+                checks.check_integer(_ITEM, "index", bound)
         return item
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
-    return _index_array(item)
+    return _convert_index(item)
 
 
-def _listed(given: list[Any]) -> np.ndarray:
+def _convert_list(given: list[Any]) -> np.ndarray:
     """Returns a list of integers or bools as an array; one without elements as integers."""
     try:
         item = np.asarray(given or np.zeros(0, np.int32))
@@ -122,15 +122,15 @@ def _listed(given: list[Any]) -> np.ndarray:
     return item
 
 
-def _index_array(item: Any) -> Any:
+def _convert_index(item: Any) -> Any:
     """Requires an array of integers, or a mask whose elements are known; returns integers as int32."""
     is_array = isinstance(item, jax.Array | np.ndarray)
     wanted = "ints, slices, None, an ellipsis, or arrays of integers or bools"
-    checks.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", wanted, checks.described(item))
+    checks.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", wanted, checks.describe_value(item))
     if _is_mask(item):
         wanted = "a mask that is not traced, of rank 1 or more: its result's shape depends on it"
         known = not checks.is_traced(item) and item.ndim > 0
-        checks.require_type(known, _ITEM, "index", wanted, checks.described(item))
+        checks.require_type(known, _ITEM, "index", wanted, checks.describe_value(item))
         return item
     item = checks.narrow_to_int32(_ITEM, "index", item)
     if item.dtype.kind == "u" and item.dtype.itemsize > 2:  # JAX takes the upper half of uint32 for negative numbers
@@ -140,15 +140,15 @@ def _index_array(item: Any) -> Any:
     return item.astype(np.int32)  # int8 cannot count to 200
 
 
-def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
-    sizes, axis, own = _sizes(q, part), 0, []
+def _pick_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
+    sizes, axis, own = _find_sizes(q, part), 0, []
     for item in items:
         if item is None:
             own.append(None)
             continue
         length, entries, size = q.shape[axis], part.shape[axis], sizes[axis]
         if entries == 1 and length != 1:
-            own.append(_of_shared(item))
+            own.append(_is_of_shared(item))
         elif entries == length:
             own.append(item)
         elif isinstance(item, slice):
@@ -157,15 +157,15 @@ def _picked_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int
             if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == block_size):
                 own.append(slice(start // size, -(-stop // size)))
             else:  # it cuts through blocks
-                part = unblocked(part, axis, size, length)
+                part = expand_blocks(part, axis, size, length)
                 own.append(item)
         else:
-            own.append((item % length if isinstance(item, int) else _wrapped(item, length)) // size)
+            own.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
-    return _at(part, own, out_sharding)
+    return _index_part(part, own, out_sharding)
 
 
-def unblocked(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
+def expand_blocks(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
     """Returns a scale or zero point with an entry per index of an axis along which it has one per `size` of them."""
     wide = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
     return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
@@ -178,33 +178,33 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
         part = getattr(q, name)
         if part is not None:
             for axis in axes:
-                axis = checks.axis(_PER_INDEX, axis, q.ndim)
-                size, length = _sizes(q, part)[axis], q.shape[axis]
+                axis = checks.check_axis(_PER_INDEX, axis, q.ndim)
+                size, length = _find_sizes(q, part)[axis], q.shape[axis]
                 if part.shape[axis] != length:
-                    part = unblocked(part, axis, size, length)
+                    part = expand_blocks(part, axis, size, length)
             parts[name] = part
     return q.replace(**parts)
 
 
-def _of_shared(item: Any) -> Any:
+def _is_of_shared(item: Any) -> Any:
     """Returns the item that picks the one entry of a shared dimension, and keeps the rank that `item` gives."""
     if isinstance(item, slice):
         return slice(None)
     return 0 if isinstance(item, int) else np.zeros((1,) * item.ndim, np.int32)
 
 
-def _wrapped(index: Any, length: int) -> Any:
+def _wrap_negative(index: Any, length: int) -> Any:
     """Returns an index counted from the front, the nearest where there is none such, as JAX takes it."""
     counted = jnp.where(index < 0, index + index.dtype.type(length), index)
     return jnp.clip(counted, index.dtype.type(0), index.dtype.type(max(length - 1, 0)))
 
 
-def transposed(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
+def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     """Returns q with its dimensions in another order; q has passed its contract."""
     given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list | None) else axes
     order = tuple(range(q.ndim))[::-1] if not given else tuple(given)
     for axis in order:
-        checks.integer(_TRANSPOSE, "axes", axis)
+        checks.check_integer(_TRANSPOSE, "axes", axis)
     wanted = f"a permutation of {tuple(range(q.ndim))}"
     in_range = all(-q.ndim <= a < q.ndim for a in order)
     order = tuple(a % q.ndim for a in order) if in_range else order
@@ -215,16 +215,16 @@ def transposed(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     return q.replace(values=values, scale=scale, zero_point=zero_point)
 
 
-def reshaped(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
+def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     """Returns q in another shape; q has passed its contract."""
-    new = _resolved(q, shape)
+    new = _resolve_shape(q, shape)
     found, sizes, short = [], set(), False
     for name in ("scale", "zero_point"):
         part = getattr(q, name)
         if part is None:
             found.append(None)
             continue
-        plan = _plan(part.shape, _sizes(q, part), q.shape, new)
+        plan = _plan_reshape(part.shape, _find_sizes(q, part), q.shape, new)
         wanted = "a shape that keeps together what shares an entry, or q.dequantize().reshape"
         got = f"{new} for {name} of shape {part.shape} on {q.shape}"
         checks.require(plan is not None, _RESHAPE, "shape", wanted, got)
@@ -237,10 +237,10 @@ def reshaped(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     return q.replace(values=q.values.reshape(new), scale=found[0], zero_point=found[1], block_size=block_size)
 
 
-def _resolved(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:
+def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:
     given = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     for n in given:
-        checks.integer(_RESHAPE, "shape", n)
+        checks.check_integer(_RESHAPE, "shape", n)
     new = tuple(int(n) for n in given)
     wanted = f"a shape of {q.size} elements, one dimension -1 at most"
     known = math.prod(n for n in new if n != -1)
@@ -252,7 +252,7 @@ def _resolved(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:
     return new
 
 
-def _plan(
+def _plan_reshape(
     entries: tuple[int, ...], sizes: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
     """Returns the entries and the run of each new dimension, or None where there is no such scale."""
@@ -263,31 +263,31 @@ def _plan(
     # Dimensions of 1 come and go.
     long = [i for i, n in enumerate(old) if n != 1]
     entries, sizes, old = (tuple(each[i] for i in long) for each in (entries, sizes, old))
-    plan = _long_plan(entries, sizes, old, tuple(n for n in new if n != 1))
+    plan = _plan_long_reshape(entries, sizes, old, tuple(n for n in new if n != 1))
     if plan is None:
         return None
     rest = iter(plan)
     return [(1, 1) if n == 1 else next(rest) for n in new]
 
 
-def _long_plan(
+def _plan_long_reshape(
     entries: tuple[int, ...], sizes: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
     plan: list[tuple[int, int]] = []
-    for olds, news in _groups(old, new):
+    for olds, news in _find_groups(old, new):
         lengths = [new[j] for j in news]
         if len(olds) == len(news) == 1:  # the same dimension, its last block short or not
             plan.append((entries[olds[0]], sizes[olds[0]]))
             continue
-        run = _run([(old[i], entries[i], sizes[i]) for i in olds])
-        part = None if run is None else _spread(run, lengths)
+        run = _find_run([(old[i], entries[i], sizes[i]) for i in olds])
+        part = None if run is None else _spread_part(run, lengths)
         if part is None:
             return None
         plan.extend(part)
     return plan
 
 
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Returns the least runs of old and new dimensions that hold the same elements."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
@@ -301,7 +301,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return groups
 
 
-def _run(dims: list[tuple[int, int, int]]) -> int | None:
+def _find_run(dims: list[tuple[int, int, int]]) -> int | None:
     """Returns how many neighbours in memory share an entry, or None where it is not the same number everywhere."""
     run, inside = 1, True
     for place, (length, entries, size) in reversed(list(enumerate(dims))):
@@ -319,7 +319,7 @@ def _run(dims: list[tuple[int, int, int]]) -> int | None:
     return run
 
 
-def _spread(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
+def _spread_part(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
     """Returns the entries and the run of dimensions over which neighbours share an entry, `run` of them each, but for
     the last ones, which may be fewer."""
     plan: list[tuple[int, int]] = []

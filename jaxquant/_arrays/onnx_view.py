@@ -11,8 +11,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, known_values
-from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, matching, resolve
-from .._core.number_arguments import refuse_float_zero_point
+from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, check_matching, resolve_onnx
+from .._core.number_arguments import check_float_zero_point
 from . import quantized_array
 from .quantized_array import QuantizedArray
 
@@ -64,11 +64,11 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
 
     Source: ONNX DequantizeLinear-25.
     """
-    q = quantized_array.contract(_NAME, "q", q)
+    q = quantized_array.check_array(_NAME, "q", q)
     checks.require(q.codebook is None, _NAME, "q", "a dtype that ONNX has", q.codebook)
-    sizes = _common(q)
+    sizes = _find_common_runs(q)
     entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
-    scale, zero_point = (None if p is None else _at(p, q, entries, sizes) for p in (q.scale, q.zero_point))
+    scale, zero_point = (None if p is None else _pick_entries(p, q, entries, sizes) for p in (q.scale, q.zero_point))
     assert scale is not None
     kept = [a for a, n in enumerate(entries) if n != 1]
     if not kept:
@@ -82,7 +82,7 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     return OnnxView(q.values, *view, axis, block_size, q.dtype)  # type: ignore[arg-type]
 
 
-def _common(q: QuantizedArray) -> tuple[int, ...]:
+def _find_common_runs(q: QuantizedArray) -> tuple[int, ...]:
     """Returns how many indices share an entry in ONNX's form: blocks along one axis at most. Nothing is shared by 0."""
     aligned = Aligned(q.block_size)
     each = [aligned.sizes(p.shape, q.shape) for p in (q.scale, q.zero_point) if p is not None]
@@ -101,7 +101,7 @@ def _common(q: QuantizedArray) -> tuple[int, ...]:
     return tuple(size if a == blocked else 1 for a, size in enumerate(sizes))
 
 
-def _at(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+def _pick_entries(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
     """Returns a scale or zero point with the given entries, each picked from where its run begins."""
     own = Aligned(q.block_size).sizes(part.shape, q.shape)
     assert own is not None
@@ -158,31 +158,31 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
-    given = {"x": x, "x_scale": checks.float32(x_scale), "x_zero_point": x_zero_point}
+    given = {"x": x, "x_scale": checks.convert_number(x_scale), "x_zero_point": x_zero_point}
     return _from_onnx(*checks.convert_arrays(_BACK, given), axis=axis, block_size=block_size, output_dtype=output_dtype)
 
 
 def _from_onnx(
     x: Any, x_scale: Any, x_zero_point: Any, *, axis: int, block_size: int, output_dtype: Any
 ) -> QuantizedArray:
-    checks.array(_BACK, "x", x, dtypes.QUANTIZED)
-    checks.array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
+    checks.check_array(_BACK, "x", x, dtypes.QUANTIZED)
+    checks.check_array(_BACK, "x_scale", x_scale, (*dtypes.FLOATS, dtypes.E8M0))
     known_values.check_positive(_BACK, "x_scale", x_scale, is_awaited=True)
-    granularity = resolve(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
+    granularity = resolve_onnx(_BACK, "x_scale", x_scale, x.shape, axis, block_size)
     if output_dtype is not None:
-        output_dtype = checks.dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
+        output_dtype = checks.check_dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
     if x_zero_point is not None:
-        refuse_float_zero_point(_BACK, "x_zero_point", x_zero_point)
-        checks.same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "x's")
-        matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
-    scale, zero_point = (None if p is None else _of_rank(p, x, granularity) for p in (x_scale, x_zero_point))
+        check_float_zero_point(_BACK, "x_zero_point", x_zero_point)
+        checks.check_same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "x's")
+        check_matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
+    scale, zero_point = (None if p is None else _expand_rank(p, x, granularity) for p in (x_scale, x_zero_point))
     if x.dtype in dtypes.SMALL_FLOATS:
         zero_point = None
     blocks = granularity.size if isinstance(granularity, Blocked) else None
-    return quantized_array.trusted(QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks))
+    return quantized_array.mark_checked(QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks))
 
 
-def _of_rank(part: Any, x: Any, granularity: Granularity) -> Any:
+def _expand_rank(part: Any, x: Any, granularity: Granularity) -> Any:
     if isinstance(granularity, PerTensor):
         return part.reshape((1,) * x.ndim)
     if isinstance(granularity, PerAxis):

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, granularity
 
-DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.width(d) <= 8)
+DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.find_width(d) <= 8)
 _PACK, _UNPACK = "checkpoint.pack", "checkpoint.unpack"
 
 
@@ -46,10 +46,10 @@ def pack(values: ArrayLike) -> jax.Array:
 
 @jax.jit
 def _pack(values: jax.Array) -> jax.Array:
-    (values,) = checks.arrays(values)
-    checks.array(_PACK, "values", values, DTYPES)
-    width = dtypes.width(values.dtype)
-    flat = granularity.whole(values).reshape(-1)
+    (values,) = checks.convert_numpy(values)
+    checks.check_array(_PACK, "values", values, DTYPES)
+    width = dtypes.find_width(values.dtype)
+    flat = granularity.place_whole(values).reshape(-1)
     if width == 8:
         return lax.bitcast_convert_type(flat, jnp.uint8)
     if flat.dtype in dtypes.FLOAT4:
@@ -60,7 +60,7 @@ def _pack(values: jax.Array) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, [codes[:, i] << np.uint8(width * i) for i in range(count)])
 
 
-_enter_pack = checks.entrance(_PACK, _pack, ("values",))
+_enter_pack = checks.wrap_entry_point(_PACK, _pack, ("values",))
 
 
 def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
@@ -86,11 +86,11 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
 
     Source: ONNX TensorProto, "int4, int2 packing"; onnx.numpy_helper.
     """
-    found = checks.dtype(_UNPACK, "dtype", dtype, DTYPES)
+    found = checks.check_dtype(_UNPACK, "dtype", dtype, DTYPES)
     is_shape = isinstance(shape, tuple | list)
-    checks.require_type(is_shape, _UNPACK, "shape", "a tuple of ints", checks.described(shape))
+    checks.require_type(is_shape, _UNPACK, "shape", "a tuple of ints", checks.describe_value(shape))
     for length in shape:
-        checks.integer(_UNPACK, "shape", length)
+        checks.check_integer(_UNPACK, "shape", length)
         if length < 0:
             checks.require(False, _UNPACK, "shape", "ints that are not negative", shape)
     return _enter_unpack(packed, dtype=found, shape=tuple(map(int, shape)))
@@ -98,9 +98,9 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
 
 @functools.partial(jax.jit, static_argnames=("dtype", "shape"))
 def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> jax.Array:
-    (packed,) = checks.arrays(packed)
-    size, width = math.prod(shape), dtypes.width(dtype)
-    checks.array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
+    (packed,) = checks.convert_numpy(packed)
+    size, width = math.prod(shape), dtypes.find_width(dtype)
+    checks.check_array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
     count = -(-size * width // 8)
     if packed.size != count:
         checks.require(False, _UNPACK, "packed", f"{count} bytes, for {dtype}{list(shape)}", packed.size)
@@ -111,8 +111,8 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
     codes = lax.bitcast_convert_type(codes & np.uint8(2**width - 1), jnp.int8).reshape(-1)[:size].reshape(shape)
     if dtype in dtypes.FLOAT4:
         return lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype)
-    sign = np.int8(0 if dtypes.bounds(dtype)[0] == 0 else 2 ** (width - 1))
+    sign = np.int8(0 if dtypes.find_bounds(dtype)[0] == 0 else 2 ** (width - 1))
     return ((codes ^ sign) - sign).astype(dtype)
 
 
-_enter_unpack = checks.entrance(_UNPACK, _unpack, ("packed",))
+_enter_unpack = checks.wrap_entry_point(_UNPACK, _unpack, ("packed",))

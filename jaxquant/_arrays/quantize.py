@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, granularity, known_values
 from .._core.affine import divide_by_scale, quantize_affine
 from . import scale_from_range
-from .quantized_array import QuantizedArray, trusted
+from .quantized_array import QuantizedArray, mark_checked
 from .spec import QuantSpec
 
 _NAME = "quantize"
@@ -71,17 +71,17 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
 
     Source: ONNX QuantizeLinear-25 and DynamicQuantizeLinear-11; Jacob et al., arXiv 1712.05877, section 2.1.
     """
-    checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.described(spec))
+    checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
     missing = "lo" if lo is None else "hi"
     checks.require((lo is None) == (hi is None), _NAME, missing, "a range of two ends, or none", "None")
-    lo, hi = checks.float32(lo), checks.float32(hi)
+    lo, hi = checks.convert_number(lo), checks.convert_number(hi)
     if lo is not None:
-        _known_range(lo, hi)
-    given = _enter(checks.float32(x), lo, hi, spec=spec)
-    return trusted(given)
+        _check_known_range(lo, hi)
+    given = _enter(checks.convert_number(x), lo, hi, spec=spec)
+    return mark_checked(given)
 
 
-def _known_range(lo: Any, hi: Any) -> None:
+def _check_known_range(lo: Any, hi: Any) -> None:
     """Requires a range that is known to be one; what is traced cannot be looked at."""
     ends = [known_values.find_known(v, is_awaited=True) for v in (lo, hi)]
     if any(end is None for end in ends):
@@ -97,33 +97,33 @@ def _known_range(lo: Any, hi: Any) -> None:
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec",))
 def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec) -> QuantizedArray:
-    x, lo, hi = checks.arrays(x, lo, hi)
-    checks.array(_NAME, "x", x, dtypes.FLOATS)
+    x, lo, hi = checks.convert_numpy(x, lo, hi)
+    checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
-    scale, zero_point, _ = found(_NAME, x, spec, lo, hi)
-    values = encode(x, scale, zero_point, spec)
-    size = scale_from_range.stored_block_size(_NAME, spec, x.shape)
+    scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
+    values = encode_array(x, scale, zero_point, spec)
+    size = scale_from_range.find_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(values, scale, zero_point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
 
 
-_enter = checks.entrance(_NAME, _quantize, ("x", "lo", "hi"))
+_enter = checks.wrap_entry_point(_NAME, _quantize, ("x", "lo", "hi"))
 
 
-def found(
+def find_parameters(
     function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
     """Returns the scale and the zero point of x, from a range or from x itself, and the shape of the ranges."""
-    scale_shape, point_shape = scale_from_range.shapes(function, spec, x.shape)
-    shape = scale_from_range.range_shape(function, spec, x.shape)
+    scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
+    shape = scale_from_range.find_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
-        low, high = scale_from_range.extremes(x, shape, scale_from_range.one_block_size(function, spec))
+        low, high = scale_from_range.find_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
     else:
-        low, high = (_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
-    return *scale_from_range.parameters(spec, low, high, scale_shape, point_shape), shape
+        low, high = (_read_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
+    return *scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape), shape
 
 
-def _bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    checks.array(_NAME, argument, bound, dtypes.FLOATS)
+def _read_bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    checks.check_array(_NAME, argument, bound, dtypes.FLOATS)
     if bound.size == 1:  # of another rank too: calibrated on batches, used on one row
         return jnp.broadcast_to(bound.astype(jnp.float32).reshape(()), shape)
     fits = bound.ndim == 0 or (
@@ -134,9 +134,9 @@ def _bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array
     return jnp.broadcast_to(bound.astype(jnp.float32), shape)
 
 
-def encode(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, spec: QuantSpec) -> jax.Array:
+def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, spec: QuantSpec) -> jax.Array:
     """Returns the codes of x under a scale and a zero point of the spec's; every argument has passed its contract."""
-    aligned = granularity.Aligned(scale_from_range.one_block_size(_NAME, spec))
+    aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))

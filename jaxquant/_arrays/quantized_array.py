@@ -83,7 +83,7 @@ class QuantizedArray(RefusedOperators):
     ) -> None:
         found: Any = getattr(scale, "dtype", None)
         if dtype is not None:
-            found = _dtype(dtype)
+            found = _check_dtype(dtype)
         elif found in (dtypes.E8M0, np.dtype(np.float64)):  # numpy's word for a float, which JAX makes a float32
             found = dtypes.FLOAT32
         self._fill(values, scale, zero_point, found, block_size, codebook)
@@ -128,7 +128,7 @@ class QuantizedArray(RefusedOperators):
     def __reduce__(self) -> Any:
         """Pickles and copies by the parts."""
         children, static = self.tree_flatten()
-        return _rebuilt, (static, children)
+        return _rebuild, (static, children)
 
     def replace(self, **changes: Any) -> QuantizedArray:
         """Returns the same with other `values`, `scale`, `zero_point`, `dtype`, `block_size` or `codebook`."""
@@ -177,7 +177,7 @@ class QuantizedArray(RefusedOperators):
         """The bytes of the codes, the scale and the zero point as they are stored: 4 bits take half a byte, 2 bits a
         quarter. On a CPU jax 0.10 holds a byte for each of them while a program runs.
         """
-        return sum(stored_bytes(part) for part in (self.values, self.scale, self.zero_point) if part is not None)
+        return sum(count_stored_bytes(part) for part in (self.values, self.scale, self.zero_point) if part is not None)
 
     def __len__(self) -> int:
         """Returns the length of the first dimension."""
@@ -190,11 +190,13 @@ class QuantizedArray(RefusedOperators):
 
     def __bool__(self) -> bool:
         """Refuses: a truth value would need the values as floats."""
-        raise TypeError(checks.message(f"{_NAME}.__bool__", "self", "q.dequantize() for a truth value", repr(self)))
+        raise TypeError(
+            checks.format_message(f"{_NAME}.__bool__", "self", "q.dequantize() for a truth value", repr(self))
+        )
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refuses: numpy would get floats that nobody asked for."""
-        raise TypeError(checks.message(f"{_NAME}.__array__", "self", "q.dequantize(), or q.values", repr(self)))
+        raise TypeError(checks.format_message(f"{_NAME}.__array__", "self", "q.dequantize(), or q.values", repr(self)))
 
     def __repr__(self) -> str:
         """Returns dtypes and shapes, not numbers; of a pytree of other things, those."""
@@ -202,12 +204,14 @@ class QuantizedArray(RefusedOperators):
         is_whole = self.values is not None and self.scale is not None
         if not is_whole or not all(part is None or hasattr(part, "dtype") for part in parts):
             return f"{_NAME}(values={self.values!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
-        codes = _brief(parts[0])
+        codes = _describe_part(parts[0])
         if self._codebook is not None:
             codes = codes.replace(str(parts[0].dtype), self._codebook.name)
         blocks = f", block_size={self._block_size}" if self._block_size else ""
-        point = "None" if parts[2] is None else _brief(parts[2])
-        rest = f"scale={_brief(self.scale)}, zero_point={point}{blocks}, dtype={self._dtype}, nbytes={self.nbytes}"
+        point = "None" if parts[2] is None else _describe_part(parts[2])
+        rest = (
+            f"scale={_describe_part(self.scale)}, zero_point={point}{blocks}, dtype={self._dtype}, nbytes={self.nbytes}"
+        )
         return f"{_NAME}({codes}, {rest})"
 
     # What an array is turned into.
@@ -220,12 +224,12 @@ class QuantizedArray(RefusedOperators):
         Raises:
             TypeError, ValueError: the parts do not fit each other.
         """
-        q = contract(f"{_NAME}.dequantize", "self", self)
-        return dequantized(q)
+        q = check_array(f"{_NAME}.dequantize", "self", self)
+        return dequantize_checked(q)
 
     def astype(self, dtype: DTypeLike) -> QuantizedArray:
         """Returns the same codes with another `dtype` for `dequantize` to return: float32, float16 or bfloat16."""
-        return self.replace(dtype=checks.dtype(f"{_NAME}.astype", "dtype", dtype, dtypes.FLOATS))
+        return self.replace(dtype=checks.check_dtype(f"{_NAME}.astype", "dtype", dtype, dtypes.FLOATS))
 
     def __getitem__(self, index: Any) -> QuantizedArray:
         """Returns what numpy's indexing picks, with the entries of scale and zero point that belong to it.
@@ -236,7 +240,7 @@ class QuantizedArray(RefusedOperators):
         Raises:
             TypeError, ValueError, IndexError: it is no index of this array, or int32 does not hold it.
         """
-        return indexing.picked(contract(f"{_NAME}.__getitem__", "self", self), index)
+        return indexing.index_array(check_array(f"{_NAME}.__getitem__", "self", self), index)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
         """Takes numpy's `@`, and refuses all else that numpy would do with floats."""
@@ -244,7 +248,7 @@ class QuantizedArray(RefusedOperators):
             from .._contractions.dot import matmul
 
             return matmul(*inputs)
-        text = checks.message(_NAME, "self", f"q.dequantize() for numpy's {ufunc.__name__}", repr(self))
+        text = checks.format_message(_NAME, "self", f"q.dequantize() for numpy's {ufunc.__name__}", repr(self))
         raise TypeError(text)
 
     def __matmul__(self, other: Any) -> jax.Array:
@@ -265,19 +269,19 @@ class QuantizedArray(RefusedOperators):
         Raises:
             ValueError: the scale or the zero point has no shape that goes with the new one.
         """
-        return indexing.reshaped(contract(f"{_NAME}.reshape", "self", self), shape)
+        return indexing.reshape_array(check_array(f"{_NAME}.reshape", "self", self), shape)
 
     def per_index(self, *axes: int) -> QuantizedArray:
         """Returns the same with an entry of scale and zero point for each index of the given axes.
 
         `jax.vmap` and `jax.lax.scan` map every array of a pytree: an axis to map must be there in all of them.
         """
-        return indexing.per_index(contract(f"{_NAME}.per_index", "self", self), axes)
+        return indexing.per_index(check_array(f"{_NAME}.per_index", "self", self), axes)
 
     def transpose(self, *axes: Any) -> QuantizedArray:
         """Returns the array with its dimensions in another order; reversed where none is given."""
-        q = contract(f"{_NAME}.transpose", "self", self)
-        return indexing.transposed(q, axes)
+        q = check_array(f"{_NAME}.transpose", "self", self)
+        return indexing.transpose_array(q, axes)
 
     @property
     def T(self) -> QuantizedArray:  # noqa: N802 as numpy has it
@@ -295,59 +299,59 @@ class QuantizedArray(RefusedOperators):
 export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="jaxquant.QuantizedArray",
-    serialize_auxdata=lambda static: serialization.encoded(static).encode(),
+    serialize_auxdata=lambda static: serialization.encode_static(static).encode(),
     deserialize_auxdata=serialization.decode_saved_program,
 )
 
 
-def _rebuilt(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
+def _rebuild(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
     return QuantizedArray.tree_unflatten(static, children)
 
 
-def _dtype(dtype: Any) -> np.dtype:
+def _check_dtype(dtype: Any) -> np.dtype:
     """Returns the dtype that `dtype` names; which one it may be the functions say that are given the array."""
     try:
         return np.dtype(dtype)
     except (TypeError, ValueError):
-        return checks.dtype(_NAME, "dtype", dtype, dtypes.FLOATS)  # which says what it may be
+        return checks.check_dtype(_NAME, "dtype", dtype, dtypes.FLOATS)  # which says what it may be
 
 
-def _brief(part: Any) -> str:
+def _describe_part(part: Any) -> str:
     return f"{part.dtype}[{','.join(map(str, part.shape))}]"
 
 
-def stored_bytes(part: Any) -> int:
+def count_stored_bytes(part: Any) -> int:
     """Returns the bytes of an array whose elements are packed: 4 bits take half a byte, 2 bits a quarter."""
     dtype = np.dtype(part.dtype)
-    return -(-math.prod(part.shape) * dtypes.width(dtype) // 8)
+    return -(-math.prod(part.shape) * dtypes.find_width(dtype) // 8)
 
 
-def contract(function: str, argument: str, q: Any) -> QuantizedArray:
+def check_array(function: str, argument: str, q: Any) -> QuantizedArray:
     """Requires a QuantizedArray whose parts are arrays that fit each other; returns it with JAX's arrays."""
     if not isinstance(q, QuantizedArray) and hasattr(q, "__jax_array__"):
         q = q.__jax_array__()  # a flax.nnx.Param, for one
     if not isinstance(q, QuantizedArray):
-        checks.require_type(False, function, argument, "a QuantizedArray", checks.described(q))
+        checks.require_type(False, function, argument, "a QuantizedArray", checks.describe_value(q))
     if q._checked:
         return q
-    _static(function, argument, q)
+    _check_static(function, argument, q)
     given = (q.values, q.scale, q.zero_point)
     names = (f"{argument}.values", f"{argument}.scale", f"{argument}.zero_point")
     for name, part in zip(names, given, strict=True):
         if isinstance(part, float):  # of no rank
-            checks.array(function, name, part, ())
+            checks.check_array(function, name, part, ())
     values, scale, zero_point = checks.convert_arrays(function, dict(zip(names, given, strict=True)))
     codes = dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
-    checks.array(function, f"{argument}.values", values, codes)
-    checks.array(function, f"{argument}.scale", scale, _SCALES)
-    checks.dtype(function, f"{argument}.dtype", q.dtype, dtypes.FLOATS)
-    _aligned(function, f"{argument}.scale", scale, values, q.block_size)
+    checks.check_array(function, f"{argument}.values", values, codes)
+    checks.check_array(function, f"{argument}.scale", scale, _SCALES)
+    checks.check_dtype(function, f"{argument}.dtype", q.dtype, dtypes.FLOATS)
+    _check_aligned(function, f"{argument}.scale", scale, values, q.block_size)
     if zero_point is not None:
         if values.dtype not in dtypes.INTEGERS or q.codebook is not None:
             wanted = f"None: {q.codebook or values.dtype} has no zero point"
-            checks.require(False, function, f"{argument}.zero_point", wanted, checks.described(zero_point))
-        checks.same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
-        _aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
+            checks.require(False, function, f"{argument}.zero_point", wanted, checks.describe_value(zero_point))
+        checks.check_same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
+        _check_aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
     # `quantize` gives data with a NaN or an infinity such a scale, which shows in every result.
     known_values.check_positive(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=True)
     if any(a is not b for a, b in zip(given, (values, scale, zero_point), strict=True)):
@@ -356,39 +360,41 @@ def contract(function: str, argument: str, q: Any) -> QuantizedArray:
     return q
 
 
-def _static(function: str, argument: str, q: QuantizedArray) -> None:
+def _check_static(function: str, argument: str, q: QuantizedArray) -> None:
     if q.block_size is not None:
-        checks.integer(function, f"{argument}.block_size", q.block_size)
+        checks.check_integer(function, f"{argument}.block_size", q.block_size)
         checks.require(q.block_size > 0, function, f"{argument}.block_size", "a positive int", q.block_size)
     is_book = q.codebook is None or isinstance(q.codebook, CodeBook)
     checks.require_type(is_book, function, f"{argument}.codebook", "a CodeBook or None", q.codebook)
 
 
-def trusted(q: QuantizedArray) -> QuantizedArray:
+def mark_checked(q: QuantizedArray) -> QuantizedArray:
     """Returns a QuantizedArray that was made here, of parts that fit: no door looks at it again."""
     object.__setattr__(q, "_checked", True)
     return q
 
 
-def _aligned(function: str, argument: str, part: Any, values: Any, block_size: int | None) -> None:
+def _check_aligned(function: str, argument: str, part: Any, values: Any, block_size: int | None) -> None:
     if granularity.Aligned(block_size).sizes(part.shape, values.shape) is None:
         blocks = "blocks that divide it" if block_size is None else f"blocks of {block_size}"
         wanted = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
         checks.require(False, function, argument, wanted, f"shape {part.shape}")
 
 
-def dequantized(q: QuantizedArray) -> jax.Array:
+def dequantize_checked(q: QuantizedArray) -> jax.Array:
     """Returns what the codes stand for; q has passed its contract."""
-    return _dequantize(q.values, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
+    return _dequantize_parts(
+        q.values, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook
+    )
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook"))
-def _dequantize(
+def _dequantize_parts(
     values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any
 ) -> jax.Array:
     aligned = granularity.Aligned(block_size)
     if codebook is None:
         return dequantize_affine(values, scale, zero_point, aligned, dtype)
     wide = small_floats.scale_as_float32(scale)
-    product = rounding.rounded(codebook.decode(values) * aligned.expand(wide, values))
-    return rounding.to_grid(product, dtype).astype(dtype)
+    product = rounding.round_result(codebook.decode(values) * aligned.expand(wide, values))
+    return rounding.round_to_dtype(product, dtype).astype(dtype)

@@ -21,7 +21,7 @@ _SAVED = "QuantizedArray"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def encoded(static: Static) -> str:
+def encode_static(static: Static) -> str:
     """Returns a dtype, a block size and a code book as JSON."""
     dtype, block_size, book = static
     return json.dumps({
@@ -43,7 +43,7 @@ def parse_json(function: str, argument: str, text: str | bytes | bytearray) -> A
         return json.loads(text, object_pairs_hook=_collect_unique)
     except (ValueError, RecursionError) as error:
         got = "one that is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        text = checks.message(function, argument, "a JSON text", got)
+        text = checks.format_message(function, argument, "a JSON text", got)
     raise checks.ContractValueError(text)
 
 
@@ -82,8 +82,8 @@ def decode_dtype(function: str, argument: str, name: Any, allowed: Sequence[np.d
     for dtype in allowed:
         if dtype.name == name:
             return dtype
-    wanted = f"the name of a dtype: {dtypes.names(tuple(allowed))}"
-    raise checks.ContractValueError(checks.message(function, argument, wanted, _describe(name)))
+    wanted = f"the name of a dtype: {dtypes.list_names(tuple(allowed))}"
+    raise checks.ContractValueError(checks.format_message(function, argument, wanted, _describe(name)))
 
 
 def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def _decode_book(function: str, argument: str, found: Any) -> CodeBook | None:
     try:
         return CodeBook(name, tuple(levels))
     except checks.ContractValueError as error:  # two levels are one number of float32
-        raise checks.ContractValueError(checks.message(function, argument, "a code book", error)) from error
+        raise checks.ContractValueError(checks.format_message(function, argument, "a code book", error)) from error
 
 
 def _describe(value: Any) -> str:

@@ -18,9 +18,9 @@ _PER_TENSOR = PerTensor()
 _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
-def _format(dtype: Any) -> Any:
+def _read_dtype(dtype: Any) -> Any:
     """Returns a code book as it came, and anything else as the dtype that it names."""
-    return dtype if isinstance(dtype, CodeBook) else checks.dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
+    return dtype if isinstance(dtype, CodeBook) else checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,9 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         """Fills in the defaults and refuses contradictions."""
-        dtype = _format(self.dtype)
+        dtype = _read_dtype(self.dtype)
         is_integer = dtype in dtypes.INTEGERS
-        signed = not is_integer or dtypes.bounds(dtype)[0] < 0
+        signed = not is_integer or dtypes.find_bounds(dtype)[0] < 0
         symmetric = signed if self.symmetric is None else self.symmetric
         narrow = (is_integer and bool(symmetric)) if self.narrow_range is None else self.narrow_range
         self._flags(symmetric, narrow)
@@ -82,8 +82,8 @@ class QuantSpec:
             value = getattr(self, argument)
             known = isinstance(value, Choice) or (value is None and argument != "granularity")
             wanted = "PerTensor(), PerToken(), PerFeature(), PerAxis(axis) or Blocked(axis, size)"
-            checks.require_type(known, _NAME, argument, wanted, checks.described(value))
-        scale_dtype = checks.dtype(_NAME, "scale_dtype", self.scale_dtype, _SCALES)
+            checks.require_type(known, _NAME, argument, wanted, checks.describe_value(value))
+        scale_dtype = checks.check_dtype(_NAME, "scale_dtype", self.scale_dtype, _SCALES)
         points = self.granularity if self.zero_point_granularity is None else self.zero_point_granularity
         wanted = "None, or the granularity of the scale: a symmetric zero point is the same everywhere"
         checks.require(not symmetric or points == self.granularity, _NAME, "zero_point_granularity", wanted, points)
@@ -100,7 +100,7 @@ class QuantSpec:
             ("narrow_range", narrow),
             ("power_of_two", self.power_of_two),
         ):
-            checks.flag(_NAME, argument, value)
+            checks.check_flag(_NAME, argument, value)
 
     def __repr__(self) -> str:
         """Returns what was chosen, and of the rarer choices only those that were made."""
@@ -118,7 +118,7 @@ class QuantSpec:
     @property
     def carrier(self) -> np.dtype:
         """The dtype of the codes: `dtype`, or that of a code book's indices."""
-        return codebooks.carrier(self.dtype)
+        return codebooks.find_carrier(self.dtype)
 
     @property
     def codebook(self) -> CodeBook | None:
@@ -131,8 +131,8 @@ class QuantSpec:
         if self.codebook:
             return self.codebook.levels[0], self.codebook.levels[-1]
         if self.dtype in dtypes.SMALL_FLOATS:
-            return -dtypes.largest(self.dtype), dtypes.largest(self.dtype)
-        low, high = dtypes.bounds(self.dtype)
+            return -dtypes.find_largest(self.dtype), dtypes.find_largest(self.dtype)
+        low, high = dtypes.find_bounds(self.dtype)
         return low + int(bool(self.narrow_range)), high
 
     @property
@@ -140,5 +140,5 @@ class QuantSpec:
         """The zero point of a symmetric spec: 0, or the middle code of an unsigned dtype. None where it is found."""
         if not self.symmetric:
             return None
-        is_unsigned = self.dtype in dtypes.INTEGERS and dtypes.bounds(self.dtype)[0] == 0
-        return 2 ** (dtypes.bits(self.dtype) - 1) if is_unsigned else 0
+        is_unsigned = self.dtype in dtypes.INTEGERS and dtypes.find_bounds(self.dtype)[0] == 0
+        return 2 ** (dtypes.count_bits(self.dtype) - 1) if is_unsigned else 0

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, granularity, rounding, small_floats
 from ..integer import _operands, _scaling
-from ..integer.conv_general_dilated import Plan, laid_out, planned
+from ..integer.conv_general_dilated import Plan, arrange_layout, plan_convolution
 from . import dot_integer
-from .dot import Operand, operand
+from .dot import Operand, check_operand
 
 _NAME = "conv_general_dilated"
 
@@ -88,44 +88,46 @@ def conv_general_dilated(
     the other scale, or of weight-only that of the dequantized side, summed over what shares the scale. Codes and zero
     points have none.
     """
-    x, w = operand(_NAME, "lhs", lhs), operand(_NAME, "rhs", rhs)
+    x, w = check_operand(_NAME, "lhs", lhs), check_operand(_NAME, "rhs", rhs)
     if preferred_element_type is not None:
-        preferred_element_type = checks.dtype(_NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
+        preferred_element_type = checks.check_dtype(
+            _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
+        )
     checks.check_precision(_NAME, precision, has_algorithms=False)
-    plan = plan_of(
+    plan = plan_array_convolution(
         _NAME, x, w, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
     )  # fmt: skip
-    return convolution(_NAME, x, w, plan, precision, preferred_element_type)
+    return convolve_checked(_NAME, x, w, plan, precision, preferred_element_type)
 
 
-def plan_of(
+def plan_array_convolution(
     function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
 ) -> Plan:  # fmt: skip
     """Holds what is static of a convolution to its contracts, and returns how it is run."""
-    ints = functools.partial(checks.integers, function)
-    return planned(
+    ints = functools.partial(checks.check_integers, function)
+    return plan_convolution(
         function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
         ints("lhs_dilation", lhs_dilation), ints("rhs_dilation", rhs_dilation), dimension_numbers,
         ints("feature_group_count", feature_group_count), ints("batch_group_count", batch_group_count),
     )  # fmt: skip
 
 
-def convolution(function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any) -> jax.Array:
+def convolve_checked(function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any) -> jax.Array:
     """Returns `conv_general_dilated`, with errors that name another function."""
     quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
     if not any(quantized):
-        got = f"{checks.described(x)} and {checks.described(w)}"
+        got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
         checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
-    dtype = preferred or dtypes.wider(x.dtype, w.dtype)
+    dtype = preferred or dtypes.find_wider(x.dtype, w.dtype)
     if not all(quantized):
-        return _weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
-    _integer_contract(function, x, w, plan)
-    return _integer(x, w, plan=plan, dtype=dtype)
+        return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
+    _check_integers(function, x, w, plan)
+    return _convolve_integers(x, w, plan=plan, dtype=dtype)
 
 
-def floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
+def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
     """Returns the convolution of floats."""
     geometry = plan.geometry
     return lax.conv_general_dilated(
@@ -134,61 +136,61 @@ def floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Ar
     )  # fmt: skip
 
 
-def _integer_contract(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
+def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
     """Requires two arrays that convolve as integers: one scale and one zero point for all that is added up."""
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
     for argument, q, kept, per in (
         ("lhs", lhs, {"scale": image}, "image"),
         ("rhs", rhs, {"scale": feature, "zero_point": feature}, "output feature"),
     ):
-        dot_integer.contract(function, argument, q)
+        dot_integer.check_integer_array(function, argument, q)
         for name in ("scale", "zero_point"):
             part, axis = getattr(q, name), kept.get(name)
             shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
             wanted = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
             got = None if part is None else f"shape {part.shape} for values of shape {q.shape}"
             checks.require(shared, function, f"{argument}.{name}", f"{wanted}or {argument}.dequantize()", got)
-    terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.exact_terms(lhs, rhs)
+    terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
     wanted = f"{limit} products of two codes in a sum at most, all that int32 holds, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", wanted, terms)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
-def _weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
+def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
     lhs, rhs = (
         x.astype(jnp.float32).dequantize() if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
     )
-    y = floats(lhs, rhs, plan, precision)
-    return rounding.to_grid(y, dtype).astype(dtype)
+    y = convolve_floats(lhs, rhs, plan, precision)
+    return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "dtype"))
-def _integer(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any) -> jax.Array:
+def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
-    images = _entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
+    images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     if images.size > 1 and plan.batches > 1:  # each group of images has its own features
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
-    scale = _scaling.multiply_scales(images, _entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
+    scale = _scaling.multiply_scales(images, _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
     points = (
-        None if q.zero_point is None else _entries(q, q.zero_point, spec[0])
+        None if q.zero_point is None else _read_entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
     )
     lhs_steps, rhs_steps = (
-        _operands.signed_steps(point, q.values.dtype, _operands.is_centred(point, q.values.dtype))
+        _operands.convert_steps(point, q.values.dtype, _operands.is_centred(point, q.values.dtype))
         for point, q in zip(points, (lhs, rhs), strict=True)
     )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
-        wide = granularity.placed(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
-        y = rounding.rounded(acc.astype(jnp.float32) * wide)
-        return rounding.to_grid(y, dtype).astype(dtype)
+        wide = granularity.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
+        y = rounding.round_result(acc.astype(jnp.float32) * wide)
+        return rounding.round_to_dtype(y, dtype).astype(dtype)
 
-    return laid_out(lhs.values, rhs.values, lhs_steps, rhs_steps, plan, epilogue)
+    return arrange_layout(lhs.values, rhs.values, lhs_steps, rhs_steps, plan, epilogue)
 
 
-def _entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
+def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
     """Returns a scale or zero point that varies along one dimension at most: one entry, or one for each index of it."""
     if part.size != 1:
         along = tuple(n if a == axis else 1 for a, n in enumerate(q.shape))

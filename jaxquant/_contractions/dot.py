@@ -14,10 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, granularity, matmul_shapes
-from ..integer.dot_general import DotDimensionNumbers, check_placement, roles
+from ..integer.dot_general import DotDimensionNumbers, check_placement, find_roles
 from . import dot_integer
 from .dot_integer import Axes
-from .dot_weight_only import weight_only
+from .dot_weight_only import contract_weight_only
 
 _NAME = "dot_general"
 Operand = QuantizedArray | ArrayLike
@@ -79,64 +79,64 @@ def dot_general(
     the other scale, or of weight-only g times the float product, summed over what shares the scale. Codes and zero
     points have none.
     """
-    return contraction(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+    return contract_checked(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
 
 
-def contraction(
+def contract_checked(
     function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
     caller_axes: Axes | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns `dot_general`, with errors that name another function."""
     granularity.check_out_sharding(function, out_sharding)
-    lhs, rhs = operands(function, lhs, rhs)
-    numbers = checks.integers(function, "dimension_numbers", numbers)
-    checks.hashable(function, "dimension_numbers", numbers)
+    lhs, rhs = check_operands(function, lhs, rhs)
+    numbers = checks.check_integers(function, "dimension_numbers", numbers)
+    checks.check_hashable(function, "dimension_numbers", numbers)
     checks.check_precision(function, precision)
     if preferred is not None:
-        preferred = checks.dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
+        preferred = checks.check_dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)
     statics = {
         "numbers": numbers, "precision": precision, "preferred": preferred, "out_sharding": out_sharding,
         "caller_axes": caller_axes,
     }  # fmt: skip
-    return _contraction(lhs, rhs, function=function, **statics)
+    return _contract(lhs, rhs, function=function, **statics)
 
 
 @functools.partial(
     jax.jit, inline=True,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
-def _contraction(
+def _contract(
     lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, out_sharding: Any,
     caller_axes: Axes | None,
 ) -> jax.Array:  # fmt: skip
-    left, right = roles(function, lhs, rhs, numbers)
+    left, right = find_roles(function, lhs, rhs, numbers)
     a, b = (x.values if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
-        return weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
+        return contract_weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
-        dot_integer.contract(function, argument, q)
-    plan = dot_integer.planned(function, lhs, rhs, left, right, out_sharding, caller_axes)
-    return dot_integer.contracted(lhs, rhs, plan, preferred)
+        dot_integer.check_integer_array(function, argument, q)
+    plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
+    return dot_integer.contract_integers(lhs, rhs, plan, preferred)
 
 
-def operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     """Requires two operands of which one at least is quantized, and returns them."""
-    lhs, rhs = operand(function, "lhs", lhs), operand(function, "rhs", rhs)
+    lhs, rhs = check_operand(function, "lhs", lhs), check_operand(function, "rhs", rhs)
     if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
-        got = f"{checks.described(lhs)} and {checks.described(rhs)}"
+        got = f"{checks.describe_value(lhs)} and {checks.describe_value(rhs)}"
         checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
     return lhs, rhs
 
 
-def operand(function: str, argument: str, x: Any) -> Any:
+def check_operand(function: str, argument: str, x: Any) -> Any:
     """Requires a QuantizedArray or a float array, and returns it."""
     if not isinstance(x, jax.Array | QuantizedArray) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()  # a flax.nnx.Param, for one
     if isinstance(x, QuantizedArray):
-        return quantized_array.contract(function, argument, x)
+        return quantized_array.check_array(function, argument, x)
     (x,) = checks.convert_arrays(function, {argument: x})
-    checks.array(function, argument, x, dtypes.FLOATS)
+    checks.check_array(function, argument, x, dtypes.FLOATS)
     return x
 
 
@@ -184,40 +184,40 @@ def matmul(
 
     Cotangents: as of `dot_general`.
     """
-    a, b = operands("matmul", lhs, rhs)
+    a, b = check_operands("matmul", lhs, rhs)
     shapes = matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
     granularity.check_out_sharding("matmul", out_sharding)
-    partition = _matrix_partition("matmul", a, b, shapes, out_sharding)
+    partition = _find_matrix_partition("matmul", a, b, shapes, out_sharding)
     # What is contracted may be reshaped: an error names the dimensions that the operands came with.
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
 
     def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
         rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
-        inner = granularity.with_partition(out_sharding, partition and partition[len(partition) - rank :])
-        return contraction("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
+        inner = granularity.set_partition(out_sharding, partition and partition[len(partition) - rank :])
+        return contract_checked("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
 
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
         return y.reshape(shapes.out)
     batch = shapes.product[:-2]
-    a, b = (_batched(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
+    a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
     n = len(batch)
     both = tuple(range(n))
     return contract(a, b, (((n + 1,), (n,)), (both, both))).reshape(shapes.out)
 
 
-def _matrix_partition(
+def _find_matrix_partition(
     function: str, a: Any, b: Any, of: matmul_shapes.Shapes, out_sharding: Any
 ) -> tuple[Any, ...] | None:
     """Returns the mesh axes of the product while vectors are still matrices, whose own dimension has none."""
-    partition = granularity.out_partition(function, out_sharding, len(of.out))
+    partition = granularity.find_out_partition(function, out_sharding, len(of.out))
     if partition is None:
         return None
     batch, own = partition[: len(of.product) - 2], list(partition[len(of.product) - 2 :])
     return (*batch, own.pop(0) if a.ndim > 1 else None, own.pop(0) if b.ndim > 1 else None)
 
 
-def _batched(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
     """Returns an operand as a stack of matrices under the common batch dimensions."""
     wide = (1,) * (len(batch) + 2 - len(shape)) + shape
     x = x if x.shape == wide else x.reshape(wide)

@@ -12,16 +12,16 @@ import numpy as np
 from jax import lax
 
 from .._arrays import indexing
-from .._arrays.quantized_array import QuantizedArray, trusted
+from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import checks, dtypes, granularity, rounding, small_floats
 from ..integer import _layout, _operands, _scaling
-from ..integer.dot_general import Role, dot
+from ..integer.dot_general import Role, contract_roles
 
 
-def contract(function: str, argument: str, q: QuantizedArray) -> None:
+def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Requires codes that contract as integers."""
     holds = q.codebook is None and q.values.dtype in _operands.DTYPES
-    wanted = f"values of {dtypes.names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
+    wanted = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
     checks.require_type(holds, function, argument, wanted, q.codebook or q.values.dtype)
 
 
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     out_sharding: Any
 
 
-def planned(
+def plan_contraction(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
     caller_axes: Axes | None = None,
 ) -> Plan:  # fmt: skip
@@ -56,19 +56,19 @@ def planned(
         caller_axes: for errors, which dimensions are contracted of the operands that the caller gave, where they were
             reshaped on the way here.
     """
-    axes, length = _cut(function, lhs, rhs, left, right, caller_axes)
+    axes, length = _find_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
-            whole = granularity.partition_of(q.values)[axis] is None
+            whole = granularity.find_partition(q.values)[axis] is None
             wanted = (
                 f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
             )
-            got = granularity.described_placement(q.values)
+            got = granularity.describe_placement(q.values)
             checks.require(whole, function, "out_sharding", wanted, f"None, for {got}")
     return Plan(left, right, axes, length, out_sharding)
 
 
-def _cut(
+def _find_cut(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, caller_axes: Axes | None
 ) -> tuple[tuple[int, int] | None, int]:
     """Returns the contracted dimension that is cut into blocks, if one is, and their length."""
@@ -78,7 +78,7 @@ def _cut(
     for axes, given in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
         n = lhs.shape[axes[0]]
         runs = {run for argument, q, a, place in zip(("lhs", "rhs"), (lhs, rhs), axes, given, strict=True)
-                for run in _runs(function, argument, q, a, place)}  # fmt: skip
+                for run in _find_runs(function, argument, q, a, place)}  # fmt: skip
         least = min(runs)
         if not all(run in (n,) or run % least == 0 for run in runs):
             wanted = "blocks of both sides that end together, or a dequantized side"
@@ -93,7 +93,7 @@ def _cut(
     if cut:
         return cut[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
-    limit = exact_terms(lhs, rhs)
+    limit = count_exact_terms(lhs, rhs)
     if not isinstance(depth, int) or depth <= limit:
         return None, 0
     longest = max(zip(left.contracted, right.contracted, strict=True), key=lambda axes: lhs.shape[axes[0]])
@@ -101,7 +101,7 @@ def _cut(
     return longest, length
 
 
-def _runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int) -> list[int]:
+def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int) -> list[int]:
     """Returns how many indices of a contracted dimension share a scale, and a zero point."""
     found = []
     for name in ("scale", "zero_point"):
@@ -119,30 +119,30 @@ def _runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int
     return found
 
 
-def exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
+def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     """Returns how many products of two codes an int32 holds, whatever they are."""
     largest = []
     for q in (lhs, rhs):
-        low, high = dtypes.bounds(np.dtype(q.values.dtype))
+        low, high = dtypes.find_bounds(np.dtype(q.values.dtype))
         largest.append(max(-low, high) if q.zero_point is None else high - low)
     return (2**31 - 1) // math.prod(largest)
 
 
-def contracted(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
+def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
     """Returns the product of two quantized arrays in the dtype `preferred`, or in the wider of theirs."""
-    dtype = preferred or dtypes.wider(lhs.dtype, rhs.dtype)
+    dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
     if plan.axes is not None:  # JAX refuses to split a sharded dimension
-        lhs, rhs = (_gathered(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
-    sides = [_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
-    y = _whole(sides, plan.out_sharding) if plan.axes is None else _in_blocks(sides, plan)
-    return rounding.to_grid(y, dtype).astype(dtype)
+        lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
+    sides = [_prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
+    y = _contract_whole(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
+    return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-def _gathered(q: QuantizedArray, axis: int) -> QuantizedArray:
+def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
     """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
     if not granularity.is_placed(q.values):
         return q
-    return trusted(jax.tree.map(lambda part: granularity.gathered(part, (axis,)), q))
+    return mark_checked(jax.tree.map(lambda part: granularity.gather_axes(part, (axis,)), q))
 
 
 class _Side(NamedTuple):
@@ -163,38 +163,38 @@ class _Side(NamedTuple):
     runs: tuple[Any, Any]
 
 
-def _side(q: QuantizedArray, role: Role) -> _Side:
+def _prepare_side(q: QuantizedArray, role: Role) -> _Side:
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
-    point = None if q.zero_point is None else _unblocked(q, q.zero_point, kept)
+    point = None if q.zero_point is None else _expand_side(q, q.zero_point, kept)
     scale = small_floats.scale_as_float32(q.scale)
     centred = _operands.is_centred(q.zero_point, q.values.dtype)
-    steps = _operands.signed_steps(point, q.values.dtype, centred)
-    return _Side(role, _operands.signed(q.values), steps, _unblocked(q, scale, kept), (runs[0], runs[1]))
+    steps = _operands.convert_steps(point, q.values.dtype, centred)
+    return _Side(role, _operands.convert_to_signed(q.values), steps, _expand_side(q, scale, kept), (runs[0], runs[1]))
 
 
-def _unblocked(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
+def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Returns a scale or zero point with an entry per index of the given dimensions, where it has one per block."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     for a in axes:
         if part.shape[a] not in (1, q.shape[a]):
-            part = indexing.unblocked(part, a, sizes[a], q.shape[a])
+            part = indexing.expand_blocks(part, a, sizes[a], q.shape[a])
     return part
 
 
-def _whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
+def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     """Returns the float32 product of two sides without blocks along what is contracted."""
     lhs, rhs = sides
-    acc = dot(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
+    acc = contract_roles(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
-    scales = (_outward(lhs.scale, lhs.role, 0, frees[1]), _outward(rhs.scale, rhs.role, frees[0], 0))
+    scales = (_spread_outward(lhs.scale, lhs.role, 0, frees[1]), _spread_outward(rhs.scale, rhs.role, frees[0], 0))
     if granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
         scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
     return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
 
 
-def _outward(scale: jax.Array, role: Role, before: int, behind: int) -> jax.Array:
+def _spread_outward(scale: jax.Array, role: Role, before: int, behind: int) -> jax.Array:
     """Returns an operand's scale of the result's rank, its dimensions where the result has them."""
     order = (*role.batch, *role.free, *role.contracted)
     turned = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
@@ -203,7 +203,7 @@ def _outward(scale: jax.Array, role: Role, before: int, behind: int) -> jax.Arra
     return lax.reshape(turned, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * behind))
 
 
-def _in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
+def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     """Returns the sum over blocks of a contracted dimension: one integer contraction each, in a loop.
 
     Side by side their accumulators would lie in memory at once.
@@ -213,11 +213,13 @@ def _in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     whole, rest = divmod(depth, plan.length)
     y = None
     if whole:
-        stacks = [_stacked(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
+        stacks = [_stack_blocks(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
 
         def block(parts: Any) -> jax.Array:
             pairs = zip(sides, parts, strict=True)
-            return _whole([s._replace(values=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding)
+            return _contract_whole(
+                [s._replace(values=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding
+            )
 
         # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
         first, others = (
@@ -225,44 +227,47 @@ def _in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
         )
         y = block(first) + np.float32(0)
         if whole > 1:
-            y = lax.scan(lambda y, parts: (rounding.rounded(y + block(parts)), None), y, others)[0]
+            y = lax.scan(lambda y, parts: (rounding.round_result(y + block(parts)), None), y, others)[0]
     if rest:
-        tails = [_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
-        last = _whole(tails, plan.out_sharding)
-        y = last if y is None else rounding.rounded(y + last)
+        tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
+        last = _contract_whole(tails, plan.out_sharding)
+        y = last if y is None else rounding.round_result(y + last)
     assert y is not None
     return y
 
 
-def _stacked(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
+def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
     """Returns a side's arrays with its whole blocks as a new first dimension."""
     whole = depth // length
     values = lax.slice_in_dim(side.values, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
     order = (axis, *(a for a in range(len(shape)) if a != axis))
     # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
-    values = _layout.pinned(lax.transpose(values.reshape(shape), order))
+    values = _layout.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
-    steps, scale = (
-        part if part is None else jnp.expand_dims(jnp.moveaxis(_at(part, axis, starts, runs), axis, 0), axis + 1)
-        if part.ndim else jnp.broadcast_to(part, (whole,))
-        for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
-    )  # fmt: skip
-    return values, steps, scale
+    parts = []
+    for part, runs in zip((side.steps, side.scale), side.runs, strict=True):
+        if part is not None and part.ndim:
+            entries = jnp.moveaxis(_pick_entries(part, axis, starts, runs), axis, 0)
+            part = jnp.expand_dims(entries, axis + 1)
+        elif part is not None:
+            part = jnp.broadcast_to(part, (whole,))
+        parts.append(part)
+    return values, parts[0], parts[1]
 
 
-def _tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
+def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
     """Returns a side's last block, the short one."""
     start = depth - depth % length
     values = lax.slice_in_dim(side.values, start, depth, axis=axis)
     steps, scale = (
-        part if part is None or part.ndim == 0 else _at(part, axis, np.array([start]), runs)
+        part if part is None or part.ndim == 0 else _pick_entries(part, axis, np.array([start]), runs)
         for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
     )
     return side._replace(values=values, steps=steps, scale=scale)
 
 
-def _at(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:
+def _pick_entries(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:
     """Returns the entries of a scale or of steps that hold where blocks start."""
     n = part.shape[axis]
     if n == 1:

@@ -29,24 +29,26 @@ class _Product(NamedTuple):
     out_sharding: Any
 
 
-def weight_only(
+def contract_weight_only(
     lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any, out_sharding: Any
 ) -> jax.Array:
     """Returns the float product of a quantized and a float array."""
     which = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[which]
     x: Any = (lhs, rhs)[1 - which]
-    wide = dtypes.wider(q.dtype, x.dtype)
+    wide = dtypes.find_wider(q.dtype, x.dtype)
     parts, static = q.astype(wide).tree_flatten()
     config = _Product(left, right, which, static, precision, out_sharding)
-    axis = _chunked(config, x, parts[0])
+    axis = _plan_chunks(config, x, parts[0])
     # A rule of one's own stands in the way of forward mode, and makes gradients that nobody asked for.
-    y: Any = _at_once(config, x.astype(wide), *parts) if axis is None else _product(config, x.astype(wide), *parts)
+    y: Any = (
+        _contract_at_once(config, x.astype(wide), *parts) if axis is None else _multiply(config, x.astype(wide), *parts)
+    )
     dtype = wide if preferred is None else preferred
-    return rounding.to_grid(y, dtype).astype(dtype)
+    return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-def _chunked(config: _Product, x: jax.Array, values: jax.Array) -> int | None:
+def _plan_chunks(config: _Product, x: jax.Array, values: jax.Array) -> int | None:
     """Returns the dimension of the codes along which they are dequantized a piece at a time, or None."""
     role = (config.left, config.right)[config.quantized]
     axis = max(role.free, key=lambda a: values.shape[a], default=None)
@@ -56,46 +58,52 @@ def _chunked(config: _Product, x: jax.Array, values: jax.Array) -> int | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def _multiply(config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
     """Returns the float32 contraction of x with what the codes stand for, dequantized a piece at a time on a CPU."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)
-    at_once = functools.partial(_at_once, config)
-    axis = _chunked(config, x, values)
+    at_once = functools.partial(_contract_at_once, config)
+    axis = _plan_chunks(config, x, values)
     assert axis is not None
-    in_chunks = functools.partial(_in_chunks, config, axis)
+    in_chunks = functools.partial(_contract_in_chunks, config, axis)
     return lax.platform_dependent(x, values, scale, zero_point, cpu=in_chunks, default=at_once)
 
 
-def _product_fwd(
+def _multiply_fwd(
     config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any
 ) -> tuple[jax.Array, Any]:
-    return _product(config, x, values, scale, zero_point), (x, values, scale, zero_point)
+    return _multiply(config, x, values, scale, zero_point), (x, values, scale, zero_point)
 
 
-def _product_bwd(config: _Product, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _multiply_bwd(config: _Product, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     x, values, scale, zero_point = residuals
-    _, pull = jax.vjp(lambda x, scale: _at_once(config, x, values, scale, zero_point), x, scale)
+    _, pull = jax.vjp(lambda x, scale: _contract_at_once(config, x, values, scale, zero_point), x, scale)
     dx, dscale = pull(g)
     return dx, None, dscale, None
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+_multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def _at_once(config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def _contract_at_once(
+    config: _Product, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any
+) -> jax.Array:
     q = QuantizedArray.tree_unflatten(config.static, (values, scale, zero_point))
-    operands = (quantized_array.dequantized(q), x) if config.quantized == 0 else (x, quantized_array.dequantized(q))
-    return _contracted(config, *operands)
+    operands = (
+        (quantized_array.dequantize_checked(q), x)
+        if config.quantized == 0
+        else (x, quantized_array.dequantize_checked(q))
+    )
+    return _contract_piece(config, *operands)
 
 
-def _contracted(config: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _contract_piece(config: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Returns the product in float32, whatever its operands are."""
     left, right = config.left, config.right
     dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
     return lax.dot_general(lhs, rhs, dimensions, config.precision, jnp.float32, out_sharding=config.out_sharding)
 
 
-def _in_chunks(
+def _contract_in_chunks(
     config: _Product, axis: int, x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
     q = QuantizedArray.tree_unflatten(config.static, (values, scale, zero_point))
@@ -108,11 +116,11 @@ def _in_chunks(
         chunk = q[(slice(None),) * axis + (slice(start, min(start + rows, length)),)]
         if parts:  # the scale is the smallest of what has to wait
             bits = lax.bitcast_convert_type(chunk.scale, jnp.dtype(f"int{8 * chunk.scale.dtype.itemsize}"))
-            bits = barriers.after(bits, parts[-1])
+            bits = barriers.wait_for(bits, parts[-1])
             chunk = chunk.replace(scale=lax.bitcast_convert_type(bits, chunk.scale.dtype))
-        weights = lax.optimization_barrier(quantized_array.dequantized(chunk))
+        weights = lax.optimization_barrier(quantized_array.dequantize_checked(chunk))
         operands = (weights, x) if config.quantized == 0 else (x, weights)
-        parts.append(_contracted(config, *operands))
+        parts.append(_contract_piece(config, *operands))
     role = (config.left, config.right)[config.quantized]
     ahead = 0 if config.quantized == 0 else len(config.left.free)
     return jnp.concatenate(parts, axis=len(role.batch) + ahead + role.free.index(axis))

@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
-from .._arrays.quantized_array import QuantizedArray, trusted
+from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import checks, granularity, rounding
 from .._core.dtypes import FLOAT32, FLOATS
-from .dot import Operand, contraction, operand
+from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
 
 _NAME = "einsum"
@@ -78,18 +78,18 @@ def einsum(
 
     Cotangents: as of `dot_general`.
     """
-    given = [operand(_NAME, f"operands[{i}]", x) for i, x in enumerate(operands)]
+    given = [check_operand(_NAME, f"operands[{i}]", x) for i, x in enumerate(operands)]
     checks.check_precision(_NAME, precision)
     if not any(isinstance(x, QuantizedArray) for x in given):
-        got = ", ".join(str(checks.described(x)) for x in given) or "none"
+        got = ", ".join(str(checks.describe_value(x)) for x in given) or "none"
         checks.require_type(False, _NAME, "operands", "a QuantizedArray among them", got)
     if preferred_element_type is not None:
-        preferred_element_type = checks.dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
+        preferred_element_type = checks.check_dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
     granularity.check_out_sharding(_NAME, out_sharding)
-    return summed(_NAME, subscripts, given, precision, preferred_element_type, out_sharding)
+    return contract_operands(_NAME, subscripts, given, precision, preferred_element_type, out_sharding)
 
 
-def summed(
+def contract_operands(
     function: str,
     subscripts: str,
     given: Sequence[Any],
@@ -100,21 +100,23 @@ def summed(
     """Returns `einsum`, with errors that name another function."""
     dtypes = {x.dtype for x in given}
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
-    terms, out = parsed(function, subscripts, [x.ndim for x in given])
-    granularity.out_partition(function, out_sharding, len(out))
-    sizes = _sizes(function, given, terms)
-    parts = [_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))]
+    terms, out = parse_subscripts(function, subscripts, [x.ndim for x in given])
+    granularity.find_out_partition(function, out_sharding, len(out))
+    sizes = _find_sizes(function, given, terms)
+    parts = [
+        _check_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))
+    ]
     if len(parts) == 1:
         x, labels, _ = parts[0]
         values = x.astype(jnp.float32).dequantize()
         found = _Part(values, labels).summed([label for label in labels if label not in out])
     else:
         how = _How(function, out, precision, dtype, out_sharding)
-        found = _contracted(how, parts, _path(parts, out, sizes))
+        found = _contract(how, parts, _find_path(parts, out, sizes))
     y = lax.transpose(found.x, [found.labels.index(label) for label in out])
     if len(parts) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
-    return y if y.dtype == dtype else rounding.to_grid(y.astype(jnp.float32), dtype).astype(dtype)
+    return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
 
 
 class _Part(NamedTuple):
@@ -135,9 +137,11 @@ class _Part(NamedTuple):
         return _Part(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
 
 
-def parsed(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
+def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
     """Returns the indices of each operand and of the output; those of "..." are numbers, from the back."""
-    checks.require_type(isinstance(subscripts, str), function, "subscripts", "a string", checks.described(subscripts))
+    checks.require_type(
+        isinstance(subscripts, str), function, "subscripts", "a string", checks.describe_value(subscripts)
+    )
     inputs, arrow, output = subscripts.replace(" ", "").partition("->")
     texts = inputs.split(",")
     wanted = f"as many terms as operands, {len(ranks)}"
@@ -151,7 +155,7 @@ def parsed(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_
         holds = named <= rank if "..." in text else named == rank
         checks.require(holds, function, f"operands[{i}]", f"a rank that fits {text!r}", f"rank {rank}")
         extras.append(rank - named)
-    terms = [_labels(text, extra) for text, extra in zip(texts, extras, strict=True)]
+    terms = [_read_labels(text, extra) for text, extra in zip(texts, extras, strict=True)]
     letters = inputs.replace("...", "").replace(",", "")
     if not arrow:
         output = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
@@ -161,15 +165,15 @@ def parsed(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_
     checks.require(holds, function, "subscripts", wanted, repr(subscripts))
     wanted = 'an output with "...", for there are dimensions that it stands for'
     checks.require("..." in output or max(extras) == 0, function, "subscripts", wanted, repr(subscripts))
-    return terms, _labels(output, max(extras))
+    return terms, _read_labels(output, max(extras))
 
 
-def _labels(text: str, extra: int) -> _Labels:
+def _read_labels(text: str, extra: int) -> _Labels:
     before, dots, behind = text.partition("...")
     return (*before, *(str(extra - i) for i in range(extra) if dots), *behind)
 
 
-def _sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
+def _find_sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
     """Returns the size of each index; a 1 under "..." gives way to another."""
     sizes: dict[str, int] = {}
     for i, (x, labels) in enumerate(zip(given, terms, strict=True)):
@@ -186,7 +190,7 @@ def _sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dic
     return sizes
 
 
-def _distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
+def _check_distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
     """Returns an operand that has every index once, at its full size or not at all."""
     if len(set(labels)) < len(labels):
         wanted = "each index once in a quantized operand, or the operand dequantized"
@@ -201,10 +205,10 @@ def _distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, i
     squeezed = jax.tree.map(lambda part: lax.squeeze(part, shared), x)
     axes = tuple(a for a in range(len(labels)) if a not in shared)
     kept = tuple(labels[a] for a in axes)
-    return _Part(trusted(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
+    return _Part(mark_checked(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
 
 
-def _path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+def _find_path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
     """Returns which operands meet, in numpy's form: by their places in a list that what they become is added to."""
     if len(parts) == 2:
         return [(0, 1)]
@@ -228,14 +232,14 @@ class _How(NamedTuple):
 
     def out_sharding_of(self, labels: _Labels) -> Any:
         """Returns the out_sharding of a result with the indices of the output, and perhaps more, in another order."""
-        partition = granularity.out_partition(self.function, self.out_sharding, len(self.out))
+        partition = granularity.find_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
         places = dict(zip(self.out, partition, strict=True))
-        return granularity.with_partition(self.out_sharding, [places.get(label) for label in labels])
+        return granularity.set_partition(self.out_sharding, [places.get(label) for label in labels])
 
 
-def _contracted(how: _How, parts: list[_Part], path: Sequence[tuple[int, ...]]) -> _Part:
+def _contract(how: _How, parts: list[_Part], path: Sequence[tuple[int, ...]]) -> _Part:
     waiting = list(parts)
     for step in path:
         meeting = [waiting[i] for i in sorted(step)]
@@ -245,13 +249,13 @@ def _contracted(how: _How, parts: list[_Part], path: Sequence[tuple[int, ...]]) 
             kept = {*how.out, *(label for p in (*meeting, *waiting) for label in p.labels)}
             is_last = not meeting and not waiting
             inner = how if is_last else how._replace(dtype=FLOAT32, out_sharding=None)
-            meeting.insert(0, _pair(inner, a, b, kept))
+            meeting.insert(0, _contract_pair(inner, a, b, kept))
         waiting += meeting
     (found,) = waiting
     return found
 
 
-def _pair(how: _How, a: _Part, b: _Part, kept: set[str]) -> _Part:
+def _contract_pair(how: _How, a: _Part, b: _Part, kept: set[str]) -> _Part:
     """Returns the product of two operands, summed over every index that is not kept."""
     both = [label for label in a.labels if label in b.labels]
     batch, contracted = ([label for label in both if (label in kept) == is_kept] for is_kept in (True, False))
@@ -268,7 +272,7 @@ def _pair(how: _How, a: _Part, b: _Part, kept: set[str]) -> _Part:
     else:
         dtype = FLOAT32 if alone else how.dtype
         caller_axes = _find_caller_axes(a, b, contracted)
-        y = contraction(how.function, x, y, numbers, how.precision, dtype, out_sharding, caller_axes)
+        y = contract_checked(how.function, x, y, numbers, how.precision, dtype, out_sharding, caller_axes)
     return _Part(y, (*batch, *frees)).summed(alone)
 
 

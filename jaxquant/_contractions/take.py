@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._arrays import indexing, quantized_array
-from .._arrays.quantized_array import QuantizedArray, trusted
+from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import checks, granularity
 
 _NAME = "take"
@@ -66,18 +66,18 @@ def take(
 
     Cotangent of q.scale: as of `dequantize_linear`'s, over what was taken. Integers have none.
     """
-    q = quantized_array.contract(_NAME, "q", q)
-    axis = checks.axis(_NAME, axis, q.ndim)
+    q = quantized_array.check_array(_NAME, "q", q)
+    axis = checks.check_axis(_NAME, axis, q.ndim)
     mode = "fill" if mode is None else mode
-    checks.option(_NAME, "mode", mode, _MODES)
+    checks.check_option(_NAME, "mode", mode, _MODES)
     granularity.check_out_sharding(_NAME, out_sharding)
     return _enter(
-        q.values, q.scale, q.zero_point, _number(indices), axis=axis, mode=mode, dtype=q.dtype,
+        q.values, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, dtype=q.dtype,
         block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
     )  # fmt: skip
 
 
-def _number(indices: Any) -> Any:
+def _read_index(indices: Any) -> Any:
     """Returns an int as an int32 that has to hold it; anything else as it came."""
     if isinstance(indices, int) and not isinstance(indices, bool):
         bounds = np.iinfo(np.int32)
@@ -93,38 +93,38 @@ def _take(
     values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
     axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
-    values, scale, zero_point, indices = checks.arrays(values, scale, zero_point, indices)
+    values, scale, zero_point, indices = checks.convert_numpy(values, scale, zero_point, indices)
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
     checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
     length = values.shape[axis]
     wanted = f"an axis with a length to take from, not shape {values.shape}"
     checks.require(length > 0 or indices.size == 0, _NAME, "axis", wanted, axis)
-    q = trusted(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
-    where, inside = _found(indices, length, mode)
+    q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    where, inside = _look_up(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
-    taken = quantized_array.dequantized(indexing.picked(q, (*(slice(None),) * axis, where), out_sharding))
+    taken = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, where), out_sharding))
     if inside is None:
         return taken
     wide = lax.broadcast_in_dim(inside, taken.shape, tuple(range(axis, axis + inside.ndim)))
-    return jnp.where(granularity.placed(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
+    return jnp.where(granularity.place_like(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
 
 
 def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_sharding: Any) -> None:
     """Requires an out_sharding that fits the result, or shardings that determine it."""
     rank = q.ndim - 1 + indices.ndim
-    if granularity.out_partition(_NAME, out_sharding, rank) is not None:
+    if granularity.find_out_partition(_NAME, out_sharding, rank) is not None:
         return
-    if granularity.partition_of(q.values)[axis] is None and not any(granularity.partition_of(indices)):
+    if granularity.find_partition(q.values)[axis] is None and not any(granularity.find_partition(indices)):
         return
-    given = f"q {granularity.described_placement(q.values)} and indices {granularity.described_placement(indices)}"
+    given = f"q {granularity.describe_placement(q.values)} and indices {granularity.describe_placement(indices)}"
     wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
     checks.require(False, _NAME, "out_sharding", wanted, None)
 
 
-_enter = checks.entrance(_NAME, _take, _ARGUMENTS)
+_enter = checks.wrap_entry_point(_NAME, _take, _ARGUMENTS)
 
 
-def _found(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
+def _look_up(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
     """Returns indices in [0, length), and under "fill" where they are the ones that were asked for."""
     # A dtype narrower than the length would wrap around where the length is added.
     wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)

@@ -16,9 +16,9 @@ from .granularity import Granularity
 def divide_by_scale(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
     """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
     if carrier == dtypes.INT32:
-        return rounding.integer_quotient(x, scale)
+        return rounding.divide_integers(x, scale)
     values = small_floats.scale_as_float32(scale)
-    return rounding.quotient_in(x.astype(jnp.float32), values, carrier)
+    return rounding.divide_in_precision(x.astype(jnp.float32), values, carrier)
 
 
 def quantize_affine(
@@ -36,9 +36,9 @@ def quantize_affine(
     if dtype in dtypes.FLOAT4 and zero_point is not None:
         value = jnp.where(value == 0, np.float32(0), value)  # float4 adds its zero point, 0: -0 + 0 is +0
     if dtype in dtypes.SMALL_FLOATS:
-        return small_floats.encode(value, dtype, saturate)
+        return small_floats.encode_small_float(value, dtype, saturate)
     steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x)
-    return rounding.encode(value, steps, dtype, bounds)
+    return rounding.encode_steps(value, steps, dtype, bounds)
 
 
 def dequantize_affine(
@@ -50,12 +50,12 @@ def dequantize_affine(
 ) -> jax.Array:
     """Returns the values of the codes x; every argument has passed its contract."""
     if x.dtype in dtypes.SMALL_FLOATS:
-        steps = small_floats.decode(x)
+        steps = small_floats.decode_small_float(x)
     else:
         codes = x.astype(jnp.int32)
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         steps = codes.astype(jnp.float32)
     values = small_floats.scale_as_float32(scale)
-    product = rounding.rounded(steps * granularity.expand(values, x))
-    return rounding.to_grid(product, dtype).astype(dtype)
+    product = rounding.round_result(steps * granularity.expand(values, x))
+    return rounding.round_to_dtype(product, dtype).astype(dtype)

@@ -9,16 +9,16 @@ from jax import lax
 from . import granularity
 
 
-def after(value: jax.Array, done: jax.Array) -> jax.Array:
+def wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
     """Returns an integer array unchanged, on a CPU not before `done` is computed.
 
     A loop would say the same, but XLA:CPU runs element-wise work in a loop's body on one thread; and chunks that do
     not depend on each other it computes one behind the other before it uses the first, out of the cache again.
     """
-    return lax.platform_dependent(value, done, cpu=_after, default=granularity.varying)
+    return lax.platform_dependent(value, done, cpu=_wait_for, default=granularity.vary_like)
 
 
-def _after(value: jax.Array, done: jax.Array) -> jax.Array:
+def _wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
     if done.size == 0:
         return value
     first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())

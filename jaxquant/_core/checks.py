@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .dtypes import canonical, is_float6, is_known, names
+from .dtypes import find_dtype, is_float6, is_known, list_names
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float)
@@ -35,10 +35,10 @@ class ContractTypeError(AssertionError, TypeError):
 _Error = type[ContractValueError] | type[ContractTypeError]
 
 
-def message(function: str, argument: str, wanted: str, got: object) -> str:
+def format_message(function: str, argument: str, wanted: str, got: object) -> str:
     """Returns the text of every error here: function, argument, what was wanted, what came."""
     if isinstance(got, int) and got.bit_length() > 1024:  # Python refuses to print the longest
-        got = described(got)
+        got = describe_value(got)
     return f"jaxquant.{function}: {argument}: wanted {wanted}; got {got}"
 
 
@@ -54,114 +54,116 @@ def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) 
 def require(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
     """Raises ContractValueError unless `holds`."""
     if not holds:
-        raise ContractValueError(message(function, argument, wanted, got))
+        raise ContractValueError(format_message(function, argument, wanted, got))
 
 
 def require_type(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
     """Raises ContractTypeError unless `holds`."""
     if not holds:
-        raise ContractTypeError(message(function, argument, wanted, got))
+        raise ContractTypeError(format_message(function, argument, wanted, got))
 
 
-def array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:
+def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:
     """Requires an array of one of the allowed dtypes."""
     if not isinstance(value, jax.Array | np.ndarray):
         check_readable(function, argument, value)
         require_type(False, function, argument, "an array", type(value).__name__)
     if value.dtype not in allowed:
-        require_type(False, function, argument, f"dtype {names(tuple(allowed))}", value.dtype)
+        require_type(False, function, argument, f"dtype {list_names(tuple(allowed))}", value.dtype)
 
 
-def same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
+def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
     """Requires exactly `dtype`."""
     is_array = isinstance(value, jax.Array | np.ndarray)
     require_type(is_array, function, argument, "an array", type(value).__name__)
     if value.dtype != dtype:
-        text = message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
+        text = format_message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
         _fail(ContractTypeError, text, chex.assert_type, value, dtype)
 
 
-def shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], reason: str) -> None:
+def check_shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], reason: str) -> None:
     """Requires exactly the shape `wanted`."""
     if value.shape != wanted:
-        text = message(function, argument, f"shape {wanted} ({reason})", f"shape {value.shape}")
+        text = format_message(function, argument, f"shape {wanted} ({reason})", f"shape {value.shape}")
         _fail(ContractValueError, text, chex.assert_shape, value, wanted)
 
 
-def axis(function: str, value: Any, rank: int) -> int:
+def check_axis(function: str, value: Any, rank: int) -> int:
     """Requires an axis of an array of this rank and returns it counted from the front."""
-    integer(function, "axis", value)
+    check_integer(function, "axis", value)
     require(rank > 0, function, "axis", "an array of rank 1 or more to have an axis", "rank 0")
     if not -rank <= value < rank:
         wanted = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
-        text = message(function, "axis", wanted, value)
+        text = format_message(function, "axis", wanted, value)
         _fail(ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
 
 
-def integer(function: str, argument: str, value: Any) -> None:
+def check_integer(function: str, argument: str, value: Any) -> None:
     """Requires a static integer; a bool is none."""
     holds = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require_type(holds, function, argument, "an int", described(value))
+    require_type(holds, function, argument, "an int", describe_value(value))
 
 
-def integers(function: str, argument: str, value: Any) -> Any:
+def check_integers(function: str, argument: str, value: Any) -> Any:
     """Requires every number, in sequences too, to be an integer; returns lists as tuples, all else as it came.
 
     Before a cache of compiled programs sees them: to it True is 1 and 1.0 is 1.
     """
     if isinstance(value, list | tuple):
-        return tuple(integers(function, argument, each) for each in value)
+        return tuple(check_integers(function, argument, each) for each in value)
     if isinstance(value, numbers.Number):
-        integer(function, argument, value)
+        check_integer(function, argument, value)
     return value
 
 
-def hashable(function: str, argument: str, value: Any) -> None:
+def check_hashable(function: str, argument: str, value: Any) -> None:
     """Requires a value that can be static in a compiled program."""
     try:
         hash(value)
     except TypeError:
-        text = message(function, argument, "a static, hashable value", described(value))
+        text = format_message(function, argument, "a static, hashable value", describe_value(value))
         raise ContractTypeError(text) from None
 
 
-def real(function: str, argument: str, value: Any) -> None:
+def check_real(function: str, argument: str, value: Any) -> None:
     """Requires a static finite real number; a bool is none, a traced value neither."""
     holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    require_type(holds, function, argument, "a static Python number", described(value))
+    require_type(holds, function, argument, "a static Python number", describe_value(value))
     magnitude: Any = abs(value)  # not of float(value): an int may be too large for a float
     finite = bool(magnitude <= float(np.finfo(np.float32).max))
     require(finite, function, argument, "a finite number of float32", value)
 
 
-def flag(function: str, argument: str, value: Any) -> None:
+def check_flag(function: str, argument: str, value: Any) -> None:
     """Requires True or False; 0 and 1 pass for them, as ONNX spells them."""
     holds = isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
-    require_type(holds, function, argument, "True or False", described(value))
+    require_type(holds, function, argument, "True or False", describe_value(value))
 
 
-def name(function: str, value: Any) -> None:
+def check_name(function: str, value: Any) -> None:
     """Requires None or a non-empty string."""
     holds = value is None or (isinstance(value, str) and bool(value))
-    require_type(holds, function, "name", "None or a non-empty string", described(value))
+    require_type(holds, function, "name", "None or a non-empty string", describe_value(value))
 
 
-def dtype(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> np.dtype:
+def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> np.dtype:
     """Requires something that names one of the allowed dtypes and returns that dtype."""
     try:
-        found = canonical(value)
+        found = find_dtype(value)
     except (TypeError, ValueError):  # ValueError: of a tuple or a dict that numpy takes for fields
         found = None
     if found is None or found not in allowed:
-        wanted = f"dtype {names(tuple(allowed))}"
+        wanted = f"dtype {list_names(tuple(allowed))}"
         if found is not None and is_float6(found):
             wanted += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
-        raise ContractTypeError(message(function, argument, wanted, described(value) if found is None else found))
+        raise ContractTypeError(
+            format_message(function, argument, wanted, describe_value(value) if found is None else found)
+        )
     return found
 
 
-def option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+def check_option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Requires one of the given strings."""
     wanted = " or ".join(repr(a) for a in allowed)
     require(isinstance(value, str) and value in allowed, function, argument, wanted, repr(value))
@@ -177,7 +179,7 @@ def has_dtype(value: Any, dtypes: Sequence[np.dtype]) -> bool:
     return getattr(value, "dtype", None) in dtypes
 
 
-def described(value: Any) -> object:
+def describe_value(value: Any) -> object:
     """Returns what a reader needs to know of a rejected value, without printing an array; a text once it is printed."""
     return _Description(value)
 
@@ -202,7 +204,7 @@ class _Description:
         return f"{value!r} ({type(value).__name__})"
 
 
-def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
+def wrap_entry_point(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
     """Wraps a jitted operator: what JAX cannot even trace gets a named error, or is converted as JAX would.
 
     Only numpy's 64-bit integers and masked arrays are looked for beforehand, for JAX takes them in a program that is
@@ -213,7 +215,7 @@ def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
     def call(*given: Any, **statics: Any) -> Any:
         for value in given:
             if isinstance(value, np.ndarray | np.integer) and _is_lossy(value):
-                given = _narrowed(function, dict(zip(arguments, given, strict=False)), given)
+                given = _narrow_integers(function, dict(zip(arguments, given, strict=False)), given)
                 break
         try:
             return compiled(*given, **statics)
@@ -221,7 +223,7 @@ def entrance(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
             foreign = [not isinstance(v, jax.Array) and hasattr(v, "__jax_array__") for v in given]
             if any(foreign):  # a flax.nnx.Param, for one
                 return call(*(v.__jax_array__() if f else v for v, f in zip(given, foreign, strict=True)), **statics)
-            _explain(function, dict(zip(arguments, given, strict=False)), statics)
+            _explain_refusal(function, dict(zip(arguments, given, strict=False)), statics)
             raise
 
     return call  # type: ignore[return-value]
@@ -232,7 +234,7 @@ def _is_lossy(value: np.ndarray | np.integer) -> bool:
     return (value.dtype.itemsize == 8 and value.dtype.kind in "iu") or isinstance(value, np.ma.MaskedArray)
 
 
-def _narrowed(function: str, named: dict[str, Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _narrow_integers(function: str, named: dict[str, Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments with numpy's 64-bit integers as int32, which JAX would make of them, wrapped or not."""
     result = []
     for argument, value in named.items():
@@ -258,14 +260,14 @@ def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     return narrow
 
 
-def unwrapped(value: Any) -> Any:
+def unwrap_array(value: Any) -> Any:
     """Returns the array inside an object that stands for one, a flax.nnx.Param for one; anything else as it came."""
     if isinstance(value, jax.Array) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
-def float32(value: Any) -> Any:
+def convert_number(value: Any) -> Any:
     """Returns a Python number as a float32; anything else, and an int beyond float64, as it came."""
     if type(value) not in (int, float):
         return value
@@ -276,7 +278,7 @@ def float32(value: Any) -> Any:
             return value
 
 
-def arrays(*values: Any) -> tuple[Any, ...]:
+def convert_numpy(*values: Any) -> tuple[Any, ...]:
     """Returns numpy's arrays and scalars as JAX's, as they come under `jax.disable_jit`; anything else as it came."""
     return tuple(jnp.asarray(v) if isinstance(v, np.ndarray | np.generic | float) else v for v in values)
 
@@ -284,11 +286,11 @@ def arrays(*values: Any) -> tuple[Any, ...]:
 def convert_arrays(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """Returns what `arrays` does of arguments by their names; what JAX cannot read gets a named error."""
     if any(isinstance(value, np.ma.MaskedArray) for value in given.values()):
-        _explain(function, given, {})
+        _explain_refusal(function, given, {})
     try:
-        return arrays(*given.values())
+        return convert_numpy(*given.values())
     except (TypeError, ValueError, OverflowError):
-        _explain(function, given, {})
+        _explain_refusal(function, given, {})
         raise
 
 
@@ -298,21 +300,23 @@ def check_readable(function: str, argument: str, value: Any) -> None:
         return
     if isinstance(value, np.ma.MaskedArray):
         wanted = "an array without a mask, which would be lost: x.filled(value), or x.data"
-        raise ContractTypeError(message(function, argument, wanted, described(value))) from None
+        raise ContractTypeError(format_message(function, argument, wanted, describe_value(value))) from None
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind in "OSUMmV" and not is_known(value.dtype):
-            raise ContractTypeError(message(function, argument, "an array", f"dtype {value.dtype}")) from None
+            raise ContractTypeError(format_message(function, argument, "an array", f"dtype {value.dtype}")) from None
     elif not isinstance(value, _ARRAYS):
-        raise ContractTypeError(message(function, argument, "an array", type(value).__name__)) from None
+        raise ContractTypeError(format_message(function, argument, "an array", type(value).__name__)) from None
     elif isinstance(value, int) and not -(2**31) <= value < 2**31:
-        raise ContractValueError(message(function, argument, "a number that JAX can hold", described(value))) from None
+        raise ContractValueError(
+            format_message(function, argument, "a number that JAX can hold", describe_value(value))
+        ) from None
 
 
-def _explain(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
+def _explain_refusal(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
     for argument, value in arrays.items():
         check_readable(function, argument, value)
     for argument, value in statics.items():
-        hashable(function, argument, value)
+        check_hashable(function, argument, value)
 
 
 def is_key(value: Any) -> bool:
@@ -327,7 +331,7 @@ def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -
     """Requires what `jax.lax` takes as a precision, also where integers leave nothing to choose."""
     if value is None or isinstance(value, lax.Precision):
         return
-    hashable(function, "precision", value)
+    check_hashable(function, "precision", value)
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
     texts = all(isinstance(each, str) and _is_precision(each) for each in pair)
     holds = texts or all(isinstance(each, lax.Precision) for each in pair)
@@ -337,7 +341,7 @@ def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -
     if not holds:
         wanted = "None, a jax.lax.Precision, its name, or two of them"
         wanted += ", or a jax.lax.DotAlgorithmPreset or DotAlgorithm" if has_algorithms else ""
-        raise ContractTypeError(message(function, "precision", wanted, described(value)))
+        raise ContractTypeError(format_message(function, "precision", wanted, describe_value(value)))
 
 
 def _is_precision(name: str) -> bool:

@@ -25,7 +25,7 @@ E8M0 = np.dtype(jnp.float8_e8m0fnu)
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 
 
-def canonical(dtype: Any) -> np.dtype:
+def find_dtype(dtype: Any) -> np.dtype:
     """Returns the numpy dtype that `dtype` names; TypeError where it names none."""
     if dtype is None:
         raise TypeError("None is not a dtype")
@@ -42,41 +42,41 @@ def is_known(dtype: np.dtype) -> bool:
     return dtype in (*QUANTIZED, *FLOATS, E8M0, INT32)
 
 
-def names(dtypes: tuple[np.dtype, ...]) -> str:
+def list_names(dtypes: tuple[np.dtype, ...]) -> str:
     """Returns the dtypes as a reader wants them in an error: 'int8, uint8 or int16'."""
     listed = [d.name for d in dtypes]
     return listed[0] if len(listed) == 1 else ", ".join(listed[:-1]) + " or " + listed[-1]
 
 
-def bits(dtype: np.dtype) -> int:
+def count_bits(dtype: np.dtype) -> int:
     """Returns the bits of an integer dtype: 2, 4, 8 or 16."""
     return jnp.iinfo(dtype).bits
 
 
-def bounds(dtype: np.dtype) -> tuple[int, int]:
+def find_bounds(dtype: np.dtype) -> tuple[int, int]:
     """Returns (qmin, qmax) of an integer dtype: everything that it can hold."""
     info = jnp.iinfo(dtype)
     return int(info.min), int(info.max)
 
 
-def narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
+def find_narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
     """Returns (qmin, qmax) without the lowest code of a signed dtype: int8 is [-127, 127], uint8 stays [0, 255]."""
-    low, high = bounds(dtype)
+    low, high = find_bounds(dtype)
     return (-high, high) if low < 0 else (low, high)
 
 
-def largest(dtype: np.dtype) -> float:
+def find_largest(dtype: np.dtype) -> float:
     """Returns the largest finite value of a small float dtype: 448 for float8_e4m3fn, 6 for float4_e2m1fn."""
     return float(jnp.finfo(dtype).max)
 
 
-def width(dtype: np.dtype) -> int:
+def find_width(dtype: np.dtype) -> int:
     """Returns the bits that an element takes where it is packed."""
     if dtype in FLOAT4:
         return 4
-    return bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize
+    return count_bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize
 
 
-def wider(left: np.dtype, right: np.dtype) -> np.dtype:
+def find_wider(left: np.dtype, right: np.dtype) -> np.dtype:
     """Returns the dtype of two floats that meet: theirs where it is one, else float32."""
     return left if left == right else FLOAT32

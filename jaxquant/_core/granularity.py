@@ -21,7 +21,7 @@ class PerTensor:
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns a `scale` of one element in the shape and sharding of `like`."""
-        return placed(lax.broadcast(scale.reshape(()), like.shape), like)
+        return place_like(lax.broadcast(scale.reshape(()), like.shape), like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,11 @@ class PerAxis:
 
     def __post_init__(self) -> None:
         """Takes a list for a tuple; refuses what is no axis."""
-        object.__setattr__(self, "axis", _static_axes("PerAxis", self.axis))
+        object.__setattr__(self, "axis", _check_static_axes("PerAxis", self.axis))
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale`, of the kept axes' shape, in the shape and sharding of `like`."""
-        return placed(lax.broadcast_in_dim(scale, like.shape, _axes(self.axis)), like)
+        return place_like(lax.broadcast_in_dim(scale, like.shape, _list_axes(self.axis)), like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Blocked:
 
     def __post_init__(self) -> None:
         """Takes a list for a tuple; refuses what is no axis or no size."""
-        object.__setattr__(self, "axis", _static_axes("Blocked", self.axis))
-        checks.integer("Blocked", "size", self.size)
+        object.__setattr__(self, "axis", _check_static_axes("Blocked", self.axis))
+        checks.check_integer("Blocked", "size", self.size)
         checks.require(self.size > 0, "Blocked", "size", "a positive int", self.size)
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale` with every entry along the axis repeated `size` times, in the shape of `like`."""
-        axes = _axes(self.axis)
+        axes = _list_axes(self.axis)
         return Groups(tuple(self.size if a in axes else 1 for a in range(like.ndim))).expand(scale, like)
 
 
@@ -126,7 +126,7 @@ class Aligned:
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale` in the shape and sharding of `like`."""
         if all(entries in (1, length) for entries, length in zip(scale.shape, like.shape, strict=True)):
-            return placed(lax.broadcast_in_dim(scale, like.shape, range(like.ndim)), like)
+            return place_like(lax.broadcast_in_dim(scale, like.shape, range(like.ndim)), like)
         sizes = self.sizes(scale.shape, like.shape)
         assert sizes is not None
         return Groups(sizes).expand(scale, like)
@@ -140,41 +140,41 @@ class Groups:
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Returns `scale` with every entry repeated `sizes` times, cut to the shape of `like`."""
-        scale = whole(scale)  # a reshape does not say where its result lies
+        scale = place_whole(scale)  # a reshape does not say where its result lies
         # A box longer than its dimension repeats no more often than that is long.
         sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
         repeated = lax.broadcast_in_dim(scale, interleaved, tuple(range(0, 2 * scale.ndim, 2)))
         merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
-        return placed(lax.slice(repeated.reshape(merged), (0,) * like.ndim, like.shape), like)
+        return place_like(lax.slice(repeated.reshape(merged), (0,) * like.ndim, like.shape), like)
 
 
 Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
 Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # what a user chooses from
 
 
-def _axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
+def _list_axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
     return (axis,) if isinstance(axis, int) else axis
 
 
-def _static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
+def _check_static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
     if not isinstance(axis, list | tuple):
-        checks.integer(function, "axis", axis)
+        checks.check_integer(function, "axis", axis)
         return int(axis)
     for each in axis:
-        checks.integer(function, "axis", each)
+        checks.check_integer(function, "axis", each)
     checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
     return int(axis[0]) if len(axis) == 1 else tuple(int(each) for each in axis)  # one axis, however it was written
 
 
-def scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
+def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape, of x's rank, of a scale chosen for an x of this shape."""
     if isinstance(granularity, PerTensor):
         return (1,) * len(shape)
     if isinstance(granularity, PerToken | PerFeature):
-        last = checks.axis(function, -1, len(shape))
+        last = checks.check_axis(function, -1, len(shape))
         return tuple(n if (a == last) == isinstance(granularity, PerFeature) else 1 for a, n in enumerate(shape))
-    axes = tuple(checks.axis(function, a, len(shape)) for a in _axes(granularity.axis))
+    axes = tuple(checks.check_axis(function, a, len(shape)) for a in _list_axes(granularity.axis))
     checks.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
     if isinstance(granularity, PerAxis):
         return tuple(n if a in axes else 1 for a, n in enumerate(shape))
@@ -186,12 +186,12 @@ def is_placed(value: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
 
 
-def placed(value: jax.Array, like: jax.Array) -> jax.Array:
+def place_like(value: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `value` sharded as `like`, where JAX tracks shardings in types."""
     return reshard(value, jax.typeof(like).sharding) if is_placed(like) else value
 
 
-def whole(value: jax.Array) -> jax.Array:
+def place_whole(value: jax.Array) -> jax.Array:
     """Returns `value` whole on every device, where JAX tracks shardings in types, for what lies nowhere special."""
     if not is_placed(value):
         return value
@@ -199,15 +199,15 @@ def whole(value: jax.Array) -> jax.Array:
     return reshard(value, NamedSharding(mesh, PartitionSpec(*(None,) * value.ndim)))
 
 
-def partition_of(value: jax.Array) -> tuple[Any, ...]:
+def find_partition(value: jax.Array) -> tuple[Any, ...]:
     """Returns the mesh axes that each dimension of `value` is sharded over, by its type; None for no axis."""
     spec = jax.typeof(value).sharding.spec
     return (*spec, *(None,) * (value.ndim - len(spec)))
 
 
-def gathered(value: jax.Array, axes: Sequence[int]) -> jax.Array:
+def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Returns `value` with some of its dimensions unsharded, where JAX tracks shardings in types."""
-    partition = partition_of(value)
+    partition = find_partition(value)
     if all(partition[a] is None for a in axes):
         return value
     mesh = jax.typeof(value).sharding.mesh
@@ -221,14 +221,14 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
         return
     known = isinstance(out_sharding, NamedSharding | PartitionSpec)
     wanted = "None, a jax.sharding.NamedSharding or a PartitionSpec"
-    checks.require_type(known, function, "out_sharding", wanted, checks.described(out_sharding))
+    checks.require_type(known, function, "out_sharding", wanted, checks.describe_value(out_sharding))
     if isinstance(out_sharding, PartitionSpec):
         has_mesh = not get_abstract_mesh().empty
         wanted = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
         checks.require(has_mesh, function, "out_sharding", wanted, out_sharding)
 
 
-def out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
+def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
     """Returns the mesh axes of an out_sharding, one entry for each dimension of the result."""
     if out_sharding is None:
         return None
@@ -239,7 +239,7 @@ def out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...
     return (*spec, *(None,) * (rank - len(spec)))
 
 
-def with_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
+def set_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
     """Returns an out_sharding on the same mesh with other entries, for an intermediate result."""
     if partition is None:
         return None
@@ -247,17 +247,17 @@ def with_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
     return NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
 
 
-def placement(value: jax.Array) -> PartitionSpec:
+def find_placement(value: jax.Array) -> PartitionSpec:
     """Returns the sharding that the type of `value` states, for errors."""
-    return PartitionSpec(*partition_of(value))
+    return PartitionSpec(*find_partition(value))
 
 
-def described_placement(value: jax.Array) -> str:
+def describe_placement(value: jax.Array) -> str:
     """Returns the dtype, the shape and the sharding of an array, for errors."""
-    return f"{value.dtype}{list(value.shape)} sharded as {placement(value)}"
+    return f"{value.dtype}{list(value.shape)} sharded as {find_placement(value)}"
 
 
-def varying(value: jax.Array, like: jax.Array) -> jax.Array:
+def vary_like(value: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `value`, which under `jax.shard_map` then varies where `like` does, as a loop's carry has to."""
     if like.size == 0 or is_placed(like):
         return value
@@ -265,7 +265,7 @@ def varying(value: jax.Array, like: jax.Array) -> jax.Array:
     return lax.select(lax.eq(first, first), value, value)
 
 
-def resolve(
+def resolve_onnx(
     function: str,
     argument: str,
     scale: jax.Array,
@@ -278,11 +278,11 @@ def resolve(
     A scalar, or a 1-D scale of one element, is per tensor and `axis` is not looked at; any other 1-D scale is
     per axis; a scale of x's rank with a `block_size` is blocked. Nothing else is let through.
     """
-    checks.integer(function, "block_size", block_size)
+    checks.check_integer(function, "block_size", block_size)
     checks.require(block_size >= 0, function, "block_size", "0 or a positive integer", block_size)
     if block_size > 0:
-        return _blocked(function, argument, scale, shape, axis, block_size)
-    checks.integer(function, "axis", axis)
+        return _resolve_blocked(function, argument, scale, shape, axis, block_size)
+    checks.check_integer(function, "axis", axis)
     if scale.ndim == 0 or scale.shape == (1,):
         return PerTensor()
     checks.require(
@@ -292,13 +292,13 @@ def resolve(
         "a scalar, a 1-D array (squeeze what keepdims kept), or a block_size for an array of x's rank",
         f"shape {scale.shape} with block_size=0",
     )
-    kept = checks.axis(function, axis, len(shape))
+    kept = checks.check_axis(function, axis, len(shape))
     reason = f"x has shape {shape}, axis={axis}"
-    checks.shape(function, argument, scale, (shape[kept],), reason)
+    checks.check_shape(function, argument, scale, (shape[kept],), reason)
     return PerAxis(kept)
 
 
-def _blocked(
+def _resolve_blocked(
     function: str,
     argument: str,
     scale: jax.Array,
@@ -306,34 +306,34 @@ def _blocked(
     axis: int,
     block_size: int,
 ) -> Blocked:
-    kept = checks.axis(function, axis, len(shape))
+    kept = checks.check_axis(function, axis, len(shape))
     blocks = -(-shape[kept] // block_size)
     wanted = (*shape[:kept], blocks, *shape[kept + 1 :])
     reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
-    checks.shape(function, argument, scale, wanted, reason)
+    checks.check_shape(function, argument, scale, wanted, reason)
     return Blocked(kept, int(block_size))
 
 
-def matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
+def check_matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
     """Requires a zero point of its scale's shape; () and (1,) pass for each other, as in ONNX Runtime."""
     single = ((), (1,))
     if not (zero_point.shape in single and scale.shape in single):
         reason = f"the shape of {scale_name}"
-        checks.shape(function, argument, zero_point, scale.shape, reason)
+        checks.check_shape(function, argument, zero_point, scale.shape, reason)
 
 
-def slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
+def find_slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
     """Reads the `axis=` of an operator that finds its own scale: None is per tensor."""
-    return PerTensor() if axis is None else PerAxis(checks.axis(function, axis, len(shape)))
+    return PerTensor() if axis is None else PerAxis(checks.check_axis(function, axis, len(shape)))
 
 
-def reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
+def find_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
     """Returns the axes that share one scale under a per-tensor or per-axis granularity."""
-    kept = _axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
+    kept = _list_axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
     return tuple(a for a in range(rank) if a not in kept)
 
 
-def collapse(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
+def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Sums an array of x's shape into one of the scale's shape and placement: the transpose of `expand`."""
     # XLA:CPU adds up an array in memory four times faster than one that it is still computing.
     values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda v: v)

@@ -27,12 +27,12 @@ _NAN_WRAP = 0x80000000 - 0x7FC00000
 _TINY = np.finfo(np.float32).tiny
 
 
-def _never() -> jax.Array:
+def _make_false() -> jax.Array:
     """A False that no compiler pass can see through."""
     return lax.optimization_barrier(np.zeros((), np.bool_))
 
 
-def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns x / scale, float32 of one shape, rounded once as IEEE 754 has it, on every backend.
 
     CPUs divide exactly once XLA is kept from multiplying by a reciprocal. No other backend is trusted to: there
@@ -44,7 +44,7 @@ def quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     # XLA turns x / broadcast(s) into x * broadcast(1 / s), and (a / b) / s into a / (b * s). Neither pattern
     # matches once both operands come out of a select.
-    never = _never()
+    never = _make_false()
     return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 
 
@@ -59,14 +59,14 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     hold it exactly, whatever the backend fuses, contracts or flushes. A quotient that is zero, subnormal,
     infinite or NaN is left alone.
     """
-    mantissa_x, exponent_x = _mantissa(x)
-    mantissa_s, exponent_s = _mantissa(scale)
+    mantissa_x, exponent_x = _split_mantissa(x)
+    mantissa_s, exponent_s = _split_mantissa(scale)
     as_float = functools.partial(lax.convert_element_type, new_dtype=jnp.float32)
     as_int = functools.partial(lax.convert_element_type, new_dtype=jnp.int32)
     distance = lax.add(lax.sub(exponent_x, exponent_s), np.int32(150))
     result = approximate
     for _ in range(3):  # a step over a power of two lands beside its aim; the next one mends it
-        mantissa_q, exponent_q = _mantissa(result)
+        mantissa_q, exponent_q = _split_mantissa(result)
         shift = lax.sub(distance, exponent_q)  # 23 or 24 where the quotient is near
         shift = lax.clamp(np.int32(20), shift, np.int32(27))
         residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
@@ -94,7 +94,7 @@ def _is_ordinary(value: jax.Array, least: np.float32) -> jax.Array:
     return lax.bitwise_and(lax.is_finite(value), large)
 
 
-def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split_mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the 24-bit integer mantissa and the biased exponent of a normal float32, both int32."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     mantissa = lax.bitwise_or(lax.bitwise_and(bits, np.int32(0x7FFFFF)), np.int32(0x800000))
@@ -102,7 +102,7 @@ def _mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def rounded(result: jax.Array) -> jax.Array:
+def round_result(result: jax.Array) -> jax.Array:
     """Returns its float32 argument, and keeps the operation that made it from merging with the one that uses it.
 
     XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and jax
@@ -113,13 +113,13 @@ def rounded(result: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.min(bits, np.int32(0x7FC00000)), jnp.float32)
 
 
-@rounded.defjvp
-def _rounded_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return rounded(*primals), tangents[0]
+@round_result.defjvp
+def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return round_result(*primals), tangents[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:
+def round_to_dtype(value: jax.Array, dtype: np.dtype) -> jax.Array:
     """Rounds float32 values to those of float16 or bfloat16, half to even, and returns them as float32.
 
     `value.astype(dtype)` alone will not do: XLA drops a conversion that is undone right after.
@@ -133,20 +133,22 @@ def to_grid(value: jax.Array, dtype: np.dtype) -> jax.Array:
     return value
 
 
-@to_grid.defjvp
-def _to_grid_jvp(dtype: np.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return to_grid(*primals, dtype), tangents[0]  # straight through: a rounding is flat nearly everywhere
+@round_to_dtype.defjvp
+def _round_to_dtype_jvp(
+    dtype: np.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return round_to_dtype(*primals, dtype), tangents[0]  # straight through: a rounding is flat nearly everywhere
 
 
-def quotient_in(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
+def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
     """Returns x / scale as an array of `precision` would hold it, carried in float32.
 
     float32 has more than twice the digits of float16 and bfloat16, so rounding twice rounds as once.
     """
-    return to_grid(quotient(to_grid(x, precision), to_grid(scale, precision)), precision)
+    return round_to_dtype(divide(round_to_dtype(x, precision), round_to_dtype(scale, precision)), precision)
 
 
-def integer_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+def divide_integers(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns x / scale of two int32 arrays, rounded half to even and cut to +-2**20, as float32.
 
     x / 0 is infinite, 0 / 0 is NaN.
@@ -163,7 +165,7 @@ def integer_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(scale == 0, zero, jnp.where(negative, -size, size))
 
 
-def encode(
+def encode_steps(
     value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None = None
 ) -> jax.Array:
     """Returns clip(round_half_even(value) + zero_point, qmin, qmax) as an integer dtype of 2 to 16 bits.
@@ -174,7 +176,7 @@ def encode(
         dtype: the integer dtype.
         bounds: (qmin, qmax), by default all that the dtype holds.
     """
-    low, high = dtypes.bounds(dtype) if bounds is None else bounds
+    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the code 0; its low 16 bits are zeros
     code = lax.bitcast_convert_type(lax.add(value, _MAGIC), jnp.int32)
     code = lax.add(code, np.int32(_NAN_WRAP))
@@ -183,20 +185,20 @@ def encode(
     else:
         least, most = (lax.sub(zero + np.int32(end), zero_point) for end in (low, high))
         code = lax.add(lax.clamp(least, code, most), zero_point)
-    if dtypes.bits(dtype) < 8:
+    if dtypes.count_bits(dtype) < 8:
         # Packing nibbles ends XLA:CPU's vector loop: 51 ms for 4096 x 4096 in one loop, 5 ms in two (jax 0.12;
         # on 0.10 the packing alone takes 40).
         code = lax.optimization_barrier(lax.convert_element_type(code, jnp.int8))
     return lax.convert_element_type(code, dtype)
 
 
-def in_range(
+def find_in_range(
     value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None
 ) -> jax.Array:
     """Returns where rounding alone, without saturation, lands on a code of `dtype`. False for NaN."""
     if dtype in dtypes.SMALL_FLOATS:
-        return ~(small_floats.overflows(value, dtype) | jnp.isnan(value))
-    low, high = dtypes.bounds(dtype) if bounds is None else bounds
+        return ~(small_floats.find_overflow(value, dtype) | jnp.isnan(value))
+    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     code = lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN)
     if zero_point is not None:
         code = code + zero_point.astype(jnp.float32)

@@ -10,11 +10,11 @@ import jax
 from . import checks
 
 
-def contract(function: str, training: bool, lda_coeff: float, name: str | None) -> None:
+def check_attributes(function: str, training: bool, lda_coeff: float, name: str | None) -> None:
     """Holds the toolkit node's parameters to their contracts."""
-    checks.flag(function, "training", training)
-    checks.real(function, "lda_coeff", lda_coeff)
-    checks.name(function, name)
+    checks.check_flag(function, "training", training)
+    checks.check_real(function, "lda_coeff", lda_coeff)
+    checks.check_name(function, name)
 
 
 def refuse_backward(function: str, training: bool) -> None:
@@ -23,6 +23,6 @@ def refuse_backward(function: str, training: bool) -> None:
     checks.require(training, function, "training", wanted, False)
 
 
-def scope(name: str | None) -> contextlib.AbstractContextManager[Any]:
+def name_scope(name: str | None) -> contextlib.AbstractContextManager[Any]:
     """Returns the named scope of an operation, or none."""
     return contextlib.nullcontext() if name is None else jax.named_scope(name)

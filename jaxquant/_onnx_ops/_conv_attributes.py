@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core import checks
-from ..integer.conv_general_dilated import Geometry, check_placement, positive, window_contract
+from ..integer.conv_general_dilated import Geometry, check_placement, check_positive, check_window
 
 STATICS = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
@@ -24,33 +24,33 @@ class Attributes(NamedTuple):
     strides: Any
 
 
-def static(function: str, **attributes: Any) -> dict[str, Any]:
+def check_attributes(function: str, **attributes: Any) -> dict[str, Any]:
     """Returns the attributes as static arguments, integers held to be integers."""
-    numbers = {n: checks.integers(function, n, v) for n, v in attributes.items() if n != "auto_pad"}
+    numbers = {n: checks.check_integers(function, n, v) for n, v in attributes.items() if n != "auto_pad"}
     return {**attributes, **numbers}
 
 
-def geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) -> Geometry:
+def find_geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) -> Geometry:
     """Holds x, w and the attributes to their contracts and returns the numbers of the convolution."""
     checks.require(x.ndim >= 3, function, "x", "an array (N, C, *spatial) of rank 3 or more", f"shape {x.shape}")
     checks.require(w.ndim == x.ndim, function, "w", f"an array of x's rank, {x.ndim}", f"shape {w.shape}")
     rank = x.ndim - 2
-    _group_contract(function, x, w, given.group)
+    _check_groups(function, x, w, given.group)
     ones = (1,) * rank
-    strides = positive(function, "strides", ones if given.strides is None else given.strides, rank)
-    dilations = positive(function, "dilations", ones if given.dilations is None else given.dilations, rank)
+    strides = check_positive(function, "strides", ones if given.strides is None else given.strides, rank)
+    dilations = check_positive(function, "dilations", ones if given.dilations is None else given.dilations, rank)
     if given.kernel_shape is not None:
-        kernel = positive(function, "kernel_shape", given.kernel_shape, rank)
+        kernel = check_positive(function, "kernel_shape", given.kernel_shape, rank)
         checks.require(kernel == w.shape[2:], function, "kernel_shape", f"{w.shape[2:]}, as w has it", kernel)
     reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True))
-    padding = _padding(function, x.shape[2:], reach, strides, given)
-    window_contract(function, "w", x.shape[2:], padding, reach)
+    padding = _find_padding(function, x.shape[2:], reach, strides, given)
+    check_window(function, "w", x.shape[2:], padding, reach)
     check_placement(function, ("x", "w"), (x, w), ((1,), (0, 1)))
     return Geometry(strides, padding, ones, dilations, int(given.group))
 
 
-def _group_contract(function: str, x: jax.Array, w: jax.Array, group: Any) -> None:
-    checks.integer(function, "group", group)
+def _check_groups(function: str, x: jax.Array, w: jax.Array, group: Any) -> None:
+    checks.check_integer(function, "group", group)
     divides = group > 0 and x.shape[1] % group == 0 and w.shape[0] % group == 0
     wanted = f"a divisor of x's {x.shape[1]} channels and of w's {w.shape[0]} features"
     checks.require(divides, function, "group", wanted, group)
@@ -58,17 +58,17 @@ def _group_contract(function: str, x: jax.Array, w: jax.Array, group: Any) -> No
     checks.require(w.shape[1] * group == x.shape[1], function, "w", wanted, f"shape {w.shape}")
 
 
-def _padding(
+def _find_padding(
     function: str, spatial: tuple[int, ...], reach: tuple[int, ...], strides: tuple[int, ...], given: Attributes
 ) -> tuple[tuple[int, int], ...]:
     rank = len(spatial)
-    checks.option(function, "auto_pad", given.auto_pad, _AUTO_PADS)
+    checks.check_option(function, "auto_pad", given.auto_pad, _AUTO_PADS)
     pads = (0,) * (2 * rank) if given.pads is None else given.pads
     holds = isinstance(pads, tuple) and len(pads) == 2 * rank
     wanted = f"{2 * rank} ints of 0 or more: where each spatial dimension begins, then where each ends"
     checks.require(holds, function, "pads", wanted, pads)
     for pad in pads:
-        checks.integer(function, "pads", pad)
+        checks.check_integer(function, "pads", pad)
     checks.require(all(pad >= 0 for pad in pads), function, "pads", wanted, pads)
     if given.auto_pad == "NOTSET":
         return tuple((int(pads[i]), int(pads[rank + i])) for i in range(rank))
@@ -76,10 +76,12 @@ def _padding(
     checks.require(not any(pads), function, "pads", wanted, given.pads)
     if given.auto_pad == "VALID":
         return ((0, 0),) * rank
-    return tuple(_same(*n, lower=given.auto_pad == "SAME_LOWER") for n in zip(spatial, reach, strides, strict=True))
+    return tuple(
+        _find_same_padding(*n, lower=given.auto_pad == "SAME_LOWER") for n in zip(spatial, reach, strides, strict=True)
+    )
 
 
-def _same(size: int, reach: int, stride: int, *, lower: bool) -> tuple[int, int]:
+def _find_same_padding(size: int, reach: int, stride: int, *, lower: bool) -> tuple[int, int]:
     """Returns the padding that gives ceil(size / stride) positions; the odd one goes last, or first if `lower`."""
     total = max((-(-size // stride) - 1) * stride + reach - size, 0)
     less, more = total // 2, total - total // 2

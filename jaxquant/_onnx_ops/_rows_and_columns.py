@@ -12,7 +12,7 @@ from jax import lax
 from .._core import checks, dtypes, granularity
 from .._core.matmul_shapes import Shapes
 from ..integer import _operands
-from ..integer.dot_general import Role, determines_sharding, dot
+from ..integer.dot_general import Role, contract_roles, determines_sharding
 
 
 def read_per_row(function: str, argument: str, value: jax.Array, of: Shapes) -> jax.Array:
@@ -46,9 +46,9 @@ def read_zero_points(
     ):
         argument = f"{name}_zero_point"
         if zero_point is not None:
-            checks.same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
+            checks.check_same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
             zero_point = read(function, argument, zero_point, of)
-        found.append(_operands.signed_steps(zero_point, x.dtype, known))
+        found.append(_operands.convert_steps(zero_point, x.dtype, known))
     return found[0], found[1]
 
 
@@ -57,22 +57,22 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, of
 
     The steps are those of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
     """
-    a, b = _operands.signed(a.reshape(of.a)), _operands.signed(b.reshape(of.b))
+    a, b = _operands.convert_to_signed(a.reshape(of.a)), _operands.convert_to_signed(b.reshape(of.b))
     if math.prod(of.b[:-2]) == 1:  # one b for all of a: its batch is more rows
         rank, extra = len(of.a), of.product[: -len(of.a)] if len(of.b) > len(of.a) else ()
         b, b_steps = b.reshape(of.b[-2:]), _as_matrix(b_steps)
         left, right = Role((), tuple(range(rank - 1)), (rank - 1,)), Role((), (1,), (0,))
         _check_placement(of.function, a, b, left, right)
-        acc = dot(a, b, a_steps, b_steps, left, right)
+        acc = contract_roles(a, b, a_steps, b_steps, left, right)
         return acc.reshape((*extra, *acc.shape)) if extra else acc
     batch = of.product[:-2]
-    a, a_steps = (_stacked(x, batch, a.shape[:-2]) for x in (a, a_steps))
-    b, b_steps = (_stacked(x, batch, b.shape[:-2]) for x in (b, b_steps))
+    a, a_steps = (_stack_batch(x, batch, a.shape[:-2]) for x in (a, a_steps))
+    b, b_steps = (_stack_batch(x, batch, b.shape[:-2]) for x in (b, b_steps))
     n = len(batch)
     role = tuple(range(n))
     left, right = Role(role, (n,), (n + 1,)), Role(role, (n + 1,), (n,))
     _check_placement(of.function, a, b, left, right)
-    return dot(a, b, a_steps, b_steps, left, right)
+    return contract_roles(a, b, a_steps, b_steps, left, right)
 
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
@@ -80,7 +80,7 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
     if not (granularity.is_placed(a) or granularity.is_placed(b)) or determines_sharding(a, b, left, right):
         return
     wanted = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
-    got = f"shape {a.shape} sharded as {granularity.placement(a)}, {b.shape} as {granularity.placement(b)}"
+    got = f"shape {a.shape} sharded as {granularity.find_placement(a)}, {b.shape} as {granularity.find_placement(b)}"
     checks.require(False, function, "a, b", f"{wanted}(..., out_sharding=...)", got)
 
 
@@ -88,7 +88,7 @@ def _as_matrix(steps: Any) -> Any:
     return steps if steps is None or steps.ndim < 2 else steps.reshape(steps.shape[-2:])
 
 
-def _stacked(x: Any, batch: tuple[int, ...], own: tuple[int, ...]) -> Any:
+def _stack_batch(x: Any, batch: tuple[int, ...], own: tuple[int, ...]) -> Any:
     """Returns an operand, or what belongs to it, under the common batch dimensions; 1 stays 1 in what belongs to it."""
     if x is None or x.ndim < 2:
         return x
@@ -101,5 +101,5 @@ def _stacked(x: Any, batch: tuple[int, ...], own: tuple[int, ...]) -> Any:
 def check_bias(function: str, bias: Any, of: Shapes) -> None:
     """Requires None or one float32 for each column of b."""
     if bias is not None:
-        checks.same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
-        checks.shape(function, "bias", bias, (of.b[-1],), "one for each column of b")
+        checks.check_same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
+        checks.check_shape(function, "bias", bias, (of.b[-1],), "one for each column of b")

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 
 from .._core import checks
 from ..integer import _operands
-from ..integer.conv_general_dilated import convolution, zero_points_contract
-from ._conv_attributes import STATICS, Attributes, geometry, static
+from ..integer.conv_general_dilated import check_zero_points, convolve_planned
+from ._conv_attributes import STATICS, Attributes, check_attributes, find_geometry
 
 _NAME = "conv_integer"
 
@@ -67,13 +67,13 @@ def conv_integer(
 
     Source: ONNX ConvInteger-10. ONNX Runtime takes no w_zero_point per feature; here the text holds.
     """
-    x_zero_point = _operands.number_zero_point(_NAME, "x_zero_point", x_zero_point, x)
-    w_zero_point = _operands.number_zero_point(_NAME, "w_zero_point", w_zero_point, w)
-    attributes = static(
+    x_zero_point = _operands.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
+    w_zero_point = _operands.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
+    attributes = check_attributes(
         _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
-    centred = _operands.centred((x, w), (x_zero_point, w_zero_point))
+    centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
     return _enter(x, w, x_zero_point, w_zero_point, **attributes, centred=centred)
 
 
@@ -82,16 +82,18 @@ def _conv_integer(
     x: jax.Array, w: jax.Array, x_zero_point: jax.Array | None, w_zero_point: jax.Array | None, *,
     centred: tuple[bool, bool], **attributes: Any,
 ) -> jax.Array:  # fmt: skip
-    x, w, x_zero_point, w_zero_point = checks.arrays(x, w, x_zero_point, w_zero_point)
-    checks.array(_NAME, "x", x, _operands.EIGHT_BITS)
-    checks.array(_NAME, "w", w, _operands.EIGHT_BITS)
-    found = geometry(_NAME, x, w, Attributes(**attributes))
-    zero_points_contract(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
+    x, w, x_zero_point, w_zero_point = checks.convert_numpy(x, w, x_zero_point, w_zero_point)
+    checks.check_array(_NAME, "x", x, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "w", w, _operands.EIGHT_BITS)
+    found = find_geometry(_NAME, x, w, Attributes(**attributes))
+    check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
     steps = (
-        _operands.signed_steps(x_zero_point, x.dtype, centred[0]),
-        _operands.signed_steps(w_zero_point, w.dtype, centred[1]),
+        _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
+        _operands.convert_steps(w_zero_point, w.dtype, centred[1]),
     )
-    return convolution(_operands.signed(x), _operands.signed(w), *steps, found, False, lambda acc, _: acc)
+    return convolve_planned(
+        _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, lambda acc, _: acc
+    )
 
 
-_enter = checks.entrance(_NAME, _conv_integer, ("x", "w", "x_zero_point", "w_zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _conv_integer, ("x", "w", "x_zero_point", "w_zero_point"))

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
 from .._core.affine import dequantize_affine
-from .._core.granularity import matching, resolve
-from .._core.number_arguments import number_scale, refuse_float_zero_point
+from .._core.granularity import check_matching, resolve_onnx
+from .._core.number_arguments import check_float_zero_point, convert_scale_number
 
 _NAME = "dequantize_linear"
 _X = (*dtypes.QUANTIZED, dtypes.INT32)
@@ -67,11 +67,11 @@ def dequantize_linear(
     Cotangent of x_scale: sum over its slice of g * (x - x_zero_point). Of a float x: g * x_scale. Integers have none.
     """
     if isinstance(x_scale, int | float):
-        x_scale = number_scale(_NAME, "x_scale", x_scale, None)
+        x_scale = convert_scale_number(_NAME, "x_scale", x_scale, None)
     if isinstance(x_zero_point, int | np.integer) and not checks.has_dtype(x_zero_point, _X):
-        x_zero_point = _number_zero_point(x_zero_point, x, x_scale)
+        x_zero_point = _convert_zero_point_number(x_zero_point, x, x_scale)
     if x_zero_point is not None:
-        refuse_float_zero_point(_NAME, "x_zero_point", x_zero_point)
+        check_float_zero_point(_NAME, "x_zero_point", x_zero_point)
     return _enter(x, x_scale, x_zero_point, axis=axis, block_size=block_size, output_dtype=output_dtype)
 
 
@@ -80,31 +80,31 @@ def _dequantize_linear(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *,
     axis: int, block_size: int, output_dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    x, x_scale, x_zero_point = checks.arrays(x, x_scale, x_zero_point)
-    checks.array(_NAME, "x", x, _X)
-    checks.array(_NAME, "x_scale", x_scale, _SCALE)
+    x, x_scale, x_zero_point = checks.convert_numpy(x, x_scale, x_zero_point)
+    checks.check_array(_NAME, "x", x, _X)
+    checks.check_array(_NAME, "x_scale", x_scale, _SCALE)
     if output_dtype is None:
         wanted = "an output_dtype with it: float8_e8m0fnu holds powers of two only"
         checks.require_type(x_scale.dtype != dtypes.E8M0, _NAME, "x_scale", wanted, "float8_e8m0fnu alone")
     wanted_dtype = x_scale.dtype if output_dtype is None else output_dtype
-    dtype = checks.dtype(_NAME, "output_dtype", wanted_dtype, dtypes.FLOATS)
-    granularity = resolve(_NAME, "x_scale", x_scale, x.shape, axis, block_size)
+    dtype = checks.check_dtype(_NAME, "output_dtype", wanted_dtype, dtypes.FLOATS)
+    granularity = resolve_onnx(_NAME, "x_scale", x_scale, x.shape, axis, block_size)
     if x_zero_point is not None:
-        checks.same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")
-        matching(_NAME, "x_zero_point", x_zero_point, x_scale, "x_scale")
+        checks.check_same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")
+        check_matching(_NAME, "x_zero_point", x_zero_point, x_scale, "x_scale")
     return dequantize_affine(x, x_scale, x_zero_point, granularity, dtype)
 
 
-_enter = checks.entrance(_NAME, _dequantize_linear, ("x", "x_scale", "x_zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _dequantize_linear, ("x", "x_scale", "x_zero_point"))
 
 
-def _number_zero_point(value: Any, x: Any, scale: Any) -> Any:
-    checks.integer(_NAME, "x_zero_point", value)
+def _convert_zero_point_number(value: Any, x: Any, scale: Any) -> Any:
+    checks.check_integer(_NAME, "x_zero_point", value)
     dtype = getattr(x, "dtype", None)
     if dtype is None:  # the contract of x will say so
         return value
     integers = (*dtypes.INTEGERS, dtypes.INT32)
-    low, high = dtypes.bounds(dtype) if dtype in integers else (0, 0)
+    low, high = dtypes.find_bounds(dtype) if dtype in integers else (0, 0)
     if not low <= value <= high:
         wanted = f"an int in [{low}, {high}], for {dtype}, the dtype of x"
         checks.require(False, _NAME, "x_zero_point", wanted, value)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, min_max, rounding, toolkit_attributes
 from .._core.affine import quantize_affine
-from .._core.granularity import Granularity, collapse, placed, reduced_axes, slices
+from .._core.granularity import Granularity, find_reduced_axes, find_slices, place_like, sum_to_scale
 
 _NAME = "dynamic_quantize_linear"
 _TINY = np.finfo(np.float32).tiny
@@ -90,7 +90,7 @@ def dynamic_quantize_linear(
     integers and carry none.
     """
     return _enter(
-        checks.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        checks.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 
@@ -99,15 +99,15 @@ def _dynamic_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
-    (x,) = checks.arrays(x)
-    found, granularity = contract(_NAME, x, dtype, axis)
-    toolkit_attributes.contract(_NAME, training, lda_coeff, name)
+    (x,) = checks.convert_numpy(x)
+    found, granularity = check_dynamic(_NAME, x, dtype, axis)
+    toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
     config = _Config(granularity, found, bool(training), float(lda_coeff))
-    with toolkit_attributes.scope(name):
+    with toolkit_attributes.name_scope(name):
         return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
 
 
-_enter = checks.entrance(_NAME, _dynamic_quantize_linear, ("x",))
+_enter = checks.wrap_entry_point(_NAME, _dynamic_quantize_linear, ("x",))
 
 
 class _Config(NamedTuple):
@@ -123,23 +123,23 @@ _Outputs = tuple[jax.Array, jax.Array, jax.Array]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
     x = jnp.asarray(x)  # an inlined jit can hand a Python number through
-    _, _, scale, zero_point = dynamic_range(x, config.granularity, config.dtype)
-    return dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point
+    _, _, scale, zero_point = find_dynamic_range(x, config.granularity, config.dtype)
+    return encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point
 
 
 def _dynamic_quantize_fwd(config: _Config, x: jax.Array) -> tuple[_Outputs, Any]:
     toolkit_attributes.refuse_backward(_NAME, config.training)
     x = jnp.asarray(x)
-    low, high, scale, zero_point = dynamic_range(x, config.granularity, config.dtype)
-    return (dynamic_codes(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
+    low, high, scale, zero_point = find_dynamic_range(x, config.granularity, config.dtype)
+    return (encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point), (x, low, high)
 
 
 def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple[jax.Array]:
     granularity = config.granularity
     x, low, high = map(jnp.asarray, residuals)
-    qmin, qmax = dtypes.narrow_bounds(config.dtype)
-    upper = _share(x, high, granularity, high <= 0)
-    lower = _share(x, low, granularity, low >= 0)
+    qmin, qmax = dtypes.find_narrow_bounds(config.dtype)
+    upper = _share_gradient(x, high, granularity, high <= 0)
+    lower = _share_gradient(x, low, granularity, low >= 0)
     slope = granularity.expand(g[1], x) * np.float32(config.lda_coeff / (qmax - qmin))
     return (slope * (upper - lower),)
 
@@ -147,43 +147,43 @@ def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple
 _dynamic_quantize.defvjp(_dynamic_quantize_fwd, _dynamic_quantize_bwd)
 
 
-def _share(x: jax.Array, extreme: jax.Array, granularity: Granularity, is_zero: jax.Array) -> jax.Array:
+def _share_gradient(x: jax.Array, extreme: jax.Array, granularity: Granularity, is_zero: jax.Array) -> jax.Array:
     """Returns each element's share of an extreme: 1 / n where n elements are it, 0 where the 0 in the range is."""
     equal = (x == granularity.expand(extreme, x)).astype(jnp.float32)
-    share = equal / granularity.expand(collapse(granularity, equal, extreme), x)
+    share = equal / granularity.expand(sum_to_scale(granularity, equal, extreme), x)
     share = jnp.where(granularity.expand(is_zero, x), np.float32(0), share)
     # XLA takes a product with a mask for a choice, and 0 / 0 for 0.
     return jnp.where(granularity.expand(jnp.isnan(extreme), x), np.float32(np.nan), share)
 
 
-def dynamic_range(
+def find_dynamic_range(
     x: jax.Array, granularity: Granularity, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
-    axes = reduced_axes(granularity, x.ndim)
-    low, high = min_max.extremes(x, axes)
-    qmin, qmax = dtypes.narrow_bounds(dtype)
+    axes = find_reduced_axes(granularity, x.ndim)
+    low, high = min_max.find_min_max(x, axes)
+    qmin, qmax = dtypes.find_narrow_bounds(dtype)
     width = high - low
-    steps = placed(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
-    scale = rounding.quotient(width, steps)
+    steps = place_like(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
+    scale = rounding.divide(width, steps)
     # XLA:CPU takes subnormal numbers for 0. Compared, not a maximum, which may lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
-    start = np.float32(qmin) - rounding.quotient(low, scale)
+    start = np.float32(qmin) - rounding.divide(low, scale)
     # ONNX Runtime's clamp takes a NaN to the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
-    zero_point = rounding.encode(start, None, dtype, (qmin, qmax))
+    zero_point = rounding.encode_steps(start, None, dtype, (qmin, qmax))
     return low, high, scale, zero_point
 
 
-def dynamic_codes(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
+def encode_dynamic(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
     """Returns the codes of x under a range found by `dynamic_range`."""
-    bounds = dtypes.narrow_bounds(zero_point.dtype)
+    bounds = dtypes.find_narrow_bounds(zero_point.dtype)
     return quantize_affine(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
 
 
-def contract(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, Granularity]:
+def check_dynamic(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, Granularity]:
     """Holds the arguments that every dynamic ONNX operator takes to their contracts."""
-    checks.array(function, "x", x, (dtypes.FLOAT32,))
-    found = checks.dtype(function, "dtype", dtype, DTYPES)
-    return found, slices(function, axis, x.shape)
+    checks.check_array(function, "x", x, (dtypes.FLOAT32,))
+    found = checks.check_dtype(function, "dtype", dtype, DTYPES)
+    return found, find_slices(function, axis, x.shape)

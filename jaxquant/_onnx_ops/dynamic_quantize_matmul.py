@@ -12,11 +12,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, matmul_shapes
-from .._core.number_arguments import plain_scale
+from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns
-from .dynamic_quantize_linear import dynamic_codes, dynamic_range
-from .matmul_integer_to_float import block_contract, block_count, blocked
+from .dynamic_quantize_linear import encode_dynamic, find_dynamic_range
+from .matmul_integer_to_float import check_blocks, count_blocks, multiply_blocks
 
 _NAME = "dynamic_quantize_matmul"
 _UINT8 = np.dtype(jnp.uint8)
@@ -62,10 +62,10 @@ def dynamic_quantize_matmul(
     as a constant. Of b_scale: g * acc * q_scale, summed over what shares the scale. Of bias: g summed over rows.
     Integers have none.
     """
-    b_scale = plain_scale(_NAME, "b_scale", b_scale)
-    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
+    b_scale = convert_plain_scale(_NAME, "b_scale", b_scale)
+    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
-    return _enter(checks.float32(a), b, b_scale, b_zero_point, bias, centred=centred)
+    return _enter(checks.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("centred",))
@@ -73,32 +73,32 @@ def _dynamic_quantize_matmul(
     a: jax.Array, b: jax.Array, b_scale: jax.Array, b_zero_point: jax.Array | None, bias: jax.Array | None, *,
     centred: bool,
 ) -> jax.Array:  # fmt: skip
-    a, b, b_scale, b_zero_point, bias = checks.arrays(a, b, b_scale, b_zero_point, bias)
-    checks.array(_NAME, "a", a, (dtypes.FLOAT32,))
-    checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
-    checks.array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
+    a, b, b_scale, b_zero_point, bias = checks.convert_numpy(a, b, b_scale, b_zero_point, bias)
+    checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
+    checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
     of = matmul_shapes.find_shapes(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, of)
-    if block_count(b_scale, of) > 1:
-        b_scale, b_zero_point = block_contract(_NAME, b, b_scale, b_zero_point, of)
-        steps = _operands.signed_steps(b_zero_point, b.dtype, centred)
+    if count_blocks(b_scale, of) > 1:
+        b_scale, b_zero_point = check_blocks(_NAME, b, b_scale, b_zero_point, of)
+        steps = _operands.convert_steps(b_zero_point, b.dtype, centred)
     else:
         _, steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
         b_scale = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
-    y: Any = _product(of, a, b, steps, b_scale)
+    y: Any = _multiply(of, a, b, steps, b_scale)
     return _scaling.add_bias(y, bias).reshape(of.out)
 
 
-_enter = checks.entrance(_NAME, _dynamic_quantize_matmul, ("a", "b", "b_scale", "b_zero_point", "bias"))
+_enter = checks.wrap_entry_point(_NAME, _dynamic_quantize_matmul, ("a", "b", "b_scale", "b_zero_point", "bias"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+def _multiply(of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
     """Returns the product before its bias; b_steps are of the signed b."""
-    return _product_fwd(of, a, b, b_steps, b_scale)[0]
+    return _multiply_fwd(of, a, b, b_steps, b_scale)[0]
 
 
-def _scaled(
+def _multiply_scaled(
     of: matmul_shapes.Shapes,
     codes: jax.Array,
     b: jax.Array,
@@ -108,43 +108,43 @@ def _scaled(
     b_scale: jax.Array,
 ) -> jax.Array:
     a_scale = a_scale.reshape((1,) * len(of.a))
-    if block_count(b_scale, of) > 1:
-        return blocked(codes, b, a_steps, b_steps, a_scale, b_scale, of)
+    if count_blocks(b_scale, of) > 1:
+        return multiply_blocks(codes, b, a_steps, b_steps, a_scale, b_scale, of)
     acc = _rows_and_columns.multiply_matrices(codes, b, a_steps, b_steps, of)
     return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, b_scale))
 
 
-def _product_fwd(
+def _multiply_fwd(
     of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     per_tensor = granularity.PerTensor()
-    _, _, scale, zero_point = dynamic_range(a, per_tensor, _UINT8)
-    codes = dynamic_codes(a, scale, zero_point, per_tensor)
-    steps = _operands.signed_steps(zero_point, _UINT8, False)
-    y = _scaled(of, codes, b, steps, b_steps, scale, b_scale)
+    _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
+    codes = encode_dynamic(a, scale, zero_point, per_tensor)
+    steps = _operands.convert_steps(zero_point, _UINT8, False)
+    y = _multiply_scaled(of, codes, b, steps, b_steps, scale, b_scale)
     return y, (codes, b, steps, b_steps, scale, b_scale)
 
 
-def _product_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _multiply_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     codes, b, a_steps, b_steps, scale, b_scale = residuals
-    weights = _operands.signed(b.reshape(of.b)).astype(jnp.float32)
-    blocks = block_count(b_scale, of)
+    weights = _operands.convert_to_signed(b.reshape(of.b)).astype(jnp.float32)
+    blocks = count_blocks(b_scale, of)
     if b_steps is not None:
-        weights = weights - jnp.broadcast_to(_spread(b_steps, blocks, of), of.b).astype(jnp.float32)
-    values = weights * jnp.broadcast_to(_spread(b_scale, blocks, of), of.b)
+        weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, of), of.b).astype(jnp.float32)
+    values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, of), of.b)
     highest = lax.Precision.HIGHEST
     # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
     like = codes.reshape(of.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
-    _, pull_scale = jax.vjp(lambda s: _scaled(of, codes, b, a_steps, b_steps, scale, s), b_scale)
+    _, pull_scale = jax.vjp(lambda s: _multiply_scaled(of, codes, b, a_steps, b_steps, scale, s), b_scale)
     (da,) = pull_a(g)
     return da.reshape(codes.shape), None, None, pull_scale(g)[0]
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+_multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def _spread(value: jax.Array, blocks: int, of: matmul_shapes.Shapes) -> jax.Array:
+def _spread_blocks(value: jax.Array, blocks: int, of: matmul_shapes.Shapes) -> jax.Array:
     """Returns what belongs to blocks of b's rows for every row; anything else as it came."""
     return jnp.repeat(value, of.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value

@@ -47,9 +47,11 @@ def matmul_integer(
     Source: ONNX MatMulInteger-10. ONNX Runtime takes no zero point per row of a, and leaves y unset where a has no
     columns; here the text holds, and such a y is 0.
     """
-    a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
-    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
-    return _enter(a, b, a_zero_point, b_zero_point, centred=_operands.centred((a, b), (a_zero_point, b_zero_point)))
+    a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    return _enter(
+        a, b, a_zero_point, b_zero_point, centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point))
+    )
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("centred",))
@@ -57,12 +59,12 @@ def _matmul_integer(
     a: jax.Array, b: jax.Array, a_zero_point: jax.Array | None, b_zero_point: jax.Array | None, *,
     centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    a, b, a_zero_point, b_zero_point = checks.arrays(a, b, a_zero_point, b_zero_point)
-    checks.array(_NAME, "a", a, _operands.EIGHT_BITS)
-    checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
+    a, b, a_zero_point, b_zero_point = checks.convert_numpy(a, b, a_zero_point, b_zero_point)
+    checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     of = matmul_shapes.find_shapes(_NAME, a, b)
     steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
     return _rows_and_columns.multiply_matrices(a, b, *steps, of).reshape(of.out)
 
 
-_enter = checks.entrance(_NAME, _matmul_integer, ("a", "b", "a_zero_point", "b_zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _matmul_integer, ("a", "b", "a_zero_point", "b_zero_point"))

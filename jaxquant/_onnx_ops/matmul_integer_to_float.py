@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, rounding
-from .._core.number_arguments import plain_scale
+from .._core.number_arguments import convert_plain_scale
 from ..integer import _layout, _operands, _scaling
 from . import _rows_and_columns
 
@@ -67,12 +67,12 @@ def matmul_integer_to_float(
     Cotangent of a_scale, of b_scale: g * acc times the other scale, summed over what shares the scale. Of bias: g
     summed over rows. Integers have none.
     """
-    a_scale, b_scale = plain_scale(_NAME, "a_scale", a_scale), plain_scale(_NAME, "b_scale", b_scale)
-    a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
-    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
+    a_scale, b_scale = convert_plain_scale(_NAME, "a_scale", a_scale), convert_plain_scale(_NAME, "b_scale", b_scale)
+    a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     return _enter(
         a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias,
-        centred=_operands.centred((a, b), (a_zero_point, b_zero_point)),
+        centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
@@ -82,20 +82,20 @@ def _matmul_integer_to_float(
     b_zero_point: jax.Array | None, bias: jax.Array | None, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
     given = (a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias)
-    a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias = checks.arrays(*given)
-    checks.array(_NAME, "a", a, _operands.EIGHT_BITS)
-    checks.array(_NAME, "b", b, _operands.EIGHT_BITS)
+    a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias = checks.convert_numpy(*given)
+    checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
+    checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
-        checks.array(_NAME, argument, scale, (dtypes.FLOAT32,))
+        checks.check_array(_NAME, argument, scale, (dtypes.FLOAT32,))
     of = matmul_shapes.find_shapes(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, of)
     rows = _rows_and_columns.read_per_row(_NAME, "a_scale", a_scale, of)
-    blocks = block_count(b_scale, of)
+    blocks = count_blocks(b_scale, of)
     if blocks > 1:
-        b_scale, b_zero_point = block_contract(_NAME, b, b_scale, b_zero_point, of)
+        b_scale, b_zero_point = check_blocks(_NAME, b, b_scale, b_zero_point, of)
         steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, None), (centred[0], True))
-        b_steps = _operands.signed_steps(b_zero_point, b.dtype, centred[1])
-        y = blocked(a, b, steps[0], b_steps, rows, b_scale, of)
+        b_steps = _operands.convert_steps(b_zero_point, b.dtype, centred[1])
+        y = multiply_blocks(a, b, steps[0], b_steps, rows, b_scale, of)
     else:
         steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
         columns = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
@@ -105,15 +105,15 @@ def _matmul_integer_to_float(
     return _scaling.add_bias(y, bias).reshape(of.out)
 
 
-_enter = checks.entrance(_NAME, _matmul_integer_to_float, _ARGUMENTS)
+_enter = checks.wrap_entry_point(_NAME, _matmul_integer_to_float, _ARGUMENTS)
 
 
-def block_count(b_scale: jax.Array, of: matmul_shapes.Shapes) -> int:
+def count_blocks(b_scale: jax.Array, of: matmul_shapes.Shapes) -> int:
     """Returns how many runs of b's rows have scales of their own."""
     return b_scale.shape[0] if b_scale.ndim == 2 and len(of.b) == 2 else 1
 
 
-def block_contract(
+def check_blocks(
     function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: Any, of: matmul_shapes.Shapes
 ) -> tuple[jax.Array, Any]:
     """Holds a scale per block, and the zero point with it, to its contract; returns both as [blocks, N or 1]."""
@@ -124,13 +124,13 @@ def block_contract(
     checks.require(fits, function, "b_scale", wanted, f"shape {b_scale.shape}")
     if b_zero_point is None:
         return b_scale, None
-    checks.same_dtype(function, "b_zero_point", b_zero_point, b.dtype, "b's")
+    checks.check_same_dtype(function, "b_zero_point", b_zero_point, b.dtype, "b's")
     if b_zero_point.shape != b_scale.shape:
         b_zero_point = _rows_and_columns.read_per_column(function, "b_zero_point", b_zero_point, of)
     return b_scale, jnp.broadcast_to(b_zero_point, (blocks, b_zero_point.shape[-1]))
 
 
-def blocked(
+def multiply_blocks(
     a: jax.Array,
     b: jax.Array,
     a_steps: Any,
@@ -147,13 +147,13 @@ def blocked(
     length = of.b[0] // blocks
     part = of._replace(a=(*of.a[:-1], length), b=(length, of.b[1]))
     # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
-    a_blocks = _layout.pinned(jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0))
+    a_blocks = _layout.pin_layout(jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0))
     own_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
 
     def step(y: jax.Array, block: Any) -> tuple[jax.Array, None]:
         rows, filters, steps, scale = block
         acc = _rows_and_columns.multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, part)
-        return rounding.rounded(y + _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))), None
+        return rounding.round_result(y + _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))), None
 
     each = (a_blocks, b.reshape(blocks, length, of.b[1]), own_steps, b_scale[:, None])
     first, rest = (jax.tree.map(lambda v, run=run: v[run], each) for run in (0, slice(1, None)))

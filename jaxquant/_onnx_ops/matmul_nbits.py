@@ -71,8 +71,8 @@ def matmul_nbits(
     -(g.T @ a) * scales likewise. Of bias: g summed over rows. Integers have none.
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
-    statics = {name: checks.integers(_NAME, name, value) for name, value in statics.items()}
-    return _enter(checks.float32(a), b, scales, zero_points, bias, **statics)
+    statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
+    return _enter(checks.convert_number(a), b, scales, zero_points, bias, **statics)
 
 
 class _Config(NamedTuple):
@@ -97,29 +97,29 @@ def _matmul_nbits(
     a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None, bias: jax.Array | None, *,
     K: int, N: int, bits: int, block_size: int,
 ) -> jax.Array:  # fmt: skip
-    a, b, scales, zero_points, bias = checks.arrays(a, b, scales, zero_points, bias)
-    config = _attributes(K, N, bits, block_size)
-    _operands_contract(config, a, b, scales, zero_points, bias)
+    a, b, scales, zero_points, bias = checks.convert_numpy(a, b, scales, zero_points, bias)
+    config = _check_attributes(K, N, bits, block_size)
+    _check_operands(config, a, b, scales, zero_points, bias)
     if zero_points is not None:
         packed = zero_points.dtype == _UINT8
         width = -(-config.blocks * bits // 8) if packed else config.blocks
         zero_points = zero_points.reshape(N, width)
-        zero_points = _unpacked(zero_points, config) if packed else zero_points.astype(jnp.float32)
+        zero_points = _unpack_codes(zero_points, config) if packed else zero_points.astype(jnp.float32)
     wide = a.astype(jnp.float32).reshape(-1, K)
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
-    y: Any = _product(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
+    y: Any = _multiply(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-    return rounding.to_grid(y, a.dtype).astype(a.dtype)
+    return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)
 
 
-_enter = checks.entrance(_NAME, _matmul_nbits, ("a", "b", "scales", "zero_points", "bias"))
+_enter = checks.wrap_entry_point(_NAME, _matmul_nbits, ("a", "b", "scales", "zero_points", "bias"))
 
 
-def _attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
+def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
     for argument, value in (("K", K), ("N", N), ("bits", bits), ("block_size", block_size)):
-        checks.integer(_NAME, argument, value)
+        checks.check_integer(_NAME, argument, value)
     checks.require(K > 0, _NAME, "K", "a positive int", K)
     checks.require(N > 0, _NAME, "N", "a positive int", N)
     checks.require(bits in (2, 4, 8), _NAME, "bits", "2, 4 or 8", bits)
@@ -128,82 +128,82 @@ def _attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
     return _Config(int(K), int(N), int(bits), int(block_size))
 
 
-def _operands_contract(config: _Config, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
-    checks.array(_NAME, "a", a, dtypes.FLOATS)
-    checks.array(_NAME, "b", b, (_UINT8,))
-    checks.array(_NAME, "scales", scales, dtypes.FLOATS)
+def _check_operands(config: _Config, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
+    checks.check_array(_NAME, "a", a, dtypes.FLOATS)
+    checks.check_array(_NAME, "b", b, (_UINT8,))
+    checks.check_array(_NAME, "scales", scales, dtypes.FLOATS)
     fits = a.ndim > 0 and a.shape[-1] == config.K
     checks.require(fits, _NAME, "a", f"shape (..., {config.K}), K last", f"shape {a.shape}")
     size = config.block_size * config.bits // 8
     reason = f"N, ceil(K / block_size), block_size * bits / 8 for {config}"
-    checks.shape(_NAME, "b", b, (config.N, config.blocks, size), reason)
-    _flat_contract("scales", scales, (config.N, config.blocks))
+    checks.check_shape(_NAME, "b", b, (config.N, config.blocks, size), reason)
+    _check_flat("scales", scales, (config.N, config.blocks))
     if zero_points is not None:
-        checks.array(_NAME, "zero_points", zero_points, (_UINT8, *dtypes.FLOATS))
+        checks.check_array(_NAME, "zero_points", zero_points, (_UINT8, *dtypes.FLOATS))
         packed = zero_points.dtype == _UINT8
         width = -(-config.blocks * config.bits // 8) if packed else config.blocks
-        _flat_contract("zero_points", zero_points, (config.N, width))
+        _check_flat("zero_points", zero_points, (config.N, width))
     if bias is not None:
-        checks.same_dtype(_NAME, "bias", bias, a.dtype, "a's")
-        checks.shape(_NAME, "bias", bias, (config.N,), "N")
+        checks.check_same_dtype(_NAME, "bias", bias, a.dtype, "a's")
+        checks.check_shape(_NAME, "bias", bias, (config.N,), "N")
 
 
-def _flat_contract(argument: str, value: jax.Array, shape: tuple[int, int]) -> None:
+def _check_flat(argument: str, value: jax.Array, shape: tuple[int, int]) -> None:
     fits = value.shape in (shape, (shape[0] * shape[1],))
     checks.require(fits, _NAME, argument, f"shape {shape}, or flat", f"shape {value.shape}")
 
 
-def _unpacked(packed: jax.Array, config: _Config) -> jax.Array:
+def _unpack_codes(packed: jax.Array, config: _Config) -> jax.Array:
     """Returns zero points of [N, bytes] as int32 [N, blocks]."""
-    planes = [_plane(packed, i, config) for i in range(config.planes)]
+    planes = [_unpack_plane(packed, i, config) for i in range(config.planes)]
     return jnp.stack(planes, axis=-1).reshape(packed.shape[0], -1)[:, : config.blocks]
 
 
-def _plane(packed: jax.Array, index: int, config: _Config) -> jax.Array:
+def _unpack_plane(packed: jax.Array, index: int, config: _Config) -> jax.Array:
     """Returns the int32 codes that lie at one place of their bytes."""
     shifted = packed >> np.uint8(index * config.bits)
     return (shifted & np.uint8(2**config.bits - 1)).astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
+def _multiply(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
     """Returns float32 [rows, K] by the dequantized [N, K], [rows, N]."""
     a, scales = jnp.asarray(a), jnp.asarray(scales)
-    padded = _padded(a, config)
-    cpu, default = (functools.partial(f, config) for f in (_in_chunks, _at_once))
+    padded = _pad_rows(a, config)
+    cpu, default = (functools.partial(f, config) for f in (_multiply_in_chunks, _multiply_at_once))
     return lax.platform_dependent(padded, b, scales, zero_points, cpu=cpu, default=default)
 
 
-def _product_fwd(
+def _multiply_fwd(
     config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any
 ) -> tuple[jax.Array, Any]:
-    return _product(config, a, b, scales, zero_points), (a, b, scales, zero_points)
+    return _multiply(config, a, b, scales, zero_points), (a, b, scales, zero_points)
 
 
-def _product_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _multiply_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     a, b, scales, zero_points = residuals
     is_float = zero_points is not None and zero_points.dtype == dtypes.FLOAT32
 
     def product(a: jax.Array, scales: jax.Array, steps: Any) -> jax.Array:
-        return _at_once(config, _padded(a, config), b, scales, steps if is_float else zero_points)
+        return _multiply_at_once(config, _pad_rows(a, config), b, scales, steps if is_float else zero_points)
 
     _, pull = jax.vjp(product, jnp.asarray(a), jnp.asarray(scales), zero_points if is_float else None)
     da, ds, dz = pull(g)
     return da, None, ds, dz
 
 
-_product.defvjp(_product_fwd, _product_bwd)
+_multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def _padded(a: jax.Array, config: _Config) -> jax.Array:
+def _pad_rows(a: jax.Array, config: _Config) -> jax.Array:
     return lax.pad(a, np.float32(0), ((0, 0, 0), (0, config.blocks * config.block_size - config.K, 0)))
 
 
-def _steps(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
+def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
     """Returns q - zero_points in float32, for each place of a code in its byte: [N, blocks, bytes] each."""
     found = []
     for i in range(config.planes):
-        codes = _plane(b, i, config)
+        codes = _unpack_plane(b, i, config)
         if zero_points is None:
             found.append((codes - np.int32(2 ** (config.bits - 1))).astype(jnp.float32))
             continue
@@ -213,13 +213,13 @@ def _steps(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
     return found
 
 
-def _weights(b: jax.Array, scales: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
+def _dequantize_weights(b: jax.Array, scales: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
     """Returns the dequantized weights of each place, [N, blocks * bytes] each."""
     wide = jnp.broadcast_to(scales[..., None], b.shape)
-    return [(s * wide).reshape(b.shape[0], -1) for s in _steps(b, zero_points, config)]
+    return [(s * wide).reshape(b.shape[0], -1) for s in _subtract_zero_points(b, zero_points, config)]
 
 
-def _contracted(a: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+def _contract_piece(a: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
     """Returns the sum over places of [rows, k] by [n, k]."""
     dimensions = (((1,), (1,)), ((), ()))
     products = [
@@ -228,24 +228,24 @@ def _contracted(a: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, products)
 
 
-def _places(a: jax.Array, config: _Config) -> list[jax.Array]:
+def _order_places(a: jax.Array, config: _Config) -> list[jax.Array]:
     """Returns the columns of a that meet each place: to pick them apart costs less than to weave the weights."""
     return [a[:, i :: config.planes] for i in range(config.planes)]
 
 
-def _in_chunks(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    places = lax.optimization_barrier(_places(a, config))
+def _multiply_in_chunks(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
+    places = lax.optimization_barrier(_order_places(a, config))
     width = config.blocks * config.block_size
     rows = max(_CHUNK // width, -(-config.N // _CHUNKS), 1)
     parts: list[jax.Array] = []
     for start in range(0, config.N, rows):
         chunk = slice(start, start + rows)
-        codes = barriers.after(b[chunk], parts[-1]) if parts else b[chunk]
+        codes = barriers.wait_for(b[chunk], parts[-1]) if parts else b[chunk]
         steps = None if zero_points is None else zero_points[chunk]
-        weights = lax.optimization_barrier(_weights(codes, scales[chunk], steps, config))
-        parts.append(_contracted(places, weights))
+        weights = lax.optimization_barrier(_dequantize_weights(codes, scales[chunk], steps, config))
+        parts.append(_contract_piece(places, weights))
     return jnp.concatenate(parts, axis=1)
 
 
-def _at_once(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    return _contracted(_places(a, config), _weights(b, scales, zero_points, config))
+def _multiply_at_once(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
+    return _contract_piece(_order_places(a, config), _dequantize_weights(b, scales, zero_points, config))

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity
-from .._core.number_arguments import plain_scale
+from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands
-from ..integer.conv_general_dilated import convolution, zero_points_contract
+from ..integer.conv_general_dilated import check_zero_points, convolve_planned
 from . import requantize
-from ._conv_attributes import STATICS, Attributes, geometry, static
+from ._conv_attributes import STATICS, Attributes, check_attributes, find_geometry
 
 _NAME = "qlinear_conv"
 _ARGUMENTS = ("x", "x_scale", "x_zero_point", "w", "w_scale", "w_zero_point", "y_scale", "y_zero_point", "b")
@@ -82,15 +82,15 @@ def qlinear_conv(
     Source: ONNX QLinearConv-10; where the text leaves the order open, ONNX Runtime's CPU kernel.
     """
     scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
-    x_scale, w_scale, y_scale = (plain_scale(_NAME, name, scale) for name, scale in scales)
-    x_zero_point = _operands.number_zero_point(_NAME, "x_zero_point", x_zero_point, x)
-    w_zero_point = _operands.number_zero_point(_NAME, "w_zero_point", w_zero_point, w)
-    y_zero_point = _operands.number_zero_point(_NAME, "y_zero_point", y_zero_point, x)
-    attributes = static(
+    x_scale, w_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
+    x_zero_point = _operands.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
+    w_zero_point = _operands.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
+    y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, x)
+    attributes = check_attributes(
         _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
-    centred = _operands.centred((x, w), (x_zero_point, w_zero_point))
+    centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
     return _enter(
         x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, **attributes, centred=centred
     )
@@ -103,18 +103,18 @@ def _qlinear_conv(
     centred: tuple[bool, bool], **attributes: Any,
 ) -> jax.Array:  # fmt: skip
     given = (x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b)
-    x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b = checks.arrays(*given)
+    x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b = checks.convert_numpy(*given)
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     for argument, code in (("x", x), ("w", w), ("y_zero_point", y_zero_point)):
-        checks.array(_NAME, argument, code, _operands.EIGHT_BITS)
-    found = geometry(_NAME, x, w, Attributes(**attributes))
-    zero_points_contract(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
-    _scales_contract(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
-    scale = requantize.multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
+        checks.check_array(_NAME, argument, code, _operands.EIGHT_BITS)
+    found = find_geometry(_NAME, x, w, Attributes(**attributes))
+    check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
+    _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
+    scale = requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
     steps = (
-        _operands.signed_steps(x_zero_point, x.dtype, centred[0]),
-        _operands.signed_steps(w_zero_point, w.dtype, centred[1]),
+        _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
+        _operands.convert_steps(w_zero_point, w.dtype, centred[1]),
     )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
@@ -123,22 +123,24 @@ def _qlinear_conv(
             acc = acc + along.expand(b, acc)
         factors = along.expand(jnp.broadcast_to(scale, (w.shape[0],)), acc)
         zero_point = granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
-        return requantize.requantize(acc, factors, zero_point, y_zero_point.dtype)
+        return requantize.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
 
-    return convolution(_operands.signed(x), _operands.signed(w), *steps, found, False, epilogue)
+    return convolve_planned(
+        _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, epilogue
+    )
 
 
-_enter = checks.entrance(_NAME, _qlinear_conv, _ARGUMENTS)
+_enter = checks.wrap_entry_point(_NAME, _qlinear_conv, _ARGUMENTS)
 
 
-def _scales_contract(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:
+def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:
     single = ((), (1,))
     for argument, value in (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale)):
-        checks.array(_NAME, argument, value, (dtypes.FLOAT32,))
+        checks.check_array(_NAME, argument, value, (dtypes.FLOAT32,))
     for argument, value in (("x_scale", x_scale), ("y_scale", y_scale), ("y_zero_point", y_zero_point)):
         checks.require(value.shape in single, _NAME, argument, "a scalar", f"shape {value.shape}")
     wanted = f"a scalar or shape ({features},), one for each feature"
     checks.require(w_scale.shape in (*single, (features,)), _NAME, "w_scale", wanted, f"shape {w_scale.shape}")
     if b is not None:
-        checks.same_dtype(_NAME, "b", b, dtypes.INT32, "steps of x_scale * w_scale")
-        checks.shape(_NAME, "b", b, (features,), "one for each feature")
+        checks.check_same_dtype(_NAME, "b", b, dtypes.INT32, "steps of x_scale * w_scale")
+        checks.check_shape(_NAME, "b", b, (features,), "one for each feature")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, small_floats
-from .._core.number_arguments import plain_scale, refuse_float_zero_point
+from .._core.number_arguments import check_float_zero_point, convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns, requantize
 
@@ -71,15 +71,15 @@ def qlinear_matmul(
     Source: ONNX QLinearMatMul-10, -21; where the texts leave the order open, ONNX Runtime's CPU kernel.
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
-    a_scale, b_scale, y_scale = (plain_scale(_NAME, name, scale) for name, scale in scales)
-    a_zero_point = _operands.number_zero_point(_NAME, "a_zero_point", a_zero_point, a)
-    b_zero_point = _operands.number_zero_point(_NAME, "b_zero_point", b_zero_point, b)
-    y_zero_point = _operands.number_zero_point(_NAME, "y_zero_point", y_zero_point, a)
+    a_scale, b_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
+    a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
+    b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
-        refuse_float_zero_point(_NAME, f"{argument}_zero_point", point)
+        check_float_zero_point(_NAME, f"{argument}_zero_point", point)
     return _enter(
         a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point,
-        centred=_operands.centred((a, b), (a_zero_point, b_zero_point)),
+        centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
@@ -89,43 +89,49 @@ def _qlinear_matmul(
     b_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
     given = (a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point)
-    a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point = checks.arrays(*given)
+    a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point = checks.convert_numpy(*given)
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
-    checks.array(_NAME, "a", a, _DTYPES)
+    checks.check_array(_NAME, "a", a, _DTYPES)
     family = _operands.EIGHT_BITS if a.dtype in _operands.EIGHT_BITS else dtypes.FLOAT8
-    checks.array(_NAME, "b", b, family)
-    checks.array(_NAME, "y_zero_point", y_zero_point, family)
+    checks.check_array(_NAME, "b", b, family)
+    checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
-        checks.array(_NAME, argument, scale, dtypes.FLOATS)
+        checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
     of = matmul_shapes.find_shapes(_NAME, a, b)
     rows, columns = (
         functools.partial(f, _NAME, of=of) for f in (_rows_and_columns.read_per_row, _rows_and_columns.read_per_column)
     )
-    scale = requantize.multiplier(
-        *_aligned(of, rows("a_scale", value=a_scale), columns("b_scale", value=b_scale), rows("y_scale", value=y_scale))
+    scale = requantize.find_multiplier(
+        *_align_scales(
+            of, rows("a_scale", value=a_scale), columns("b_scale", value=b_scale), rows("y_scale", value=y_scale)
+        )
     )
-    (y_steps,) = _aligned(of, rows("y_zero_point", value=y_zero_point))
+    (y_steps,) = _align_scales(of, rows("y_zero_point", value=y_zero_point))
     steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
     if a.dtype in dtypes.FLOAT8:
-        return _of_float8(a, b, scale, y_zero_point.dtype, of)
+        return _multiply_float8(a, b, scale, y_zero_point.dtype, of)
     acc = _rows_and_columns.multiply_matrices(a, b, *steps, of)
     wide = _scaling.spread_over_product(y_steps.astype(jnp.int32), acc)
-    return requantize.requantize(acc, _scaling.spread_over_product(scale, acc), wide, y_zero_point.dtype).reshape(
-        of.out
-    )
+    return requantize.requantize_accumulator(
+        acc, _scaling.spread_over_product(scale, acc), wide, y_zero_point.dtype
+    ).reshape(of.out)
 
 
-_enter = checks.entrance(_NAME, _qlinear_matmul, _ARGUMENTS)
+_enter = checks.wrap_entry_point(_NAME, _qlinear_matmul, _ARGUMENTS)
 
 
-def _aligned(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, ...]:
+def _align_scales(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what belongs to a or b with as many dimensions as the product."""
     rank = len(of.product)
     return tuple(v.reshape((1,) * (rank - v.ndim) + v.shape) for v in values)
 
 
-def _of_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, of: matmul_shapes.Shapes) -> jax.Array:
-    left, right = small_floats.decode(a).reshape(of.a), small_floats.decode(b).reshape(of.b)
+def _multiply_float8(
+    a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, of: matmul_shapes.Shapes
+) -> jax.Array:
+    left, right = small_floats.decode_small_float(a).reshape(of.a), small_floats.decode_small_float(b).reshape(of.b)
     product: Any = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
-    return small_floats.encode(product * _scaling.spread_over_product(scale, product), dtype, True).reshape(of.out)
+    return small_floats.encode_small_float(product * _scaling.spread_over_product(scale, product), dtype, True).reshape(
+        of.out
+    )

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
 from .._core.affine import quantize_affine
-from .._core.granularity import matching, resolve
-from .._core.number_arguments import number_scale, number_zero_point, refuse_float_zero_point
+from .._core.granularity import check_matching, resolve_onnx
+from .._core.number_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 
 _NAME = "quantize_linear"
 _X = (*dtypes.FLOATS, dtypes.INT32)
@@ -81,14 +81,14 @@ def quantize_linear(
     Runtime's CPU kernel.
     """
     if isinstance(y_scale, int | float):
-        y_scale = number_scale(_NAME, "y_scale", y_scale, x)
+        y_scale = convert_scale_number(_NAME, "y_scale", y_scale, x)
     if isinstance(y_zero_point, int | np.integer) and not checks.has_dtype(y_zero_point, dtypes.QUANTIZED):
         dtype = jnp.uint8 if output_dtype is None else output_dtype
-        y_zero_point = number_zero_point(_NAME, "y_zero_point", y_zero_point, dtype, y_scale)
+        y_zero_point = convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, dtype, y_scale)
     if y_zero_point is not None:
-        refuse_float_zero_point(_NAME, "y_zero_point", y_zero_point)
+        check_float_zero_point(_NAME, "y_zero_point", y_zero_point)
     return _enter(
-        checks.float32(x), y_scale, y_zero_point,
+        checks.convert_number(x), y_scale, y_zero_point,
         axis=axis, block_size=block_size, saturate=saturate, output_dtype=output_dtype, precision=precision,
     )  # fmt: skip
 
@@ -100,36 +100,36 @@ def _quantize_linear(
     x: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array | None, *,
     axis: int, block_size: int, saturate: bool, output_dtype: Any, precision: Any,
 ) -> jax.Array:  # fmt: skip
-    x, y_scale, y_zero_point = checks.arrays(x, y_scale, y_zero_point)
-    checks.array(_NAME, "x", x, _X)
-    checks.array(_NAME, "y_scale", y_scale, _SCALE)
-    checks.flag(_NAME, "saturate", saturate)
-    dtype = _output_dtype(y_zero_point, output_dtype)
-    carrier = _precision(x, y_scale, precision)
-    granularity = resolve(_NAME, "y_scale", y_scale, x.shape, axis, block_size)
+    x, y_scale, y_zero_point = checks.convert_numpy(x, y_scale, y_zero_point)
+    checks.check_array(_NAME, "x", x, _X)
+    checks.check_array(_NAME, "y_scale", y_scale, _SCALE)
+    checks.check_flag(_NAME, "saturate", saturate)
+    dtype = _find_output_dtype(y_zero_point, output_dtype)
+    carrier = _find_precision(x, y_scale, precision)
+    granularity = resolve_onnx(_NAME, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
-        matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
+        check_matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
     return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
 
 
-_enter = checks.entrance(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_point"))
 
 
-def _output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
+def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
     if zero_point is None:
         wanted = jnp.uint8 if output_dtype is None else output_dtype
-        return checks.dtype(_NAME, "output_dtype", wanted, dtypes.QUANTIZED)
-    checks.array(_NAME, "y_zero_point", zero_point, dtypes.QUANTIZED)
+        return checks.check_dtype(_NAME, "output_dtype", wanted, dtypes.QUANTIZED)
+    checks.check_array(_NAME, "y_zero_point", zero_point, dtypes.QUANTIZED)
     if output_dtype is not None:
-        dtype = checks.dtype(_NAME, "output_dtype", output_dtype, dtypes.QUANTIZED)
-        checks.same_dtype(_NAME, "y_zero_point", zero_point, dtype, "output_dtype")
+        dtype = checks.check_dtype(_NAME, "output_dtype", output_dtype, dtypes.QUANTIZED)
+        checks.check_same_dtype(_NAME, "y_zero_point", zero_point, dtype, "output_dtype")
     return zero_point.dtype
 
 
-def _precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
+def _find_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
     if precision is not None:
-        return checks.dtype(_NAME, "precision", precision, dtypes.FLOATS)
+        return checks.check_dtype(_NAME, "precision", precision, dtypes.FLOATS)
     if scale.dtype == dtypes.INT32:
         wanted = "a float dtype, or precision=: division in int32, the dtype of y_scale, is for an int32 x"
         checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", wanted, f"int32 with x of {x.dtype}")

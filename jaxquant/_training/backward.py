@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.einsum import summed
+from .._contractions.einsum import contract_operands
 from .._core import checks, dtypes, granularity, small_floats
 from .._core.granularity import PerAxis, PerTensor
 from . import estimators
-from .fake_quantize import Config, array_of
+from .fake_quantize import Config, make_array
 
 Labels = tuple[str, ...]
 
@@ -54,19 +54,19 @@ class Int8Backward:
     def __post_init__(self) -> None:
         """Refuses what is no flag."""
         for field in ("stochastic_rounding", "lhs", "rhs"):
-            checks.flag("Int8Backward", field, getattr(self, field))
+            checks.check_flag("Int8Backward", field, getattr(self, field))
 
 
 Backward = FloatBackward | Int8Backward
 
 
-def contract(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> None:
+def check_backward(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> None:
     """Requires one of the two, and what integers need; before a program is compiled that they are static in."""
     is_one = isinstance(backward, Backward)
     wanted = "FloatBackward() or Int8Backward()"
-    checks.require_type(is_one, function, "backward", wanted, checks.described(backward))
+    checks.require_type(is_one, function, "backward", wanted, checks.describe_value(backward))
     is_key = key is None or checks.is_key(key)
-    checks.require_type(is_key, function, "key", "None or one key of jax.random", checks.described(key))
+    checks.require_type(is_key, function, "key", "None or one key of jax.random", checks.describe_value(key))
     if isinstance(backward, FloatBackward):
         return
     wanted = "FloatBackward(), or two operands that are both quantized"
@@ -79,10 +79,10 @@ def quantized_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> Quantiz
     q = quantize(g, spec)
     if key is None:
         return q
-    return array_of(Config(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
+    return make_array(Config(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
 
 
-def folded(
+def fold_key(
     function: str, q: QuantizedArray, added_up: Sequence[int], g: jax.Array, places: Sequence[int | None]
 ) -> tuple[QuantizedArray, jax.Array]:
     """Returns an operand whose scale is one along the dimensions that are added up, and g times what it was there.
@@ -105,16 +105,16 @@ def folded(
     wanted = "FloatBackward(), for a scale differs from block to block, or along what the result does not have"
     checks.require(there and q.block_size is None, function, "backward", wanted, "Int8Backward()")
     wide = [q.shape[a] if a in varies else 1 for a in range(q.ndim)]
-    scale = small_floats.decode(q.scale) if q.scale.dtype == dtypes.E8M0 else q.scale.astype(jnp.float32)
+    scale = small_floats.decode_small_float(q.scale) if q.scale.dtype == dtypes.E8M0 else q.scale.astype(jnp.float32)
     scale = granularity.Aligned(None).expand(scale, jnp.zeros(wide, jnp.float32))
     order = sorted(varies, key=lambda a: places[a] or 0)
     flat = lax.transpose(scale, [*order, *(a for a in range(q.ndim) if a not in order)])
     flat = flat.reshape([q.shape[a] for a in order])
     spread = lax.broadcast_in_dim(flat, g.shape, [places[a] or 0 for a in order])
-    return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * granularity.placed(spread, g)
+    return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * granularity.place_like(spread, g)
 
 
-def of_labels(
+def find_dimensions(
     function: str,
     which: int,
     terms: Sequence[Labels],
@@ -128,7 +128,7 @@ def of_labels(
     q = qs[1 - which]
     added_up = [a for a, label in enumerate(other) if label not in own]
     places = [out.index(label) if label in out else None for label in other]
-    q, g = folded(function, q, added_up, g.astype(jnp.float32), places)
+    q, g = fold_key(function, q, added_up, g.astype(jnp.float32), places)
     kept = tuple(a for a, label in enumerate(out) if label in own)
     letters = dict(zip(dict.fromkeys((*own, *other, *out)), string.ascii_letters, strict=False))
     there = tuple(label for label in own if label in out or label in other)
@@ -136,15 +136,15 @@ def of_labels(
     pair = (quantized_gradient(g, kept, key), q)
     out_sharding = None
     if granularity.is_placed(qs[which].values):  # a cotangent is sharded as its operand
-        places = granularity.partition_of(qs[which].values)
+        places = granularity.find_partition(qs[which].values)
         mesh = jax.typeof(qs[which].values).sharding.mesh
         out_sharding = NamedSharding(mesh, PartitionSpec(*(places[own.index(label)] for label in there)))
-    d = summed(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)
+    d = contract_operands(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)
     # An index that was summed alone has the same cotangent everywhere.
     return lax.broadcast_in_dim(d, qs[which].shape, [own.index(label) for label in there])
 
 
-def keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
+def split_keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
     """Returns a key for each operand, or None where nothing is drawn."""
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)

@@ -19,13 +19,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from .._arrays.quantized_array import QuantizedArray, dequantized, trusted
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_checked
 from .._core import checks, dtypes, granularity
 from .._core.affine import divide_by_scale
 from . import estimators
-from .backward import Backward, Int8Backward, keys
-from .fake_quantize import Config, array_of, pulled, steps, tracked
-from .quantizer import opened
+from .backward import Backward, Int8Backward, split_keys
+from .fake_quantize import Config, find_cotangents, make_array, read_parts, round_zero_point
+from .quantizer import split_quantizer
 
 CODES = "jaxquant.codes"
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
@@ -79,7 +79,7 @@ class Product(NamedTuple):
     backward: Backward
 
 
-def contracted(
+def contract_with_gradient(
     function: str, names: Sequence[tuple[str, str]], operation: Operation, xs: Sequence[Any], specs: Sequence[Any],
     backward: Any, key: Any,
 ) -> jax.Array:  # fmt: skip
@@ -104,14 +104,14 @@ def contracted(
             sides.append(Side(None, False))
             operands.append((x, None, None, None))
             continue
-        config, (scale, zero_point, own) = opened(spec)
+        config, (scale, zero_point, own) = split_quantizer(spec)
         labels = (name, f"{own_name}.scale", f"{own_name}.zero_point")
         sides.append(Side(config, scale is None))
-        operands.append((*tracked(function, labels, x, scale, zero_point, config.spec), own))
-    return _contracted(Product(function, operation, tuple(sides), backward), _varying_alike(operands), key)
+        operands.append((*read_parts(function, labels, x, scale, zero_point, config.spec), own))
+    return _contract(Product(function, operation, tuple(sides), backward), _vary_alike(operands), key)
 
 
-def _varying_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
     """Returns operands of which, under `jax.shard_map`, all vary where one does: of what every device holds JAX then
     sums the cotangents.
     """
@@ -121,39 +121,42 @@ def _varying_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...]
     found = []
     for *parts, key in operands:
         for like in xs:
-            parts = [None if part is None else granularity.varying(part, like) for part in parts]
+            parts = [None if part is None else granularity.vary_like(part, like) for part in parts]
         found.append((*parts, key))
     return tuple(found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _contracted(product: Product, operands: Any, key: Any) -> jax.Array:
+def _contract(product: Product, operands: Any, key: Any) -> jax.Array:
     """Returns the contraction; every argument has passed its contract."""
-    return product.operation.forward(*_quantized(product, operands))
+    return product.operation.forward(*_quantize_side(product, operands))
 
 
-def _quantized(product: Product, operands: Any) -> list[Any]:
+def _quantize_side(product: Product, operands: Any) -> list[Any]:
     return [
-        x if side.config is None else array_of(side.config, jnp.asarray(x), jnp.asarray(scale), zero_point, key)
+        x if side.config is None else make_array(side.config, jnp.asarray(x), jnp.asarray(scale), zero_point, key)
         for side, (x, scale, zero_point, key) in zip(product.sides, operands, strict=True)
     ]
 
 
-def _named(part: jax.Array) -> jax.Array:
+def _name_codes(part: jax.Array) -> jax.Array:
     return checkpoint_name(part, CODES)
 
 
-def _contracted_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array, Any]:
+def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array, Any]:
     asked = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
-    given = [[_value(product.function, leaf) for leaf in operand] for operand in operands]
+    given = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
     # Named before they are contracted: what a policy computes again starts from the codes that it kept.
-    qs = [trusted(jax.tree.map(_named, q)) if isinstance(q, QuantizedArray) else q for q in _quantized(product, given)]
+    qs = [
+        mark_checked(jax.tree.map(_name_codes, q)) if isinstance(q, QuantizedArray) else q
+        for q in _quantize_side(product, given)
+    ]
     y = product.operation.forward(*qs)
-    kept = [_kept(*part) for part in zip(product.sides, given, asked, qs, strict=True)]
+    kept = [_keep_residuals(*part) for part in zip(product.sides, given, asked, qs, strict=True)]
     return y, (kept, None if key is None else key.value)
 
 
-def _contracted_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
+def _contract_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
     kept, key = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return tuple((None,) * 4 for _ in kept), None
@@ -162,34 +165,34 @@ def _contracted_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]
     kept = [
         _Kept(q, mask, x, (*given, k.given[2])) for (q, mask, x, given), k in zip(parts, kept, strict=True)
     ]  # fmt: skip
-    found = _operand_cotangents(product, [k.q for k in kept], g, key)
+    found = _find_operand_cotangents(product, [k.q for k in kept], g, key)
     sides = zip(product.sides, kept, found, strict=True)
-    return tuple(_through_rounding(side, k, d) for side, k, d in sides), None
+    return tuple(_pull_through_rounding(side, k, d) for side, k, d in sides), None
 
 
-_contracted.defvjp(_contracted_fwd, _contracted_bwd, symbolic_zeros=True)
+_contract.defvjp(_contract_fwd, _contract_bwd, symbolic_zeros=True)
 
 
-def _value(function: str, leaf: Any) -> Any:
+def _find_value(function: str, leaf: Any) -> Any:
     if leaf is None:
         return None
-    return _differentiated_once(function, leaf.value) if leaf.perturbed else leaf.value
+    return _forbid_second_derivative(function, leaf.value) if leaf.perturbed else leaf.value
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiated_once(function: str, value: jax.Array) -> jax.Array:
+def _forbid_second_derivative(function: str, value: jax.Array) -> jax.Array:
     """Returns its argument. Codes have no gradient: of them a second derivative would be 0, where it is not."""
     return value
 
 
-def _differentiated_once_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _forbid_second_derivative_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
     is_constant = isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
     wanted = "one derivative; of a second one, contractions of jq.fake_quantize"
     checks.require_type(is_constant, function, "operands", wanted, "the derivative of a gradient")
     return primals[0], tangents[0]
 
 
-_differentiated_once.defjvp(_differentiated_once_jvp, symbolic_zeros=True)
+_forbid_second_derivative.defjvp(_forbid_second_derivative_jvp, symbolic_zeros=True)
 
 
 class _Kept(NamedTuple):
@@ -214,7 +217,7 @@ class _Kept(NamedTuple):
 _NO_MASK, _NO_X = np.zeros(0, np.int8), np.zeros(0, np.bool_)
 
 
-def _kept(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _Kept:
+def _keep_residuals(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _Kept:
     if side.config is None:
         return _Kept(given[0], _NO_MASK, _NO_X, (None, None, None))
     if asked[1] or asked[2]:  # the gradient of a scale is a sum over x
@@ -225,10 +228,10 @@ def _kept(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _K
         spec, rule = side.config
         x, scale = jnp.asarray(given[0]), jnp.asarray(given[1])
         aligned = granularity.Aligned(q.block_size)
-        points = steps(spec, given[2])
+        points = round_zero_point(spec, given[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = estimators.mask(rule, spec, u, None if points is None else aligned.expand(points, x))
-    bits = _NO_MASK if mask is None else _named(_packed(mask))
+        mask = estimators.find_mask(rule, spec, u, None if points is None else aligned.expand(points, x))
+    bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
     return _Kept(q, bits, _NO_X, nothing)
 
 
@@ -242,57 +245,57 @@ def _never_saturates(side: Side) -> bool:
     if not is_own or not isinstance(rule, estimators.StraightThrough):
         return False
     # Of two bits the scale is the largest x, and beyond 2**127 there is no power of two.
-    return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and dtypes.bits(spec.carrier) == 2)
+    return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and dtypes.count_bits(spec.carrier) == 2)
 
 
-def _operand_cotangents(product: Product, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
+def _find_operand_cotangents(product: Product, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
     backward, operation = product.backward, product.operation
-    floats = [dequantized(v) if isinstance(v, QuantizedArray) else v for v in values]
+    floats = [dequantize_checked(v) if isinstance(v, QuantizedArray) else v for v in values]
     # Of unlike dtypes the way back takes that of the result: weights may be kept in more digits than are computed in.
-    dtype = operation.preferred or functools.reduce(dtypes.wider, (f.dtype for f in floats))
+    dtype = operation.preferred or functools.reduce(dtypes.find_wider, (f.dtype for f in floats))
     inward = [isinstance(backward, Int8Backward) and getattr(backward, n) for n in ("lhs", "rhs")]
     found: list[Any] = [None] * len(values)
     if not all(inward) or len(values) != 2:
         _, pull = jax.vjp(operation.floats, *(f.astype(dtype) for f in floats))
         found = list(pull(g.astype(dtype)))
-    for i, own in enumerate(keys(product.function, backward, key)):
+    for i, own in enumerate(split_keys(product.function, backward, key)):
         if isinstance(backward, Int8Backward) and inward[i]:
             found[i] = operation.integers(i, values, g, own)
     return found
 
 
-def _through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
+def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
     if side.config is None:
         return d.astype(kept.q.dtype), None, None, None
     if kept.x.dtype != np.bool_:
         scale, zero_point, key = kept.given
-        return (*pulled(side.config, kept.x, scale, zero_point, key, d), None)
+        return (*find_cotangents(side.config, kept.x, scale, zero_point, key, d), None)
     if kept.mask.dtype != np.int8:
-        d = jnp.where(_unpacked(kept.mask, d.shape), d, jnp.zeros((), d.dtype))
+        d = jnp.where(_unpack_mask(kept.mask, d.shape), d, jnp.zeros((), d.dtype))
     return d.astype(kept.q.dtype), None, None, None
 
 
-def _packed(mask: jax.Array) -> jax.Array:
+def _pack_mask(mask: jax.Array) -> jax.Array:
     """Returns a mask with eight elements in a byte: those a whole eighth of a row apart, which vectors like."""
     if granularity.is_placed(mask) or mask.size < 8:
         return mask
-    rows, columns = _rows(mask.shape)
+    rows, columns = _find_rows(mask.shape)
     length = -(-columns // 8)
     flat = lax.pad(mask.reshape(rows, columns), np.False_, [(0, 0, 0), (0, 8 * length - columns, 0)])
     parts = (lax.slice_in_dim(flat, i * length, (i + 1) * length, axis=1) for i in range(8))
     return functools.reduce(lax.bitwise_or, (part.astype(jnp.uint8) << np.uint8(i) for i, part in enumerate(parts)))
 
 
-def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+def _find_rows(shape: tuple[int, ...]) -> tuple[int, int]:
     """Returns the matrix that a mask is cut up as. A batch that lies on several devices stays there, index by index."""
     size = math.prod(shape)
     rows = shape[0] if len(shape) > 1 and size >= 16 * shape[0] else 1
     return rows, size // rows
 
 
-def _unpacked(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _unpack_mask(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if bits.dtype == np.bool_:
         return bits
     parts = [(bits >> np.uint8(i)) & np.uint8(1) for i in range(8)]
-    flat = lax.slice(lax.concatenate(parts, 1), (0, 0), _rows(shape))
+    flat = lax.slice(lax.concatenate(parts, 1), (0, 0), _find_rows(shape))
     return flat.reshape(shape).astype(np.bool_)

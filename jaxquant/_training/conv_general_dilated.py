@@ -14,13 +14,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.conv import convolution, floats, plan_of
-from .._contractions.dot import contraction
+from .._contractions.conv import convolve_checked, convolve_floats, plan_array_convolution
+from .._contractions.dot import contract_checked
 from .._core import checks, dtypes
 from ..integer._operands import EIGHT_BITS
 from ..integer.conv_general_dilated import Plan
 from . import contraction_vjp, quantizer
-from .backward import Backward, FloatBackward, contract, folded, quantized_gradient
+from .backward import Backward, FloatBackward, check_backward, fold_key, quantized_gradient
 from .quantizer import Quantizer
 
 _NAME = "quantized_conv_general_dilated"
@@ -90,16 +90,20 @@ def quantized_conv_general_dilated(
 
     Cotangents: as of `quantized_dot_general`.
     """
-    specs = [quantizer.of(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))]
-    contract(_NAME, backward, key, specs)
-    lhs, rhs = map(checks.unwrapped, (lhs, rhs))
+    specs = [
+        quantizer.read_quantizer(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))
+    ]
+    check_backward(_NAME, backward, key, specs)
+    lhs, rhs = map(checks.unwrap_array, (lhs, rhs))
     lhs, rhs = checks.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        checks.array(_NAME, name, x, dtypes.FLOATS)
+        checks.check_array(_NAME, name, x, dtypes.FLOATS)
     if preferred_element_type is not None:
-        preferred_element_type = checks.dtype(_NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
+        preferred_element_type = checks.check_dtype(
+            _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
+        )
     checks.check_precision(_NAME, precision, has_algorithms=False)
-    plan = plan_of(
+    plan = plan_array_convolution(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
     )  # fmt: skip
@@ -114,7 +118,9 @@ def _quantized_conv(
     lhs: jax.Array, rhs: jax.Array, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: Conv, backward: Any
 ) -> jax.Array:
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
-    return contraction_vjp.contracted(_NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key)
+    return contraction_vjp.contract_with_gradient(
+        _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
+    )
 
 
 class Conv(NamedTuple):
@@ -127,25 +133,27 @@ class Conv(NamedTuple):
     def forward(self, *operands: Any) -> jax.Array:
         """Returns the convolution of quantized and float operands."""
         lhs, rhs = operands
-        return convolution(_NAME, lhs, rhs, self.plan, self.precision, self.preferred)
+        return convolve_checked(_NAME, lhs, rhs, self.plan, self.precision, self.preferred)
 
     def floats(self, *operands: jax.Array) -> jax.Array:
         """Returns the convolution of floats."""
         lhs, rhs = operands
-        return floats(lhs, rhs, self.plan, self.precision)
+        return convolve_floats(lhs, rhs, self.plan, self.precision)
 
     def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Returns the cotangent of one operand from an integer convolution."""
-        return (_of_image, _of_kernel)[which](self.plan, qs[0], qs[1], g.astype(jnp.float32), key)
+        return (_find_image_dimensions, _find_kernel_dimensions)[which](
+            self.plan, qs[0], qs[1], g.astype(jnp.float32), key
+        )
 
 
-def _of_image(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
+def _find_image_dimensions(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
     """Returns the convolution of g with the kernel turned round, its inputs and outputs exchanged in each group."""
     numbers, sizes = plan.numbers, _Sizes.of(plan, lhs, rhs, g)
     features, channels, *spatial = numbers.rhs_spec
     places: list[int | None] = [None] * rhs.ndim
     places[features] = numbers.out_spec[1]
-    rhs, g = folded(_NAME, rhs, [features, *spatial], g, places)
+    rhs, g = fold_key(_NAME, rhs, [features, *spatial], g, places)
     values = lax.rev(rhs.values, spatial)
     if plan.features > 1:  # [groups * out, in] becomes [groups * in, out]
         values = lax.transpose(values, numbers.rhs_spec)
@@ -166,10 +174,10 @@ def _of_image(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array
     point = None if rhs.zero_point is None else rhs.zero_point.reshape(one)
     flipped = rhs.replace(values=values, scale=rhs.scale.reshape(one), zero_point=point)
     q = quantized_gradient(g, (numbers.out_spec[0],), key)
-    return convolution(_NAME, q, flipped, Plan(turned, geometry, plan.features, 1), None, jnp.float32)
+    return convolve_checked(_NAME, q, flipped, Plan(turned, geometry, plan.features, 1), None, jnp.float32)
 
 
-def _of_kernel(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
+def _find_kernel_dimensions(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Array, key: Any) -> jax.Array:
     """Returns the contractions of g with what each position of the kernel sees: the kernel is small, g is large."""
     if 0 in (g.size, rhs.size):
         return jnp.zeros(rhs.shape, jnp.float32)
@@ -177,25 +185,25 @@ def _of_kernel(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, g: jax.Arra
     image, channels, *spatial = numbers.lhs_spec
     places: list[int | None] = [None] * lhs.ndim
     places[image] = numbers.out_spec[0]
-    lhs, g = folded(_NAME, lhs, [image, *spatial], g, places)
+    lhs, g = fold_key(_NAME, lhs, [image, *spatial], g, places)
     images, features, *positions = numbers.out_spec
     g = lax.transpose(g, (images, *positions, features))
-    q = _grouped(quantized_gradient(g, (g.ndim - 1,), key), plan.features)
-    holed = _holed(plan, lhs.transpose(image, *spatial, channels))
+    q = _group_channels(quantized_gradient(g, (g.ndim - 1,), key), plan.features)
+    holed = _dilate(plan, lhs.transpose(image, *spatial, channels))
     found = []
     for position in itertools.product(*(range(rhs.shape[a]) for a in numbers.rhs_spec[2:])):
         starts = [p * d for p, d in zip(position, geometry.rhs_dilation, strict=True)]
         spans = zip(starts, g.shape[1:-1], geometry.strides, strict=True)
         limits = (holed.shape[0], *(start + (n - 1) * t + 1 for start, n, t in spans), holed.shape[-1])
         seen = lax.slice(holed.values, (0, *starts, 0), limits, (1, *geometry.strides, 1))
-        x = _grouped(holed.replace(values=seen), plan.features)
-        found.append(contraction(_NAME, x, q, (((0,), (0,)), ((1,), (1,))), None, dtypes.FLOAT32))
+        x = _group_channels(holed.replace(values=seen), plan.features)
+        found.append(contract_checked(_NAME, x, q, (((0,), (0,)), ((1,), (1,))), None, dtypes.FLOAT32))
     d = lax.transpose(jnp.stack(found), (1, 3, 2, 0))  # from [positions, groups, channels, features of a group]
     d = d.reshape([rhs.shape[a] for a in numbers.rhs_spec])
     return lax.transpose(d, [numbers.rhs_spec.index(a) for a in range(rhs.ndim)])
 
 
-def _holed(plan: Plan, q: QuantizedArray) -> QuantizedArray:
+def _dilate(plan: Plan, q: QuantizedArray) -> QuantizedArray:
     """Returns images as the kernel slides over them: with zero points in their padding and in their holes."""
     geometry = plan.geometry
     # Narrower codes are padded and cut as bytes.
@@ -206,7 +214,7 @@ def _holed(plan: Plan, q: QuantizedArray) -> QuantizedArray:
     return q.replace(values=values, zero_point=None if q.zero_point is None else q.zero_point.astype(dtype))
 
 
-def _grouped(q: QuantizedArray, groups: int) -> QuantizedArray:
+def _group_channels(q: QuantizedArray, groups: int) -> QuantizedArray:
     """Returns [..., channels] as [all that is added up, groups, channels of a group]. The zero point is one."""
     values, scale = (part.reshape(-1, groups if part.shape[-1] > 1 else 1, max(part.shape[-1] // groups, 1))
                      for part in (q.values, q.scale))  # fmt: skip

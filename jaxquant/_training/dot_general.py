@@ -13,11 +13,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.dot import contraction
+from .._contractions.dot import contract_checked
 from .._core import checks, dtypes, granularity
-from ..integer.dot_general import DotDimensionNumbers, roles
+from ..integer.dot_general import DotDimensionNumbers, find_roles
 from . import contraction_vjp, quantizer
-from .backward import Backward, FloatBackward, contract, of_labels
+from .backward import Backward, FloatBackward, check_backward, find_dimensions
 from .quantizer import Quantizer
 
 _NAME = "quantized_dot_general"
@@ -80,15 +80,19 @@ def quantized_dot_general(
     Cotangent of an operand: that of the contraction with the other side dequantized (or, of Int8Backward, in integers),
     through the gradient of its Quantizer. Of a scale and a float32 zero point in a Quantizer: that gradient's.
     """
-    numbers = checks.integers(_NAME, "dimension_numbers", dimension_numbers)
-    checks.hashable(_NAME, "dimension_numbers", numbers)
+    numbers = checks.check_integers(_NAME, "dimension_numbers", dimension_numbers)
+    checks.check_hashable(_NAME, "dimension_numbers", numbers)
     checks.check_precision(_NAME, precision)
     if preferred_element_type is not None:
-        preferred_element_type = checks.dtype(_NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
+        preferred_element_type = checks.check_dtype(
+            _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
+        )
     granularity.check_out_sharding(_NAME, out_sharding)
     operation = Dot(_NAME, numbers, precision, preferred_element_type, out_sharding)
-    specs = [quantizer.of(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))]
-    contract(_NAME, backward, key, specs)
+    specs = [
+        quantizer.read_quantizer(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))
+    ]
+    check_backward(_NAME, backward, key, specs)
     return _enter(lhs, rhs, *specs, key, operation=operation, backward=backward)
 
 
@@ -96,15 +100,17 @@ def quantized_dot_general(
 def _quantized_dot_general(
     lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: Dot, backward: Any
 ) -> jax.Array:
-    lhs, rhs = checks.arrays(lhs, rhs)
+    lhs, rhs = checks.convert_numpy(lhs, rhs)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        checks.array(_NAME, name, x, dtypes.FLOATS)
-    roles(_NAME, lhs, rhs, operation.numbers)
+        checks.check_array(_NAME, name, x, dtypes.FLOATS)
+    find_roles(_NAME, lhs, rhs, operation.numbers)
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
-    return contraction_vjp.contracted(_NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key)
+    return contraction_vjp.contract_with_gradient(
+        _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
+    )
 
 
-_enter = checks.entrance(_NAME, _quantized_dot_general, ("lhs", "rhs"))
+_enter = checks.wrap_entry_point(_NAME, _quantized_dot_general, ("lhs", "rhs"))
 
 
 class Dot(NamedTuple):
@@ -119,7 +125,9 @@ class Dot(NamedTuple):
     def forward(self, *operands: Any) -> jax.Array:
         """Returns the contraction of quantized and float operands."""
         lhs, rhs = operands
-        return contraction(self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding)
+        return contract_checked(
+            self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding
+        )
 
     def floats(self, *operands: jax.Array) -> jax.Array:
         """Returns the contraction of floats."""
@@ -129,10 +137,10 @@ class Dot(NamedTuple):
     def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Returns the cotangent of one operand from an integer contraction."""
         terms, out = self._labels(qs)
-        return of_labels(self.function, which, terms, out, qs, g, key)
+        return find_dimensions(self.function, which, terms, out, qs, g, key)
 
     def _labels(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        left, right = roles(self.function, qs[0], qs[1], self.numbers)
+        left, right = find_roles(self.function, qs[0], qs[1], self.numbers)
         terms = []
         for side, (q, role) in enumerate(zip(qs, (left, right), strict=True)):
             labels = [""] * q.ndim

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, toolkit_attributes
-from .._onnx_ops.dynamic_quantize_linear import contract, dynamic_range
-from .fake_quantize_linear import Config, fake_quantize
+from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
+from .fake_quantize_linear import Config, fake_quantize_parts
 
 _NAME = "dynamic_fake_quantize_linear"
 
@@ -62,7 +62,7 @@ def dynamic_fake_quantize_linear(
     zero point can push an extreme half a step out).
     """
     return _enter(
-        checks.float32(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        checks.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 
@@ -71,13 +71,13 @@ def _dynamic_fake_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
-    (x,) = checks.arrays(x)
-    found, granularity = contract(_NAME, x, dtype, axis)
-    toolkit_attributes.contract(_NAME, training, lda_coeff, name)
-    config = Config(granularity, found, dtypes.narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
-    with toolkit_attributes.scope(name):
-        _, _, scale, zero_point = dynamic_range(jax.lax.stop_gradient(x), granularity, found)
-        return fake_quantize(config, x, scale, zero_point)
+    (x,) = checks.convert_numpy(x)
+    found, granularity = check_dynamic(_NAME, x, dtype, axis)
+    toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
+    config = Config(granularity, found, dtypes.find_narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
+    with toolkit_attributes.name_scope(name):
+        _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, found)
+        return fake_quantize_parts(config, x, scale, zero_point)
 
 
-_enter = checks.entrance(_NAME, _dynamic_fake_quantize_linear, ("x",))
+_enter = checks.wrap_entry_point(_NAME, _dynamic_fake_quantize_linear, ("x",))

@@ -13,10 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.einsum import parsed, summed
+from .._contractions.einsum import contract_operands, parse_subscripts
 from .._core import checks, dtypes, granularity
 from . import contraction_vjp, quantizer
-from .backward import Backward, FloatBackward, contract, of_labels
+from .backward import Backward, FloatBackward, check_backward, find_dimensions
 from .quantizer import Quantizer
 
 _NAME = "quantized_einsum"
@@ -73,19 +73,21 @@ def quantized_einsum(
 
     Cotangents: as of `quantized_dot_general`.
     """
-    named = {f"operands[{i}]": checks.unwrapped(x) for i, x in enumerate(operands)}
+    named = {f"operands[{i}]": checks.unwrap_array(x) for i, x in enumerate(operands)}
     given = checks.convert_arrays(_NAME, named)
     for i, x in enumerate(given):
-        checks.array(_NAME, f"operands[{i}]", x, dtypes.FLOATS)
+        checks.check_array(_NAME, f"operands[{i}]", x, dtypes.FLOATS)
     counts = isinstance(specs, list | tuple) and len(specs) == len(given)
-    got = f"{len(specs)} for {len(given)} operands" if isinstance(specs, list | tuple) else checks.described(specs)
+    got = f"{len(specs)} for {len(given)} operands" if isinstance(specs, list | tuple) else checks.describe_value(specs)
     checks.require(counts, _NAME, "specs", "a spec or None for each operand", got)
-    opened = tuple(quantizer.of(_NAME, f"specs[{i}]", spec) for i, spec in enumerate(specs))
-    contract(_NAME, backward, key, opened)
+    opened = tuple(quantizer.read_quantizer(_NAME, f"specs[{i}]", spec) for i, spec in enumerate(specs))
+    check_backward(_NAME, backward, key, opened)
     if preferred_element_type is not None:
-        preferred_element_type = checks.dtype(_NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
+        preferred_element_type = checks.check_dtype(
+            _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
+        )
     checks.check_precision(_NAME, precision)
-    parsed(_NAME, subscripts, [x.ndim for x in given])
+    parse_subscripts(_NAME, subscripts, [x.ndim for x in given])
     granularity.check_out_sharding(_NAME, out_sharding)
     operation = Einsum(subscripts, precision, preferred_element_type, out_sharding)
     return _quantized_einsum(given, opened, key, operation=operation, backward=backward)
@@ -94,7 +96,7 @@ def quantized_einsum(
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
 def _quantized_einsum(operands: Any, specs: Any, key: Any, *, operation: Einsum, backward: Any) -> jax.Array:
     names = [(f"operands[{i}]", f"specs[{i}]") for i in range(len(operands))]
-    return contraction_vjp.contracted(_NAME, names, operation, operands, specs, backward, key)
+    return contraction_vjp.contract_with_gradient(_NAME, names, operation, operands, specs, backward, key)
 
 
 class Einsum(NamedTuple):
@@ -107,7 +109,7 @@ class Einsum(NamedTuple):
 
     def forward(self, *operands: Any) -> jax.Array:
         """Returns the contraction of quantized and float operands."""
-        return summed(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
+        return contract_operands(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
 
     def floats(self, *operands: jax.Array) -> jax.Array:
         """Returns the contraction of floats."""
@@ -115,10 +117,10 @@ class Einsum(NamedTuple):
 
     def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Returns the cotangent of one operand from an integer contraction."""
-        terms, out = parsed(_NAME, self.subscripts, [q.ndim for q in qs])
+        terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])
         sizes: dict[str, int] = {}
         for q, labels in zip(qs, terms, strict=True):
             for label, n in zip(labels, q.shape, strict=True):
                 wanted = 'FloatBackward(), for a size of 1 stands for another under "..."'
                 checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", wanted, "Int8Backward()")
-        return of_labels(_NAME, which, terms, out, qs, g, key)
+        return find_dimensions(_NAME, which, terms, out, qs, g, key)

@@ -15,7 +15,7 @@ from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, rounding
 from ..calibration import mse
-from ..calibration.slices import members
+from ..calibration.slices import count_members
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -40,7 +40,7 @@ class StraightThrough:
 
     def __post_init__(self) -> None:
         """Refuses what is no flag."""
-        checks.flag("StraightThrough", "clip", self.clip)
+        checks.check_flag("StraightThrough", "clip", self.clip)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LSQ:
 
     def __post_init__(self) -> None:
         """Refuses what is no count."""
-        _elements("LSQ", self.elements)
+        _check_elements("LSQ", self.elements)
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
         """Returns (scale, zero_point) to start from: scale = 2 * mean(abs(x)) / sqrt(QP), slice by slice.
@@ -79,10 +79,10 @@ class LSQ:
 
         Source: Esser et al., arXiv 1902.08153, section 2.1.
         """
-        scale_shape, point_shape = _shapes("LSQ.initial", x, spec)
+        scale_shape, point_shape = _check_shapes("LSQ.initial", x, spec)
         fixed = spec.fixed_zero_point or 0
-        (mean,) = _means(spec, scale_shape, jnp.abs(x.astype(jnp.float32)))
-        scale = _positive(2 * mean / np.float32(np.sqrt(spec.bounds[1] - fixed)), mean)
+        (mean,) = _find_means(spec, scale_shape, jnp.abs(x.astype(jnp.float32)))
+        scale = _make_positive(2 * mean / np.float32(np.sqrt(spec.bounds[1] - fixed)), mean)
         if spec.symmetric:
             return scale, jnp.full(point_shape, fixed, spec.carrier) if fixed else None
         return scale, jnp.zeros(point_shape, spec.carrier)
@@ -110,7 +110,7 @@ class LSQPlus:
 
     def __post_init__(self) -> None:
         """Refuses what is no count."""
-        _elements("LSQPlus", self.elements)
+        _check_elements("LSQPlus", self.elements)
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
         """Returns (scale, zero_point) to start from: symmetric scale = max(abs(mean -+ 3 deviations)) / 2**(bits - 1).
@@ -129,21 +129,21 @@ class LSQPlus:
 
         Source: Bhalgat et al., arXiv 2004.09576, section 3.2.
         """
-        scale_shape, point_shape = _shapes("LSQPlus.initial", x, spec)
+        scale_shape, point_shape = _check_shapes("LSQPlus.initial", x, spec)
         if not spec.symmetric:
             calibrator = mse(spec)
             low, high = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
-            scale, point = scale_from_range.parameters(spec, low, high, scale_shape, point_shape)
+            scale, point = scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
             assert point is not None
             return scale.astype(jnp.float32), point.astype(jnp.float32)
         values = x.astype(jnp.float32)
-        mean, square = _means(spec, scale_shape, values, values * values)
+        mean, square = _find_means(spec, scale_shape, values, values * values)
         deviation = jnp.sqrt(jnp.maximum(square - mean * mean, _ZERO))
-        steps = 2.0 ** (dtypes.width(spec.carrier) - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
+        steps = 2.0 ** (dtypes.find_width(spec.carrier) - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
         reach = jnp.maximum(jnp.abs(mean - 3 * deviation), jnp.abs(mean + 3 * deviation))
         fixed = spec.fixed_zero_point
         point = jnp.full(point_shape, fixed, spec.carrier) if fixed else None
-        return _positive(reach / np.float32(steps), reach), point
+        return _make_positive(reach / np.float32(steps), reach), point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +175,10 @@ class PACT:
 
         Source: Choi et al., arXiv 1805.06085, section 3: alpha starts above most of what comes.
         """
-        scale_shape, point_shape = _shapes("PACT.initial", x, spec)
-        low, high = scale_from_range.extremes(x, scale_shape, scale_from_range.block_size(spec))
+        scale_shape, point_shape = _check_shapes("PACT.initial", x, spec)
+        low, high = scale_from_range.find_extremes(x, scale_shape, scale_from_range.find_block_size(spec))
         reach = jnp.maximum(-low, high)
-        scale = _positive(reach / np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0)), reach)
+        scale = _make_positive(reach / np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0)), reach)
         return scale, None if spec.symmetric else jnp.zeros(point_shape, spec.carrier)
 
 
@@ -206,14 +206,14 @@ class StochasticRounding:
 Rule = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
-def contract(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
+def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
     """Requires a rule, and one that the spec's codes and the zero point have."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
-    checks.require_type(isinstance(rule, Rule), function, argument, names, checks.described(rule))
+    checks.require_type(isinstance(rule, Rule), function, argument, names, checks.describe_value(rule))
     if isinstance(rule, StochasticRounding):
-        is_key, got = checks.is_key(rule.key), checks.described(rule.key)
+        is_key, got = checks.is_key(rule.key), checks.describe_value(rule.key)
         checks.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)
-        checks.flag(function, f"{argument}.clip", rule.clip)
+        checks.check_flag(function, f"{argument}.clip", rule.clip)
         wanted = f"another rule: {spec.dtype} has no neighbours one step apart"
         checks.require_type(spec.dtype in dtypes.INTEGERS, function, argument, wanted, "StochasticRounding")
     if isinstance(rule, PACT) and isinstance(zero_point, jax.Array | np.ndarray | np.generic):
@@ -221,10 +221,10 @@ def contract(function: str, argument: str, rule: Any, spec: QuantSpec, zero_poin
         wanted = f"{fixed} in {spec.carrier}, for PACT() does not learn it; LSQPlus() does"
         holds = zero_point.dtype != dtypes.FLOAT32
         holds = holds and (checks.is_traced(zero_point) or bool((np.asarray(zero_point) == fixed).all()))
-        checks.require(holds, function, point, wanted, checks.described(zero_point))
+        checks.require(holds, function, point, wanted, checks.describe_value(zero_point))
 
 
-def drawn(value: jax.Array, key: Any) -> jax.Array:
+def round_stochastically(value: jax.Array, key: Any) -> jax.Array:
     """Returns float32 values rounded to an integer below or above, above as often as they lie near it."""
     below = lax.floor(value)
     # Both exact: the distance to an integer, and 2**32 times it. What is none, of an infinity, is no draw.
@@ -237,7 +237,7 @@ def drawn(value: jax.Array, key: Any) -> jax.Array:
     return lax.select(up, lax.add(below, np.float32(1)), below)
 
 
-def mask(rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
+def find_mask(rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
     """Returns where the gradient passes through to x, or None for everywhere. False for NaN.
 
     Args:
@@ -253,7 +253,7 @@ def mask(rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None) -> 
         if spec.codebook is not None:
             return (u >= low) & (u <= high)
         bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
-        return rounding.in_range(u, steps, spec.dtype, bounds)
+        return rounding.find_in_range(u, steps, spec.dtype, bounds)
     # u + z would round: the bounds move instead, and they are whole numbers.
     least, most = (b if steps is None else b - steps.astype(jnp.float32) for b in (low, high))
     if isinstance(rule, StochasticRounding):
@@ -262,7 +262,7 @@ def mask(rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None) -> 
     return above & (u < most)
 
 
-def slopes(
+def find_slopes(
     rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None, distance: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
     """Returns dy/dx, the summands of dy/dscale and of dy/dzero_point over scale; None is 1, and 0 for the last.
@@ -274,7 +274,7 @@ def slopes(
         steps: int32 zero point in u's shape, or None for 0.
         distance: float32, how many steps y has.
     """
-    inside = mask(rule, spec, u, steps)
+    inside = find_mask(rule, spec, u, steps)
     if inside is None:
         return None, distance - u, None
     if isinstance(rule, PACT):
@@ -283,7 +283,7 @@ def slopes(
     return inside, ds, None if isinstance(rule, LSQ) else jnp.where(inside, _ZERO, -_ONE)
 
 
-def factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None) -> Any:
+def find_factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None) -> Any:
     """Returns what the paper multiplies the gradient of a scale with: a float32, or one for each entry of `shape`.
 
     Args:
@@ -297,7 +297,7 @@ def factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], st
         return _ONE
     count: Any = rule.elements
     if count is None:
-        counts = np.maximum(members(x, shape, scale_from_range.block_size(spec)), 1)
+        counts = np.maximum(count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
         count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
     most = spec.bounds[1]
     if steps is None or isinstance(rule, LSQPlus):
@@ -308,27 +308,27 @@ def factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], st
     return lax.rsqrt(jnp.maximum(reach, 1).astype(jnp.float32) * np.asarray(count, np.float32))
 
 
-def _elements(rule: str, elements: Any) -> None:
+def _check_elements(rule: str, elements: Any) -> None:
     if elements is not None:
-        checks.integer(rule, "elements", elements)
+        checks.check_integer(rule, "elements", elements)
         checks.require(elements > 0, rule, "elements", "None or a positive int", elements)
 
 
-def _shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    checks.array(function, "x", x, dtypes.FLOATS)
-    checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.described(spec))
-    return scale_from_range.shapes(function, spec, x.shape)
+def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    checks.check_array(function, "x", x, dtypes.FLOATS)
+    checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
+    return scale_from_range.find_shapes(function, spec, x.shape)
 
 
-def _means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
+def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
     """Returns the means of float32 arrays over the slices that share a scale."""
-    aligned = granularity.Aligned(scale_from_range.block_size(spec))
-    counts = np.maximum(members(values[0], shape, aligned.block_size), 1).astype(np.float32)
+    aligned = granularity.Aligned(scale_from_range.find_block_size(spec))
+    counts = np.maximum(count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
     like = jnp.zeros(shape, jnp.float32)
-    return [granularity.collapse(aligned, v, like) / counts for v in values]
+    return [granularity.sum_to_scale(aligned, v, like) / counts for v in values]
 
 
-def _positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
+def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
     """Returns a scale that is 1 where there was nothing to take it from, and a normal float32 elsewhere."""
     tiny = np.finfo(np.float32).tiny
     return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))

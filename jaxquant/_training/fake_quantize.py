@@ -14,8 +14,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import encode, found
-from .._arrays.quantized_array import QuantizedArray, dequantized, trusted
+from .._arrays.quantize import encode_array, find_parameters
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
@@ -74,20 +74,20 @@ def fake_quantize(
 
     Cotangents: those of the rule. Of an integer zero point there is none; of a scale that x gave none either.
     """
-    checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.described(spec))
+    checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
     scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)
-    estimators.contract(_NAME, "gradient", gradient, spec, zero_point)
-    rule, key = split(gradient)
-    return _enter(checks.float32(x), scale, zero_point, key, spec=spec, rule=rule)
+    estimators.check_estimator(_NAME, "gradient", gradient, spec, zero_point)
+    rule, key = split_key(gradient)
+    return _enter(checks.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "rule"))
 def _fake_quantize(x: Any, scale: Any, zero_point: Any, key: Any, *, spec: QuantSpec, rule: Rule) -> jax.Array:
-    found = tracked(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
-    return _faked(Config(spec, rule), *found, key)
+    found = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
+    return _quantize_and_back(Config(spec, rule), *found, key)
 
 
-_enter = checks.entrance(_NAME, _fake_quantize, ("x", "scale", "zero_point", "key"))
+_enter = checks.wrap_entry_point(_NAME, _fake_quantize, ("x", "scale", "zero_point", "key"))
 
 
 class Config(NamedTuple):
@@ -97,7 +97,7 @@ class Config(NamedTuple):
     rule: Rule
 
 
-def split(rule: Rule) -> tuple[Rule, Any]:
+def split_key(rule: Rule) -> tuple[Rule, Any]:
     """Returns a rule without its key, which then is static, and the key."""
     if isinstance(rule, StochasticRounding):
         return dataclasses.replace(rule, key=None), rule.key
@@ -108,8 +108,8 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
     """Requires what is known of a scale and a zero point to fit the spec, and returns them with numbers as arrays."""
     if scale is None and zero_point is None:
         return None, None
-    scale = checks.float32(scale)
-    zero_point = number_zero_point(function, names[1], zero_point, spec)
+    scale = checks.convert_number(scale)
+    zero_point = convert_zero_point_number(function, names[1], zero_point, spec)
     for argument, part in zip(names, (scale, zero_point), strict=True):
         if not hasattr(part, "__jax_array__"):
             checks.check_readable(function, argument, part)
@@ -120,11 +120,11 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
     return scale, zero_point
 
 
-def number_zero_point(function: str, argument: str, value: Any, spec: QuantSpec) -> Any:
+def convert_zero_point_number(function: str, argument: str, value: Any, spec: QuantSpec) -> Any:
     """Returns an int as a zero point in the spec's dtype, which must hold it; anything else as it came."""
     if not isinstance(value, int | np.integer) or checks.has_dtype(value, dtypes.QUANTIZED):
-        return checks.float32(value)
-    checks.integer(function, argument, value)
+        return checks.convert_number(value)
+    checks.check_integer(function, argument, value)
     low, high = spec.bounds if spec.dtype in dtypes.INTEGERS else (0, 0)
     if not low <= value <= high:
         wanted = f"an int in [{low}, {high}], the codes of the spec"
@@ -132,20 +132,20 @@ def number_zero_point(function: str, argument: str, value: Any, spec: QuantSpec)
     return np.asarray(value, spec.carrier)
 
 
-def tracked(
+def read_parts(
     function: str, names: tuple[str, str, str], x: Any, scale: Any, zero_point: Any, spec: QuantSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Requires what can be quantized, and returns (x, scale, zero_point), the latter two of x's rank."""
-    x, scale, zero_point = checks.arrays(x, scale, zero_point)
-    checks.array(function, names[0], x, dtypes.FLOATS)
+    x, scale, zero_point = checks.convert_numpy(x, scale, zero_point)
+    checks.check_array(function, names[0], x, dtypes.FLOATS)
     if scale is None:
         if zero_point is not None:
             wanted = f"None, or a {names[1]} beside it"
             checks.require(False, function, names[2], wanted, "a zero point alone")
-        return x, *found(function, lax.stop_gradient(x), spec, None, None)[:2]
-    shapes = scale_from_range.shapes(function, spec, x.shape)
-    checks.array(function, names[1], scale, (*dtypes.FLOATS, dtypes.E8M0))
-    scale = _of_rank(function, names[1], scale, shapes[0])
+        return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
+    shapes = scale_from_range.find_shapes(function, spec, x.shape)
+    checks.check_array(function, names[1], scale, (*dtypes.FLOATS, dtypes.E8M0))
+    scale = _expand_rank(function, names[1], scale, shapes[0])
     if zero_point is None:
         wanted = "a zero point, for the spec is asymmetric"
         checks.require(bool(spec.symmetric), function, names[2], wanted, "None")
@@ -153,11 +153,11 @@ def tracked(
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
     if spec.dtype not in dtypes.INTEGERS:
         checks.require(False, function, names[2], f"None: {spec.dtype} has no zero point", "an array")
-    checks.array(function, names[2], zero_point, (spec.carrier, dtypes.FLOAT32))
-    return x, scale, _of_rank(function, names[2], zero_point, shapes[1])
+    checks.check_array(function, names[2], zero_point, (spec.carrier, dtypes.FLOAT32))
+    return x, scale, _expand_rank(function, names[2], zero_point, shapes[1])
 
 
-def _of_rank(function: str, argument: str, part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _expand_rank(function: str, argument: str, part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if part.ndim == len(shape) and all(n in (1, m) for n, m in zip(part.shape, shape, strict=True)):
         return part
     wanted = f"one element, or shape {shape}, with 1 in places of it"
@@ -166,104 +166,110 @@ def _of_rank(function: str, argument: str, part: jax.Array, shape: tuple[int, ..
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _faked(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> jax.Array:
+def _quantize_and_back(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> jax.Array:
     """Returns x through its codes and back; every argument has passed its contract."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can hand a Python number through
-    spec, points = config.spec, steps(config.spec, zero_point)
+    spec, points = config.spec, round_zero_point(config.spec, zero_point)
     if spec.codebook is not None:
-        return dequantized(array_of(config, x, scale, zero_point, key))
-    codes = _codes(config, x, scale, points, key)
-    return dequantize_affine(codes, scale, points, _aligned(spec), x.dtype)
+        return dequantize_checked(make_array(config, x, scale, zero_point, key))
+    codes = _find_codes(config, x, scale, points, key)
+    return dequantize_affine(codes, scale, points, _align_spec(spec), x.dtype)
 
 
-def _faked_fwd(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> tuple[jax.Array, Any]:
-    return _faked(config, x, scale, zero_point, key), (x, scale, zero_point, key)
+def _quantize_and_back_fwd(
+    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+) -> tuple[jax.Array, Any]:
+    return _quantize_and_back(config, x, scale, zero_point, key), (x, scale, zero_point, key)
 
 
-def _faked_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def _quantize_and_back_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     x, scale, zero_point, key = residuals
-    return (*pulled(config, x, scale, zero_point, key, g), None)
+    return (*find_cotangents(config, x, scale, zero_point, key, g), None)
 
 
-_faked.defvjp(_faked_fwd, _faked_bwd)
+_quantize_and_back.defvjp(_quantize_and_back_fwd, _quantize_and_back_bwd)
 
 
-def pulled(
+def find_cotangents(
     config: Config, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Returns the cotangents of x, of the scale and of the zero point, None where that is an integer."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     spec, rule = config
-    aligned, points = _aligned(spec), steps(spec, zero_point)
+    aligned, points = _align_spec(spec), round_zero_point(spec, zero_point)
     unit = jnp.ones(scale.shape, jnp.float32)
     if spec.codebook is not None:
-        distance = dequantized(array_of(config, x, scale, zero_point, key).replace(scale=unit, dtype=jnp.float32))
+        distance = dequantize_checked(
+            make_array(config, x, scale, zero_point, key).replace(scale=unit, dtype=jnp.float32)
+        )
     else:
-        distance = dequantize_affine(_codes(config, x, scale, points, key), unit, points, aligned, dtypes.FLOAT32)
+        distance = dequantize_affine(_find_codes(config, x, scale, points, key), unit, points, aligned, dtypes.FLOAT32)
     u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
     expanded = None if points is None else aligned.expand(points, x)
-    inside, ds, dz = estimators.slopes(rule, spec, u, expanded, distance)
+    inside, ds, dz = estimators.find_slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = (g if inside is None else jnp.where(inside, g, zero)).astype(x.dtype)
-    by = estimators.factor(rule, spec, x, scale.shape, points)
-    dscale = None if scale.dtype == dtypes.E8M0 else _sum(aligned, g * ds, scale, by)
+    by = estimators.find_factor(rule, spec, x, scale.shape, points)
+    dscale = None if scale.dtype == dtypes.E8M0 else _sum_to_part(aligned, g * ds, scale, by)
     if zero_point is None or zero_point.dtype != dtypes.FLOAT32:
         return dx, dscale, None
     if dz is None:
         return dx, dscale, jnp.zeros_like(zero_point)
-    value = aligned.expand(small_floats.decode(scale) if dscale is None else scale.astype(jnp.float32), x)
+    value = aligned.expand(small_floats.decode_small_float(scale) if dscale is None else scale.astype(jnp.float32), x)
     return (
         dx,
         dscale,
-        _sum(aligned, g * dz * value, zero_point, estimators.factor(rule, spec, x, zero_point.shape, points)),
+        _sum_to_part(
+            aligned, g * dz * value, zero_point, estimators.find_factor(rule, spec, x, zero_point.shape, points)
+        ),
     )
 
 
-def array_of(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
+def make_array(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
     """Returns x as codes under a scale and a zero point of its rank."""
-    spec, points = config.spec, steps(config.spec, zero_point)
-    size = scale_from_range.block_size(spec)
+    spec, points = config.spec, round_zero_point(config.spec, zero_point)
+    size = scale_from_range.find_block_size(spec)
     whole = None if points is None else points.astype(spec.carrier)
     if key is None:
-        values = encode(x, scale, points, spec)
+        values = encode_array(x, scale, points, spec)
     else:
-        values = _codes(config, x, scale, points, key).astype(spec.carrier)
+        values = _find_codes(config, x, scale, points, key).astype(spec.carrier)
     short = any(n not in (1, m) for part in (scale, points) if part is not None
                 for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
     q = QuantizedArray(values, scale, whole, dtype=x.dtype, block_size=size if short else None, codebook=spec.codebook)
-    return trusted(q)
+    return mark_checked(q)
 
 
-def steps(spec: QuantSpec, zero_point: Any) -> jax.Array | None:
+def round_zero_point(spec: QuantSpec, zero_point: Any) -> jax.Array | None:
     """Returns the zero point in whole steps, int32, or None."""
     if zero_point is None or spec.dtype not in dtypes.INTEGERS:
         return None
     zero_point = jnp.asarray(zero_point)
     if zero_point.dtype == dtypes.FLOAT32:
         low, high = (int(b) for b in spec.bounds)
-        return rounding.encode(zero_point, None, spec.carrier, (low, high)).astype(jnp.int32)
+        return rounding.encode_steps(zero_point, None, spec.carrier, (low, high)).astype(jnp.int32)
     return zero_point.astype(jnp.int32)
 
 
-def _codes(config: Config, x: jax.Array, scale: jax.Array, points: jax.Array | None, key: Any) -> jax.Array:
+def _find_codes(config: Config, x: jax.Array, scale: jax.Array, points: jax.Array | None, key: Any) -> jax.Array:
     """Returns the codes, those of an integer dtype in an int32 that no loop has to pack."""
-    spec, aligned = config.spec, _aligned(config.spec)
+    spec, aligned = config.spec, _align_spec(config.spec)
     value = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
     if spec.dtype in dtypes.SMALL_FLOATS:
-        return small_floats.encode(value, spec.dtype, True)
+        return small_floats.encode_small_float(value, spec.dtype, True)
     if key is not None:
-        value = estimators.drawn(value, key)
+        value = estimators.round_stochastically(value, key)
     low, high = (int(b) for b in spec.bounds)
     # 16 bits hold the codes of every integer dtype but one.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
     expanded = None if points is None else aligned.expand(points, x)
-    return rounding.encode(value, expanded, carrier, (low, high)).astype(jnp.int32)
+    return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
 
 
-def _aligned(spec: QuantSpec) -> granularity.Aligned:
-    return granularity.Aligned(scale_from_range.block_size(spec))
+def _align_spec(spec: QuantSpec) -> granularity.Aligned:
+    return granularity.Aligned(scale_from_range.find_block_size(spec))
 
 
-def _sum(aligned: granularity.Aligned, values: jax.Array, like: jax.Array, by: Any) -> jax.Array:
+def _sum_to_part(aligned: granularity.Aligned, values: jax.Array, like: jax.Array, by: Any) -> jax.Array:
     """Returns float32 values summed over each entry's elements, times `by`, in the shape and dtype of `like`."""
-    return (granularity.collapse(aligned, values, like) * by).astype(like.dtype)
+    return (granularity.sum_to_scale(aligned, values, like) * by).astype(like.dtype)

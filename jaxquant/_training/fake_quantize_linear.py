@@ -12,8 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, known_values, rounding, toolkit_attributes
 from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
-from .._core.granularity import Granularity, collapse, matching, resolve
-from .._core.number_arguments import number_scale, number_zero_point, refuse_float_zero_point
+from .._core.granularity import Granularity, check_matching, resolve_onnx, sum_to_scale
+from .._core.number_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 
 _NAME = "fake_quantize_linear"
 
@@ -86,19 +86,19 @@ def fake_quantize_linear(
     zero_point: sum over its slice of -g * (1 - m) * scale. An integer zero_point has none.
     """
     if isinstance(scale, int | float):
-        scale = number_scale(_NAME, "scale", scale, x)
+        scale = convert_scale_number(_NAME, "scale", scale, x)
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
         wanted = jnp.uint8 if dtype is None else dtype
-        zero_point = number_zero_point(_NAME, "zero_point", zero_point, wanted, scale)
+        zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, wanted, scale)
     known_values.check_positive(_NAME, "scale", scale)
     if zero_point is not None:
-        zero_point = checks.float32(zero_point)
+        zero_point = checks.convert_number(zero_point)
         found = _find_dtype(zero_point, dtype)
         if found in dtypes.INTEGERS:
-            known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.bounds(found))
-        refuse_float_zero_point(_NAME, "zero_point", zero_point)
+            known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(found))
+        check_float_zero_point(_NAME, "zero_point", zero_point)
     return _enter(
-        checks.float32(x), scale, zero_point,
+        checks.convert_number(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
@@ -110,28 +110,28 @@ def _fake_quantize_linear(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, axis: int, block_size: int, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
-    x, scale, zero_point = checks.arrays(x, scale, zero_point)
-    checks.array(_NAME, "x", x, dtypes.FLOATS)
-    checks.array(_NAME, "scale", scale, dtypes.FLOATS)
+    x, scale, zero_point = checks.convert_numpy(x, scale, zero_point)
+    checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+    checks.check_array(_NAME, "scale", scale, dtypes.FLOATS)
     found = _find_dtype(zero_point, dtype)
-    toolkit_attributes.contract(_NAME, training, lda_coeff, name)
-    granularity = resolve(_NAME, "scale", scale, x.shape, axis, block_size)
+    toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
+    granularity = resolve_onnx(_NAME, "scale", scale, x.shape, axis, block_size)
     if zero_point is not None:
         integers = found in dtypes.INTEGERS
-        checks.array(_NAME, "zero_point", zero_point, (found, dtypes.FLOAT32) if integers else (found,))
-        matching(_NAME, "zero_point", zero_point, scale, "scale")
+        checks.check_array(_NAME, "zero_point", zero_point, (found, dtypes.FLOAT32) if integers else (found,))
+        check_matching(_NAME, "zero_point", zero_point, scale, "scale")
     config = Config(granularity, found, None, bool(training), float(lda_coeff), _NAME)
-    with toolkit_attributes.scope(name):
-        return fake_quantize(config, x, scale, zero_point)
+    with toolkit_attributes.name_scope(name):
+        return fake_quantize_parts(config, x, scale, zero_point)
 
 
-_enter = checks.entrance(_NAME, _fake_quantize_linear, ("x", "scale", "zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _fake_quantize_linear, ("x", "scale", "zero_point"))
 
 
 def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:
     """Returns the dtype of the codes: `dtype`, or by `quantize_linear`'s default the zero point's, or uint8."""
     if dtype is not None:
-        return checks.dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
+        return checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
     own = getattr(zero_point, "dtype", None)
     return np.dtype(own) if own in dtypes.QUANTIZED else np.dtype(jnp.uint8)
 
@@ -148,61 +148,61 @@ class Config(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fake_quantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
+def fake_quantize_parts(config: Config, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
     """Returns x through its codes and back; every argument has passed its contract."""
     x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can hand a Python number through
-    steps = _steps(config, zero_point)
-    return dequantize_affine(_codes(config, x, scale, steps), scale, steps, config.granularity, x.dtype)
+    steps = _round_zero_point(config, zero_point)
+    return dequantize_affine(_find_codes(config, x, scale, steps), scale, steps, config.granularity, x.dtype)
 
 
-def _fake_quantize_fwd(
+def _fake_quantize_parts_fwd(
     config: Config, x: jax.Array, scale: jax.Array, zero_point: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     toolkit_attributes.refuse_backward(config.function, config.training)
-    return fake_quantize(config, x, scale, zero_point), (x, scale, zero_point)
+    return fake_quantize_parts(config, x, scale, zero_point), (x, scale, zero_point)
 
 
-def _fake_quantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any]:
+def _fake_quantize_parts_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any]:
     x, scale = map(jnp.asarray, residuals[:2])
     zero_point = residuals[2] if residuals[2] is None else jnp.asarray(residuals[2])
     granularity = config.granularity
-    steps = _steps(config, zero_point)
+    steps = _round_zero_point(config, zero_point)
     expanded = None if steps is None else granularity.expand(steps, x)
     unit = jnp.ones(scale.shape, jnp.float32)
-    distance = dequantize_affine(_codes(config, x, scale, steps), unit, steps, granularity, unit.dtype)
+    distance = dequantize_affine(_find_codes(config, x, scale, steps), unit, steps, granularity, unit.dtype)
     value = divide_by_scale(x, granularity.expand(scale, x), scale.dtype)
-    inside = rounding.in_range(value, expanded, config.dtype, config.bounds)
+    inside = rounding.find_in_range(value, expanded, config.dtype, config.bounds)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = np.float32(config.lda_coeff) * jnp.where(inside, g, zero)
-    ds = _sum(granularity, g * (distance - jnp.where(inside, value, zero)), scale)
+    ds = _sum_to_part(granularity, g * (distance - jnp.where(inside, value, zero)), scale)
     if zero_point is None or zero_point.dtype != dtypes.FLOAT32:
         return dx.astype(x.dtype), ds, None
     outside = jnp.where(inside, zero, -g * granularity.expand(scale.astype(jnp.float32), x))
-    return dx.astype(x.dtype), ds, _sum(granularity, outside, zero_point)
+    return dx.astype(x.dtype), ds, _sum_to_part(granularity, outside, zero_point)
 
 
-fake_quantize.defvjp(_fake_quantize_fwd, _fake_quantize_bwd)
+fake_quantize_parts.defvjp(_fake_quantize_parts_fwd, _fake_quantize_parts_bwd)
 
 
-def _steps(config: Config, zero_point: jax.Array | None) -> jax.Array | None:
+def _round_zero_point(config: Config, zero_point: jax.Array | None) -> jax.Array | None:
     """Returns the zero point in the integer dtype, or None."""
     if zero_point is None or config.dtype in dtypes.SMALL_FLOATS:
         return None
     if zero_point.dtype == dtypes.FLOAT32:
-        return rounding.encode(zero_point, None, config.dtype, config.bounds).astype(jnp.int32)
+        return rounding.encode_steps(zero_point, None, config.dtype, config.bounds).astype(jnp.int32)
     return zero_point.astype(jnp.int32)
 
 
-def _codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None) -> jax.Array:
+def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None) -> jax.Array:
     if config.dtype in dtypes.SMALL_FLOATS:
         return quantize_affine(x, scale, steps, config.granularity, config.dtype, scale.dtype)
     # 16 bits hold the codes of every integer dtype but one, and no loop has to pack them.
     carrier = config.dtype if config.dtype == jnp.uint16 else np.dtype(jnp.int16)
-    bounds = config.bounds or dtypes.bounds(config.dtype)
+    bounds = config.bounds or dtypes.find_bounds(config.dtype)
     codes = quantize_affine(x, scale, steps, config.granularity, carrier, scale.dtype, bounds=bounds)
     return codes.astype(jnp.int32)
 
 
-def _sum(granularity: Granularity, values: jax.Array, like: jax.Array) -> jax.Array:
+def _sum_to_part(granularity: Granularity, values: jax.Array, like: jax.Array) -> jax.Array:
     """Returns float32 values summed over each scale's elements, in the shape and dtype of `like`."""
-    return collapse(granularity, values, like).astype(like.dtype)
+    return sum_to_scale(granularity, values, like).astype(like.dtype)

@@ -12,7 +12,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from . import estimators
 from .estimators import Rule, StochasticRounding, StraightThrough
-from .fake_quantize import Config, check_parts, fake_quantize, split
+from .fake_quantize import Config, check_parts, fake_quantize, split_key
 
 _NAME = "Quantizer"
 
@@ -50,7 +50,7 @@ class Quantizer:
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the arrays, and what is static."""
-        rule, key = split(self.gradient)
+        rule, key = split_key(self.gradient)
         return (self.scale, self.zero_point, key), (self.spec, rule)
 
     @classmethod
@@ -62,21 +62,21 @@ class Quantizer:
         return cls(spec, scale, zero_point, dataclasses.replace(rule, key=key) if draws else rule)
 
 
-def of(function: str, argument: str, given: Any) -> Quantizer | None:
+def read_quantizer(function: str, argument: str, given: Any) -> Quantizer | None:
     """Requires a spec, a Quantizer or None, and returns the latter two, whose parts are arrays or None."""
     if given is None:
         return None
     quantizer = Quantizer(given) if isinstance(given, QuantSpec) else given
     is_one = isinstance(quantizer, Quantizer) and isinstance(quantizer.spec, QuantSpec)
     wanted = "a QuantSpec, a Quantizer or None"
-    checks.require_type(is_one, function, argument, wanted, checks.described(given))
-    scale, point = (checks.unwrapped(part) for part in (quantizer.scale, quantizer.zero_point))
+    checks.require_type(is_one, function, argument, wanted, checks.describe_value(given))
+    scale, point = (checks.unwrap_array(part) for part in (quantizer.scale, quantizer.zero_point))
     scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
-    estimators.contract(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
+    estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
     return dataclasses.replace(quantizer, scale=scale, zero_point=point)
 
 
-def opened(quantizer: Quantizer) -> tuple[Config, tuple[Any, Any, Any]]:
+def split_quantizer(quantizer: Quantizer) -> tuple[Config, tuple[Any, Any, Any]]:
     """Returns what is static of a Quantizer, and (scale, zero_point, key)."""
     (scale, zero_point, key), static = quantizer.tree_flatten()
     return Config(*static), (scale, zero_point, key)

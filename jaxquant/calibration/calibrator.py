@@ -14,7 +14,7 @@ from jax import export, lax
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
 from .._core import checks, granularity
-from .slices import floats
+from .slices import check_floats
 
 _NAN, _INFINITE, _NOTHING, _ZEROS = 1, 2, 3, 4
 _FAULTS = {
@@ -83,14 +83,14 @@ class Parts(NamedTuple):
     finish: Callable[[Any], tuple[jax.Array, jax.Array, Range]]
 
 
-def built(parts: Parts) -> Calibrator:
+def build_calibrator(parts: Parts) -> Calibrator:
     """Returns the calibrator of these parts, with the contracts that all of them share."""
     return Calibrator(*(functools.partial(f, parts) for f in (_init, _update, _merge, _finalize, _all_reduce)))
 
 
-def spec_of(function: str, spec: Any) -> None:
+def check_spec(function: str, spec: Any) -> None:
     """Requires a QuantSpec."""
-    checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.described(spec))
+    checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
 
 
 def _init(parts: Parts, example: Any) -> Any:
@@ -100,17 +100,17 @@ def _init(parts: Parts, example: Any) -> Any:
     has_shape = hasattr(example, "shape") and hasattr(example, "dtype")
     wanted = "an array or a jax.ShapeDtypeStruct"
     checks.require_type(has_shape, name, "example", wanted, type(example).__name__)
-    state = parts.nothing(scale_from_range.range_shape(name, parts.spec, tuple(example.shape)))
+    state = parts.nothing(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
     if checks.is_traced(example):  # a loop under jax.shard_map takes no carry that does not vary as its data do
-        state = jax.tree.map(lambda part: granularity.varying(part, example), state)
+        state = jax.tree.map(lambda part: granularity.vary_like(part, example), state)
     return state
 
 
 def _update(parts: Parts, state: Any, batch: Any) -> Any:
     name = f"{parts.function}.update"
-    _state(parts, name, "state", state)
-    batch = floats(name, "batch", batch)
-    shape = scale_from_range.range_shape(name, parts.spec, batch.shape)
+    _check_state(parts, name, "state", state)
+    batch = check_floats(name, "batch", batch)
+    shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
     wanted = f"a batch whose ranges have shape {tuple(state.low.shape)}, as the example of init had"
     got = f"ranges of shape {shape}, of a batch of shape {batch.shape}"
     checks.require(shape == tuple(state.low.shape), name, "batch", wanted, got)
@@ -119,8 +119,8 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
 
 def _merge(parts: Parts, a: Any, b: Any) -> Any:
     name = f"{parts.function}.merge"
-    _state(parts, name, "a", a)
-    _state(parts, name, "b", b)
+    _check_state(parts, name, "a", a)
+    _check_state(parts, name, "b", b)
     wanted = f"shape {tuple(a.low.shape)}, as that of a"
     checks.require(a.low.shape == b.low.shape, name, "b.low", wanted, f"shape {tuple(b.low.shape)}")
     return parts.together(a, b)
@@ -128,24 +128,24 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
 
 def _finalize(parts: Parts, state: Any, allow_zero: bool = False) -> Range:
     name = f"{parts.function}.finalize"
-    _state(parts, name, "state", state)
-    checks.flag(name, "allow_zero", allow_zero)
-    return _concluded(name, *parts.finish(state), bool(allow_zero))
+    _check_state(parts, name, "state", state)
+    checks.check_flag(name, "allow_zero", allow_zero)
+    return _conclude(name, *parts.finish(state), bool(allow_zero))
 
 
 def _all_reduce(parts: Parts, state: Any, axis_name: Any) -> Any:
-    _state(parts, f"{parts.function}.all_reduce", "state", state)
+    _check_state(parts, f"{parts.function}.all_reduce", "state", state)
     return parts.across(state, axis_name)
 
 
 @functools.lru_cache(maxsize=256)
-def _like(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, ...]) -> Any:
+def _make_template(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, ...]) -> Any:
     return jax.eval_shape(lambda: nothing(shape))
 
 
-def _state(parts: Parts, function: str, argument: str, state: Any) -> None:
+def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
     """Requires a state as `init` makes it."""
-    wanted = _like(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
+    wanted = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
     name, reason = type(wanted).__name__, f"as {parts.function}.init makes it"
     is_one = type(state) is type(wanted)
     checks.require_type(is_one, function, argument, f"a {name}, {reason}", type(state).__name__)
@@ -156,34 +156,34 @@ def _state(parts: Parts, function: str, argument: str, state: Any) -> None:
         checks.require(described[0] == described[1], function, f"{argument}.{field}", text, described[0])
 
 
-def _faults(low: jax.Array, high: jax.Array) -> jax.Array:
+def _find_faults(low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns what is wrong with each slice of which these are the extremes: 0 for nothing."""
     none = low > high
     infinite = (jnp.isinf(low) | jnp.isinf(high)) & ~none
     # By their bits: a denormal number is 0 to XLA:CPU.
-    zero = (_magnitude(low) | _magnitude(high)) == 0
+    zero = (_clear_sign(low) | _clear_sign(high)) == 0
     found = jnp.where(zero, _ZEROS, jnp.where(none, _NOTHING, jnp.where(infinite, _INFINITE, 0)))
     return jnp.where(jnp.isnan(low) | jnp.isnan(high), _NAN, found)
 
 
-def _magnitude(value: jax.Array) -> jax.Array:
+def _clear_sign(value: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(value, jnp.int32) & np.int32(0x7FFFFFFF)
 
 
-def _concluded(function: str, low: jax.Array, high: jax.Array, found: Range, allow_zero: bool) -> Range:
+def _conclude(function: str, low: jax.Array, high: jax.Array, found: Range, allow_zero: bool) -> Range:
     """Returns the ranges that were found, or raises for slices that have none; low > high says nothing was seen."""
-    fault = _faults(low, high)
+    fault = _find_faults(low, high)
     if allow_zero:
         zero = fault == _ZEROS
         found = Range(*(jnp.where(zero, np.float32(0), v) for v in found))
         fault = jnp.where(zero, 0, fault)
     if not checks.is_traced(fault) and (fault.is_fully_addressable or fault.is_fully_replicated):
-        _raise(function, np.asarray(fault))
+        _raise_faults(function, np.asarray(fault))
         return found
     return Range(*(jnp.where(fault == 0, v, np.float32(np.nan)) for v in found))
 
 
-def _raise(function: str, fault: np.ndarray) -> None:
+def _raise_faults(function: str, fault: np.ndarray) -> None:
     for code, (what, remedy) in _FAULTS.items():
         slices = np.argwhere(fault == code)
         if len(slices):

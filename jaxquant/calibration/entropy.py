@@ -74,16 +74,16 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
 
     Source: Migacz, 8-bit Inference with TensorRT, GTC 2017; ONNX Runtime's EntropyCalibrater.
     """
-    calibrator.spec_of(_NAME, spec)
-    narrow = [d for d in dtypes.INTEGERS if dtypes.bits(d) <= 8]
-    checks.require_type(spec.dtype in narrow, _NAME, "spec.dtype", dtypes.names(tuple(narrow)), spec.dtype)
+    calibrator.check_spec(_NAME, spec)
+    narrow = [d for d in dtypes.INTEGERS if dtypes.count_bits(d) <= 8]
+    checks.require_type(spec.dtype in narrow, _NAME, "spec.dtype", dtypes.list_names(tuple(narrow)), spec.dtype)
     symmetric, (least, most) = bool(spec.symmetric), spec.bounds
-    levels = 2 ** (dtypes.bits(spec.dtype) - 1) if symmetric else int(most - least) + 1
-    checks.integer(_NAME, "bins", bins)
+    levels = 2 ** (dtypes.count_bits(spec.dtype) - 1) if symmetric else int(most - least) + 1
+    checks.check_integer(_NAME, "bins", bins)
     enough = 4 * levels <= bins <= _MOST
     checks.require(enough, _NAME, "bins", f"a power of two in [{4 * levels}, {_MOST}], for {levels} levels", bins)
     finish = functools.partial(_finish, levels=levels, symmetric=symmetric)
-    return histogram.calibrator(Settings(_NAME, spec, bins, every), finish)
+    return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every), finish)
 
 
 class _Bins(NamedTuple):
@@ -98,17 +98,17 @@ class _Bins(NamedTuple):
 
 @functools.partial(jax.jit, inline=True, static_argnames=("levels", "symmetric"))
 def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax.Array, jax.Array, Range]:
-    half = histogram.bins_of(state) // 2
+    half = histogram.find_bins(state) // 2
     sides = jnp.arange(levels if symmetric else max(1, levels // 2), half + 1, dtype=jnp.int32)
 
     def best(counts: Words) -> jax.Array:
-        bins = _folded(counts) if symmetric else _signed(counts)
+        bins = _fold_bins(counts) if symmetric else _sign_bins(counts)
 
         def divergence(side: jax.Array) -> jax.Array:
             centre = 0 if symmetric else half
             start = jnp.maximum(centre - side, bins.first)
             end = jnp.minimum(centre + side, bins.last + 1)
-            found = _divergence(bins, start, end, levels)
+            found = _find_divergence(bins, start, end, levels)
             return jnp.where((end - start >= levels) | (side == half), found, np.float32(np.inf))
 
         return sides[jnp.argmin(lax.map(divergence, sides))]
@@ -116,43 +116,43 @@ def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax
     # Slice by slice: the bins of one stay in the cache, those of all do not.
     found = lax.map(best, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
     low, high = state.low, state.high
-    reach = found.reshape(low.shape).astype(jnp.float32) * histogram.width(state)
+    reach = found.reshape(low.shape).astype(jnp.float32) * histogram.find_width(state)
     return low, high, Range(lax.clamp(low, -reach, high), lax.clamp(low, reach, high))
 
 
-def _folded(counts: Words) -> _Bins:
+def _fold_bins(counts: Words) -> _Bins:
     below, above = (Words(*(half.reshape(2, -1)[i] for half in counts)) for i in (0, 1))
-    bins = _summed(uint64.add(above, Words(*(half[::-1] for half in below))))
+    bins = _sum_bins(uint64.add(above, Words(*(half[::-1] for half in below))))
     return bins._replace(first=jnp.zeros_like(bins.first))
 
 
-def _signed(counts: Words) -> _Bins:
+def _sign_bins(counts: Words) -> _Bins:
     half = counts.low.size // 2
-    bins = _summed(counts)
+    bins = _sum_bins(counts)
     return bins._replace(first=jnp.minimum(bins.first, half), last=jnp.maximum(bins.last, half - 1))  # it holds 0
 
 
-def _summed(counts: Words) -> _Bins:
+def _sum_bins(counts: Words) -> _Bins:
     filled = (counts.low | counts.high) != 0
-    before = Words(*(_after_zero(half) for half in uint64.cumulative(counts)))
+    before = Words(*(_drop_zero(half) for half in uint64.sum_cumulatively(counts)))
     return _Bins(
         uint64.to_float32(counts),
         before,
-        _after_zero(jnp.cumsum(filled, dtype=jnp.int32)),
+        _drop_zero(jnp.cumsum(filled, dtype=jnp.int32)),
         jnp.argmax(filled).astype(jnp.int32),
         np.int32(filled.size - 1) - jnp.argmax(filled[::-1]).astype(jnp.int32),
     )
 
 
-def _after_zero(values: jax.Array) -> jax.Array:
+def _drop_zero(values: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(values[:1]), values])
 
 
-def _divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
+def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
     """Returns KL(P || Q) of the bins from `start` to before `end`."""
     size = bins.counts.size
     n = jnp.maximum(end - start, 1)
-    left, right = _between(bins, jnp.zeros_like(start), start), _between(bins, end, jnp.full_like(end, size))
+    left, right = _sum_between(bins, jnp.zeros_like(start), start), _sum_between(bins, end, jnp.full_like(end, size))
     offset = lax.iota(jnp.int32, size) - start
     inside = (offset >= 0) & (offset < n)
     p = jnp.where(inside, bins.counts, np.float32(0))
@@ -160,7 +160,7 @@ def _divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> j
 
     edges = start + (lax.iota(jnp.int32, levels + 1) * n + (levels - 1)) // levels
     lower, upper = edges[:-1], edges[1:]
-    held = _between(bins, lower, upper)
+    held = _sum_between(bins, lower, upper)
     filled = bins.filled[upper] - bins.filled[lower]
     for edge, beyond in ((start, left), (end - 1, right)):  # a bin that is empty but for what lies beyond
         was_empty = (bins.counts[jnp.minimum(edge, size - 1)] == 0) & (beyond > 0)
@@ -171,20 +171,20 @@ def _divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> j
     run = jnp.clip((part / n.astype(jnp.float32)).astype(jnp.int32), 0, levels - 1)
     q = jnp.where(p > 0, even[run], np.float32(0))
 
-    p, q = _smoothed(p, inside), _smoothed(q, inside)
+    p, q = _smooth(p, inside), _smooth(q, inside)
     # sum(P * (R - 1 - log(R))), R = Q / P, for both sum to 1: no term is negative, so none cancels.
     ratio = jnp.where(inside, q / jnp.where(inside, p, np.float32(1)), np.float32(1))
     terms = p * (ratio - 1 - jnp.log(ratio))
     return jnp.where(jnp.sum(held) > 0, jnp.sum(terms), np.float32(np.inf))
 
 
-def _between(bins: _Bins, start: jax.Array, end: jax.Array) -> jax.Array:
+def _sum_between(bins: _Bins, start: jax.Array, end: jax.Array) -> jax.Array:
     """Returns how many there are from the bin `start` to before `end`: exact until the last, a float32."""
     first, last = (Words(*(half[index] for half in bins.before)) for index in (start, end))
     return uint64.to_float32(uint64.subtract(last, first))
 
 
-def _smoothed(counts: jax.Array, inside: jax.Array) -> jax.Array:
+def _smooth(counts: jax.Array, inside: jax.Array) -> jax.Array:
     """Returns the counts with something in each bin, divided by their sum."""
     empty = inside & (counts == 0)
     total = jnp.maximum(jnp.sum(counts), np.float32(1))

@@ -23,7 +23,7 @@ from .._core import checks, granularity, uint64
 from .._core.uint64 import Words
 from . import running
 from . import slices as data_slices
-from .calibrator import Calibrator, Parts, built, spec_of
+from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width is a float32 still
 _SPARE = 16  # slots of a table behind its bins, the first half of them for zeros
@@ -81,87 +81,92 @@ class Settings(NamedTuple):
     has_ends: bool = False
 
 
-def calibrator(settings: Settings, finish: Any) -> Calibrator:
+def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
     """Returns the calibrator that ends with `finish(state)`, after the contracts that it shares with others."""
     function = settings.function
-    spec_of(function, settings.spec)
+    check_spec(function, settings.spec)
     for argument in ("bins", "every"):
-        checks.integer(function, argument, getattr(settings, argument))
+        checks.check_integer(function, argument, getattr(settings, argument))
     bins, every = int(settings.bins), int(settings.every)
     power = 16 <= bins <= uint64.TERMS and bins & (bins - 1) == 0
     checks.require(power, function, "bins", f"a power of two in [16, {uint64.TERMS}]", bins)
     checks.require(every > 0, function, "every", "a positive int", every)
     settings = settings._replace(bins=bins, every=every)
-    nothing = functools.partial(_nothing, settings)
+    nothing = functools.partial(_make_empty, settings)
     step = functools.partial(_update, settings=settings)
-    return built(Parts(function, settings.spec, nothing, step, _together, _across, finish))
+    return build_calibrator(Parts(function, settings.spec, nothing, step, _merge_states, _reduce_states, finish))
 
 
-def bins_of(state: HistogramState) -> int:
+def find_bins(state: HistogramState) -> int:
     """Returns the number of bins."""
     return state.counts.low.shape[-1]
 
 
-def width(state: HistogramState) -> jax.Array:
+def find_width(state: HistogramState) -> jax.Array:
     """Returns the width of a bin, float32, a power of two."""
-    return _power(state.exponent - (bins_of(state) // 2).bit_length() + 1)
+    return _find_power(state.exponent - (find_bins(state) // 2).bit_length() + 1)
 
 
-def per_width(state: HistogramState) -> jax.Array:
+def divide_by_width(state: HistogramState) -> jax.Array:
     """Returns the reciprocal of a bin's width, exactly."""
-    return _power((bins_of(state) // 2).bit_length() - 1 - state.exponent)
+    return _find_power((find_bins(state) // 2).bit_length() - 1 - state.exponent)
 
 
-def _power(exponent: jax.Array) -> jax.Array:
+def _find_power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _nothing(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
+def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
     slots = math.prod(shape) * (settings.bins + _SPARE)
     wanted = f"fewer than {_TABLES} bins in all"
     checks.require(slots < _TABLES, settings.function, "spec", wanted, f"{math.prod(shape)} slices")
     full = (*shape, settings.bins)
     ends = (jnp.full(full, _NONE), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
-    none = uint64.zeros(shape)
+    none = uint64.make_zeros(shape)
     return HistogramState(
-        *running.nothing(shape), none, none, jnp.full(shape, np.int32(_LEAST)), uint64.zeros(full), *ends
+        *running.make_empty(shape), none, none, jnp.full(shape, np.int32(_LEAST)), uint64.make_zeros(full), *ends
     )
 
 
 # Growing.
 
 
-def _grown(state: HistogramState, exponent: jax.Array) -> HistogramState:
+def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     """Returns the state with an exponent that is not below its own."""
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
-    steps = jnp.minimum(steps, bins_of(state).bit_length())  # then all that there is lies in the two bins beside 0
-    parts = jax.tree.map(lambda part: granularity.varying(part, steps), (state.counts, state.least, state.most))
+    steps = jnp.minimum(steps, find_bins(state).bit_length())  # then all that there is lies in the two bins beside 0
+    parts = jax.tree.map(lambda part: granularity.vary_like(part, steps), (state.counts, state.least, state.most))
 
     def halve(carry: Any) -> Any:
         left, parts = carry
         grows = (left > 0)[..., None]
-        return left - 1, jax.tree.map(lambda new, old: jnp.where(grows, new, old), _halved(*parts), parts)
+        return left - 1, jax.tree.map(lambda new, old: jnp.where(grows, new, old), _halve_bins(*parts), parts)
 
     _, (counts, least, most) = lax.while_loop(lambda carry: jnp.any(carry[0] > 0), halve, (steps, parts))
     return state._replace(exponent=exponent, counts=counts, least=least, most=most)
 
 
-def _halved(counts: Words, least: jax.Array | None, most: jax.Array | None) -> Any:
+def _halve_bins(counts: Words, least: jax.Array | None, most: jax.Array | None) -> Any:
     """Returns the bins two by two, in the middle of as many."""
     return (
-        Words(*(_padded(v, 0) for v in uint64.add(*(Words(*pair) for pair in zip(*map(_pairs, counts), strict=True))))),
-        None if least is None else _padded(lax.min(*_pairs(least)), _NONE),
-        None if most is None else _padded(lax.max(*_pairs(most)), 0),
+        Words(
+            *(
+                _pad_bins(v, 0)
+                for v in uint64.add(*(Words(*pair) for pair in zip(*map(_add_pairs, counts), strict=True)))
+            )
+        ),
+        None if least is None else _pad_bins(lax.min(*_add_pairs(least)), _NONE),
+        None if most is None else _pad_bins(lax.max(*_add_pairs(most)), 0),
     )
 
 
-def _pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _add_pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
     pairs = bins.reshape(*bins.shape[:-1], -1, 2)
     return pairs[..., 0], pairs[..., 1]
 
 
-def _padded(half: jax.Array, fill: Any) -> jax.Array:
+def _pad_bins(half: jax.Array, fill: Any) -> jax.Array:
     side = half.shape[-1] // 2
     return lax.pad(half, jnp.asarray(fill, half.dtype), [(0, 0, 0)] * (half.ndim - 1) + [(side, side, 0)])
 
@@ -175,41 +180,41 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
         return state
     most = "fewer than 2**31 elements"
     checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", most, f"shape {batch.shape}")
-    shape, block = state.low.shape, scale_from_range.block_size(settings.spec)
-    new = running.ExtremesState(*data_slices.extremes(batch, shape, block))
-    state = _grown(state, jnp.maximum(state.exponent, _exponent(*new)))
-    tables = _tables(batch, per_width(state), settings)
+    shape, block = state.low.shape, scale_from_range.find_block_size(settings.spec)
+    new = running.ExtremesState(*data_slices.find_slice_extremes(batch, shape, block))
+    state = _grow_to(state, jnp.maximum(state.exponent, _find_exponent(*new)))
+    tables = _count_in_bins(batch, divide_by_width(state), settings)
     counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
     zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
     ends = [table[..., : settings.bins] for table in tables[1:]] or [None, None]
-    members = data_slices.members(batch, shape, block).astype(np.int32)
+    members = data_slices.count_members(batch, shape, block).astype(np.int32)
     return HistogramState(
-        *running.together(state, new),
-        uint64.add(state.seen, uint64.of(jnp.asarray(members))),
-        uint64.add(state.zeros, uint64.of(zeros)),
+        *running.merge_extremes(state, new),
+        uint64.add(state.seen, uint64.convert_uint32(jnp.asarray(members))),
+        uint64.add(state.zeros, uint64.convert_uint32(zeros)),
         state.exponent,
-        uint64.add(state.counts, uint64.of(counts)),
-        _both(lax.min, state.least, ends[0]),
-        _both(lax.max, state.most, ends[1]),
+        uint64.add(state.counts, uint64.convert_uint32(counts)),
+        _align_both(lax.min, state.least, ends[0]),
+        _align_both(lax.max, state.most, ends[1]),
     )
 
 
-def _both(of: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+def _align_both(of: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
     return None if a is None or b is None else of(a, b)
 
 
-def _exponent(low: jax.Array, high: jax.Array) -> jax.Array:
+def _find_exponent(low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns the least e with |x| < 2**e; of what is not finite the least, for it must not grow."""
     bits = lax.bitcast_convert_type(lax.max(lax.abs(low), lax.abs(high)), jnp.int32) & _MAGNITUDE
     return jnp.maximum(jnp.where(bits < 0x7F800000, (bits >> 23) - 126, _LEAST), _LEAST)
 
 
-def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[jax.Array]:
+def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[jax.Array]:
     """Returns, of the ranges' shape and a last dimension, how many elements are in each bin, and zeros behind the bins;
     and if asked for the least and the largest magnitude."""
-    shape, block = per_width.shape, scale_from_range.block_size(settings.spec)
+    shape, block = per_width.shape, scale_from_range.find_block_size(settings.spec)
     is_padded = data_slices.is_padded(batch, shape, block)
-    x = _sampled(data_slices.arranged(granularity.whole(batch), shape, block, np.nan), settings.every)
+    x = _sample(data_slices.arrange_slices(granularity.place_whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]
     per_width = per_width.reshape(entries)
     slots = settings.bins + _SPARE
@@ -217,7 +222,7 @@ def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[
     def fill(x: jax.Array, per_width: jax.Array, chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
         empty = [0, _NONE, 0] if settings.has_ends else [0]
         tables = tuple(jnp.full(entries * slots, np.int32(v)) for v in empty)
-        tables = tuple(granularity.varying(table, per_width) for table in tables)
+        tables = tuple(granularity.vary_like(table, per_width) for table in tables)
         counts = [-(-n // size) for n, size in zip(x.shape, chunk, strict=True)]
         slot = lax.broadcasted_iota(jnp.int32, chunk, 1) * slots
         # Neighbours that are 0 get different slots: adding to one that was just written to has to wait.
@@ -228,8 +233,8 @@ def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[
         def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             i = lax.convert_element_type(i, jnp.int32)  # int64 under JAX_ENABLE_X64, whatever the bounds are
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
-            index, magnitude = _indices(x, per_width, settings.bins, is_padded, slot, zero, place)
-            return _scattered(tables, index, magnitude)
+            index, magnitude = _find_indices(x, per_width, settings.bins, is_padded, slot, zero, place)
+            return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
 
@@ -237,12 +242,12 @@ def _tables(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[
     # once.
     tables = lax.platform_dependent(
         x, per_width,
-        cpu=functools.partial(fill, chunk=_chunk(x.shape)), default=functools.partial(fill, chunk=x.shape),
+        cpu=functools.partial(fill, chunk=_count_chunk(x.shape)), default=functools.partial(fill, chunk=x.shape),
     )  # fmt: skip
     return [table.reshape(*shape, slots) for table in tables]
 
 
-def _sampled(x: jax.Array, every: int) -> jax.Array:
+def _sample(x: jax.Array, every: int) -> jax.Array:
     """Returns every n-th element of each slice, from the first on."""
     before, slices, after = x.shape
     if after == 1 and before > 1:
@@ -254,22 +259,22 @@ def _sampled(x: jax.Array, every: int) -> jax.Array:
     return x[:, :, ::every]
 
 
-def _chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
+def _count_chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns how many indices of each dimension are counted together."""
     before, slices, after = shape
-    last = _fitting(after, _CHUNK)
-    middle = _fitting(slices, max(1, _CHUNK // last))
-    return _fitting(before, max(1, _CHUNK // (last * middle))), middle, last
+    last = _find_chunk_size(after, _CHUNK)
+    middle = _find_chunk_size(slices, max(1, _CHUNK // last))
+    return _find_chunk_size(before, max(1, _CHUNK // (last * middle))), middle, last
 
 
-def _fitting(length: int, most: int) -> int:
+def _find_chunk_size(length: int, most: int) -> int:
     """Returns the largest divisor of a length that is at most `most`, or `most` where all are much smaller."""
     if length <= most:
         return max(1, length)
     return next((n for n in range(most, most // 4, -1) if length % n == 0), max(1, most))
 
 
-def _indices(
+def _find_indices(
     x: jax.Array, per_width: jax.Array, bins: int, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the slots of a chunk's elements, and the bits of their magnitudes."""
@@ -291,7 +296,7 @@ def _indices(
     return (index + start[1] * (bins + _SPARE)).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
 
 
-def _scattered(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: jax.Array) -> tuple[jax.Array, ...]:
+def _scatter_counts(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: jax.Array) -> tuple[jax.Array, ...]:
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
     inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     updates = (jnp.ones_like(magnitude), magnitude, magnitude)
@@ -306,32 +311,32 @@ def _scattered(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: jax.A
 
 
 @functools.partial(jax.jit, inline=True)
-def _together(a: HistogramState, b: HistogramState) -> HistogramState:
+def _merge_states(a: HistogramState, b: HistogramState) -> HistogramState:
     exponent = jnp.maximum(a.exponent, b.exponent)
-    low_high = running.together(a, b)
-    a, b = _grown(a, exponent), _grown(b, exponent)
+    low_high = running.merge_extremes(a, b)
+    a, b = _grow_to(a, exponent), _grow_to(b, exponent)
     return HistogramState(
         *low_high,
         uint64.add(a.seen, b.seen),
         uint64.add(a.zeros, b.zeros),
         exponent,
         uint64.add(a.counts, b.counts),
-        _both(lax.min, a.least, b.least),
-        _both(lax.max, a.most, b.most),
+        _align_both(lax.min, a.least, b.least),
+        _align_both(lax.max, a.most, b.most),
     )
 
 
-def _across(state: HistogramState, axis_name: Any) -> HistogramState:
+def _reduce_states(state: HistogramState, axis_name: Any) -> HistogramState:
     exponent = lax.pmax(state.exponent, axis_name)
-    low, high = running.across(state, axis_name)
-    state = _grown(state, exponent)
+    low, high = running.reduce_extremes(state, axis_name)
+    state = _grow_to(state, exponent)
     return HistogramState(
         low,
         high,
-        uint64.psum(state.seen, axis_name),
-        uint64.psum(state.zeros, axis_name),
+        uint64.sum_over_devices(state.seen, axis_name),
+        uint64.sum_over_devices(state.zeros, axis_name),
         exponent,
-        uint64.psum(state.counts, axis_name),
+        uint64.sum_over_devices(state.counts, axis_name),
         None if state.least is None else lax.pmin(state.least, axis_name),
         None if state.most is None else lax.pmax(state.most, axis_name),
     )

@@ -72,14 +72,14 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     Source: the calibration by mean squared error of NVIDIA's pytorch-quantization; Jacob et al., arXiv 1712.05877, for
     what is measured. The histogram's estimate and the candidates are this library's own.
     """
-    calibrator.spec_of(_NAME, spec)
-    checks.integer(_NAME, "grid", grid)
+    calibrator.check_spec(_NAME, spec)
+    checks.check_integer(_NAME, "grid", grid)
     checks.require(0 < grid <= 2**16, _NAME, "grid", "an int in [1, 65536]", grid)
     wanted = "the granularity of the scale: each slice is judged with a scale and a zero point of its own"
     same = spec.zero_point_granularity == spec.granularity
     checks.require(same, _NAME, "spec.zero_point_granularity", wanted, spec.zero_point_granularity)
     finish = functools.partial(_finish, spec=spec, grid=int(grid))
-    return histogram.calibrator(Settings(_NAME, spec, bins, every, True), finish)
+    return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every, True), finish)
 
 
 class _Stretch(NamedTuple):
@@ -95,14 +95,16 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     low, high = state.low, state.high
     shares = jnp.asarray(np.arange(grid, 0, -1) / np.float64(grid), jnp.float32)  # the whole range first: it wins ties
     shares = shares.reshape((grid,) + (1,) * low.ndim)
-    ranges = _candidates(spec, low, high, shares)
-    parameters = functools.partial(scale_from_range.parameters, spec, scale_shape=low.shape, point_shape=low.shape)
+    ranges = _list_candidates(spec, low, high, shares)
+    parameters = functools.partial(
+        scale_from_range.find_scale_and_zero_point, spec, scale_shape=low.shape, point_shape=low.shape
+    )
     scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
     wide = small_floats.scale_as_float32(scales)
     zero = jnp.zeros_like(wide) if points is None else points.astype(jnp.float32)
-    stretches = _stretches(state)
-    per_width = histogram.per_width(state)
-    means, doubts = lax.map(lambda v: _error(spec, stretches, v[0] * per_width, v[1]), (wide, zero))
+    stretches = _cut_stretches(state)
+    per_width = histogram.divide_by_width(state)
+    means, doubts = lax.map(lambda v: _find_error(spec, stretches, v[0] * per_width, v[1]), (wide, zero))
     # A range of denormal numbers, which XLA takes for 0, has scale 1 and an error beyond float32.
     best = jnp.argmin(jnp.where(jnp.isnan(means), np.float32(np.inf), means), axis=0)[None]
     mean, doubt = (jnp.take_along_axis(v, best, axis=0)[0] for v in (means, doubts))
@@ -111,7 +113,9 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     return low, high, Range(jnp.where(whole, low, lo), jnp.where(whole, high, hi))
 
 
-def _candidates(spec: QuantSpec, low: jax.Array, high: jax.Array, shares: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _list_candidates(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, shares: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the ends of the candidates, along a first dimension."""
     low, high = (jnp.broadcast_to(v, (shares.shape[0], *v.shape)) for v in (low, high))
     shares = jnp.broadcast_to(shares, low.shape)
@@ -122,12 +126,12 @@ def _candidates(spec: QuantSpec, low: jax.Array, high: jax.Array, shares: jax.Ar
     return lax.max(-reach, low), lax.min(reach, high)
 
 
-def _stretches(state: HistogramState) -> _Stretch:
+def _cut_stretches(state: HistogramState) -> _Stretch:
     """Returns what each bin holds, exact zeros last."""
     assert state.least is not None
     assert state.most is not None
-    half = histogram.bins_of(state) // 2
-    per_width = histogram.per_width(state)[..., None]
+    half = histogram.find_bins(state) // 2
+    per_width = histogram.divide_by_width(state)[..., None]
     near, far = (lax.bitcast_convert_type(v, jnp.float32) * per_width for v in (state.least, state.most))
     below = lax.broadcasted_iota(jnp.int32, near.shape, near.ndim - 1) < half
     count = uint64.to_float32(state.counts)
@@ -140,11 +144,13 @@ def _stretches(state: HistogramState) -> _Stretch:
     return _Stretch(*(lax.concatenate(v, zeros.ndim - 1) for v in zip((start, end, count), last, strict=True)))
 
 
-def _error(spec: QuantSpec, stretches: _Stretch, scale: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _find_error(
+    spec: QuantSpec, stretches: _Stretch, scale: jax.Array, point: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the mean squared error of each slice, in squared bins, and the variance of that estimate."""
     scale, point = scale[..., None], point[..., None]
     start, end = stretches.start / scale, stretches.end / scale
-    (rest_a, sum_a), (rest_b, sum_b) = (_rounded(spec, steps, point) for steps in (start, end))
+    (rest_a, sum_a), (rest_b, sum_b) = (_round_to_levels(spec, steps, point) for steps in (start, end))
     # The integral of (u - q(u))**2 is rest**3 / 3, and per code that was passed its gap**3 / 12. A difference of cubes
     # by its factors, that large ones do not cancel.
     square = rest_a * rest_a + rest_a * rest_b + rest_b * rest_b
@@ -164,7 +170,7 @@ def _error(spec: QuantSpec, stretches: _Stretch, scale: jax.Array, point: jax.Ar
     return jnp.sum(mean * between + ends * known, axis=-1) / total * unit, doubt * unit * unit
 
 
-def _rounded(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns what is left of steps after they take the nearest code, and the sum of gap**3 / 12 from 0 to there."""
     if spec.dtype in dtypes.INTEGERS:
         least, most = (np.float32(bound) for bound in spec.bounds)
@@ -174,7 +180,7 @@ def _rounded(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.A
             jnp.broadcast_to(most - point, steps.shape),
         )
         return steps - code, code / 12
-    levels = _levels(spec)
+    levels = _list_levels(spec)
     middles = (levels[:-1] + levels[1:]) / 2
     sums = np.concatenate([[0.0], np.cumsum(np.diff(levels) ** 3 / 12)])
     sums -= sums[np.argmin(np.abs(levels))]  # small where levels are close together, so that differences are exact
@@ -182,9 +188,9 @@ def _rounded(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.A
     return steps - jnp.asarray(levels, jnp.float32)[index], jnp.asarray(sums, jnp.float32)[index]
 
 
-def _levels(spec: QuantSpec) -> np.ndarray:
+def _list_levels(spec: QuantSpec) -> np.ndarray:
     """Returns the values of the codes, ascending, float64."""
     if spec.codebook is not None:
         return np.asarray(spec.codebook.levels)
-    every = np.arange(2 ** dtypes.width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
+    every = np.arange(2 ** dtypes.find_width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
     return np.unique(every[np.isfinite(every)])

@@ -62,11 +62,11 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
 
     Source: ONNX Runtime's PercentileCalibrater; the percentile calibration of Wu et al., arXiv 2004.09602, section 4.
     """
-    checks.real(_NAME, "q", q)
+    checks.check_real(_NAME, "q", q)
     checks.require(0 < q <= 100, _NAME, "q", "percent, in (0, 100]", q)
     symmetric = isinstance(spec, QuantSpec) and bool(spec.symmetric)
     finish = functools.partial(_finish, q=float(q), symmetric=symmetric)
-    return histogram.calibrator(Settings(_NAME, spec, bins, every), finish)
+    return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every), finish)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("q", "symmetric"))
@@ -74,22 +74,22 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
     low, high = state.low, state.high
     if q == 100:
         return low, high, Range(low, high)
-    counts, start, span = _pieces(state, symmetric)
-    width = histogram.width(state)
+    counts, start, span = _cut_pieces(state, symmetric)
+    width = histogram.find_width(state)
     share = Fraction(q) / 100
 
     def value(share: Fraction) -> jax.Array:
-        return _value(counts, start, span, share) * width
+        return _find_value(counts, start, span, share) * width
 
     lower, upper = (None, value(share)) if symmetric else (value((1 - share) / 2), value((1 + share) / 2))
     lower = -upper if lower is None else lower
     return low, high, Range(lax.clamp(low, lower, high), lax.clamp(low, upper, high))
 
 
-def _pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
+def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
     """Returns the counts of adjacent stretches, in ascending order, where each starts, and its length, in bins."""
-    half = histogram.bins_of(state) // 2
-    below, above = (jax.tree.map(lambda v, cut=cut: v[..., cut], state.counts) for cut in _halves(half))
+    half = histogram.find_bins(state) // 2
+    below, above = (jax.tree.map(lambda v, cut=cut: v[..., cut], state.counts) for cut in _split_halves(half))
     zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
     start = np.arange(half, dtype=np.float32)
     if symmetric:
@@ -102,27 +102,27 @@ def _pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, j
     return counts, jnp.asarray(np.concatenate(starts, dtype=np.float32)), jnp.asarray(np.concatenate(spans))
 
 
-def _halves(half: int) -> tuple[slice, slice]:
+def _split_halves(half: int) -> tuple[slice, slice]:
     return slice(None, half), slice(half, None)
 
 
-def _value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
+def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
     """Returns numpy's percentile, in bins: between two elements in proportion, and those evenly within their bins."""
-    reached = uint64.cumulative(counts)
+    reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
     one = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
-    last = jax.tree.map(lambda v: jnp.where(uint64.less(total, one), 0, v), uint64.subtract(total, one))
-    rank, rest = uint64.share(last, share)
+    last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, one), 0, v), uint64.subtract(total, one))
+    rank, rest = uint64.find_share(last, share)
     next_rank = uint64.add(rank, one)
-    next_rank = jax.tree.map(lambda n, v: jnp.where(uint64.less(last, next_rank), v, n), next_rank, last)
-    first, second = (_element(counts, reached, start, span, r) for r in (rank, next_rank))
+    next_rank = jax.tree.map(lambda n, v: jnp.where(uint64.is_less(last, next_rank), v, n), next_rank, last)
+    first, second = (_find_element(counts, reached, start, span, r) for r in (rank, next_rank))
     return first + rest * (second - first)
 
 
-def _element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
+def _find_element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
     """Returns where the element of a rank lies, in bins; the rank of the least is 0."""
     wide = jax.tree.map(lambda v: v[..., None], rank)
-    after = uint64.less(jax.tree.map(lambda v, like: jnp.broadcast_to(v, like.shape), wide, reached), reached)
+    after = uint64.is_less(jax.tree.map(lambda v, like: jnp.broadcast_to(v, like.shape), wide, reached), reached)
     index = jnp.minimum(jnp.sum(~after, axis=-1, dtype=jnp.int32), after.shape[-1] - 1)
 
     def picked(words: Words) -> Words:

@@ -73,7 +73,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
     Source: ONNX Runtime's MinMaxCalibrater; torch's MinMaxObserver and PerChannelMinMaxObserver.
     """
-    return _running("minmax", spec, _finish_minmax)
+    return _build("minmax", spec, _finish_minmax)
 
 
 def absmax(spec: QuantSpec) -> Calibrator:
@@ -106,7 +106,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
     Source: the max calibration of NVIDIA's TensorRT, Migacz, 8-bit Inference with TensorRT, GTC 2017.
     """
-    return _running("absmax", spec, _finish_absmax)
+    return _build("absmax", spec, _finish_absmax)
 
 
 def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
@@ -147,52 +147,52 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     Source: the average of torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay, which starts at
     the first batch; Kingma and Ba, arXiv 1412.6980, section 3, for the division.
     """
-    checks.real("moving_average", "decay", decay)
+    checks.check_real("moving_average", "decay", decay)
     checks.require(0 <= decay < 1, "moving_average", "decay", "a number in [0, 1)", decay)
-    calibrator.spec_of("moving_average", spec)
-    step = functools.partial(_averaged, block=scale_from_range.block_size(spec), decay=float(decay))
-    parts = Parts("moving_average", spec, _no_average, step, _average_of_both, _average_across, _finish_average)
-    return calibrator.built(parts)
+    calibrator.check_spec("moving_average", spec)
+    step = functools.partial(_update_average, block=scale_from_range.find_block_size(spec), decay=float(decay))
+    parts = Parts("moving_average", spec, _make_empty_average, step, _merge_averages, _reduce_averages, _finish_average)
+    return calibrator.build_calibrator(parts)
 
 
-def _running(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
-    calibrator.spec_of(function, spec)
-    step = functools.partial(_extended, block=scale_from_range.block_size(spec))
-    return calibrator.built(Parts(function, spec, nothing, step, _together, across, finish))
+def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
+    calibrator.check_spec(function, spec)
+    step = functools.partial(_extend, block=scale_from_range.find_block_size(spec))
+    return calibrator.build_calibrator(Parts(function, spec, make_empty, step, _together, reduce_extremes, finish))
 
 
 # Running extremes.
 
 
-def nothing(shape: tuple[int, ...]) -> ExtremesState:
+def make_empty(shape: tuple[int, ...]) -> ExtremesState:
     """Returns the extremes of nothing."""
     return ExtremesState(jnp.full(shape, np.float32(np.inf)), jnp.full(shape, np.float32(-np.inf)))
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("block",))
-def _extended(state: ExtremesState, batch: jax.Array, *, block: int | None) -> ExtremesState:
-    return together(state, ExtremesState(*slices.extremes(batch, state.low.shape, block)))
+def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> ExtremesState:
+    return merge_extremes(state, ExtremesState(*slices.find_slice_extremes(batch, state.low.shape, block)))
 
 
-def together(a: Any, b: Any) -> ExtremesState:
+def merge_extremes(a: Any, b: Any) -> ExtremesState:
     """Returns the extremes of both, NaN where one of them is."""
-    low = lax.min(*(min_max.keys_of(state.low) for state in (a, b)))
-    high = lax.max(*(min_max.keys_of(state.high) for state in (a, b)))
-    return _extremes(low, high, jnp.isnan(a.low) | jnp.isnan(b.low))
+    low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
+    high = lax.max(*(min_max.encode_order(state.high) for state in (a, b)))
+    return _find_extremes(low, high, jnp.isnan(a.low) | jnp.isnan(b.low))
 
 
-def _extremes(low: jax.Array, high: jax.Array, has_nan: jax.Array) -> ExtremesState:
-    return ExtremesState(*(jnp.where(has_nan, np.float32(np.nan), min_max.floats_of(keys)) for keys in (low, high)))
+def _find_extremes(low: jax.Array, high: jax.Array, has_nan: jax.Array) -> ExtremesState:
+    return ExtremesState(*(jnp.where(has_nan, np.float32(np.nan), min_max.decode_order(keys)) for keys in (low, high)))
 
 
-_together = functools.partial(jax.jit, inline=True)(together)
+_together = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
-def across(state: Any, axis_name: Any) -> ExtremesState:
+def reduce_extremes(state: Any, axis_name: Any) -> ExtremesState:
     """Returns the extremes over a mapped axis, NaN where there is one."""
     has_nan = lax.pmax(jnp.isnan(state.low).astype(jnp.int32), axis_name) > 0
-    low = lax.pmin(min_max.keys_of(state.low), axis_name)
-    return _extremes(low, lax.pmax(min_max.keys_of(state.high), axis_name), has_nan)
+    low = lax.pmin(min_max.encode_order(state.low), axis_name)
+    return _find_extremes(low, lax.pmax(min_max.encode_order(state.high), axis_name), has_nan)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -211,21 +211,21 @@ def _finish_absmax(state: ExtremesState) -> tuple[jax.Array, jax.Array, Range]:
 # Averages.
 
 
-def _no_average(shape: tuple[int, ...]) -> AverageState:
+def _make_empty_average(shape: tuple[int, ...]) -> AverageState:
     return AverageState(*(jnp.zeros(shape, jnp.float32) for _ in AverageState._fields))
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("block", "decay"))
-def _averaged(state: AverageState, batch: jax.Array, *, block: int | None, decay: float) -> AverageState:
+def _update_average(state: AverageState, batch: jax.Array, *, block: int | None, decay: float) -> AverageState:
     if batch.size == 0:
         return state
-    new = slices.extremes(batch, state.low.shape, block)
+    new = slices.find_slice_extremes(batch, state.low.shape, block)
     share = np.float32(1 - decay)
-    weight = rounding.rounded(np.float32(decay) * state.weight) + share
-    rate = rounding.quotient(jnp.full_like(weight, share), weight)
+    weight = rounding.round_result(np.float32(decay) * state.weight) + share
+    rate = rounding.divide(jnp.full_like(weight, share), weight)
 
     def moved(old: jax.Array, found: jax.Array) -> jax.Array:
-        step = rounding.rounded(rate * (found - old))
+        step = rounding.round_result(rate * (found - old))
         later = jnp.where(jnp.isinf(old), old, old + step)  # an infinity stays one
         return jnp.where(state.weight == 0, found, later)  # the first batch as it is, also -0 and denormal numbers
 
@@ -234,25 +234,25 @@ def _averaged(state: AverageState, batch: jax.Array, *, block: int | None, decay
 
 
 @functools.partial(jax.jit, inline=True)
-def _average_of_both(a: AverageState, b: AverageState) -> AverageState:
+def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
     weight = a.weight + b.weight
-    shares = [_share_of(state.weight, weight) for state in (a, b)]
+    shares = [_find_share(state.weight, weight) for state in (a, b)]
 
     def mean(of_a: jax.Array, of_b: jax.Array) -> jax.Array:
-        parts = (rounding.rounded(v * w) for v, w in zip((of_a, of_b), shares, strict=True))
+        parts = (rounding.round_result(v * w) for v, w in zip((of_a, of_b), shares, strict=True))
         return functools.reduce(lax.add, parts)
 
     return AverageState(mean(a.low, b.low), mean(a.high, b.high), weight)
 
 
-def _share_of(weight: jax.Array, total: jax.Array) -> jax.Array:
+def _find_share(weight: jax.Array, total: jax.Array) -> jax.Array:
     """Returns weight / total, and 0 where nothing was seen."""
-    return rounding.quotient(weight, jnp.where(total == 0, np.float32(1), total))
+    return rounding.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
-def _average_across(state: AverageState, axis_name: Any) -> AverageState:
+def _reduce_averages(state: AverageState, axis_name: Any) -> AverageState:
     weight = lax.psum(state.weight, axis_name)
-    share = _share_of(state.weight, weight)
+    share = _find_share(state.weight, weight)
     low, high = (lax.psum(v * share, axis_name) for v in state[:2])
     return AverageState(low, high, weight)
 

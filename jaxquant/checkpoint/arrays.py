@@ -83,7 +83,7 @@ def to_arrays(tree: Any) -> Any:
             return store_text(leaf)
         if not _is_quantized(leaf):
             return leaf
-        q = quantized_array.contract("checkpoint.to_arrays", "tree", leaf)
+        q = quantized_array.check_array("checkpoint.to_arrays", "tree", leaf)
         parts = {name: getattr(q, name) for name in PARTS if getattr(q, name) is not None}
         return {
             **{name: store_part(part) for name, part in parts.items()},
@@ -131,11 +131,13 @@ def _restore(function: str, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_packed)
 
 
-def _library(function: str, module: str) -> Any:
+def _import_library(function: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        text = checks.message(function, "path", f"{module}: pip install 'jaxquant[checkpoint]'", "none installed")
+        text = checks.format_message(
+            function, "path", f"{module}: pip install 'jaxquant[checkpoint]'", "none installed"
+        )
         raise ModuleNotFoundError(text) from error
 
 
@@ -167,9 +169,9 @@ def save_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> N
     Source: the safetensors format.
     """
     name = "checkpoint.save_safetensors"
-    library = _library(name, "safetensors.numpy")
+    library = _import_library(name, "safetensors.numpy")
     tensors, bits = {}, {}
-    for key, leaf in _flat(name, to_arrays(tree), ()):
+    for key, leaf in _flatten(name, to_arrays(tree), ()):
         array = np.asarray(leaf)
         if array.dtype in _AS_BITS and array.dtype.isbuiltin != 1:
             bits[key] = {"dtype": array.dtype.name, "shape": list(array.shape)}
@@ -178,7 +180,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> N
     library.save_file(tensors, os.fspath(path), metadata={FORMAT: json.dumps(bits)})
 
 
-def _flat(function: str, tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _flatten(function: str, tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     place = "tree" + "".join(f"[{key!r}]" for key in keys)
     if not isinstance(tree, Mapping):
         is_array = isinstance(tree, jax.Array | np.ndarray) and bool(keys)
@@ -189,7 +191,7 @@ def _flat(function: str, tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str
     for key, value in tree.items():
         checks.require_type(isinstance(key, str), function, place, "keys that are strings", repr(key))
         checks.require("/" not in key, function, place, 'keys without "/"', repr(key))
-        yield from _flat(function, value, (*keys, key))
+        yield from _flatten(function, value, (*keys, key))
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -217,13 +219,13 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Source: the safetensors format.
     """
     function = "checkpoint.load_safetensors"
-    library = _library(function, "safetensors")
+    library = _import_library(function, "safetensors")
     try:
         with library.safe_open(os.fspath(path), framework="np") as file:
             metadata = file.metadata() or {}
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 it is no dict
     except library.SafetensorError as error:
-        text = checks.message(function, "path", "a safetensors file", f"{os.fspath(path)!r}: {error}")
+        text = checks.format_message(function, "path", "a safetensors file", f"{os.fspath(path)!r}: {error}")
         raise checks.ContractValueError(text) from error
     place = f"path, the metadata {FORMAT!r}"
     bits = serialization.parse_json(function, place, metadata.get(FORMAT, "{}"))
@@ -277,7 +279,7 @@ def save_orbax(path: str | os.PathLike[str], tree: Any) -> None:
 
     Source: orbax.checkpoint.StandardCheckpointer.
     """
-    library = _library("checkpoint.save_orbax", "orbax.checkpoint")
+    library = _import_library("checkpoint.save_orbax", "orbax.checkpoint")
     with library.StandardCheckpointer() as checkpointer:
         checkpointer.save(os.path.abspath(path), to_arrays(tree))
         checkpointer.wait_until_finished()
@@ -309,18 +311,20 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
 
     Source: orbax.checkpoint.StandardCheckpointer.
     """
-    library = _library("checkpoint.load_orbax", "orbax.checkpoint")
+    library = _import_library("checkpoint.load_orbax", "orbax.checkpoint")
     with library.StandardCheckpointer() as checkpointer:
         if like is None:
             return _restore("checkpoint.load_orbax", checkpointer.restore(os.path.abspath(path)))
-        target = jax.tree.map(lambda leaf: _target(leaf) if _is_quantized(leaf) else leaf, like, is_leaf=_is_quantized)
+        target = jax.tree.map(
+            lambda leaf: _make_target(leaf) if _is_quantized(leaf) else leaf, like, is_leaf=_is_quantized
+        )
         tree = _restore("checkpoint.load_orbax", checkpointer.restore(os.path.abspath(path), target))
     wanted, got = jax.tree.structure(like), jax.tree.structure(tree)
     checks.require(wanted == got, "checkpoint.load_orbax", "like", f"{got}, as it was saved", wanted)
-    return jax.tree.map(_placed, tree, like)
+    return jax.tree.map(_place_like, tree, like)
 
 
-def _target(q: QuantizedArray | StaticText) -> dict[str, Any]:
+def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     """Returns what Orbax restores a QuantizedArray's arrays into: placed as its parts are where they are not packed."""
     if isinstance(q, StaticText):
         return store_text(q)
@@ -336,6 +340,6 @@ def _target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     return target
 
 
-def _placed(array: Any, like: Any) -> Any:
+def _place_like(array: Any, like: Any) -> Any:
     place = getattr(like, "sharding", None)
     return array if place is None else jax.device_put(array, place)

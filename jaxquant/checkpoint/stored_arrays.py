@@ -30,8 +30,8 @@ PARTS = ("values", "scale", "zero_point")
 
 def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
     """Returns the dtype and the shape that an array is stored in: one that every library knows."""
-    if dtypes.width(dtype) < 8:
-        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.width(dtype) // 8),)
+    if dtypes.find_width(dtype) < 8:
+        return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
     if dtype.isbuiltin == 1:
         return dtype, shape
     return np.dtype(f"u{dtype.itemsize}"), shape
@@ -41,7 +41,7 @@ def store_part(part: Any) -> Any:
     """Returns an array as one that every library can save: codes of less than 8 bits packed, other types as bits."""
     part = jnp.asarray(part)
     dtype, _ = find_stored_type(part.dtype, part.shape)
-    if dtypes.width(part.dtype) < 8:
+    if dtypes.find_width(part.dtype) < 8:
         return pack(part)
     return part if dtype == part.dtype else lax.bitcast_convert_type(part, dtype)
 
@@ -50,7 +50,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     """Returns what `store_part` was given; bytes of packed codes may have any shape."""
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
-    is_packed = dtypes.width(dtype) < 8
+    is_packed = dtypes.find_width(dtype) < 8
     wanted, lengths = find_stored_type(dtype, shape)
     fits = stored.dtype == wanted and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
     if not fits:
@@ -70,7 +70,7 @@ def write_description(q: QuantizedArray) -> np.ndarray:
         for name in PARTS
         if (part := getattr(q, name)) is not None
     }
-    static = json.loads(serialization.encoded((q.dtype, q.block_size, q.codebook)))
+    static = json.loads(serialization.encode_static((q.dtype, q.block_size, q.codebook)))
     text = json.dumps({"format": FORMAT, "version": _VERSION, "parts": parts, "static": static})
     return np.frombuffer(text.encode(), np.uint8)
 
@@ -94,7 +94,7 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
     static = serialization.get_field(function, place, found, "static")
     dtype, block_size, book = serialization.decode_static(function, f"{place}['static']", static)
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=book)
-    return quantized_array.contract(function, argument, q)
+    return quantized_array.check_array(function, argument, q)
 
 
 def store_text(node: StaticText) -> dict[str, np.ndarray]:
@@ -108,11 +108,11 @@ def restore_text(function: str, argument: str, node: Mapping[str, Any]) -> Stati
     is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
     is_known = is_known and stored.dtype == np.uint8
     wanted = "an array of uint8 that is not traced"
-    checks.require_type(is_known, function, place, wanted, checks.described(stored))
+    checks.require_type(is_known, function, place, wanted, checks.describe_value(stored))
     try:
         return StaticText(np.asarray(stored).tobytes().decode())
     except UnicodeDecodeError:
-        raise checks.ContractValueError(checks.message(function, place, "UTF-8", "other bytes")) from None
+        raise checks.ContractValueError(checks.format_message(function, place, "UTF-8", "other bytes")) from None
 
 
 def read_type(function: str, argument: str, found: Any) -> tuple[np.dtype, tuple[int, ...]]:
@@ -125,12 +125,12 @@ def read_type(function: str, argument: str, found: Any) -> tuple[np.dtype, tuple
 def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
     is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
     wanted = "an array of uint8 that is not traced"
-    checks.require_type(is_known and text.dtype == np.uint8, function, argument, wanted, checks.described(text))
+    checks.require_type(is_known and text.dtype == np.uint8, function, argument, wanted, checks.describe_value(text))
     found = serialization.parse_json(function, argument, np.asarray(text).tobytes())
     is_ours = isinstance(found, dict) and found.get("format") == FORMAT
     checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
     version = found.get("version")
     is_read = type(version) is int and version == _VERSION  # to Python True is 1 as well
     wanted = f"version {_VERSION}, the newest that is known here"
-    checks.require(is_read, function, argument, wanted, f"version {checks.described(version)}")
+    checks.require(is_read, function, argument, wanted, f"version {checks.describe_value(version)}")
     return found

@@ -129,9 +129,9 @@ def run_loop(
     _check_batches(step.function, batches)
     path = _check_path(step.function, checkpoint)
     if progress is not None:
-        checks.flag(step.function, "progress", progress)
+        checks.check_flag(step.function, "progress", progress)
     position, saved = Position(state, 0), time.monotonic()
-    positions = _positions(step, position, _shown(batches, progress), path)
+    positions = _iterate_positions(step, position, _show_progress(batches, progress), path)
     try:
         for position in positions:
             if position.batches == 1:
@@ -148,7 +148,9 @@ def run_loop(
     return position.state
 
 
-def _positions(step: Step, start: Position, batches: Iterable[Any], path: pathlib.Path | None) -> Iterator[Position]:
+def _iterate_positions(
+    step: Step, start: Position, batches: Iterable[Any], path: pathlib.Path | None
+) -> Iterator[Position]:
     """Yields the position after each batch whose values are finite; a batch is checked while the next one is read."""
     position, index, done, pending = start, -1, 0, None
     for index, batch in enumerate(batches):
@@ -184,7 +186,7 @@ def _check_batches(function: str, batches: Any) -> None:
     is_one = isinstance(batches, jax.Array | np.ndarray | Mapping | str)
     wanted = "an iterable of batches, such as [batch]"
     checks.require_type(
-        isinstance(batches, Iterable) and not is_one, function, "batches", wanted, checks.described(batches)
+        isinstance(batches, Iterable) and not is_one, function, "batches", wanted, checks.describe_value(batches)
         if isinstance(batches, jax.Array | np.ndarray) else type(batches).__name__,
     )  # fmt: skip
 
@@ -203,7 +205,7 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
     return path
 
 
-def _shown(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
+def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     """Yields the batches, with a bar on the error stream once they take long."""
     is_shown = sys.stderr.isatty() if progress is None else progress
     if not is_shown:

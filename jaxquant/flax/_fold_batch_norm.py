@@ -54,19 +54,19 @@ def fold_batch_norm(
 
     Source: Jacob et al., arXiv 1712.05877, section 3.2, equation 14.
     """
-    checks.real(_NAME, "epsilon", epsilon)
+    checks.check_real(_NAME, "epsilon", epsilon)
     checks.require(epsilon >= 0, _NAME, "epsilon", "a number that is not negative", epsilon)
-    kernel = _entry("layer", layer, "kernel")
-    axis = checks.axis(_NAME, axis, kernel.ndim)
+    kernel = _read_entry("layer", layer, "kernel")
+    axis = checks.check_axis(_NAME, axis, kernel.ndim)
     features = (kernel.shape[axis],)
-    mean, var = (_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
+    mean, var = (_read_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
     _check_variance(var, epsilon)
     wanted = 'a mapping with "scale" and "bias", or with less'
     known = isinstance(norm, Mapping) and set(norm) <= {"scale", "bias"}
     checks.require(known, _NAME, "norm", wanted, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
-    scale = _entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
-    offset = _entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
-    bias = _entry("layer", layer, "bias", default=0.0)
+    scale = _read_entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
+    offset = _read_entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
+    bias = _read_entry("layer", layer, "bias", default=0.0)
     bias = jnp.zeros(features, jnp.float32) if bias.ndim == 0 else bias.astype(jnp.float32)
     wanted = f"shape {features}, with the layer's other features before it"
     checks.require(bias.shape[-1:] == features, _NAME, 'layer["bias"]', wanted, f"shape {bias.shape}")
@@ -74,13 +74,15 @@ def fold_batch_norm(
     wide = jax.lax.broadcast_in_dim(factor, kernel.shape, (axis,))
     folded = {
         "kernel": (kernel.astype(jnp.float32) * wide).astype(kernel.dtype),
-        "bias": ((bias - _spread(mean, bias)) * _spread(factor, bias) + _spread(offset, bias)).astype(kernel.dtype),
+        "bias": ((bias - _spread_like(mean, bias)) * _spread_like(factor, bias) + _spread_like(offset, bias)).astype(
+            kernel.dtype
+        ),
     }
     boxes = {name: layer[name] for name in folded if isinstance(layer.get(name), meta.AxisMetadata)}
     return {**folded, **{name: meta.replace_boxed(box, folded[name]) for name, box in boxes.items()}}
 
 
-def _spread(part: jax.Array, bias: jax.Array) -> jax.Array:
+def _spread_like(part: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.broadcast_to(part.reshape(*(1,) * (bias.ndim - 1), part.size), bias.shape)
 
 
@@ -98,7 +100,7 @@ def _check_variance(var: jax.Array, epsilon: float) -> None:
     checks.require(bool(holds), _NAME, 'stats["var"]', wanted, least)
 
 
-def _entry(
+def _read_entry(
     argument: str,
     given: Mapping[str, Any],
     name: str,
@@ -115,7 +117,7 @@ def _entry(
     is_array = isinstance(value, jax.Array | np.ndarray)
     checks.require_type(is_array, _NAME, f'{argument}["{name}"]', "an array of floats", type(value).__name__)
     value = jnp.asarray(value)
-    checks.array(_NAME, f'{argument}["{name}"]', value, dtypes.FLOATS)
+    checks.check_array(_NAME, f'{argument}["{name}"]', value, dtypes.FLOATS)
     if shape is not None:
-        checks.shape(_NAME, f'{argument}["{name}"]', value, shape, "one for each feature of the kernel")
+        checks.check_shape(_NAME, f'{argument}["{name}"]', value, shape, "one for each feature of the kernel")
     return value

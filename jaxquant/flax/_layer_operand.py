@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._arrays import scale_from_range
-from .._arrays.quantize import found, quantize
+from .._arrays.quantize import find_parameters, quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, small_floats
 from .._core.granularity import PerAxis, PerFeature, PerTensor
 from .._training.estimators import LSQ, LSQPlus, StraightThrough
-from .._training.fake_quantize import Config, array_of, steps, tracked
+from .._training.fake_quantize import Config, make_array, read_parts, round_zero_point
 from .._training.quantizer import Quantizer
 from ..calibration import Calibrator
 from ..integer import _operands
@@ -46,7 +46,7 @@ class Site(NamedTuple):
 
 
 @contextlib.contextmanager
-def at(path: str) -> Iterator[None]:
+def prefix_errors(path: str) -> Iterator[None]:
     """Puts the path of a layer before the errors of what it calls."""
     try:
         yield
@@ -56,24 +56,24 @@ def at(path: str) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def contract(
+def check_layer(
     layer: str, weight: Any, activation: Any, weight_range: Any, activation_range: Any
 ) -> tuple[Site, Site | None]:
     """Requires specs that a layer can train and serve, and returns its sites."""
     wanted = "a QuantSpec (without one it is flax's own layer)"
-    checks.require_type(isinstance(weight, QuantSpec), layer, "weight", wanted, checks.described(weight))
+    checks.require_type(isinstance(weight, QuantSpec), layer, "weight", wanted, checks.describe_value(weight))
     known = activation is None or isinstance(activation, QuantSpec)
     wanted = "a QuantSpec, or None for float activations"
-    checks.require_type(known, layer, "activation", wanted, checks.described(activation))
+    checks.require_type(known, layer, "activation", wanted, checks.describe_value(activation))
     ways = (("weight", weight_range, Dynamic | Learned, "Dynamic() or Learned()"),
             ("activation", activation_range, Source, "Observed(), Dynamic() or Learned()"))  # fmt: skip
     for name, source, types, wanted in ways:
-        checks.require_type(isinstance(source, types), layer, f"{name}_range", wanted, checks.described(source))
+        checks.require_type(isinstance(source, types), layer, f"{name}_range", wanted, checks.describe_value(source))
     sites = [(Site(weight, weight_range, "weight"))]
     if activation is not None:
         sites.append(Site(activation, activation_range, "activation"))
         for site in sites:
-            _integers(layer, site.of, site.spec)
+            _check_integers(layer, site.of, site.spec)
     for site in sites:
         if site.of == "activation" and not isinstance(site.source, Dynamic):
             wanted = (
@@ -86,7 +86,7 @@ def contract(
             wanted = "a spec without power_of_two: a learned scale moves by less"
             checks.require(not site.spec.power_of_two, layer, site.of, wanted, site.spec)
             wanted = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
-            fits = site.of == "activation" or not _holds_no_negative(site)
+            fits = site.of == "activation" or not _is_unsigned_at_zero(site)
             checks.require(fits, layer, site.of, wanted, site.spec)
     return sites[0], sites[1] if len(sites) == 2 else None
 
@@ -110,13 +110,13 @@ def resolve_features(site: Site, axes: Sequence[int]) -> Site:
     return site._replace(spec=dataclasses.replace(spec, **granularities))
 
 
-def kept_axes(rank: int, contracted: Sequence[int]) -> tuple[int, ...]:
+def find_kept_axes(rank: int, contracted: Sequence[int]) -> tuple[int, ...]:
     """Returns the axes of a kernel that a contraction keeps, counted from the back."""
     gone = {axis % rank for axis in contracted}
     return tuple(axis - rank for axis in range(rank) if axis not in gone)
 
 
-def kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
+def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
     """Returns the axes of the second operand, of this rank, that "x,kernel->y" keeps, counted from the back."""
     operands, _, result = subscripts.replace(" ", "").partition("->")
     before, dots, after = operands.split(",")[1].partition("...")
@@ -125,8 +125,8 @@ def kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
     return tuple(axis - rank for axis, label in enumerate(labels) if label in result)
 
 
-def _integers(layer: str, argument: str, spec: QuantSpec) -> None:
-    wanted = f"codes of {dtypes.names(_operands.DTYPES)} where both sides are quantized, or activation=None"
+def _check_integers(layer: str, argument: str, spec: QuantSpec) -> None:
+    wanted = f"codes of {dtypes.list_names(_operands.DTYPES)} where both sides are quantized, or activation=None"
     holds = spec.codebook is None and spec.carrier in _operands.DTYPES
     checks.require_type(holds, layer, argument, wanted, spec.dtype)
 
@@ -134,22 +134,22 @@ def _integers(layer: str, argument: str, spec: QuantSpec) -> None:
 # Observed ranges.
 
 
-def unseen(site: Site, x: jax.Array) -> dict[str, Any]:
+def make_state(site: Site, x: jax.Array) -> dict[str, Any]:
     """Returns the state of a calibrator that has seen nothing."""
     assert isinstance(site.source, Observed)
-    state = _calibrator(site).init(jax.ShapeDtypeStruct(_observed_shape(site, x.shape), x.dtype))
+    state = _make_calibrator(site).init(jax.ShapeDtypeStruct(_find_observed_shape(site, x.shape), x.dtype))
     return {"state": state, "batches": jnp.zeros((), jnp.int32)}
 
 
-def seen(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+def update_state(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
     """Returns the state with one batch more, or as it is where it is frozen."""
     source = site.source
     assert isinstance(source, Observed)
     if x.size == 0:  # no batch
         return state
-    shape = _observed_shape(site, x.shape)
-    rows = x if shape == x.shape else granularity.whole(x).reshape(shape)
-    new = _calibrator(site).update(state["state"], jax.lax.stop_gradient(rows))
+    shape = _find_observed_shape(site, x.shape)
+    rows = x if shape == x.shape else granularity.place_whole(x).reshape(shape)
+    new = _make_calibrator(site).update(state["state"], jax.lax.stop_gradient(rows))
     batches = state["batches"]
     if source.freeze_after is None:
         return {"state": new, "batches": batches + 1}
@@ -158,20 +158,20 @@ def seen(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
     return {"state": kept, "batches": batches + open_.astype(jnp.int32)}
 
 
-def of_state(
+def finalize_state(
     site: Site, state: dict[str, Any], shape: tuple[int, ...] | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the scale and the zero point of what a calibrator has seen; `shape` is that of the activations."""
     assert isinstance(site.source, Observed)
-    lo, hi = _calibrator(site).finalize(state["state"], allow_zero=True)
+    lo, hi = _make_calibrator(site).finalize(state["state"], allow_zero=True)
     if shape is None:  # one range for each entry
-        return scale_from_range.parameters(site.spec, lo, hi, lo.shape, lo.shape)
+        return scale_from_range.find_scale_and_zero_point(site.spec, lo, hi, lo.shape, lo.shape)
     lo, hi = (_align_rank(site, bound, len(shape)) for bound in (lo, hi))
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return found("quantize", like, site.spec, lo, hi)[:2]
+    return find_parameters("quantize", like, site.spec, lo, hi)[:2]
 
 
-def _observed_shape(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _find_observed_shape(site: Site, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape in which a calibrator is given activations: per feature as rows, so that any rank fits."""
     if _is_per_tensor(site) or len(shape) == 0:
         return shape
@@ -189,7 +189,7 @@ def _align_rank(site: Site, part: Any, rank: int) -> Any:
     return part.reshape(*(1,) * (rank - 1), part.size)
 
 
-def _calibrator(site: Site) -> Calibrator:
+def _make_calibrator(site: Site) -> Calibrator:
     """Returns the site's calibrator; `Observed` and `Dynamic` have made sure that its factory takes a spec alone."""
     assert not isinstance(site.source, Learned)
     factory = site.source.calibrator
@@ -204,7 +204,7 @@ def _calibrator(site: Site) -> Calibrator:
 # Learned scales.
 
 
-def names(site: Site) -> tuple[str, ...]:
+def list_names(site: Site) -> tuple[str, ...]:
     """Returns the names of what is learned there."""
     scale = f"{site.of}_scale"
     source = site.source
@@ -212,21 +212,21 @@ def names(site: Site) -> tuple[str, ...]:
     return (scale, f"{site.of}_zero_point") if is_offset else (scale,)
 
 
-def initial(site: Site, x: jax.Array) -> tuple[jax.Array, ...]:
+def find_initial(site: Site, x: jax.Array) -> tuple[jax.Array, ...]:
     """Returns what `names` are to start from."""
     assert isinstance(site.source, Learned)
     parts = site.source.gradient.initial(x, site.spec)
     known = not any(map(checks.is_traced, (x, parts[0]))) and getattr(x, "is_fully_addressable", True)
-    if _holds_no_negative(site) and known and isinstance(site.source.gradient, LSQ):  # PACT clips there by intent
+    if _is_unsigned_at_zero(site) and known and isinstance(site.source.gradient, LSQ):  # PACT clips there by intent
         # Of what is not known the docstring of `Learned` tells.
         least = float(np.asarray(x, np.float32).min(initial=0))
         wanted = f"values that are not negative, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
         holds = not least < -float(np.asarray(parts[0]).max(initial=0)) / 2
         checks.require(holds, "flax", site.of, wanted, f"{least:.3g} among them")
-    return tuple(part for part in parts[: len(names(site))] if part is not None)
+    return tuple(part for part in parts[: len(list_names(site))] if part is not None)
 
 
-def _holds_no_negative(site: Site) -> bool:
+def _is_unsigned_at_zero(site: Site) -> bool:
     """Whether the codes begin at a zero point that stays 0."""
     source, spec = site.source, site.spec
     is_zero = isinstance(source, Learned) and not isinstance(source.gradient, LSQPlus) and not spec.symmetric
@@ -241,10 +241,10 @@ def is_finite(value: Any) -> bool:
     return all(bool(np.isfinite(np.asarray(part)).all()) for part in known)
 
 
-def learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+def read_learned(site: Site, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     """Returns the scale and the zero point as they are used."""
     # The least scale of its own dtype: to float16 the least float32 is 0.
-    least = scale_from_range.least_scale(site.spec.scale_dtype)
+    least = scale_from_range.find_least_scale(site.spec.scale_dtype)
     scale = jnp.maximum(jnp.abs(parts[0]), least).astype(site.spec.scale_dtype)
     if len(parts) == 2:  # fake_quantize refuses a known one that training has moved out of the codes
         point = parts[1]
@@ -263,14 +263,14 @@ def is_alike(one: Site | None, other: Site | None) -> bool:
     return one.spec == other.spec and ways[0] == ways[1]
 
 
-def whole(site: Site, zero_point: jax.Array) -> jax.Array:
+def find_code(site: Site, zero_point: jax.Array) -> jax.Array:
     """Returns a learned zero point as the code that it is used as."""
-    found = steps(site.spec, zero_point)
+    found = round_zero_point(site.spec, zero_point)
     assert found is not None
     return found.astype(site.spec.carrier)
 
 
-def part_names(names: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+def find_part_names(names: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
     """Returns how a scale or zero point is partitioned that belongs to weights with these names, perhaps too few."""
     padded = (*names, *(None,) * (len(shape) - len(names)))
     return tuple(name if n != 1 else None for name, n in zip(padded, shape, strict=True))
@@ -279,7 +279,7 @@ def part_names(names: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
 # What a contraction is given.
 
 
-def shippable(function: str, site: Site, scale: jax.Array) -> None:
+def check_shippable(function: str, site: Site, scale: jax.Array) -> None:
     """Requires a scale that can be served, as far as it is known: a finite number, and of a learned one not 0."""
     if checks.is_traced(scale):
         return
@@ -287,7 +287,7 @@ def shippable(function: str, site: Site, scale: jax.Array) -> None:
     name = f"scale of the {site.of}"
     checks.require(bool(np.isfinite(known).all()), function, name, "finite numbers", "NaN or an infinity")
     least = float(known.min(initial=1))
-    holds = least > float(scale_from_range.least_scale(scale.dtype)) or not isinstance(site.source, Learned)
+    holds = least > float(scale_from_range.find_least_scale(scale.dtype)) or not isinstance(site.source, Learned)
     checks.require(holds, function, name, "numbers that training has not brought to 0", least)
 
 
@@ -332,19 +332,19 @@ def _describe_argument(value: Any) -> str:
     return _describe_factory(value) if callable(value) else repr(value)
 
 
-def converted(site: Site, kernel: QuantizedArray) -> None:
+def check_converted(site: Site, kernel: QuantizedArray) -> None:
     """Requires codes of the spec's dtype."""
     wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
     holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
     checks.require_type(holds, "flax", site.of, wanted, kernel.codebook or kernel.values.dtype)
-    shape = scale_from_range.shapes("flax", site.spec, kernel.shape)[0]
+    shape = scale_from_range.find_shapes("flax", site.spec, kernel.shape)[0]
     wanted = f"scales of shape {shape}, as the layer's spec has it"
     checks.require(kernel.scale.shape == shape, "flax", site.of, wanted, f"shape {kernel.scale.shape}")
-    block = scale_from_range.stored_block_size("flax", site.spec, kernel.shape)
+    block = scale_from_range.find_stored_block_size("flax", site.spec, kernel.shape)
     checks.require(kernel.block_size == block, "flax", site.of, f"block_size={block}", kernel.block_size)
 
 
-def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:
+def make_quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:
     """Returns how x is quantized: under a scale and zero point that are given, or that it has itself."""
     source, spec = site.source, site.spec
     gradient = source.gradient
@@ -352,33 +352,33 @@ def quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> 
         if site.of == "activation":
             given = (_align_rank(site, given[0], x.ndim), _align_rank(site, given[1], x.ndim))
         if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None and site.of == "activation":
-            gradient = dataclasses.replace(gradient, elements=_features(x.shape, given[0].shape))
+            gradient = dataclasses.replace(gradient, elements=_count_features(x.shape, given[0].shape))
         return Quantizer(spec, *given, gradient)
     assert isinstance(source, Dynamic)
     if source.calibrator is None:
         return Quantizer(spec, gradient=gradient)
-    return Quantizer(spec, *_calibrated(site, x), gradient)
+    return Quantizer(spec, *_calibrate_batch(site, x), gradient)
 
 
-def _features(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
+def _count_features(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
     """Returns how many elements of one example share an entry of a scale."""
     example = shape[1:] if len(shape) > 1 else shape
     entries = scale[-len(example) :] if len(scale) == len(shape) and example else (1,) * len(example)
     return max(math.prod(n // max(e, 1) for n, e in zip(example, entries, strict=True)), 1)
 
 
-def _calibrated(site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
+def _calibrate_batch(site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
     x = jax.lax.stop_gradient(x)
-    calibrator = _calibrator(site)
+    calibrator = _make_calibrator(site)
     lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)
-    return found("quantize", x, site.spec, lo, hi)[:2]
+    return find_parameters("quantize", x, site.spec, lo, hi)[:2]
 
 
-def codes(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> QuantizedArray:
+def quantize_operand(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> QuantizedArray:
     """Returns x as the contraction has it that `quantizer` is given to."""
     if given is None and isinstance(site.source, Dynamic) and site.source.calibrator is None:
         return quantize(x, site.spec)
-    made = quantizer(site, x, given)  # a scale that cannot be served `shippable` refuses
+    made = make_quantizer(site, x, given)  # a scale that cannot be served `shippable` refuses
     labels = (site.of, f"{site.of}.scale", f"{site.of}.zero_point")
-    x, scale, zero_point = tracked("quantize", labels, x, made.scale, made.zero_point, site.spec)
-    return array_of(Config(site.spec, StraightThrough()), x, scale, zero_point, None)
+    x, scale, zero_point = read_parts("quantize", labels, x, made.scale, made.zero_point, site.spec)
+    return make_array(Config(site.spec, StraightThrough()), x, scale, zero_point, None)

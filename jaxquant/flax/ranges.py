@@ -32,8 +32,8 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         """Refuses what is no calibrator or gradient."""
-        object.__setattr__(self, "calibrator", _factory("Dynamic", self.calibrator, " or None"))
-        _gradient("Dynamic", self.gradient, (StraightThrough,))
+        object.__setattr__(self, "calibrator", _check_factory("Dynamic", self.calibrator, " or None"))
+        _check_gradient("Dynamic", self.gradient, (StraightThrough,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Observed:
 
     def __post_init__(self) -> None:
         """Refuses an argument that is not a calibrator's factory, a count or a gradient."""
-        object.__setattr__(self, "calibrator", _factory("Observed", self.calibrator))
-        _gradient("Observed", self.gradient, (StraightThrough,))
+        object.__setattr__(self, "calibrator", _check_factory("Observed", self.calibrator))
+        _check_gradient("Observed", self.gradient, (StraightThrough,))
         if self.freeze_after is not None:
-            checks.integer("Observed", "freeze_after", self.freeze_after)
+            checks.check_integer("Observed", "freeze_after", self.freeze_after)
             checks.require(self.freeze_after > 0, "Observed", "freeze_after", "a positive int", self.freeze_after)
 
 
@@ -91,7 +91,7 @@ class Learned:
 
     def __post_init__(self) -> None:
         """Refuses what does not learn."""
-        _gradient("Learned", self.gradient, (LSQ, LSQPlus, PACT))
+        _check_gradient("Learned", self.gradient, (LSQ, LSQPlus, PACT))
 
 
 Source = Dynamic | Observed | Learned
@@ -110,10 +110,10 @@ class Partial:
         return self.function(*self.arguments, spec, **dict(self.keywords))
 
 
-def _factory(name: str, calibrator: Any, more: str = "") -> Any:
+def _check_factory(name: str, calibrator: Any, more: str = "") -> Any:
     """Requires a factory, and returns it such that it compares by what it is."""
     if not callable(calibrator) and not (more and calibrator is None):
-        checks.require_type(False, name, "calibrator", f"{_FACTORY}{more}", _described(calibrator))
+        checks.require_type(False, name, "calibrator", f"{_FACTORY}{more}", _describe_factory(calibrator))
     fault = None if calibrator is None else _find_fault(calibrator)
     if fault is not None:
         inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
@@ -128,13 +128,13 @@ def _factory(name: str, calibrator: Any, more: str = "") -> Any:
     return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
 
 
-def _described(calibrator: Any) -> str:
+def _describe_factory(calibrator: Any) -> str:
     """Returns what a reader needs to know of something that is no factory."""
     if isinstance(calibrator, Calibrator):
         return "a Calibrator, which already has a spec: give the function that made it; the layer calls it"
     if isinstance(calibrator, str):
         return f"the string {calibrator!r}: give the function, jq.{calibrator}"
-    return str(checks.described(calibrator))
+    return str(checks.describe_value(calibrator))
 
 
 def _find_fault(factory: Callable[..., Any]) -> str | None:
@@ -156,6 +156,6 @@ def _find_fault(factory: Callable[..., Any]) -> str | None:
     return None
 
 
-def _gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:
+def _check_gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:
     wanted = " or ".join(f"{rule.__name__}()" for rule in known)
-    checks.require_type(isinstance(gradient, known), name, "gradient", wanted, checks.described(gradient))
+    checks.require_type(isinstance(gradient, known), name, "gradient", wanted, checks.describe_value(gradient))

@@ -24,7 +24,9 @@ _ROWS = 8  # of ones, to sum with the kernel
 Steps = jax.Array | None
 
 
-def contract(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
+def contract_integers(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+) -> jax.Array:
     """Returns sum over k of (lhs - lhs_steps) (rhs - rhs_steps), modulo 2**32.
 
     Args:
@@ -40,23 +42,27 @@ def contract(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps,
     return _BATCHABLE[transposed](lhs, rhs, lhs_steps, rhs_steps)
 
 
-def _contract(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
+def _contract_on_platform(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+) -> jax.Array:
     operands = (lhs, rhs, lhs_steps, rhs_steps)
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     if lhs_steps is None and rhs_steps is None and 1 not in (lhs.shape[1], columns):
-        return _product(lhs, rhs, transposed)  # the same everywhere
-    cpu, default = (functools.partial(f, transposed=transposed) for f in (_on_cpu, _plain))
+        return _multiply(lhs, rhs, transposed)  # the same everywhere
+    cpu, default = (functools.partial(f, transposed=transposed) for f in (_contract_on_cpu, _contract_plain))
     return lax.platform_dependent(*operands, cpu=cpu, default=default)
 
 
-def _on_cpu(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
+def _contract_on_cpu(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+) -> jax.Array:
     batch, rows, depth = lhs.shape
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     if columns == 1:  # a column is a row of the transposed product
-        turned = _on_cpu_row(rhs.reshape(batch, 1, depth), lhs, rhs_steps, lhs_steps, transposed=True)
+        turned = _contract_row_on_cpu(rhs.reshape(batch, 1, depth), lhs, rhs_steps, lhs_steps, transposed=True)
         return turned.reshape(batch, rows, 1)
     if rows == 1:
-        return _on_cpu_row(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
+        return _contract_row_on_cpu(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
     ones = jnp.ones((batch, _ROWS, depth), jnp.int8)
     row_sums = column_sums = None
     # Where rhs is the larger, one more row, of ones, in the same contraction reads it only once: 0.88 ms against 1.0
@@ -65,28 +71,30 @@ def _on_cpu(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, 
     together = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
     if together:
         lhs = lax.concatenate([lhs, lax.slice_in_dim(ones, 0, 1, axis=1)], 1)
-    acc = _product(lhs, rhs, transposed)
+    acc = _multiply(lhs, rhs, transposed)
     if together:
         acc, column_sums = (lax.slice_in_dim(acc, *ends, axis=1) for ends in ((0, rows), (rows, rows + 1)))
     elif lhs_steps is not None:
-        column_sums = lax.slice_in_dim(_product(ones, rhs, transposed), 0, 1, axis=1)
+        column_sums = lax.slice_in_dim(_multiply(ones, rhs, transposed), 0, 1, axis=1)
     if rhs_steps is not None:
-        row_sums = lax.slice(_product(lhs, ones, True), (0, 0, 0), (batch, rows, 1))
-    return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
+        row_sums = lax.slice(_multiply(lhs, ones, True), (0, 0, 0), (batch, rows, 1))
+    return _correct_product(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
 
 
-def _on_cpu_row(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
+def _contract_row_on_cpu(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+) -> jax.Array:
     batch, _, depth = lhs.shape
     if not transposed:
-        return _sum_of_products(lhs, rhs, lhs_steps, rhs_steps)
+        return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
     # The kernel wants rows; a row of ones among them yields the sums of the other side for nothing.
     ones, zeros = jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 2, depth), jnp.int8)
-    acc = _product(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
+    acc = _multiply(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
-    return _corrected(acc[:, :1], row_sums, acc[:, 1:2], lhs_steps, rhs_steps, depth)
+    return _correct_product(acc[:, :1], row_sums, acc[:, 1:2], lhs_steps, rhs_steps, depth)
 
 
-def _product(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
+def _multiply(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
     """Returns the plain batched contraction, without a batch dimension where it is 1."""
     last = 2 if transposed else 1
     if lhs.shape[0] == 1:
@@ -96,33 +104,33 @@ def _product(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
     return lax.dot_general(lhs, rhs, (((2,), (last,)), ((0,), (0,))), preferred_element_type=jnp.int32)
 
 
-def _corrected(
+def _correct_product(
     acc: jax.Array, row_sums: Steps, column_sums: Steps, lhs_steps: Steps, rhs_steps: Steps, depth: int
 ) -> jax.Array:
     """Returns the accumulator less what the zero points have put into it."""
     if rhs_steps is not None:
-        acc = lax.sub(acc, _spread(_wrapped(lax.expand_dims(rhs_steps, (1,)), row_sums), acc.shape))
+        acc = lax.sub(acc, _spread_sums(_multiply_int32(lax.expand_dims(rhs_steps, (1,)), row_sums), acc.shape))
     if lhs_steps is not None:
         assert column_sums is not None
         if rhs_steps is not None:
-            centred = _wrapped(lax.expand_dims(rhs_steps, (1,)), jnp.asarray(depth, jnp.int32)[None, None, None])
+            centred = _multiply_int32(lax.expand_dims(rhs_steps, (1,)), jnp.asarray(depth, jnp.int32)[None, None, None])
             column_sums = jnp.broadcast_to(column_sums, (*column_sums.shape[:2], acc.shape[2])) - centred
-        acc = lax.sub(acc, _spread(_wrapped(lax.expand_dims(lhs_steps, (2,)), column_sums), acc.shape))
+        acc = lax.sub(acc, _spread_sums(_multiply_int32(lax.expand_dims(lhs_steps, (2,)), column_sums), acc.shape))
     return acc
 
 
-def _wrapped(left: jax.Array, right: Any) -> jax.Array:
+def _multiply_int32(left: jax.Array, right: Any) -> jax.Array:
     """Returns the product of two int32 arrays of one rank, each as often repeated as it must be."""
     shape = lax.broadcast_shapes(left.shape, right.shape)
-    return lax.mul(_spread(left, shape), _spread(right, shape))
+    return lax.mul(_spread_sums(left, shape), _spread_sums(right, shape))
 
 
-def _spread(value: jax.Array, shape: Any) -> jax.Array:
+def _spread_sums(value: jax.Array, shape: Any) -> jax.Array:
     """Returns an array repeated along its dimensions of 1; jnp's own is slower to trace."""
     return value if value.shape == shape else lax.broadcast_in_dim(value, shape, range(len(shape)))
 
 
-def _sum_of_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps) -> jax.Array:
+def _sum_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps) -> jax.Array:
     """Returns [B, 1, K] by [B, K, N] as a sum of rows of rhs: element-wise, which XLA:CPU vectorises."""
     batch, depth, columns = rhs.shape
     row = lhs.astype(jnp.int32)[:, 0]
@@ -134,59 +142,61 @@ def _sum_of_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps
     if length:
         left = row[:, :head].reshape(batch, _TERMS, length)
         right = rhs[:, :head].reshape(batch, _TERMS, length, columns)
-        terms = [_scaled_rows(left[:, t], right[:, t]) for t in range(_TERMS)]
+        terms = [_scale_rows(left[:, t], right[:, t]) for t in range(_TERMS)]
         acc = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, terms)), axis=1, dtype=jnp.int32)
     for k in range(head, depth):
-        acc = acc + _scaled_rows(row[:, k], rhs[:, k])
+        acc = acc + _scale_rows(row[:, k], rhs[:, k])
     if rhs_steps is not None:
         acc = acc - jnp.broadcast_to(
-            _wrapped(rhs_steps, jnp.sum(row, axis=1, keepdims=True, dtype=jnp.int32)), acc.shape
+            _multiply_int32(rhs_steps, jnp.sum(row, axis=1, keepdims=True, dtype=jnp.int32)), acc.shape
         )
     return acc[:, None]
 
 
-def _scaled_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
+def _scale_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(factors, rows.shape, tuple(range(factors.ndim))) * rows.astype(jnp.int32)
 
 
-def _plain(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool) -> jax.Array:
+def _contract_plain(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+) -> jax.Array:
     axis = 2 if transposed else 1
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, dtype=jnp.int32)[:, :, None]
     column_sums = None if lhs_steps is None else jnp.sum(rhs, axis=axis, dtype=jnp.int32)[:, None, :]
-    acc = _product(lhs, rhs, transposed)
-    return _corrected(acc, row_sums, column_sums, lhs_steps, rhs_steps, lhs.shape[2])
+    acc = _multiply(lhs, rhs, transposed)
+    return _correct_product(acc, row_sums, column_sums, lhs_steps, rhs_steps, lhs.shape[2])
 
 
-def _under_vmap(transposed: bool, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
     """Makes more rows of a batch of left sides, and more batch of anything else: never one contraction a time."""
-    lhs, rhs, lhs_steps, rhs_steps = all_batched(size, batched, operands)
+    lhs, rhs, lhs_steps, rhs_steps = batch_all(size, batched, operands)
     _, batch, rows, depth = lhs.shape
     if not batched[1] and not batched[3]:
         folded = jnp.swapaxes(lhs, 0, 1).reshape(batch, size * rows, depth)
         if lhs_steps is not None:
             wide = jnp.broadcast_to(lhs_steps, (*lhs_steps.shape[:2], rows))
             lhs_steps = jnp.swapaxes(wide, 0, 1).reshape(-1, size * rows)
-        acc = contract(folded, operands[1], lhs_steps, operands[3], transposed=transposed)
+        acc = contract_integers(folded, operands[1], lhs_steps, operands[3], transposed=transposed)
         return jnp.swapaxes(acc.reshape(batch, size, rows, -1), 0, 1), True
     lhs_steps, rhs_steps = (
         s if s is None else jnp.broadcast_to(s, (size, batch, s.shape[2])).reshape(size * batch, s.shape[2])
         for s in (lhs_steps, rhs_steps)
     )
     folded_lhs, folded_rhs = (x.reshape(size * batch, *x.shape[2:]) for x in (lhs, rhs))
-    acc = contract(folded_lhs, folded_rhs, lhs_steps, rhs_steps, transposed=transposed)
+    acc = contract_integers(folded_lhs, folded_rhs, lhs_steps, rhs_steps, transposed=transposed)
     return acc.reshape(size, batch, *acc.shape[1:]), True
 
 
-def all_batched(size: int, batched: Any, operands: tuple[Any, ...]) -> Any:
+def batch_all(size: int, batched: Any, operands: tuple[Any, ...]) -> Any:
     """Returns the operands of a vmap, each with a leading axis of its size; None stays None."""
     pairs = zip(operands, batched, strict=True)
     return tuple(x if x is None or b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in pairs)
 
 
-def _batchable(transposed: bool) -> Any:
-    function = custom_vmap(functools.partial(_contract, transposed=transposed))
-    function.def_vmap(functools.partial(_under_vmap, transposed))
+def _make_batchable(transposed: bool) -> Any:
+    function = custom_vmap(functools.partial(_contract_on_platform, transposed=transposed))
+    function.def_vmap(functools.partial(_contract_under_vmap, transposed))
     return function
 
 
-_BATCHABLE = {transposed: _batchable(transposed) for transposed in (False, True)}
+_BATCHABLE = {transposed: _make_batchable(transposed) for transposed in (False, True)}

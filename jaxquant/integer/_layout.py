@@ -14,7 +14,7 @@ def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:
     return kept != sorted(kept)
 
 
-def transposed(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
+def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
     """Returns x transposed, and in memory that way before a contraction reads it.
 
     XLA:CPU folds a transpose into the dimension numbers of the contraction behind it, and so out of the form that
@@ -24,13 +24,13 @@ def transposed(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
     if not is_moving(permutation, x.shape):
         return lax.reshape(x, tuple(x.shape[axis] for axis in permutation))
     turned = lax.transpose(x, tuple(permutation))
-    return pinned(turned)
+    return pin_layout(turned)
 
 
-def _pinned(x: jax.Array) -> jax.Array:
+def _pin_layout(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x.reshape(1, *x.shape)).reshape(x.shape)
 
 
-def pinned(x: jax.Array) -> jax.Array:
+def pin_layout(x: jax.Array) -> jax.Array:
     """Returns x, in memory before anything that follows reads it, on a CPU."""
-    return lax.platform_dependent(x, cpu=_pinned, default=lambda v: v)
+    return lax.platform_dependent(x, cpu=_pin_layout, default=lambda v: v)

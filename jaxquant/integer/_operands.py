@@ -19,7 +19,7 @@ EIGHT_BITS = DTYPES[:2]
 _UINT8 = np.dtype(jnp.uint8)
 
 
-def signed(x: jax.Array) -> jax.Array:
+def convert_to_signed(x: jax.Array) -> jax.Array:
     """Returns x as int8: uint8 less 128, which flips the top bit; narrower dtypes widened."""
     if x.dtype == _UINT8:
         return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
@@ -34,10 +34,10 @@ def unpack_to_int8(codes: jax.Array) -> jax.Array:
     the fast kernel of a transpose.
     """
     unpacked = codes.astype(jnp.int8)
-    return unpacked if granularity.is_placed(codes) else _layout.pinned(unpacked)
+    return unpacked if granularity.is_placed(codes) else _layout.pin_layout(unpacked)
 
 
-def offset(dtype: Any) -> int:
+def find_offset(dtype: Any) -> int:
     """Returns what `signed` takes off the values of a dtype."""
     return 128 if dtype == _UINT8 else 0
 
@@ -47,38 +47,38 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
     if dtype not in DTYPES:  # someone else's array says nothing of its dtype
         return False
     if zero_point is None:
-        return offset(dtype) == 0
+        return find_offset(dtype) == 0
     if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
     if getattr(zero_point, "dtype", None) != dtype:
         return False  # the contract of the zero point will say so
-    equal = np.asarray(zero_point) == offset(dtype)
+    equal = np.asarray(zero_point) == find_offset(dtype)
     return bool(equal if equal.ndim == 0 else equal.all())
 
 
-def signed_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
+def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
     """Returns the int32 zero point of the signed operand; None where it is known to be 0."""
     if centred:
         return None
     if zero_point is None:
-        return jnp.full((), -offset(dtype), jnp.int32)
-    return zero_point.astype(jnp.int32) - np.int32(offset(dtype))
+        return jnp.full((), -find_offset(dtype), jnp.int32)
+    return zero_point.astype(jnp.int32) - np.int32(find_offset(dtype))
 
 
-def number_zero_point(function: str, argument: str, value: Any, operand: Any) -> Any:
+def convert_zero_point_number(function: str, argument: str, value: Any, operand: Any) -> Any:
     """Returns an int as a zero point of the operand's dtype, which must hold it; anything else as it came."""
     dtype: Any = getattr(operand, "dtype", None)
     if not isinstance(value, int) or dtype not in (*DTYPES, *dtypes.FLOAT8):
         return value
-    checks.integer(function, argument, value)
-    low, high = dtypes.bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
+    checks.check_integer(function, argument, value)
+    low, high = dtypes.find_bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
     if not low <= value <= high:
         wanted = f"an int in [{low}, {high}], for {np.dtype(dtype)}"
         checks.require(False, function, argument, wanted, value)
     return np.asarray(value, dtype)
 
 
-def centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
+def find_centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
     """Returns of which of two operands `is_centred` holds."""
     left, right = (is_centred(z, getattr(x, "dtype", None)) for x, z in zip(operands, zero_points, strict=True))
     return left, right

@@ -68,21 +68,21 @@ def conv_general_dilated(
 
     Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
     """
-    lhs_zero_point = _operands.number_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = _operands.number_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
-    ints = functools.partial(checks.integers, _NAME)
+    lhs_zero_point = _operands.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    ints = functools.partial(checks.check_integers, _NAME)
     return _enter(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
         window_strides=ints("window_strides", window_strides), padding=ints("padding", padding),
         lhs_dilation=ints("lhs_dilation", lhs_dilation), rhs_dilation=ints("rhs_dilation", rhs_dilation),
-        dimension_numbers=_static_numbers(dimension_numbers),
+        dimension_numbers=_check_static(dimension_numbers),
         feature_group_count=ints("feature_group_count", feature_group_count),
         batch_group_count=ints("batch_group_count", batch_group_count), centred=centred,
     )  # fmt: skip
 
 
-def _static_numbers(given: Any) -> Any:
+def _check_static(given: Any) -> Any:
     """Returns dimension numbers hashable: three strings, or three permutations."""
     if isinstance(given, lax.ConvDimensionNumbers):
         return lax.ConvDimensionNumbers(*(tuple(g) if isinstance(g, list) else g for g in given))
@@ -103,23 +103,23 @@ def _conv_general_dilated(
     window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
     feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
-    checks.array(_NAME, "lhs", lhs, _operands.DTYPES)
-    checks.array(_NAME, "rhs", rhs, _operands.DTYPES)
-    plan = planned(
+    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.convert_numpy(lhs, rhs, lhs_zero_point, rhs_zero_point)
+    checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
+    checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
+    plan = plan_convolution(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
     )  # fmt: skip
     features = rhs.shape[plan.numbers.rhs_spec[0]]
-    zero_points_contract(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
+    check_zero_points(_NAME, ("lhs", "rhs"), (lhs, rhs), (lhs_zero_point, rhs_zero_point), features)
     steps = (
-        _operands.signed_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        _operands.signed_steps(rhs_zero_point, rhs.dtype, centred[1]),
+        _operands.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    return laid_out(lhs, rhs, *steps, plan, lambda acc, _: acc)
+    return arrange_layout(lhs, rhs, *steps, plan, lambda acc, _: acc)
 
 
-_enter = checks.entrance(_NAME, _conv_general_dilated, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _conv_general_dilated, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
 
 
 class Geometry(NamedTuple):
@@ -141,15 +141,15 @@ class Plan(NamedTuple):
     batches: int
 
 
-def planned(
+def plan_convolution(
     function: str, lhs: Any, rhs: Any, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     numbers: Any, features: Any, batches: Any,
 ) -> Plan:  # fmt: skip
     """Holds the attributes of a convolution to their contracts, and returns them as a program wants them."""
-    found = _dimension_numbers(function, lhs, rhs, numbers)
+    found = _check_dimension_numbers(function, lhs, rhs, numbers)
     x, w = (tuple(v.shape[a] for a in spec) for v, spec in ((lhs, found.lhs_spec), (rhs, found.rhs_spec)))
-    _groups_contract(function, x, w, features, batches)
-    geometry = _geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
+    _check_groups(function, x, w, features, batches)
+    geometry = _find_geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
     check_placement(function, ("lhs", "rhs"), (lhs, rhs), (found.lhs_spec[1:2], found.rhs_spec[:2]))
     return Plan(found, geometry._replace(groups=features * batches), features, batches)
 
@@ -160,34 +160,43 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
     """
     for name, operand, own in zip(names, operands, axes, strict=True):
         x = getattr(operand, "values", operand)  # the codes of a quantized array
-        partition = granularity.partition_of(x)
+        partition = granularity.find_partition(x)
         if all(partition[a] is None for a in own):
             continue
         wanted = "channels and features that are not sharded (see jax.sharding.reshard)"
-        checks.require(False, function, name, wanted, granularity.described_placement(x))
+        checks.require(False, function, name, wanted, granularity.describe_placement(x))
 
 
-def laid_out(
+def arrange_layout(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, plan: Plan,
     epilogue: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:  # fmt: skip
     """Returns the convolution of two operands of any layout, as `convolution` does, in the layout of the plan."""
     numbers, geometry = plan.numbers, plan.geometry
-    lhs, rhs = _unpacked(lhs, rhs, numbers)
+    lhs, rhs = _unpack_narrow(lhs, rhs, numbers)
     x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
     if plan.batches > 1:  # the groups of images become groups of channels
         x = x.reshape(plan.batches, -1, *x.shape[1:])
         x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
     last = lhs.ndim > 2 and numbers.lhs_spec[1] == lhs.ndim - 1
     out = tuple(int(a) for a in np.argsort(numbers.out_spec))
-    if not _fits(x, w, geometry):  # jax.lax's answer where no position of the kernel fits: no positions
-        like = functools.partial(_like_lax, geometry=geometry)
+    if not _check_fit(x, w, geometry):  # jax.lax's answer where no position of the kernel fits: no positions
+        like = functools.partial(_convolve_like_lax, geometry=geometry)
         empty = jax.eval_shape(like, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
         return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
-    return convolution(_operands.signed(x), _operands.signed(w), lhs_steps, rhs_steps, geometry, last, epilogue, out)
+    return convolve_planned(
+        _operands.convert_to_signed(x),
+        _operands.convert_to_signed(w),
+        lhs_steps,
+        rhs_steps,
+        geometry,
+        last,
+        epilogue,
+        out,
+    )
 
 
-def _unpacked(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
+def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
     """Returns the operands with codes below 8 bits unpacked where what follows would unpack them more than once.
 
     An image whose channels lie last, and a kernel of more than one position that lies as OIHW, are transposed or laid
@@ -202,7 +211,7 @@ def _unpacked(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers)
     return lhs, rhs
 
 
-def convolution(
+def convolve_planned(
     x: jax.Array,
     w: jax.Array,
     x_steps: jax.Array | None,
@@ -239,14 +248,14 @@ def convolution(
         acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
     if granularity.is_placed(x) or granularity.is_placed(w):
-        acc = epilogue(_in_place(x, w, x_steps, w_steps, geometry), 1)
+        acc = epilogue(_place_output(x, w, x_steps, w_steps, geometry), 1)
         return acc if out is None else lax.transpose(acc, tuple(out))
     window = _conv_kernel.Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups)
-    window = _conv_kernel.plan(x.shape, w.shape, window, channels_last=channels_last)
+    window = _conv_kernel.find_window(x.shape, w.shape, window, channels_last=channels_last)
     rank = x.ndim
     last = (0, *range(2, rank), 1)
     if window.channels_last:
-        x = _layout.pinned(lax.transpose(x, last)) if channels_last else _layout.transposed(x, last)
+        x = _layout.pin_layout(lax.transpose(x, last)) if channels_last else _layout.transpose_in_memory(x, last)
     a = None if x_steps is None else x_steps.reshape(1, 1)
     b = None if w_steps is None else w_steps.reshape(-1)
     acc = _conv_kernel.convolve(x, w, a, b, window)
@@ -255,10 +264,10 @@ def convolution(
     permutation = first if out is None else tuple(first[axis] for axis in out)
     if not _layout.is_moving(permutation, result.shape):
         return lax.transpose(result, permutation)
-    return _unfolded(result, permutation)
+    return _restore_layout(result, permutation)
 
 
-def _in_place(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
     """Returns the convolution where JAX tracks shardings in types and refuses reshapes: XLA's own, as it comes."""
     convolve = functools.partial(
         lax.conv_general_dilated, x, window_strides=geometry.strides, padding="VALID",
@@ -276,14 +285,16 @@ def _in_place(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: 
     return acc - expand(jnp.broadcast_to(x_steps.reshape(1), sums.shape) * sums, acc)
 
 
-def _unfolded(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
+def _restore_layout(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
     """Returns a result transposed once it is in memory, by the fast kernel, which for bytes is int8's alone."""
     if result.dtype == np.dtype(jnp.uint8):
-        return lax.bitcast_convert_type(_unfolded(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8)
-    return lax.transpose(_layout.pinned(result), tuple(permutation))
+        return lax.bitcast_convert_type(
+            _restore_layout(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8
+        )
+    return lax.transpose(_layout.pin_layout(result), tuple(permutation))
 
 
-def _dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> Any:
+def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> Any:
     checks.require(lhs.ndim >= 3, function, "lhs", "an array of rank 3 or more", f"shape {lhs.shape}")
     checks.require(rhs.ndim == lhs.ndim, function, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
     rank = range(lhs.ndim)
@@ -295,18 +306,20 @@ def _dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> Any:
     try:
         return lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
     except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
-        text = checks.message(function, "dimension_numbers", f"numbers for rank {lhs.ndim} ({error})", repr(given))
+        text = checks.format_message(
+            function, "dimension_numbers", f"numbers for rank {lhs.ndim} ({error})", repr(given)
+        )
         raise checks.ContractValueError(text) from error
 
 
-def _groups_contract(function: str, x: tuple[int, ...], w: tuple[int, ...], features: Any, batches: Any) -> None:
+def _check_groups(function: str, x: tuple[int, ...], w: tuple[int, ...], features: Any, batches: Any) -> None:
     for argument, count, wanted, n in (
         ("feature_group_count", features, "a divisor of lhs's channels", x[1]),
         ("feature_group_count", features, "a divisor of the features", w[0]),
         ("batch_group_count", batches, "a divisor of lhs's batch", x[0]),
         ("batch_group_count", batches, "a divisor of the features", w[0]),
     ):
-        checks.integer(function, argument, count)
+        checks.check_integer(function, argument, count)
         checks.require(count > 0 and n % count == 0, function, argument, f"{wanted}, {n}", count)
     both = features == 1 or batches == 1
     checks.require(both, function, "batch_group_count", "1 where feature_group_count is not", batches)
@@ -314,53 +327,53 @@ def _groups_contract(function: str, x: tuple[int, ...], w: tuple[int, ...], feat
     checks.require(w[1] * features == x[1], function, "rhs", wanted, w[1])
 
 
-def _geometry(
+def _find_geometry(
     function: str, x: tuple[int, ...], w: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
     rhs_dilation: Any,
 ) -> Geometry:  # fmt: skip
     rank = len(x) - 2
     ones = (1,) * rank
-    strides = positive(function, "window_strides", strides, rank)
-    lhs_dilation = positive(function, "lhs_dilation", ones if lhs_dilation is None else lhs_dilation, rank)
-    rhs_dilation = positive(function, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
+    strides = check_positive(function, "window_strides", strides, rank)
+    lhs_dilation = check_positive(function, "lhs_dilation", ones if lhs_dilation is None else lhs_dilation, rank)
+    rhs_dilation = check_positive(function, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
     holed = tuple((s - 1) * d + 1 if s else 0 for s, d in zip(x[2:], lhs_dilation, strict=True))
     reach = tuple((k - 1) * d + 1 for k, d in zip(w[2:], rhs_dilation, strict=True))
     if isinstance(padding, str):
-        checks.option(function, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
+        checks.check_option(function, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
         padding = tuple(lax.padtype_to_pads(holed, reach, strides, padding.upper()))
     pairs = padding if isinstance(padding, tuple) else ()
     holds = len(pairs) == rank and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
     checks.require(holds, function, "padding", f"a name, or {rank} pairs of ints", padding)
     for pad in itertools.chain.from_iterable(pairs):
-        checks.integer(function, "padding", pad)
+        checks.check_integer(function, "padding", pad)
     pairs = tuple((int(low), int(high)) for low, high in pairs)
     return Geometry(strides, pairs, lhs_dilation, rhs_dilation)
 
 
-def _fits(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
+def _check_fit(x: jax.Array, w: jax.Array, geometry: Geometry) -> bool:
     spans = zip(x.shape[2:], w.shape[2:], geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, strict=True)
     return all(k > 0 and (n - 1) * t + 1 + sum(p) >= (k - 1) * d + 1 for n, k, p, t, d in spans)
 
 
-def _like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Array:
+def _convolve_like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Array:
     return lax.conv_general_dilated(
         x, w, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation,
         feature_group_count=geometry.groups,
     )  # fmt: skip
 
 
-def positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:
+def check_positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:
     """Requires one positive integer for each spatial dimension and returns them."""
     is_sequence = isinstance(values, tuple | list | np.ndarray)
     wanted = f"{rank} positive ints, one for each spatial dimension"
     checks.require(is_sequence and len(values) == rank, function, argument, wanted, values)
     for value in values:
-        checks.integer(function, argument, value)
+        checks.check_integer(function, argument, value)
         checks.require(value > 0, function, argument, wanted, values)
     return tuple(int(v) for v in values)
 
 
-def window_contract(function: str, argument: str, spatial: Any, padding: Any, reach: Any) -> None:
+def check_window(function: str, argument: str, spatial: Any, padding: Any, reach: Any) -> None:
     """Requires every kernel to fit into what it slides over."""
     for size, (low, high), k in zip(spatial, padding, reach, strict=True):
         fits = size + low + high >= k and k > 0
@@ -368,13 +381,13 @@ def window_contract(function: str, argument: str, spatial: Any, padding: Any, re
         checks.require(fits, function, argument, f"a kernel that spans {k} to fit into the padded x", got)
 
 
-def zero_points_contract(function: str, names: tuple[str, str], operands: Any, zero_points: Any, features: int) -> None:
+def check_zero_points(function: str, names: tuple[str, str], operands: Any, zero_points: Any, features: int) -> None:
     """Requires zero points in their operands' dtypes: one for x, one or one for each feature for the kernel."""
     for name, x, zero_point, shapes in zip(
         names, operands, zero_points, (((), (1,)), ((), (1,), (features,))), strict=True
     ):
         if zero_point is not None:
             argument = f"{name}_zero_point"
-            checks.same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
+            checks.check_same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
             wanted = "a scalar" if len(shapes) == 2 else f"a scalar or shape ({features},), one for each feature"
             checks.require(zero_point.shape in shapes, function, argument, wanted, f"shape {zero_point.shape}")

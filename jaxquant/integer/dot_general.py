@@ -65,13 +65,13 @@ def dot_general(
 
     Source: `jax.lax.dot_general`; the arithmetic is ONNX MatMulInteger-10's.
     """
-    lhs_zero_point = _operands.number_zero_point(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
-    rhs_zero_point = _operands.number_zero_point(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
-    centred = _operands.centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
+    lhs_zero_point = _operands.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
+    rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
+    centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     granularity.check_out_sharding(_NAME, out_sharding)
     return _enter(
         lhs, rhs, lhs_zero_point, rhs_zero_point, out_sharding=out_sharding,
-        dimension_numbers=checks.integers(_NAME, "dimension_numbers", dimension_numbers), centred=centred,
+        dimension_numbers=checks.check_integers(_NAME, "dimension_numbers", dimension_numbers), centred=centred,
     )  # fmt: skip
 
 
@@ -80,21 +80,23 @@ def _dot_general(
     lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
     dimension_numbers: Any, centred: tuple[bool, bool], out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
-    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.arrays(lhs, rhs, lhs_zero_point, rhs_zero_point)
-    checks.array(_NAME, "lhs", lhs, _operands.DTYPES)
-    checks.array(_NAME, "rhs", rhs, _operands.DTYPES)
-    left, right = roles(_NAME, lhs, rhs, dimension_numbers)
+    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.convert_numpy(lhs, rhs, lhs_zero_point, rhs_zero_point)
+    checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
+    checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
+    left, right = find_roles(_NAME, lhs, rhs, dimension_numbers)
     for side, x, point, role in (("lhs", lhs, lhs_zero_point, left), ("rhs", rhs, rhs_zero_point, right)):
-        _zero_point_contract(side, x, point, role)
+        _check_zero_point(side, x, point, role)
     check_placement(_NAME, lhs, rhs, left, right, out_sharding)
     steps = (
-        _operands.signed_steps(lhs_zero_point, lhs.dtype, centred[0]),
-        _operands.signed_steps(rhs_zero_point, rhs.dtype, centred[1]),
+        _operands.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
+        _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    return dot(_operands.signed(lhs), _operands.signed(rhs), *steps, left, right, out_sharding)
+    return contract_roles(
+        _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs), *steps, left, right, out_sharding
+    )
 
 
-_enter = checks.entrance(_NAME, _dot_general, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
+_enter = checks.wrap_entry_point(_NAME, _dot_general, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
 
 
 class Role(NamedTuple):
@@ -108,11 +110,11 @@ class Role(NamedTuple):
 def check_placement(function: str, lhs: jax.Array, rhs: jax.Array, left: Role, right: Role, out_sharding: Any) -> None:
     """Requires an out_sharding that fits the result, or operands whose shardings determine it."""
     rank = len(left.batch) + len(left.free) + len(right.free)
-    if granularity.out_partition(function, out_sharding, rank) is not None:
+    if granularity.find_out_partition(function, out_sharding, rank) is not None:
         return
     if not (granularity.is_placed(lhs) or granularity.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
         return
-    operands = f"lhs {granularity.described_placement(lhs)} and rhs {granularity.described_placement(rhs)}"
+    operands = f"lhs {granularity.describe_placement(lhs)} and rhs {granularity.describe_placement(rhs)}"
     wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
     checks.require(False, function, "out_sharding", wanted, None)
 
@@ -121,7 +123,7 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
     """Whether JAX infers the sharding of a contraction: no contracted dimension is sharded on both sides, batch
     dimensions are sharded alike, and no mesh axis occurs twice in the result.
     """
-    places = [granularity.partition_of(x) for x in (lhs, rhs)]
+    places = [granularity.find_partition(x) for x in (lhs, rhs)]
     batches = [[place[a] for a in role.batch] for place, role in zip(places, (left, right), strict=True)]
     pairs = zip(left.contracted, right.contracted, strict=True)
     contracted = any(places[0][a] is not None and places[1][b] is not None for a, b in pairs)
@@ -130,37 +132,37 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
     return not contracted and batches[0] == batches[1] and len(set(axes)) == len(axes)
 
 
-def dot(
+def contract_roles(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any = None
 ) -> jax.Array:
     """Returns the int32 contraction of two int8 operands; steps are int32 scalars, of the operand's rank, or None."""
     if out_sharding is not None or granularity.is_placed(lhs) or granularity.is_placed(rhs):
-        return _in_place(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
+        return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
     left, right = (r._replace(contracted=tuple(r.contracted[i] for i in order)) for r in (left, right))
     turned = (*right.batch, *right.free, *right.contracted)
     straight = (*right.batch, *right.contracted, *right.free)
     transposed = not _layout.is_moving(turned, rhs.shape) and _layout.is_moving(straight, rhs.shape)
-    batch, rows, depth = (_size(lhs, axes) for axes in left)
-    columns = _size(rhs, right.free)
-    a = _layout.transposed(lhs, (*left.batch, *left.free, *left.contracted)).reshape(batch, rows, depth)
-    b = _layout.transposed(rhs, turned if transposed else straight)
+    batch, rows, depth = (_count_elements(lhs, axes) for axes in left)
+    columns = _count_elements(rhs, right.free)
+    a = _layout.transpose_in_memory(lhs, (*left.batch, *left.free, *left.contracted)).reshape(batch, rows, depth)
+    b = _layout.transpose_in_memory(rhs, turned if transposed else straight)
     b = b.reshape((batch, columns, depth) if transposed else (batch, depth, columns))
-    a_steps, b_steps = _matrix_steps(lhs_steps, lhs, left), _matrix_steps(rhs_steps, rhs, right)
-    acc = _dot_kernel.contract(a, b, a_steps, b_steps, transposed=transposed)
-    return acc.reshape(_result_shape(lhs, rhs, left, right))
+    a_steps, b_steps = _reshape_steps(lhs_steps, lhs, left), _reshape_steps(rhs_steps, rhs, right)
+    acc = _dot_kernel.contract_integers(a, b, a_steps, b_steps, transposed=transposed)
+    return acc.reshape(_find_result_shape(lhs, rhs, left, right))
 
 
-def _size(x: jax.Array, axes: Sequence[int]) -> int:
+def _count_elements(x: jax.Array, axes: Sequence[int]) -> int:
     return math.prod(x.shape[a] for a in axes)
 
 
-def _result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> tuple[int, ...]:
+def _find_result_shape(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> tuple[int, ...]:
     axes = ((lhs, left.batch), (lhs, left.free), (rhs, right.free))
     return tuple(x.shape[a] for x, group in axes for a in group)
 
 
-def _matrix_steps(steps: Any, x: jax.Array, role: Role) -> Any:
+def _reshape_steps(steps: Any, x: jax.Array, role: Role) -> Any:
     """Returns steps as [batch or 1, free or 1], or None."""
     if steps is None:
         return None
@@ -175,7 +177,7 @@ def _matrix_steps(steps: Any, x: jax.Array, role: Role) -> Any:
     return wide.reshape(math.prod(sizes[0]), math.prod(sizes[1]))
 
 
-def _in_place(
+def _place_output(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any
 ) -> jax.Array:
     """Returns the contraction where JAX tracks shardings in types and refuses reshapes: the dimensions stay."""
@@ -185,26 +187,26 @@ def _in_place(
     wide = []
     for x, steps, role, start in ((lhs, lhs_steps, left, batch), (rhs, rhs_steps, right, batch + frees)):
         places = (*range(batch), *range(start, start + len(role.free)))
-        outward = functools.partial(_outward, role=role, places=places, like=acc)
+        outward = functools.partial(_move_outward, role=role, places=places, like=acc)
         sums = jnp.sum(x, axis=role.contracted, keepdims=True, dtype=jnp.int32)
         wide.append((None if steps is None else outward(steps, x), outward(sums, x)))
     (s, row_sums), (t, column_sums) = wide
     if t is not None:
-        acc, column_sums = acc - t * row_sums, column_sums - np.int32(_size(lhs, left.contracted)) * t
+        acc, column_sums = acc - t * row_sums, column_sums - np.int32(_count_elements(lhs, left.contracted)) * t
     return acc if s is None else acc - s * column_sums
 
 
-def _outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[int, ...], like: jax.Array) -> jax.Array:
+def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[int, ...], like: jax.Array) -> jax.Array:
     """Returns what varies along an operand's batch and free dimensions in the result's shape and placement."""
     if value.ndim == 0:
         return granularity.PerTensor().expand(value, like)
     kept = lax.transpose(value, (*role.batch, *role.free, *role.contracted))
     kept = lax.squeeze(kept, tuple(range(len(places), value.ndim)))
     full = jnp.broadcast_to(kept, tuple(x.shape[a] for a in (*role.batch, *role.free)))
-    return granularity.placed(lax.broadcast_in_dim(full, like.shape, places), like)
+    return granularity.place_like(lax.broadcast_in_dim(full, like.shape, places), like)
 
 
-def roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
+def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
     """Holds dimension numbers to their contract and returns what the dimensions of each operand are there for."""
     try:
         (contracted_l, contracted_r), (batch_l, batch_r) = numbers
@@ -228,11 +230,11 @@ def roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
     return roles[0], roles[1]
 
 
-def _zero_point_contract(side: str, x: jax.Array, zero_point: Any, role: Role) -> None:
+def _check_zero_point(side: str, x: jax.Array, zero_point: Any, role: Role) -> None:
     if zero_point is None:
         return
     argument = f"{side}_zero_point"
-    checks.same_dtype(_NAME, argument, zero_point, x.dtype, f"{side}'s")
+    checks.check_same_dtype(_NAME, argument, zero_point, x.dtype, f"{side}'s")
     largest = tuple(1 if a in role.contracted else n for a, n in enumerate(x.shape))
     fits = zero_point.ndim == x.ndim and all(z in (1, n) for z, n in zip(zero_point.shape, largest, strict=True))
     wanted = f"a scalar, or shape {largest} or 1 in places of it"

@@ -19,16 +19,16 @@ FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 ZERO_POINTS = (*EIGHT_BIT, dtypes.INT32)
 
 
-def number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
+def convert_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
     """Returns a Python number as an array of `dtype`, which must hold it; anything else as it came."""
     if not isinstance(value, int | float):
         return value
     if dtype == dtypes.INT32:
-        checks.integer(function, argument, value)
-        low, high = dtypes.bounds(dtype)
+        checks.check_integer(function, argument, value)
+        low, high = dtypes.find_bounds(dtype)
         checks.require(low <= value <= high, function, argument, f"an int32 in [{low}, {high}]", value)
     else:
-        checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.described(value))
+        checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.describe_value(value))
         single = np.finfo(np.float32)
         size, most, least = abs(value), float(single.max), float(single.smallest_subnormal)
         lost = most < size < np.inf or 0 < size < least  # Python compares an int of any length
@@ -36,7 +36,7 @@ def number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
     return np.asarray(value, dtype)
 
 
-def granularity(
+def find_granularity(
     function: str, src: jax.Array, scales: jax.Array, zps: jax.Array | None, qtype: str, axis: int
 ) -> Granularity:
     """Reads "per_tensor" or "per_channel" and holds scales and zps to it."""
@@ -44,29 +44,29 @@ def granularity(
         found: Granularity = PerTensor()
         for argument, value in (("scales", scales), ("zps", zps)):
             if value is not None and value.shape != ():
-                checks.shape(function, argument, value, (1,), 'one element, qtype="per_tensor"')
+                checks.check_shape(function, argument, value, (1,), 'one element, qtype="per_tensor"')
         return found
-    kept = checks.axis(function, axis, src.ndim)
+    kept = checks.check_axis(function, axis, src.ndim)
     reason = f'src has shape {src.shape}, qtype="per_channel", axis={axis}'
     for argument, value in (("scales", scales), ("zps", zps)):
         if value is not None:
-            checks.shape(function, argument, value, (src.shape[kept],), reason)
+            checks.check_shape(function, argument, value, (src.shape[kept],), reason)
     return PerAxis(kept)
 
 
-def quantize_contract(
+def check_quantize(
     function: str, src: jax.Array, scales: jax.Array, zps: jax.Array | None, qtype: str, axis: int
 ) -> Granularity:
     """Holds the arguments of the two quantizing operators to their contracts."""
-    checks.array(function, "src", src, (dtypes.FLOAT32,))
-    checks.array(function, "scales", scales, (dtypes.FLOAT32,))
-    checks.option(function, "qtype", qtype, ("per_tensor", "per_channel"))
+    checks.check_array(function, "src", src, (dtypes.FLOAT32,))
+    checks.check_array(function, "scales", scales, (dtypes.FLOAT32,))
+    checks.check_option(function, "qtype", qtype, ("per_tensor", "per_channel"))
     if zps is not None:
-        checks.array(function, "zps", zps, ZERO_POINTS)
-    return granularity(function, src, scales, zps, qtype, axis)
+        checks.check_array(function, "zps", zps, ZERO_POINTS)
+    return find_granularity(function, src, scales, zps, qtype, axis)
 
 
-def quantize(
+def quantize_by_reciprocal(
     src: jax.Array,
     scales: jax.Array,
     zps: jax.Array | None,
@@ -75,25 +75,25 @@ def quantize(
 ) -> jax.Array:
     """Returns saturate(round_half_even(src * (1 / scale) + zp)), each operation rounded to float32."""
     src, scales = lax.stop_gradient((src, scales))
-    inverse = rounding.quotient(jnp.ones_like(scales), scales)
-    value = rounding.rounded(src * found.expand(inverse, src))
+    inverse = rounding.divide(jnp.ones_like(scales), scales)
+    value = rounding.round_result(src * found.expand(inverse, src))
     if dtype in dtypes.FLOAT8:
-        return small_floats.encode(value, dtype, saturate=False)
+        return small_floats.encode_small_float(value, dtype, saturate=False)
     if zps is not None:
         # XLA adds constants up first, this one and the one that rounds.
-        value = rounding.rounded(value + found.expand(zps.astype(jnp.float32), src))
-    return rounding.encode(value, None, dtype)
+        value = rounding.round_result(value + found.expand(zps.astype(jnp.float32), src))
+    return rounding.encode_steps(value, None, dtype)
 
 
-def dequantize(
+def dequantize_codes(
     src: jax.Array,
     scales: jax.Array,
     zps: jax.Array | None,
     found: Granularity,
 ) -> jax.Array:
     """Returns (src - zp) * scale, each operation rounded to float32, in the dtype of `scales`."""
-    steps = small_floats.decode(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
+    steps = small_floats.decode_small_float(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
         steps = steps - found.expand(zps.astype(jnp.float32), src)
-    product = rounding.rounded(steps * found.expand(scales.astype(jnp.float32), src))
-    return rounding.to_grid(product, scales.dtype).astype(scales.dtype)
+    product = rounding.round_result(steps * found.expand(scales.astype(jnp.float32), src))
+    return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)

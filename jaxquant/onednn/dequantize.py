@@ -49,23 +49,23 @@ def dequantize(
 
     Cotangent of scales: sum over its slice of g * (src - zps). Of a float8 src: g * scales. Integers have none.
     """
-    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
-    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
+    scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
     return _enter(src, scales, zps, qtype=qtype, axis=axis)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis"))
 def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int) -> jax.Array:
-    src, scales, zps = checks.arrays(src, scales, zps)
-    checks.array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
-    checks.array(_NAME, "scales", scales, (dtypes.FLOAT32,))
-    checks.option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))
+    src, scales, zps = checks.convert_numpy(src, scales, zps)
+    checks.check_array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
+    checks.check_array(_NAME, "scales", scales, (dtypes.FLOAT32,))
+    checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))
     if zps is not None:
-        checks.array(_NAME, "zps", zps, _arithmetic.ZERO_POINTS)
+        checks.check_array(_NAME, "zps", zps, _arithmetic.ZERO_POINTS)
         wanted = "None: float8 has no zero points"
         checks.require(src.dtype not in dtypes.FLOAT8, _NAME, "zps", wanted, "an array")
-    granularity = _arithmetic.granularity(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.dequantize(src, scales, zps, granularity)
+    granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.dequantize_codes(src, scales, zps, granularity)
 
 
-_enter = checks.entrance(_NAME, _dequantize, ("src", "scales", "zps"))
+_enter = checks.wrap_entry_point(_NAME, _dequantize, ("src", "scales", "zps"))

@@ -62,8 +62,8 @@ def dynamic_dequantize(
 
     Cotangent of scales: sum over its slice of g * (src - zps). Integers have none.
     """
-    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
-    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
+    scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
     groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape
     return _enter(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
 
@@ -73,35 +73,37 @@ def _dynamic_dequantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *,
     qtype: str, axis: int, group_shape: tuple[int, ...] | None,
 ) -> jax.Array:  # fmt: skip
-    src, scales, zps = checks.arrays(src, scales, zps)
-    checks.array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FOUR_BIT))
-    checks.array(_NAME, "scales", scales, dtypes.FLOATS)
-    checks.option(_NAME, "qtype", qtype, ("per_tensor", "per_channel", "per_group"))
+    src, scales, zps = checks.convert_numpy(src, scales, zps)
+    checks.check_array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FOUR_BIT))
+    checks.check_array(_NAME, "scales", scales, dtypes.FLOATS)
+    checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel", "per_group"))
     if zps is not None:
-        checks.array(_NAME, "zps", zps, (*_arithmetic.FOUR_BIT, *_arithmetic.ZERO_POINTS))
+        checks.check_array(_NAME, "zps", zps, (*_arithmetic.FOUR_BIT, *_arithmetic.ZERO_POINTS))
     if qtype == "per_group":
-        return _arithmetic.dequantize(src, scales, zps, _groups(src, scales, zps, group_shape))
+        return _arithmetic.dequantize_codes(src, scales, zps, _find_groups(src, scales, zps, group_shape))
     wanted = 'None unless qtype="per_group"'
     checks.require(group_shape is None, _NAME, "group_shape", wanted, group_shape)
-    granularity = _arithmetic.granularity(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.dequantize(src, scales, zps, granularity)
+    granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.dequantize_codes(src, scales, zps, granularity)
 
 
-_enter = checks.entrance(_NAME, _dynamic_dequantize, ("src", "scales", "zps"))
+_enter = checks.wrap_entry_point(_NAME, _dynamic_dequantize, ("src", "scales", "zps"))
 
 
-def _groups(src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None) -> Groups:
+def _find_groups(
+    src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None
+) -> Groups:
     wanted = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
     is_list = isinstance(group_shape, tuple) and len(group_shape) == src.ndim
     checks.require(is_list, _NAME, "group_shape", wanted, group_shape)
     sizes = tuple(group_shape or ())
     for size in sizes:
-        checks.integer(_NAME, "group_shape", size)
+        checks.check_integer(_NAME, "group_shape", size)
     fits = all(g > 0 and d % g == 0 for d, g in zip(src.shape, sizes, strict=True))
     checks.require(fits, _NAME, "group_shape", f"entries that divide src's shape {src.shape}", sizes)
     shape = tuple(d // g for d, g in zip(src.shape, sizes, strict=True))
     reason = f"src has shape {src.shape}, group_shape={sizes}"
-    checks.shape(_NAME, "scales", scales, shape, reason)
+    checks.check_shape(_NAME, "scales", scales, shape, reason)
     if zps is not None:
-        checks.shape(_NAME, "zps", zps, shape, reason)
+        checks.check_shape(_NAME, "zps", zps, shape, reason)
     return Groups(sizes)

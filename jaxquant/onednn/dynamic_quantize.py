@@ -55,19 +55,19 @@ def dynamic_quantize(
     Source: oneDNN Graph DynamicQuantize-1; the arithmetic is that of oneDNN's CPU kernels. oneDNN itself refuses
     zero points per channel and slips on negative axes: there the text decides.
     """
-    scales = _arithmetic.number(_NAME, "scales", scales, dtypes.FLOAT32)
-    zps = _arithmetic.number(_NAME, "zps", zps, dtypes.INT32)
-    return _enter(checks.float32(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+    scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
+    zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
+    return _enter(checks.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "dtype"))
 def _dynamic_quantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
 ) -> jax.Array:
-    src, scales, zps = checks.arrays(src, scales, zps)
-    found = checks.dtype(_NAME, "dtype", dtype, _arithmetic.EIGHT_BIT)
-    granularity = _arithmetic.quantize_contract(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.quantize(src, scales, zps, granularity, found)
+    src, scales, zps = checks.convert_numpy(src, scales, zps)
+    found = checks.check_dtype(_NAME, "dtype", dtype, _arithmetic.EIGHT_BIT)
+    granularity = _arithmetic.check_quantize(_NAME, src, scales, zps, qtype, axis)
+    return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, found)
 
 
-_enter = checks.entrance(_NAME, _dynamic_quantize, ("src", "scales", "zps"))
+_enter = checks.wrap_entry_point(_NAME, _dynamic_quantize, ("src", "scales", "zps"))

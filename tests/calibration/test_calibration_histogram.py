@@ -183,15 +183,15 @@ def test_sixty_four_bits_in_two_words(rng: np.random.Generator) -> None:
     a, b = words([p[0] for p in pairs]), words([p[1] for p in pairs])
     np.testing.assert_array_equal(number(uint64.add(a, b)), np.array([(p + q) % 2**64 for p, q in pairs], object))
     np.testing.assert_array_equal(number(uint64.subtract(a, b)), np.array([(p - q) % 2**64 for p, q in pairs], object))
-    np.testing.assert_array_equal(uint64.less(a, b), [p < q for p, q in pairs])
+    np.testing.assert_array_equal(uint64.is_less(a, b), [p < q for p, q in pairs])
     np.testing.assert_allclose(uint64.to_float32(a), [float(p) for p, _ in pairs], rtol=2e-7)
     long = [int(n) for n in rng.integers(0, 2**47, 2**16 - 1)] + [2**47]
     partial = list(itertools.accumulate(long))
-    np.testing.assert_array_equal(number(uint64.cumulative(words(long))), np.array(partial, object))
+    np.testing.assert_array_equal(number(uint64.sum_cumulatively(words(long))), np.array(partial, object))
     full = words([0xFFFF] * 2**16)
-    assert number(uint64.cumulative(full))[-1] == 0xFFFF * 2**16
+    assert number(uint64.sum_cumulatively(full))[-1] == 0xFFFF * 2**16
     for share in (Fraction(0), Fraction(1, 2), Fraction(99.99) / 100, 1 - Fraction(1, 2**60), Fraction(1, 3)):
-        whole, rest = uint64.share(words(numbers), share)
+        whole, rest = uint64.find_share(words(numbers), share)
         for n, found, part in zip(numbers, number(whole), np.asarray(rest), strict=True):
             error = Fraction(int(found)) + Fraction(float(part)) - n * share
             assert abs(error) < Fraction(1, 2**20) + Fraction(n, 2**64), (n, share)

@@ -38,7 +38,7 @@ def test_quotient_by_a_scalar(operands: tuple[np.ndarray, np.ndarray]) -> None:
     scale = np.float32(0.037)
 
     def op(x: jax.Array, s: jax.Array) -> jax.Array:
-        return rounding.quotient(x, jnp.broadcast_to(s, x.shape))
+        return rounding.divide(x, jnp.broadcast_to(s, x.shape))
 
     args = x.reshape(4, -1), np.full(4, scale)
     want = x.reshape(4, -1) / scale
@@ -50,10 +50,10 @@ def test_quotient_of_a_quotient(operands: tuple[np.ndarray, np.ndarray]) -> None
     """XLA reassociates (a / b) / s and a / (b / c); the operands are shielded from both sides."""
     x, s = operands
     b = np.roll(s, 1)
-    got = jax.jit(lambda x, b, s: rounding.quotient(x / b, s))(x, b, s)
-    inner = np.asarray(jax.jit(lambda x, b: rounding.quotient(x, b))(x, b))
+    got = jax.jit(lambda x, b, s: rounding.divide(x / b, s))(x, b, s)
+    inner = np.asarray(jax.jit(lambda x, b: rounding.divide(x, b))(x, b))
     np.testing.assert_array_equal(np.asarray(got), inner / s)
-    scale = jax.jit(lambda x, m: rounding.quotient(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
+    scale = jax.jit(lambda x, m: rounding.divide(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
     m = np.float32(3.3)
     division = np.asarray(jax.jit(lambda m: m / jnp.float32(127))(m))
     np.testing.assert_array_equal(np.asarray(scale(x, m)), x / division)
@@ -92,7 +92,7 @@ def test_correction_leaves_the_rest_alone() -> None:
 
 def test_the_cpu_program_divides() -> None:
     """One true division in the compiled program, and no reciprocal."""
-    compiled = jax.jit(lambda x, s: rounding.quotient(x, jnp.broadcast_to(s, x.shape)))
+    compiled = jax.jit(lambda x, s: rounding.divide(x, jnp.broadcast_to(s, x.shape)))
     text = compiled.lower(jnp.ones(1024, jnp.float32), jnp.float32(3)).compile().as_text() or ""
     assert text.count(" divide(") == 1
     assert "f32[] divide(" not in text
@@ -103,20 +103,20 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
     a, b, c = (rng.normal(size=100_000).astype(np.float32) for _ in range(3))
     plain = jax.jit(lambda a, b, c: a * b + c)(a, b, c)
     assert (np.asarray(plain) != a * b + c).any(), "XLA no longer fuses: this canary has nothing to watch"
-    got = jax.jit(lambda a, b, c: rounding.rounded(a * b) + c)(a, b, c)
+    got = jax.jit(lambda a, b, c: rounding.round_result(a * b) + c)(a, b, c)
     np.testing.assert_array_equal(np.asarray(got), a * b + c)
-    loop = jax.jit(lambda a, b, c: lax.map(lambda t: rounding.rounded(t[0] * t[1]) + t[2], (a, b, c)))
+    loop = jax.jit(lambda a, b, c: lax.map(lambda t: rounding.round_result(t[0] * t[1]) + t[2], (a, b, c)))
     rows = tuple(v.reshape(10, -1) for v in (a, b, c))
     np.testing.assert_array_equal(np.asarray(loop(*rows)).ravel(), a * b + c)
-    by_scalar = jax.jit(lambda a, c: rounding.rounded(a * jnp.float32(0.037)) + c)
+    by_scalar = jax.jit(lambda a, c: rounding.round_result(a * jnp.float32(0.037)) + c)
     np.testing.assert_array_equal(np.asarray(by_scalar(a, c)), a * np.float32(0.037) + c)
 
 
 def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> None:
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 1e-38], np.float32)
     x = np.concatenate([special, rng.integers(0, 2**32, 100_000).astype(np.uint32).view(np.float32)])
-    assert transforms.mismatches(np.asarray(jax.jit(rounding.rounded)(x)), x) == 0
-    gradients = jax.grad(lambda a, b: rounding.rounded(a * b).sum(), (0, 1))(
+    assert transforms.mismatches(np.asarray(jax.jit(rounding.round_result)(x)), x) == 0
+    gradients = jax.grad(lambda a, b: rounding.round_result(a * b).sum(), (0, 1))(
         jnp.array([2.0, -3.0], jnp.float32), jnp.array([5.0, 0.0], jnp.float32)
     )
     np.testing.assert_array_equal(gradients, [[5, 0], [2, -3]])
@@ -124,7 +124,7 @@ def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> N
 
 def test_constants_are_added_one_after_the_other(rng: np.random.Generator) -> None:
     x = rng.uniform(-1e-3, 1e-3, 10_000).astype(np.float32)
-    got = jax.jit(lambda x: rounding.rounded(x + jnp.float32(1)) + jnp.float32(2**20))(x)
+    got = jax.jit(lambda x: rounding.round_result(x + jnp.float32(1)) + jnp.float32(2**20))(x)
     np.testing.assert_array_equal(np.asarray(got), (x + np.float32(1)) + np.float32(2**20))
 
 
@@ -136,7 +136,7 @@ def test_to_grid_is_a_conversion_that_stays(name: str, rng: np.random.Generator)
     x = np.concatenate([every, every * np.float32(1 + 2**-9), np.exp(rng.uniform(-16, 10, 50_000)).astype(np.float32)])
     with np.errstate(over="ignore"):
         want = x.astype(dtype).astype(np.float32)
-    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: rounding.to_grid(x, dtype))(x)), want)
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: rounding.round_to_dtype(x, dtype))(x)), want)
 
 
 def test_integer_quotient_is_exact(rng: np.random.Generator) -> None:
@@ -144,7 +144,7 @@ def test_integer_quotient_is_exact(rng: np.random.Generator) -> None:
     x, s = np.meshgrid(edge, edge)
     x = np.concatenate([x.ravel(), rng.integers(-(2**31), 2**31, 50_000), rng.integers(-999, 999, 50_000)])
     s = np.concatenate([s.ravel(), rng.integers(-(2**20), 2**20, 50_000), rng.integers(-20, 20, 50_000)])
-    got = np.asarray(jax.jit(rounding.integer_quotient)(x.astype(np.int32), s.astype(np.int32)))
+    got = np.asarray(jax.jit(rounding.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
     with np.errstate(all="ignore"):
         want = np.rint(x.astype(np.float64) / s)
     finite = np.isfinite(want)
@@ -161,6 +161,6 @@ def test_encode_at_every_tie(name: str) -> None:
         down, up = (np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf))
         x = np.concatenate([middle, down, up, np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)])
         z = jnp.full(x.shape, point, jnp.int32)
-        got = jax.jit(lambda x, z: rounding.encode(x, z, onnx_text.dtype(name)))(x, z)
+        got = jax.jit(lambda x, z: rounding.encode_steps(x, z, onnx_text.dtype(name)))(x, z)
         want = onnx_text.codes(x.astype(np.float64), point, (low, high))
         np.testing.assert_array_equal(np.asarray(got).astype(np.int64), want)

@@ -19,7 +19,10 @@ def every(name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", (*NAMES, "float8_e8m0fnu"))
 def test_decode_every_code(name: str) -> None:
     codes = every(name)
-    assert transforms.mismatches(np.asarray(jax.jit(small_floats.decode)(codes)), codes.astype(np.float32)) == 0
+    assert (
+        transforms.mismatches(np.asarray(jax.jit(small_floats.decode_small_float)(codes)), codes.astype(np.float32))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,5 +36,5 @@ def test_encode_every_code_and_every_half_way(name: str, rng: np.random.Generato
     x = np.concatenate([values.astype(np.float32), middle, *sides, random, special])
     with np.errstate(all="ignore"):
         want = x.astype(onnx_text.dtype(name))
-    got = jax.jit(lambda x: small_floats.encode(x, onnx_text.dtype(name), saturate=False))(x)
+    got = jax.jit(lambda x: small_floats.encode_small_float(x, onnx_text.dtype(name), saturate=False))(x)
     assert transforms.mismatches(np.asarray(got), want) == 0

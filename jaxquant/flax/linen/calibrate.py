@@ -144,7 +144,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     checks.require(bool(records) or is_converted, _CHECK, "variables", wanted, sorted(given) or "none")
     for path, record in records:
         state, learned = (_find(tree, path) for tree in (ranges, scales))
-        with _layer_operand.at("/".join(path[:-1]) or path[-1]):
+        with _layer_operand.prefix_errors("/".join(path[:-1]) or path[-1]):
             for site in (record.weight, record.activation):
                 if site is not None and isinstance(site.source, Observed):
                     _check_observed(site, state)
@@ -152,7 +152,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
                     _check_learned(site, learned)
     for path, value in jax.tree_util.tree_leaves_with_path(ranges):
         is_scale = bool(path) and getattr(path[-1], "key", None) == "scale"
-        with _layer_operand.at("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
+        with _layer_operand.prefix_errors("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
             holds = not is_scale or _layer_operand.is_finite(value)
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
@@ -170,7 +170,7 @@ def _check_observed(site: _layer_operand.Site, state: Any) -> None:
 
 
 def _check_learned(site: _layer_operand.Site, scales: Any) -> None:
-    for name in _layer_operand.names(site):
+    for name in _layer_operand.list_names(site):
         value = scales.get(name) if isinstance(scales, Mapping) else None
         wanted = f'it in the collection "{SCALES}": jq.flax.calibrate or apply(..., mutable=["{SCALES}"]) starts it'
         checks.require(value is not None, _CHECK, name, wanted, "none")
@@ -200,7 +200,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
     holds = any(not isinstance(site.source, Dynamic) for site in sites)
     checks.require(holds, _CALIBRATE, "module", wanted, "only Dynamic() ranges" if sites else "no quantized layer")
     for path, record in records:
-        with _layer_operand.at("/".join(path[:-1]) or path[-1]):
+        with _layer_operand.prefix_errors("/".join(path[:-1]) or path[-1]):
             check_convertible(_CALIBRATE, record)
 
 

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.core import meta
 from flax.linen import dtypes
 
+from ..._arrays.quantize import find_parameters
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._arrays.static_text import StaticText
@@ -93,7 +94,9 @@ class Contraction(nn.Module):
     @nn.nowrap
     def sites(self) -> tuple[Site, Site | None]:
         """Returns where something is quantized."""
-        return _layer_operand.contract("flax", self.weight, self.activation, self.weight_range, self.activation_range)
+        return _layer_operand.check_layer(
+            "flax", self.weight, self.activation, self.weight_range, self.activation_range
+        )
 
     @nn.nowrap
     def contracted(
@@ -104,7 +107,7 @@ class Contraction(nn.Module):
 
         `features` are the axes of the kernel that the contraction keeps, counted from the back.
         """
-        with _layer_operand.at(self.place()):
+        with _layer_operand.prefix_errors(self.place()):
             weight, activation = self.sites()
             weight = _layer_operand.resolve_features(weight, features)
             if isinstance(kernel, QuantizedArray):
@@ -126,7 +129,7 @@ class Contraction(nn.Module):
             record = self.get_variable(RANGES, entry) if self.has_variable(RANGES, entry) else None
             known = record.text if isinstance(record, StaticText) else text
             checks.require(known == text, "flax", name, f"what the variables were converted with: {known}", text)
-        _layer_operand.converted(weight, kernel)
+        _layer_operand.check_converted(weight, kernel)
         # Variables without those texts, as another program may write them, must fit as far as their arrays tell.
         is_stored = self.has_variable(RANGES, "activation")
         is_static = activation is not None and not isinstance(activation.source, Dynamic)
@@ -136,7 +139,7 @@ class Contraction(nn.Module):
 
     @nn.nowrap
     def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
-        return None if site is None else _layer_operand.quantizer(site, x, self._given(site, x))
+        return None if site is None else _layer_operand.make_quantizer(site, x, self._given(site, x))
 
     @nn.nowrap
     def _given(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any] | None:
@@ -145,32 +148,32 @@ class Contraction(nn.Module):
             return None
         if isinstance(site.source, Observed):
             return self._observed(site, x)
-        names = _layer_operand.names(site)
+        names = _layer_operand.list_names(site)
         if not all(self.has_variable(SCALES, name) for name in names):
             self._require_mutable(SCALES, site)
-            for name, start in zip(names, _layer_operand.initial(site, x), strict=True):
+            for name, start in zip(names, _layer_operand.find_initial(site, x), strict=True):
                 self.variable(SCALES, name, self._boxed, site, start)
         parts = [meta.unbox(self.get_variable(SCALES, name)) for name in names]
-        return _layer_operand.learned(site, tuple(parts))
+        return _layer_operand.read_learned(site, tuple(parts))
 
     @nn.nowrap
     def _observed(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
         is_mutable = self.is_mutable_collection(RANGES)
         if not self.has_variable(RANGES, site.of):
             self._require_mutable(RANGES, site)
-        state = self.variable(RANGES, site.of, _layer_operand.unseen, site, x)
+        state = self.variable(RANGES, site.of, _layer_operand.make_state, site, x)
         is_one = isinstance(state.value, Mapping) and "state" in state.value
         wanted = "the state of a calibrator, as init makes it for a float kernel"
         checks.require(is_one, "flax", site.of, wanted, "the constants of a converted one")
         if self.is_initializing():  # which sees no batch: x has the range of its own
-            return _layer_operand.found("quantize", x, site.spec, None, None)[:2]
+            return find_parameters("quantize", x, site.spec, None, None)[:2]
         if is_mutable:
-            state.value = _layer_operand.seen(site, state.value, x)
+            state.value = _layer_operand.update_state(site, state.value, x)
         batches = state.value["batches"]
         holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
         wanted = f'a range: apply(..., mutable=["{RANGES}"]) with data, and what that returns among the variables'
         checks.require(holds, "flax", site.of, wanted, "no data")
-        return _layer_operand.of_state(site, state.value, x.shape)
+        return _layer_operand.finalize_state(site, state.value, x.shape)
 
     @nn.nowrap
     def _require_mutable(self, collection: str, site: Site) -> None:
@@ -187,7 +190,7 @@ class Contraction(nn.Module):
         names = getattr(box, "names", None)
         if site.of != "weight" or not isinstance(box, meta.AxisMetadata) or names is None:
             return start
-        return dataclasses.replace(box, value=start, names=_layer_operand.part_names(names, start.shape))  # type: ignore[call-arg]
+        return dataclasses.replace(box, value=start, names=_layer_operand.find_part_names(names, start.shape))  # type: ignore[call-arg]
 
     @nn.nowrap
     def _stored(self) -> Any:
@@ -219,13 +222,13 @@ class Contraction(nn.Module):
     @nn.nowrap
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
         if isinstance(site.source, Dynamic):
-            return _layer_operand.codes(site, x, None)
+            return _layer_operand.quantize_operand(site, x, None)
         stored = self.get_variable(RANGES, site.of) if self.has_variable(RANGES, site.of) else None
         wanted = 'its range in the collection "ranges", as jq.flax.convert makes it'
         is_one = isinstance(stored, Mapping) and "scale" in stored
         checks.require(is_one, "flax", site.of, wanted, "none")
         assert stored is not None
-        return _layer_operand.codes(site, x, (stored["scale"], stored.get("zero_point")))
+        return _layer_operand.quantize_operand(site, x, (stored["scale"], stored.get("zero_point")))
 
 
 class DotGeneral(Contraction):
@@ -245,7 +248,7 @@ class DotGeneral(Contraction):
             )
 
         (_, contracted), _ = dimension_numbers
-        features = _layer_operand.kept_axes(rhs.ndim, contracted)
+        features = _layer_operand.find_kept_axes(rhs.ndim, contracted)
         return self.contracted(
             lhs, rhs, features, training, lambda x, w: dot_general(x, w, dimension_numbers, **static)
         )
@@ -280,7 +283,7 @@ class Product(Contraction):
         def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
             return quantized_einsum(subscripts, lhs, rhs, specs=specs, **static, **more)
 
-        features = _layer_operand.kept_in_einsum(subscripts, rhs.ndim)
+        features = _layer_operand.find_kept_in_einsum(subscripts, rhs.ndim)
         return self.contracted(lhs, rhs, features, training, lambda x, w: einsum(subscripts, x, w, **static))
 
 

@@ -74,20 +74,20 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     checks.require(bool(records) or not is_converted, _NAME, "variables", wanted, got)
     wanted = f'variables of a quantized module, with "params" and the collection "{RANGES}" that init makes'
     checks.require(bool(records) and "params" in given, _NAME, "variables", wanted, sorted(given) or "none")
-    serving = {name: _copied(value) for name, value in given.items() if name not in (SCALES, RANGES)}
+    serving = {name: _copy_tree(value) for name, value in given.items() if name not in (SCALES, RANGES)}
     ranges: dict[str, Any] = {}
     for path, record in records:
-        scales = _at(given.get(SCALES, {}), path) or {}
-        state = _at(given[RANGES], path) or {}
-        with _layer_operand.at("/".join(path[:-1]) or type(module).__name__):
-            holder = _at(serving["params"], path[:-1])
+        scales = _find_node(given.get(SCALES, {}), path) or {}
+        state = _find_node(given[RANGES], path) or {}
+        with _layer_operand.prefix_errors("/".join(path[:-1]) or type(module).__name__):
+            holder = _find_node(serving["params"], path[:-1])
             kernel = holder.get(record.kernel) if isinstance(holder, dict) else None
             holds = kernel is not None and not isinstance(kernel, QuantizedArray)
             got = "a kernel that is already converted" if kernel is not None else "none"
             checks.require(holds, _NAME, f"params[{record.kernel!r}]", "a float kernel", got)
-            holder[record.kernel], depth = _kernel(record, kernel, scales)
-            constants = _activation(record, state, scales, depth)
-        _put(ranges, path, {**constants, **_describe_specs(record)})
+            holder[record.kernel], depth = _quantize_kernel(record, kernel, scales)
+            constants = _find_constants(record, state, scales, depth)
+        _set_node(ranges, path, {**constants, **_describe_specs(record)})
     return {**serving, RANGES: ranges}
 
 
@@ -118,23 +118,23 @@ def check_convertible(function: str, record: Record) -> None:
     checks.require(record.is_ready, function, "module", wanted, record.attention or "flax.linen's promote_dtype")
 
 
-def _copied(node: Any) -> Any:
-    return {name: _copied(child) for name, child in node.items()} if isinstance(node, Mapping) else node
+def _copy_tree(node: Any) -> Any:
+    return {name: _copy_tree(child) for name, child in node.items()} if isinstance(node, Mapping) else node
 
 
-def _at(node: Any, path: tuple[str, ...]) -> Any:
+def _find_node(node: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         node = node.get(name) if isinstance(node, Mapping) else None
     return node
 
 
-def _put(node: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def _set_node(node: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for name in path[:-1]:
         node = node.setdefault(name, {})
     node[path[-1]] = value
 
 
-def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[QuantizedArray, int]:
+def _quantize_kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[QuantizedArray, int]:
     """Returns a kernel's codes, and how many leading axes stack it."""
     kernel = meta.unbox(boxed)
     depth = kernel.ndim - len(record.shape)
@@ -143,13 +143,15 @@ def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[Quan
     checks.require(fits, _NAME, f"params[{record.kernel!r}]", wanted, f"shape {tuple(kernel.shape)}")
     check_convertible(_NAME, record)
     site = record.weight
-    parts = () if isinstance(site.source, Dynamic) else _learned(site, scales)
+    parts = () if isinstance(site.source, Dynamic) else _read_learned(site, scales)
 
     def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
-        return _layer_operand.codes(site, kernel, _layer_operand.learned(site, parts) if parts else None)
+        return _layer_operand.quantize_operand(
+            site, kernel, _layer_operand.read_learned(site, parts) if parts else None
+        )
 
-    q = _stacked(quantized, depth)(kernel, parts)
-    _layer_operand.shippable(_NAME, site, q.scale)
+    q = _map_stacked(quantized, depth)(kernel, parts)
+    _layer_operand.check_shippable(_NAME, site, q.scale)
     names = getattr(boxed, "names", None)
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
@@ -157,13 +159,13 @@ def _kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[Quan
     def part(value: Any) -> Any:
         if value is None:
             return None
-        own = _layer_operand.part_names(names, value.shape)
+        own = _layer_operand.find_part_names(names, value.shape)
         return meta.replace_boxed(boxed, value).replace(names=own)  # type: ignore[attr-defined]
 
     return q.replace(values=part(q.values), scale=part(q.scale), zero_point=part(q.zero_point)), depth
 
 
-def _activation(record: Record, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _find_constants(record: Record, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
     """Returns the constants that activations are quantized by."""
     site = record.activation
     if site is None or isinstance(site.source, Dynamic):
@@ -177,28 +179,30 @@ def _activation(record: Record, state: Mapping[str, Any], scales: Mapping[str, A
         holds = batches is not None and (checks.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
         checks.require(holds, _NAME, site.of, wanted, "no data")
         assert batches is not None
-        found = _stacked(lambda state: _layer_operand.of_state(site, state), batches.ndim)(
+        found = _map_stacked(lambda state: _layer_operand.finalize_state(site, state), batches.ndim)(
             seen
         )  # its own: kernels may be shared
     else:
-        found = _stacked(lambda *parts: _layer_operand.learned(site, parts), depth)(*_learned(site, scales))
+        found = _map_stacked(lambda *parts: _layer_operand.read_learned(site, parts), depth)(
+            *_read_learned(site, scales)
+        )
     scale, zero_point = found
-    _layer_operand.shippable(_NAME, site, scale)
+    _layer_operand.check_shippable(_NAME, site, scale)
     if zero_point is None:
         return {site.of: {"scale": scale}}
     if zero_point.dtype != site.spec.carrier:
-        zero_point = _layer_operand.whole(site, zero_point)
+        zero_point = _layer_operand.find_code(site, zero_point)
     return {site.of: {"scale": scale, "zero_point": zero_point}}
 
 
-def _learned(site: Site, scales: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    for name in _layer_operand.names(site):
+def _read_learned(site: Site, scales: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+    for name in _layer_operand.list_names(site):
         wanted = f'it in the collection "{SCALES}": apply(..., mutable=["{SCALES}"]) starts it'
         checks.require(name in scales, _NAME, name, wanted, "none")
-    return tuple(meta.unbox(scales[name]) for name in _layer_operand.names(site))
+    return tuple(meta.unbox(scales[name]) for name in _layer_operand.list_names(site))
 
 
-def _stacked(function: Any, depth: int) -> Any:
+def _map_stacked(function: Any, depth: int) -> Any:
     for _ in range(depth):
         function = jax.vmap(function)
     return function

@@ -50,7 +50,7 @@ def dot_general(
 
     Source: flax.linen.Dense, `dot_general`.
     """
-    _layer_operand.contract("flax.dot_general", weight, activation, weight_range, activation_range)
+    _layer_operand.check_layer("flax.dot_general", weight, activation, weight_range, activation_range)
     return Injected(DotGeneral, weight, activation, weight_range, activation_range, backward)
 
 
@@ -91,5 +91,5 @@ def conv_general_dilated(
 
     Source: flax.linen.Conv, `conv_general_dilated`.
     """
-    _layer_operand.contract("flax.conv_general_dilated", weight, activation, weight_range, activation_range)
+    _layer_operand.check_layer("flax.conv_general_dilated", weight, activation, weight_range, activation_range)
     return Injected(ConvGeneralDilated, weight, activation, weight_range, activation_range, backward)

@@ -25,26 +25,26 @@ _NAME = "flax.linen"
 _ROWS = (-2,)  # the output features of a table: `attend` has an output for each row
 
 
-def _inject(layer: Any, field: str, module: type[Contraction]) -> None:
+def _inject_contraction(layer: Any, field: str, module: type[Contraction]) -> None:
     """Sets the factory that flax's layer makes its contraction with."""
-    specs = _contract(layer)
+    specs = _check_specs(layer)
     for other in (field, field.removesuffix("_cls")):
         given = getattr(layer, other)
         free = given is None or (other == field and isinstance(given, Injected))  # that of a layer this is a clone of
-        with _layer_operand.at(_place(layer)):
-            checks.require(free, _NAME, other, "None: this layer brings its own", checks.described(given))
+        with _layer_operand.prefix_errors(_find_path(layer)):
+            checks.require(free, _NAME, other, "None: this layer brings its own", checks.describe_value(given))
     object.__setattr__(layer, field, Injected(module, *specs))
 
 
-def _contract(layer: Any) -> tuple[Any, ...]:
+def _check_specs(layer: Any) -> tuple[Any, ...]:
     """Holds the specs of a layer to their contract, and returns what a module of `_contraction` is made of."""
     specs = (layer.weight, layer.activation, layer.weight_range, layer.activation_range)
-    with _layer_operand.at(_place(layer)):
-        _layer_operand.contract(_NAME, *specs)
+    with _layer_operand.prefix_errors(_find_path(layer)):
+        _layer_operand.check_layer(_NAME, *specs)
     return *specs, layer.backward
 
 
-def _place(layer: Any) -> str:
+def _find_path(layer: Any) -> str:
     """Returns the path of a layer, for errors; in `setup` it has no name yet."""
     if layer.scope is not None:
         return "/".join(layer.path) or type(layer).__name__
@@ -101,7 +101,7 @@ class Dense(nn.Dense):
     def __post_init__(self) -> None:
         """Puts the contraction in."""
         super().__post_init__()
-        _inject(self, "dot_general_cls", DotGeneral)
+        _inject_contraction(self, "dot_general_cls", DotGeneral)
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -121,7 +121,7 @@ class DenseGeneral(nn.DenseGeneral):
     def __post_init__(self) -> None:
         """Puts the contraction in."""
         super().__post_init__()
-        _inject(self, "dot_general_cls", DotGeneral)
+        _inject_contraction(self, "dot_general_cls", DotGeneral)
 
 
 class Conv(nn.Conv):
@@ -141,9 +141,9 @@ class Conv(nn.Conv):
     def __post_init__(self) -> None:
         """Puts the convolution in."""
         super().__post_init__()
-        with _layer_operand.at(_place(self)):
+        with _layer_operand.prefix_errors(_find_path(self)):
             checks.require(self.mask is None, _NAME, "mask", "None: converted weights take no mask", "an array")
-        _inject(self, "conv_general_dilated_cls", ConvGeneralDilated)
+        _inject_contraction(self, "conv_general_dilated_cls", ConvGeneralDilated)
 
 
 class Einsum(nn.Einsum):
@@ -159,7 +159,7 @@ class Einsum(nn.Einsum):
     def __post_init__(self) -> None:
         """Holds the specs to their contract."""
         super().__post_init__()
-        _contract(self)
+        _check_specs(self)
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
@@ -167,7 +167,7 @@ class Einsum(nn.Einsum):
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
         explicit = "->" in equation and equation.count(",") == 1
-        with _layer_operand.at(_place(self)):
+        with _layer_operand.prefix_errors(_find_path(self)):
             checks.require(explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, wide = None, None
@@ -176,7 +176,7 @@ class Einsum(nn.Einsum):
             shape, wide = self._get_bias_shape(equation, inputs, stand_in)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        product = Product(*_contract(self))
+        product = Product(*_check_specs(self))
         y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
         return y if bias is None else y + jnp.reshape(bias, wide)
 
@@ -200,7 +200,7 @@ class _Table(Contraction):
             return self.contracted(query, table, _ROWS, training, serving)
         assert indices is not None
         rows = indices
-        with _layer_operand.at(self.place()):
+        with _layer_operand.prefix_errors(self.place()):
             weight, activation = self.sites()
             weight = _layer_operand.resolve_features(weight, _ROWS)
             if isinstance(table, QuantizedArray):
@@ -229,20 +229,20 @@ class Embed(nn.Embed):
     def __post_init__(self) -> None:
         """Holds the specs to their contract."""
         super().__post_init__()
-        _contract(self)
+        _check_specs(self)
         wanted = "jq.flax.promote_dtype: a table is quantized as it is stored"
-        with _layer_operand.at(_place(self)):
+        with _layer_operand.prefix_errors(_find_path(self)):
             checks.require(self.promote_dtype is promote_dtype, _NAME, "promote_dtype", wanted, "another")
 
     def setup(self) -> None:
         """Makes the table, and what looks it up."""
         super().setup()
-        self.table = _Table(*_contract(self), kernel_name="embedding")
+        self.table = _Table(*_check_specs(self), kernel_name="embedding")
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns the rows at the given indices, in the layer's dtype; NaN beyond the table."""
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        with _layer_operand.at(_place(self)):
+        with _layer_operand.prefix_errors(_find_path(self)):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         if self.num_embeddings == 1:  # as flax has it: every index is the one
             inputs = jnp.zeros_like(inputs)

@@ -39,12 +39,12 @@ class Record:
     attention: str | None = None
 
 
-def _array_state(q: QuantizedArray) -> dict[str, Any]:
+def _get_array_state(q: QuantizedArray) -> dict[str, Any]:
     parts = {"values": q.values, "scale": q.scale, "zero_point": q.zero_point}
     return {name: serialization.to_state_dict(part) for name, part in parts.items() if part is not None}
 
 
-def _array_of_state(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+def _restore_array(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
     parts = {"values": q.values, "scale": q.scale, "zero_point": q.zero_point}
     restored = {
         name: serialization.from_state_dict(part, state[name], name=name) for name, part in parts.items()
@@ -54,7 +54,7 @@ def _array_of_state(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
 
 
 # flax.serialization takes dicts of arrays apart, and nothing else that it is not told of.
-serialization.register_serialization_state(QuantizedArray, _array_state, _array_of_state)
+serialization.register_serialization_state(QuantizedArray, _get_array_state, _restore_array)
 serialization.register_serialization_state(Record, lambda _: {}, lambda record, _: record)
 serialization.register_serialization_state(
     StaticText, lambda node: {"text": node.text}, lambda node, state: StaticText(state.get("text", node.text))

@@ -73,7 +73,7 @@ def calibrate(
     layers = []
     for path, contraction in find_contractions(view):
         contraction.layer = find_path(path, contraction)  # for errors; the model keeps its own
-        with _layer_operand.at(contraction.layer):
+        with _layer_operand.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
         layers.append(f"{contraction.layer}: {', '.join(map(_layer_operand.describe, contraction.sites))}")
     graph, moving, fixed = nnx.split(view, Ranges, ...)
@@ -165,7 +165,7 @@ def check_calibrated(model: nnx.Module) -> None:
     contractions = list(find_contractions(model))
     checks.require(bool(contractions), _CHECK, "model", "a model with quantized layers", "none")
     for path, contraction in contractions:
-        with _layer_operand.at(find_path(path, contraction)):
+        with _layer_operand.prefix_errors(find_path(path, contraction)):
             if _observes(contraction):
                 _check_observed(contraction)
             _check_learned(_CHECK, contraction)

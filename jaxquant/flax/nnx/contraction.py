@@ -140,9 +140,9 @@ class Contraction(nnx.Module):
         self, layer: str, how: How, rngs: Any, kernel: nnx.Variable | None, kernel_shape: Sequence[int] | None,
         features: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        with _layer_operand.at(layer):
-            checks.flag(_NAME, "use_running_average", how.use_running_average)
-            weight, activation = _layer_operand.contract(_NAME, *how[:4])
+        with _layer_operand.prefix_errors(layer):
+            checks.check_flag(_NAME, "use_running_average", how.use_running_average)
+            weight, activation = _layer_operand.check_layer(_NAME, *how[:4])
             if features is not None:
                 weight = _layer_operand.resolve_features(weight, features)
             self.layer, self.sites = layer, (weight, activation)
@@ -184,7 +184,7 @@ class Contraction(nnx.Module):
         """
         weight, activation = self.sites
         weight = _layer_operand.resolve_features(weight, features)
-        with _layer_operand.at(self.layer):
+        with _layer_operand.prefix_errors(self.layer):
             if isinstance(kernel, QuantizedArray):
                 self.check_converted(weight, kernel)
                 return serving(x if activation is None else self._served(activation, x), kernel)
@@ -203,16 +203,16 @@ class Contraction(nnx.Module):
         known = own if self.converted_specs is None else self.converted_specs.get_value().text
         wanted = f"the weight and activation that the state was converted with: {known}"
         checks.require(known == own, _NAME, "specs", wanted, own)
-        _layer_operand.converted(weight, kernel)
+        _layer_operand.check_converted(weight, kernel)
 
     def quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
         """Returns how x is quantized there."""
         if site is None:
             return None
         if isinstance(site.source, Dynamic):
-            return _layer_operand.quantizer(site, x, None)
+            return _layer_operand.make_quantizer(site, x, None)
         given = self._observed(site, x) if isinstance(site.source, Observed) else self._learned(site, x)
-        return _layer_operand.quantizer(site, x, given)
+        return _layer_operand.make_quantizer(site, x, given)
 
     def _stream(self, rngs: Any) -> Any:
         if not isinstance(self.backward, Int8Backward) or not self.backward.stochastic_rounding:
@@ -240,32 +240,32 @@ class Contraction(nnx.Module):
         else:
             checks.require(is_one, _NAME, "kernel_shape", "that of the kernel: its scales are learned", "None")
         if isinstance(site.source, Observed):
-            seen = _layer_operand.unseen(site, jax.ShapeDtypeStruct((1, 1), dtype))  # type: ignore[arg-type]
+            seen = _layer_operand.make_state(site, jax.ShapeDtypeStruct((1, 1), dtype))  # type: ignore[arg-type]
             self.activation_range, self.activation_batches = Ranges(seen["state"]), Ranges(seen["batches"])
             return
-        parts = jax.eval_shape(lambda x: _layer_operand.initial(site, x), jax.ShapeDtypeStruct(shape, dtype))
-        for name, part in zip(_layer_operand.names(site), parts, strict=True):
+        parts = jax.eval_shape(lambda x: _layer_operand.find_initial(site, x), jax.ShapeDtypeStruct(shape, dtype))
+        for name, part in zip(_layer_operand.list_names(site), parts, strict=True):
             value = jnp.full(part.shape, np.float32(np.nan))  # which shows in every result until it is started
-            metadata = shared(kernel, part.shape, 0) if kernel is not None and site.of == "weight" else {}
+            metadata = find_partitioning(kernel, part.shape, 0) if kernel is not None and site.of == "weight" else {}
             setattr(self, name, Scale(value, **metadata))
 
     def _observed(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
         state = {"state": self.activation_range.get_value(), "batches": self.activation_batches[...]}
         if self.calibrating or not self.use_running_average:
             # One range for all of it: the variables need not know its rank.
-            state = _layer_operand.seen(site, state, _rows(granularity.whole(x)))
+            state = _layer_operand.update_state(site, state, _flatten_rows(granularity.place_whole(x)))
             self.activation_range.set_value(state["state"])
             self.activation_batches.set_value(state["batches"])
         batches = state["batches"]
         wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or a call after model.train()"
         holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
         checks.require(holds, _NAME, site.of, wanted, "no data")
-        return _layer_operand.of_state(site, state, x.shape)
+        return _layer_operand.finalize_state(site, state, x.shape)
 
     def _learned(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
-        variables = [getattr(self, name) for name in _layer_operand.names(site)]
+        variables = [getattr(self, name) for name in _layer_operand.list_names(site)]
         if self.is_starting:
-            for variable, start in zip(variables, _layer_operand.initial(site, x), strict=True):
+            for variable, start in zip(variables, _layer_operand.find_initial(site, x), strict=True):
                 shape = variable[...].shape
                 wanted = f"scales of shape {shape}: is kernel_shape that of the kernel?"
                 checks.require(start.size == variable[...].size, _NAME, site.of, wanted, f"shape {start.shape}")
@@ -274,18 +274,18 @@ class Contraction(nnx.Module):
         holds = all(map(_layer_operand.is_finite, parts))
         wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
         checks.require(holds, _NAME, f"{site.of}_scale", wanted, "NaN or an infinity")
-        return _layer_operand.learned(site, parts)
+        return _layer_operand.read_learned(site, parts)
 
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
         if isinstance(site.source, Dynamic):
-            return _layer_operand.codes(site, x, None)
+            return _layer_operand.quantize_operand(site, x, None)
         scale, point = self.activation_scale, self.activation_zero_point
         wanted = "its scale, as jaxquant.flax.nnx.convert makes it of a range"
         checks.require(isinstance(scale, Ranges), _NAME, site.of, wanted, "none")
-        return _layer_operand.codes(site, x, (scale[...], None if point is None else point[...]))
+        return _layer_operand.quantize_operand(site, x, (scale[...], None if point is None else point[...]))
 
 
-def shared(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str, Any]:
+def find_partitioning(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str, Any]:
     """Returns the kernel's partitioning for a part of this shape with `depth` axes of layers, none for shared axes."""
     placed = kernel.get_metadata("out_sharding", None)
     names = placed.spec if isinstance(placed, NamedSharding) else placed
@@ -299,13 +299,13 @@ def shared(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str
     return {"out_sharding": out, **{name: value for name, value in more.items() if value is not None}}
 
 
-def _rows(x: jax.Array) -> jax.Array:
+def _flatten_rows(x: jax.Array) -> jax.Array:
     """Returns x as a matrix of its rows: of a flat one XLA:CPU takes each index apart in the loop that makes x."""
     last = x.shape[-1] if x.ndim else 1
     return x.reshape(-1, last) if last else x.reshape(0, 0)
 
 
-def _placed(y: jax.Array, out_sharding: Any) -> jax.Array:
+def _place_output(y: jax.Array, out_sharding: Any) -> jax.Array:
     return y if out_sharding is None else reshard(y, out_sharding)
 
 
@@ -325,10 +325,10 @@ class DotGeneral(Contraction):
             )
 
         (_, contracted), _ = dimension_numbers
-        features = _layer_operand.kept_axes(rhs.ndim, contracted)
+        features = _layer_operand.find_kept_axes(rhs.ndim, contracted)
         serving = functools.partial(dot_general, dimension_numbers=dimension_numbers, **static)
         y = self.contracted(lhs, rhs, features, training, serving)
-        return _placed(y, out_sharding)
+        return _place_output(y, out_sharding)
 
 
 class ConvGeneralDilated(Contraction):
@@ -349,7 +349,7 @@ class ConvGeneralDilated(Contraction):
         numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, more.get("dimension_numbers"))
         features = (numbers.rhs_spec[0] - rhs.ndim,)
         y = self.contracted(lhs, rhs, features, training, lambda x, w: conv_general_dilated(x, w, *static, **named))
-        return _placed(y, out_sharding)
+        return _place_output(y, out_sharding)
 
 
 class Product(Contraction):
@@ -365,9 +365,9 @@ class Product(Contraction):
         def training(lhs: Any, rhs: Any, specs: Sequence[Any], more: dict[str, Any]) -> jax.Array:
             return quantized_einsum(subscripts, lhs, rhs, specs=specs, **static, **more)
 
-        features = _layer_operand.kept_in_einsum(subscripts, rhs.ndim)
+        features = _layer_operand.find_kept_in_einsum(subscripts, rhs.ndim)
         y = self.contracted(lhs, rhs, features, training, lambda x, w: einsum(subscripts, x, w, **static))
-        return _placed(y, out_sharding)
+        return _place_output(y, out_sharding)
 
 
 class Table(Contraction):
@@ -375,7 +375,7 @@ class Table(Contraction):
 
     def rows(self, table: Any, indices: jax.Array, dtype: Any, out_sharding: Any) -> jax.Array:
         """Returns rows of the table, NaN beyond it."""
-        with _layer_operand.at(self.layer):
+        with _layer_operand.prefix_errors(self.layer):
             if isinstance(table, QuantizedArray):
                 self.check_converted(self.sites[0], table)
                 found = take(table, indices, axis=0, mode="fill")
@@ -383,7 +383,7 @@ class Table(Contraction):
                 quantizer = self.quantizer(self.sites[0], table)
                 assert quantizer is not None
                 found = jnp.take(quantizer(table), indices, axis=0)
-        return _placed(found.astype(dtype), out_sharding)
+        return _place_output(found.astype(dtype), out_sharding)
 
     def products(self, query: jax.Array, table: Any, out_sharding: Any) -> jax.Array:
         """Returns the products of a query with every row."""
@@ -395,4 +395,4 @@ class Table(Contraction):
 
         serving = functools.partial(dot_general, dimension_numbers=numbers, **static)
         y = self.contracted(query, table, ROWS, training, serving)
-        return _placed(y, out_sharding)
+        return _place_output(y, out_sharding)

@@ -16,7 +16,7 @@ from ..._core.granularity import PerFeature
 from .. import _fold_batch_norm, _layer_operand
 from .._layer_operand import Site
 from ..ranges import Dynamic, Learned, Observed
-from .contraction import ROWS, Codes, Contraction, Partitioned, Ranges, Scale, Table, promote_dtype, shared
+from .contraction import ROWS, Codes, Contraction, Partitioned, Ranges, Scale, Table, find_partitioning, promote_dtype
 
 _CONVERT, _START, _FOLD = "flax.nnx.convert", "flax.nnx.start", "flax.nnx.fold_batch_norm"
 
@@ -57,7 +57,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     """
     require_module(_START, "model", model)
     copy = nnx.clone(model)
-    learning = [(path, c) for path, c in find_contractions(copy) if any(_learned_names(c))]
+    learning = [(path, c) for path, c in find_contractions(copy) if any(_list_learned(c))]
     checks.require(bool(learning), _START, "model", "a layer with Learned() in it", "none")
     for path, contraction in find_contractions(copy):
         contraction.layer = find_path(path, contraction)
@@ -65,8 +65,8 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
         contraction.is_starting = True
     getattr(copy, method)(*inputs)
     for path, contraction in learning:
-        with _layer_operand.at(find_path(path, contraction)):
-            for name in _learned_names(contraction):
+        with _layer_operand.prefix_errors(find_path(path, contraction)):
+            for name in _list_learned(contraction):
                 wanted = "a layer that the call comes by, and finite numbers"
                 checks.require(_layer_operand.is_finite(getattr(contraction, name)[...]), _START, name, wanted, "none")
     nnx.update(model, nnx.state(copy, Scale))
@@ -112,21 +112,21 @@ def convert(model: Model) -> Model:
     """
     require_module(_CONVERT, "model", model)
     serving = nnx.clone(model)
-    layers = list(_layers(serving))
+    layers = list(_find_layers(serving))
     checks.require(bool(layers), _CONVERT, "model", "a model with quantized layers", "none")
     done: dict[Any, Any] = {}
     for layer in layers:
-        with _layer_operand.at(find_path(layer.path, layer.module)):
+        with _layer_operand.prefix_errors(find_path(layer.path, layer.module)):
             # Layers that share a kernel share its codes; what is learned differs from layer to layer.
-            variable, site = _kernel_of(layer), layer.contraction.sites[0]
+            variable, site = _check_kernel(layer), layer.contraction.sites[0]
             key = (id(variable), site if isinstance(site.source, Dynamic) else layer.path)
             if key not in done:
-                done[key] = variable, _kernel(layer, variable)
+                done[key] = variable, _quantize_kernel(layer, variable)
             setattr(layer.module, layer.kernel, nnx.data(done[key][1]))
     for path, contraction in find_contractions(serving):
         contraction.layer = find_path(path, contraction)
-        with _layer_operand.at(contraction.layer):
-            _freeze(contraction)
+        with _layer_operand.prefix_errors(contraction.layer):
+            _freeze_ranges(contraction)
     return serving
 
 
@@ -240,7 +240,7 @@ class _Layer(NamedTuple):
     kernel: str
 
 
-def _layers(model: nnx.Module) -> Iterator[_Layer]:
+def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
     """Yields the quantized layers, and requires a layer around each contraction."""
     around = set()
     for path, module in nnx.iter_modules(model):
@@ -251,12 +251,12 @@ def _layers(model: nnx.Module) -> Iterator[_Layer]:
                 around.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
-        with _layer_operand.at("/".join(map(str, path))):
+        with _layer_operand.prefix_errors("/".join(map(str, path))):
             wanted = 'a layer around it, with a "kernel"'
             checks.require(id(contraction) in around, _CONVERT, "model", wanted, "none")
 
 
-def _kernel_of(layer: _Layer) -> nnx.Variable:
+def _check_kernel(layer: _Layer) -> nnx.Variable:
     """Requires a float kernel, and a layer that takes a converted one."""
     variable = getattr(layer.module, layer.kernel)
     value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
@@ -272,7 +272,7 @@ def _kernel_of(layer: _Layer) -> nnx.Variable:
     return variable
 
 
-def _shape(layer: _Layer) -> tuple[int, ...] | None:
+def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
     """Returns the shape of a kernel that is not stacked, or None where nothing tells it."""
     module: Any = layer.module
     if layer.contraction.kernel_shape is not None:
@@ -295,15 +295,15 @@ def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
         return ROWS
     if isinstance(module, nnx.LinearGeneral):
         contracted = range(len(module.batch_axis), len(module.batch_axis) + len(module.axis))
-        return _layer_operand.kept_axes(rank, tuple(contracted))
+        return _layer_operand.find_kept_axes(rank, tuple(contracted))
     if isinstance(module, nnx.Einsum):
-        return _layer_operand.kept_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else None
+        return _layer_operand.find_kept_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else None
     if isinstance(module, nnx.ConvTranspose):
         return (-2,) if module.transpose_kernel else (-1,)
     return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
 
 
-def _weight_site(layer: _Layer, rank: int) -> Site:
+def _find_weight_site(layer: _Layer, rank: int) -> Site:
     """Returns how the kernel of a layer is quantized, its output features as axes."""
     site = layer.contraction.sites[0]
     axes = find_feature_axes(layer.module, rank)
@@ -314,36 +314,38 @@ def _weight_site(layer: _Layer, rank: int) -> Site:
     return site
 
 
-def _kernel(layer: _Layer, variable: nnx.Variable) -> Any:
+def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     """Returns the codes of a kernel, as variables."""
     kernel = jnp.asarray(variable.get_value())
-    shape = _shape(layer) or tuple(kernel.shape)
+    shape = _find_kernel_shape(layer) or tuple(kernel.shape)
     depth = kernel.ndim - len(shape)
     wanted = f"shape {shape}, with the axes of nnx.vmap before it"
     fits = depth >= 0 and tuple(kernel.shape[depth:]) == tuple(shape)
     checks.require(fits, _CONVERT, layer.kernel, wanted, f"shape {tuple(kernel.shape)}")
-    site = _weight_site(layer, len(shape))
-    parts = _learned_parts(layer.contraction, site)
+    site = _find_weight_site(layer, len(shape))
+    parts = _read_learned(layer.contraction, site)
 
     def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
-        return _layer_operand.codes(site, kernel, _layer_operand.learned(site, parts) if parts else None)
+        return _layer_operand.quantize_operand(
+            site, kernel, _layer_operand.read_learned(site, parts) if parts else None
+        )
 
-    q = _over_layers(quantized, depth)(kernel, parts)
-    _layer_operand.shippable(_CONVERT, site, q.scale)
+    q = _map_stacked(quantized, depth)(kernel, parts)
+    _layer_operand.check_shippable(_CONVERT, site, q.scale)
     metadata = variable.get_metadata()
-    if not shared(variable, kernel.shape, depth):
+    if not find_partitioning(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
     return Partitioned(
-        q, lambda part: Codes.from_metadata(part, {**metadata, **shared(variable, part.shape, depth)})
+        q, lambda part: Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth)})
     )  # fmt: skip
 
 
-def _freeze(contraction: Contraction) -> None:
+def _freeze_ranges(contraction: Contraction) -> None:
     """Replaces what ranges are found by with what they were found to be."""
     site = contraction.sites[1]
     if site is not None and not isinstance(site.source, Dynamic):
-        scale, point = _constants(contraction, site)
-        _layer_operand.shippable(_CONVERT, site, scale)
+        scale, point = _find_constants(contraction, site)
+        _layer_operand.check_shippable(_CONVERT, site, scale)
         contraction.activation_scale = Ranges(scale)
         contraction.activation_zero_point = nnx.data(None if point is None else Ranges(point))
     contraction.converted_specs = Ranges(contraction.describe_specs())
@@ -351,37 +353,39 @@ def _freeze(contraction: Contraction) -> None:
         setattr(contraction, name, nnx.data(None))
 
 
-def _constants(contraction: Contraction, site: Site) -> tuple[jax.Array, jax.Array | None]:
+def _find_constants(contraction: Contraction, site: Site) -> tuple[jax.Array, jax.Array | None]:
     if isinstance(site.source, Observed):
         batches = contraction.activation_batches[...]
         holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
         wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or calls after model.train()"
         checks.require(holds, _CONVERT, site.of, wanted, "no data")
         state = {"state": contraction.activation_range.get_value(), "batches": batches}
-        return _over_layers(lambda state: _layer_operand.of_state(site, state, (1,)), batches.ndim)(state)
-    parts = _learned_parts(contraction, site)
-    scale, point = _over_layers(lambda *parts: _layer_operand.learned(site, parts), parts[0].ndim - 1)(*parts)
-    return scale, _layer_operand.whole(site, point) if point is not None and point.dtype != site.spec.carrier else point
+        return _map_stacked(lambda state: _layer_operand.finalize_state(site, state, (1,)), batches.ndim)(state)
+    parts = _read_learned(contraction, site)
+    scale, point = _map_stacked(lambda *parts: _layer_operand.read_learned(site, parts), parts[0].ndim - 1)(*parts)
+    return scale, _layer_operand.find_code(
+        site, point
+    ) if point is not None and point.dtype != site.spec.carrier else point
 
 
-def _learned_parts(contraction: Contraction, site: Site) -> tuple[jax.Array, ...]:
+def _read_learned(contraction: Contraction, site: Site) -> tuple[jax.Array, ...]:
     if not isinstance(site.source, Learned):
         return ()
-    parts = tuple(getattr(contraction, name)[...] for name in _layer_operand.names(site))
-    for name, part in zip(_layer_operand.names(site), parts, strict=True):
+    parts = tuple(getattr(contraction, name)[...] for name in _layer_operand.list_names(site))
+    for name, part in zip(_layer_operand.list_names(site), parts, strict=True):
         checks.require(
             _layer_operand.is_finite(part), _CONVERT, name, f"finite numbers: jaxquant.{_START} starts it", "NaN"
         )
     return parts
 
 
-def _learned_names(contraction: Contraction) -> list[str]:
+def _list_learned(contraction: Contraction) -> list[str]:
     sites = [site for site in contraction.sites if site is not None and isinstance(site.source, Learned)]
-    names = [name for site in sites for name in _layer_operand.names(site)]
+    names = [name for site in sites for name in _layer_operand.list_names(site)]
     return [name for name in names if getattr(contraction, name) is not None]  # a converted one has none
 
 
-def _over_layers(function: Any, depth: int) -> Any:
+def _map_stacked(function: Any, depth: int) -> Any:
     for _ in range(depth):
         function = jax.vmap(function)
     return function

@@ -132,15 +132,15 @@ def conv_general_dilated(
     return ConvGeneralDilated("flax.nnx.conv_general_dilated", how, rngs, None, kernel_shape)
 
 
-def _free(layer: Any, given: Mapping[str, Any]) -> None:
-    with _layer_operand.at(type(layer).__name__):
+def _check_arguments(layer: Any, given: Mapping[str, Any]) -> None:
+    with _layer_operand.prefix_errors(type(layer).__name__):
         for name in _OWN:
             checks.require(name not in given, _NAME, name, "none: this layer brings its own", "one")
         wanted = "None: converted weights take no mask"
         checks.require(given.get("mask") is None, _NAME, "mask", wanted, "an array")
 
 
-def _contracting(layer: Any, module: type[Contraction], kernel: nnx.Variable, how: How, rngs: Any) -> Any:
+def _make_contraction(layer: Any, module: type[Contraction], kernel: nnx.Variable, how: How, rngs: Any) -> Any:
     """Returns what a layer contracts with. It knows no path: errors call it by its class and its kernel's shape."""
     shape = tuple(kernel[...].shape)
     features = find_feature_axes(layer, len(shape))
@@ -201,10 +201,10 @@ class Linear(nnx.Linear):
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
-        _free(self, given)
+        _check_arguments(self, given)
         super().__init__(in_features, out_features, promote_dtype=promote_dtype, rngs=rngs, **given)
         how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
-        self.dot_general = nnx.data(_contracting(self, DotGeneral, self.kernel, how, rngs))
+        self.dot_general = nnx.data(_make_contraction(self, DotGeneral, self.kernel, how, rngs))
 
 
 class LinearGeneral(nnx.LinearGeneral):
@@ -219,10 +219,10 @@ class LinearGeneral(nnx.LinearGeneral):
         activation: QuantSpec | None = None, weight_range: Source = Dynamic(), activation_range: Source = Observed(),
         backward: Backward = FloatBackward(), use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
-        _free(self, given)
+        _check_arguments(self, given)
         super().__init__(in_features, out_features, promote_dtype=promote_dtype, rngs=rngs, **given)
         how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
-        self.dot_general = nnx.data(_contracting(self, DotGeneral, self.kernel, how, rngs))
+        self.dot_general = nnx.data(_make_contraction(self, DotGeneral, self.kernel, how, rngs))
 
 
 class Einsum(nnx.Einsum):
@@ -234,11 +234,11 @@ class Einsum(nnx.Einsum):
         activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
-        _free(self, given)
+        _check_arguments(self, given)
         shapes = (tuple(kernel_shape), None if bias_shape is None else tuple(bias_shape))
         super().__init__(einsum_str, *shapes, promote_dtype=promote_dtype, rngs=rngs, **given)
         how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
-        self.einsum_op = nnx.data(_contracting(self, Product, self.kernel, how, rngs))
+        self.einsum_op = nnx.data(_make_contraction(self, Product, self.kernel, how, rngs))
 
 
 class Conv(nnx.Conv):
@@ -254,11 +254,11 @@ class Conv(nnx.Conv):
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
-        _free(self, given)
+        _check_arguments(self, given)
         sizes = (in_features, out_features, kernel_size, strides)
         super().__init__(*sizes, promote_dtype=promote_dtype, rngs=rngs, **given)
         how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
-        self.conv_general_dilated = nnx.data(_contracting(self, ConvGeneralDilated, self.kernel, how, rngs))
+        self.conv_general_dilated = nnx.data(_make_contraction(self, ConvGeneralDilated, self.kernel, how, rngs))
 
 
 class Embed(nnx.Embed):
@@ -273,15 +273,15 @@ class Embed(nnx.Embed):
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
-        _free(self, given)
+        _check_arguments(self, given)
         super().__init__(num_embeddings, features, rngs=rngs, **given)
         how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
-        self.table = nnx.data(_contracting(self, Table, self.embedding, how, rngs))
+        self.table = nnx.data(_make_contraction(self, Table, self.embedding, how, rngs))
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Returns the rows at the given indices, in the layer's dtype; NaN beyond the table."""
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        with _layer_operand.at(self.table.layer):
+        with _layer_operand.prefix_errors(self.table.layer):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         if self.num_embeddings == 1:  # as flax has it: every index is the one
             inputs = jnp.zeros_like(inputs)
