@@ -81,7 +81,7 @@ else:  # type checkers would take every name for one that is there
         except ModuleNotFoundError as error:
             if error.name != name:  # something else is missing, and the error names it
                 raise
-            text = f'jaxquant.{name}: wanted the package {name}: pip install "jaxquant[{name}]"; got none installed'
+            text = f'jaxquant.{name}: expected the package {name}: pip install "jaxquant[{name}]", got none installed'
             raise ModuleNotFoundError(text, name=name) from error
 
     def __dir__() -> list[str]:

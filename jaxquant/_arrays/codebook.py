@@ -34,8 +34,8 @@ class CodeBook:
         checks.require_type(isinstance(self.name, str), "CodeBook", "name", "a string", repr(self.name))
         is_array = isinstance(self.levels, np.ndarray) and self.levels.ndim == 1
         is_sequence = is_array or isinstance(self.levels, list | tuple)
-        wanted = "a sequence of numbers"
-        checks.require_type(is_sequence, "CodeBook", "levels", wanted, checks.describe_value(self.levels))
+        expected = "a sequence of numbers"
+        checks.require_type(is_sequence, "CodeBook", "levels", expected, checks.describe_value(self.levels))
         for level in self.levels:
             checks.check_real("CodeBook", "levels", level)
         levels = tuple(float(np.float32(level)) for level in self.levels)

@@ -72,13 +72,13 @@ def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: 
         ("dtype", q.dtype, first.dtype),
         ("codebook", q.codebook, first.codebook),
     )
-    for name, got, wanted in dtypes:
-        if got != wanted:
-            checks.require_type(False, _NAME, f"{argument}.{name}", f"{wanted}, that of arrays[0]", got)
+    for name, got, expected in dtypes:
+        if got != expected:
+            checks.require_type(False, _NAME, f"{argument}.{name}", f"{expected}, that of arrays[0]", got)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
     if q.ndim != first.ndim or lengths != tuple(n for a, n in enumerate(first.shape) if a != axis):
-        wanted = f"the shape of arrays[0], {first.shape}, but for axis {axis}"
-        checks.require(False, _NAME, argument, wanted, f"shape {q.shape}")
+        expected = f"the shape of arrays[0], {first.shape}, but for axis {axis}"
+        checks.require(False, _NAME, argument, expected, f"shape {q.shape}")
 
 
 def _with_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:

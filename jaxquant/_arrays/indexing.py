@@ -60,15 +60,15 @@ def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
     rest = len(shape) - sum(_count_dimensions(item) for item in items)
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     checks.require(len(dots) <= 1, _ITEM, "index", "one ellipsis at most", index)
-    wanted = f"at most {len(shape)} dimensions, the array's"
-    checks.require(rest >= 0, _ITEM, "index", wanted, len(shape) - rest)
+    expected = f"at most {len(shape)} dimensions, the array's"
+    checks.require(rest >= 0, _ITEM, "index", expected, len(shape) - rest)
     place = dots[0] if dots else len(items)
     items = [*items[:place], *[slice(None)] * rest, *items[place + len(dots) :]]
     axis, found = 0, []
     for item in items:
         if isinstance(item, int) and not -shape[axis] <= item < shape[axis]:
-            wanted = f"an int in [{-shape[axis]}, {shape[axis] - 1}] for dimension {axis}"
-            raise IndexError(checks.format_message(_ITEM, "index", wanted, item))
+            expected = f"an int in [{-shape[axis]}, {shape[axis] - 1}] for dimension {axis}"
+            raise IndexError(checks.format_message(_ITEM, "index", expected, item))
         found += _replace_masks(item, shape[axis : axis + _count_dimensions(item)])
         axis += _count_dimensions(item)
     return found
@@ -89,8 +89,8 @@ def _replace_masks(item: Any, shape: tuple[int, ...]) -> list[Any]:
     if not _is_mask(item):
         return [item]
     if item.shape != shape:
-        wanted = f"a mask of shape {shape}, that of the dimensions it is for"
-        raise IndexError(checks.format_message(_ITEM, "index", wanted, f"shape {item.shape}"))
+        expected = f"a mask of shape {shape}, that of the dimensions it is for"
+        raise IndexError(checks.format_message(_ITEM, "index", expected, f"shape {item.shape}"))
     return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
 
 
@@ -125,12 +125,12 @@ def _convert_list(given: list[Any]) -> np.ndarray:
 def _convert_index(item: Any) -> Any:
     """Requires an array of integers, or a mask whose elements are known; returns integers as int32."""
     is_array = isinstance(item, jax.Array | np.ndarray)
-    wanted = "ints, slices, None, an ellipsis, or arrays of integers or bools"
-    checks.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", wanted, checks.describe_value(item))
+    expected = "ints, slices, None, an ellipsis, or arrays of integers or bools"
+    checks.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", expected, checks.describe_value(item))
     if _is_mask(item):
-        wanted = "a mask that is not traced, of rank 1 or more: its result's shape depends on it"
+        expected = "a mask that is not traced, of rank 1 or more: its result's shape depends on it"
         known = not checks.is_traced(item) and item.ndim > 0
-        checks.require_type(known, _ITEM, "index", wanted, checks.describe_value(item))
+        checks.require_type(known, _ITEM, "index", expected, checks.describe_value(item))
         return item
     item = checks.narrow_to_int32(_ITEM, "index", item)
     if item.dtype.kind == "u" and item.dtype.itemsize > 2:  # JAX takes the upper half of uint32 for negative numbers
@@ -205,10 +205,10 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     order = tuple(range(q.ndim))[::-1] if not given else tuple(given)
     for axis in order:
         checks.check_integer(_TRANSPOSE, "axes", axis)
-    wanted = f"a permutation of {tuple(range(q.ndim))}"
+    expected = f"a permutation of {tuple(range(q.ndim))}"
     in_range = all(-q.ndim <= a < q.ndim for a in order)
     order = tuple(a % q.ndim for a in order) if in_range else order
-    checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", wanted, order)
+    checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
     values, scale, zero_point = (
         None if p is None else jnp.transpose(p, order) for p in (q.values, q.scale, q.zero_point)
     )
@@ -225,13 +225,13 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
             found.append(None)
             continue
         plan = _plan_reshape(part.shape, _find_sizes(q, part), q.shape, new)
-        wanted = "a shape that keeps together what shares an entry, or q.dequantize().reshape"
+        expected = "a shape that keeps together what shares an entry, or q.dequantize().reshape"
         got = f"{new} for {name} of shape {part.shape} on {q.shape}"
-        checks.require(plan is not None, _RESHAPE, "shape", wanted, got)
+        checks.require(plan is not None, _RESHAPE, "shape", expected, got)
         assert plan is not None
         sizes |= {size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n)}
         short |= any(n % size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n))
-        checks.require(len(sizes) < 2 or not short, _RESHAPE, "shape", wanted, got)
+        checks.require(len(sizes) < 2 or not short, _RESHAPE, "shape", expected, got)
         found.append(part.reshape(tuple(entries for entries, _ in plan)))
     block_size = sizes.pop() if len(sizes) == 1 else None
     return q.replace(values=q.values.reshape(new), scale=found[0], zero_point=found[1], block_size=block_size)
@@ -242,13 +242,13 @@ def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]
     for n in given:
         checks.check_integer(_RESHAPE, "shape", n)
     new = tuple(int(n) for n in given)
-    wanted = f"a shape of {q.size} elements, one dimension -1 at most"
+    expected = f"a shape of {q.size} elements, one dimension -1 at most"
     known = math.prod(n for n in new if n != -1)
-    checks.require(new.count(-1) <= 1 and min(new, default=0) >= -1, _RESHAPE, "shape", wanted, new)
+    checks.require(new.count(-1) <= 1 and min(new, default=0) >= -1, _RESHAPE, "shape", expected, new)
     if -1 in new:
-        checks.require(known > 0 and q.size % known == 0, _RESHAPE, "shape", wanted, new)
+        checks.require(known > 0 and q.size % known == 0, _RESHAPE, "shape", expected, new)
         new = tuple(q.size // known if n == -1 else n for n in new)
-    checks.require(math.prod(new) == q.size, _RESHAPE, "shape", wanted, new)
+    checks.require(math.prod(new) == q.size, _RESHAPE, "shape", expected, new)
     return new
 
 

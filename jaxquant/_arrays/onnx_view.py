@@ -105,14 +105,14 @@ def _pick_entries(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes:
     """Returns a scale or zero point with the given entries, each picked from where its run begins."""
     own = Aligned(q.block_size).sizes(part.shape, q.shape)
     assert own is not None
-    for a, (wanted, size) in enumerate(zip(entries, sizes, strict=True)):
-        if part.shape[a] == wanted:
+    for a, (expected, size) in enumerate(zip(entries, sizes, strict=True)):
+        if part.shape[a] == expected:
             continue
         if part.shape[a] == 1:
-            shape = (*part.shape[:a], wanted, *part.shape[a + 1 :])
+            shape = (*part.shape[:a], expected, *part.shape[a + 1 :])
             part = jnp.broadcast_to(part, shape)
         else:
-            part = jnp.take(part, np.arange(wanted) * size // own[a], axis=a)
+            part = jnp.take(part, np.arange(expected) * size // own[a], axis=a)
     return part
 
 

@@ -129,8 +129,8 @@ def _read_bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.
     fits = bound.ndim == 0 or (
         bound.ndim == len(shape) and all(b in (1, n) for b, n in zip(bound.shape, shape, strict=True))
     )
-    wanted = f"a scalar or shape {shape}, with 1 in places of it"
-    checks.require(fits, _NAME, argument, wanted, f"shape {bound.shape}")
+    expected = f"a scalar or shape {shape}, with 1 in places of it"
+    checks.require(fits, _NAME, argument, expected, f"shape {bound.shape}")
     return jnp.broadcast_to(bound.astype(jnp.float32), shape)
 
 

@@ -348,8 +348,8 @@ def check_array(function: str, argument: str, q: Any) -> QuantizedArray:
     _check_aligned(function, f"{argument}.scale", scale, values, q.block_size)
     if zero_point is not None:
         if values.dtype not in dtypes.INTEGERS or q.codebook is not None:
-            wanted = f"None: {q.codebook or values.dtype} has no zero point"
-            checks.require(False, function, f"{argument}.zero_point", wanted, checks.describe_value(zero_point))
+            expected = f"None: {q.codebook or values.dtype} has no zero point"
+            checks.require(False, function, f"{argument}.zero_point", expected, checks.describe_value(zero_point))
         checks.check_same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
         _check_aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
     # `quantize` gives data with a NaN or an infinity such a scale, which shows in every result.
@@ -377,8 +377,8 @@ def mark_checked(q: QuantizedArray) -> QuantizedArray:
 def _check_aligned(function: str, argument: str, part: Any, values: Any, block_size: int | None) -> None:
     if granularity.Aligned(block_size).sizes(part.shape, values.shape) is None:
         blocks = "blocks that divide it" if block_size is None else f"blocks of {block_size}"
-        wanted = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
-        checks.require(False, function, argument, wanted, f"shape {part.shape}")
+        expected = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
+        checks.require(False, function, argument, expected, f"shape {part.shape}")
 
 
 def dequantize_checked(q: QuantizedArray) -> jax.Array:

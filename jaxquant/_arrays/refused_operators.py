@@ -55,8 +55,8 @@ class RefusedOperators(metaclass=Advised):
         raise AssertionError
 
 
-def _refuse(method: str, wanted: str, got: str) -> None:
-    checks.require_type(False, f"{_CLASS}.{method}", "self", wanted, got)
+def _refuse(method: str, expected: str, got: str) -> None:
+    checks.require_type(False, f"{_CLASS}.{method}", "self", expected, got)
 
 
 def _name_type(value: Any) -> str:

@@ -38,9 +38,9 @@ def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tu
 def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of the ranges of an x of this shape: the scale's, or the zero point's where that is finer."""
     found = find_finest_shape(*find_shapes(function, spec, shape))
-    wanted = "one granularity that is the coarser of the two"
+    expected = "one granularity that is the coarser of the two"
     got = f"{spec.granularity} and {spec.zero_point_granularity}"
-    checks.require(found is not None, function, "spec", wanted, got)
+    checks.require(found is not None, function, "spec", expected, got)
     assert found is not None
     return found
 
@@ -160,7 +160,7 @@ def _widen_to_zero(bound: jax.Array, sign: int) -> jax.Array:
 
 
 def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Array:
-    axes = tuple(a for a, (n, wanted) in enumerate(zip(values.shape, shape, strict=True)) if n != wanted)
+    axes = tuple(a for a, (n, expected) in enumerate(zip(values.shape, shape, strict=True)) if n != expected)
     result = reduce(values, axis=axes, keepdims=True)  # type: ignore[operator]
     nan = jnp.any(jnp.isnan(values), axis=axes, keepdims=True)  # XLA:CPU's own reductions lose it
     return jnp.where(nan, np.float32(np.nan), result)

@@ -82,16 +82,16 @@ def decode_dtype(function: str, argument: str, name: Any, allowed: Sequence[np.d
     for dtype in allowed:
         if dtype.name == name:
             return dtype
-    wanted = f"the name of a dtype: {dtypes.list_names(tuple(allowed))}"
-    raise checks.ContractValueError(checks.format_message(function, argument, wanted, _describe(name)))
+    expected = f"the name of a dtype: {dtypes.list_names(tuple(allowed))}"
+    raise checks.ContractValueError(checks.format_message(function, argument, expected, _describe(name)))
 
 
 def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
     """Returns a shape that an array can have."""
     is_shape = isinstance(shape, list) and len(shape) <= 64 and all(type(n) is int and n >= 0 for n in shape)
     if not is_shape or math.prod(max(n, 1) for n in shape) >= 2**63:
-        wanted = "a list of at most 64 lengths whose product an int64 holds"
-        checks.require(False, function, argument, wanted, _describe(shape))
+        expected = "a list of at most 64 lengths whose product an int64 holds"
+        checks.require(False, function, argument, expected, _describe(shape))
     return tuple(shape)
 
 
@@ -105,8 +105,8 @@ def _decode_book(function: str, argument: str, found: Any) -> CodeBook | None:
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
     if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):
-        wanted = "4, 16 or 256 ascending numbers of float32"
-        checks.require(False, function, f"{argument}['levels']", wanted, _describe(levels))
+        expected = "4, 16 or 256 ascending numbers of float32"
+        checks.require(False, function, f"{argument}['levels']", expected, _describe(levels))
     try:
         return CodeBook(name, tuple(levels))
     except checks.ContractValueError as error:  # two levels are one number of float32

@@ -76,17 +76,17 @@ class QuantSpec:
         narrow = (is_integer and bool(symmetric)) if self.narrow_range is None else self.narrow_range
         self._flags(symmetric, narrow)
         checks.require(is_integer or symmetric, _NAME, "symmetric", f"True: {dtype} has no zero point", symmetric)
-        wanted = f"False: {dtype} has no lowest code to leave out"
-        checks.require(is_integer or not narrow, _NAME, "narrow_range", wanted, narrow)
+        expected = f"False: {dtype} has no lowest code to leave out"
+        checks.require(is_integer or not narrow, _NAME, "narrow_range", expected, narrow)
         for argument in ("granularity", "zero_point_granularity"):
             value = getattr(self, argument)
             known = isinstance(value, Choice) or (value is None and argument != "granularity")
-            wanted = "PerTensor(), PerToken(), PerFeature(), PerAxis(axis) or Blocked(axis, size)"
-            checks.require_type(known, _NAME, argument, wanted, checks.describe_value(value))
+            expected = "PerTensor(), PerToken(), PerFeature(), PerAxis(axis) or Blocked(axis, size)"
+            checks.require_type(known, _NAME, argument, expected, checks.describe_value(value))
         scale_dtype = checks.check_dtype(_NAME, "scale_dtype", self.scale_dtype, _SCALES)
         points = self.granularity if self.zero_point_granularity is None else self.zero_point_granularity
-        wanted = "None, or the granularity of the scale: a symmetric zero point is the same everywhere"
-        checks.require(not symmetric or points == self.granularity, _NAME, "zero_point_granularity", wanted, points)
+        expected = "None, or the granularity of the scale: a symmetric zero point is the same everywhere"
+        checks.require(not symmetric or points == self.granularity, _NAME, "zero_point_granularity", expected, points)
         found = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
             "power_of_two": bool(self.power_of_two) or scale_dtype == dtypes.E8M0, "zero_point_granularity": points,

@@ -147,12 +147,12 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
         for name in ("scale", "zero_point"):
             part, axis = getattr(q, name), kept.get(name)
             shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
-            wanted = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
+            expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
             got = None if part is None else f"shape {part.shape} for values of shape {q.shape}"
-            checks.require(shared, function, f"{argument}.{name}", f"{wanted}or {argument}.dequantize()", got)
+            checks.require(shared, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
-    wanted = f"{limit} products of two codes in a sum at most, all that int32 holds, or rhs.dequantize()"
-    checks.require(terms <= limit, function, "rhs", wanted, terms)
+    expected = f"{limit} products of two codes in a sum at most, all that int32 holds, or rhs.dequantize()"
+    checks.require(terms <= limit, function, "rhs", expected, terms)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))

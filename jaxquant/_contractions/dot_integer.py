@@ -21,8 +21,8 @@ from ..integer.dot_general import Role, contract_roles
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Requires codes that contract as integers."""
     holds = q.codebook is None and q.values.dtype in _operands.DTYPES
-    wanted = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
-    checks.require_type(holds, function, argument, wanted, q.codebook or q.values.dtype)
+    expected = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
+    checks.require_type(holds, function, argument, expected, q.codebook or q.values.dtype)
 
 
 Axes = tuple[tuple[int, int], ...]  # dimensions of lhs and of rhs, in pairs
@@ -60,11 +60,11 @@ def plan_contraction(
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
             whole = granularity.find_partition(q.values)[axis] is None
-            wanted = (
+            expected = (
                 f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
             )
             got = granularity.describe_placement(q.values)
-            checks.require(whole, function, "out_sharding", wanted, f"None, for {got}")
+            checks.require(whole, function, "out_sharding", expected, f"None, for {got}")
     return Plan(left, right, axes, length, out_sharding)
 
 
@@ -81,15 +81,15 @@ def _find_cut(
                 for run in _find_runs(function, argument, q, a, place)}  # fmt: skip
         least = min(runs)
         if not all(run in (n,) or run % least == 0 for run in runs):
-            wanted = "blocks of both sides that end together, or a dequantized side"
+            expected = "blocks of both sides that end together, or a dequantized side"
             got = f"blocks of {sorted(runs)} along lhs's dimension {given[0]} and rhs's {given[1]}"
-            checks.require(False, function, "lhs, rhs", wanted, got)
+            checks.require(False, function, "lhs, rhs", expected, got)
         if least < n:
             cut.append((axes, least))
             places.append(given)
     if len(cut) > 1:
-        wanted = "blocks along one contracted dimension, or a dequantized side"
-        checks.require(False, function, "lhs, rhs", wanted, f"blocks along {places}")
+        expected = "blocks along one contracted dimension, or a dequantized side"
+        checks.require(False, function, "lhs, rhs", expected, f"blocks along {places}")
     if cut:
         return cut[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
@@ -111,10 +111,10 @@ def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, given
         sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
         assert sizes is not None
         if part.shape[axis] != 1 and sizes[axis] == 1:
-            wanted = (
+            expected = (
                 f"one {name} along the contracted dimension {given}, or one for each block, or {argument}.dequantize()"
             )
-            checks.require(False, function, argument, wanted, f"one for each of its {q.shape[axis]} indices")
+            checks.require(False, function, argument, expected, f"one for each of its {q.shape[axis]} indices")
         found.append(sizes[axis])
     return found
 

@@ -144,11 +144,11 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
     )
     inputs, arrow, output = subscripts.replace(" ", "").partition("->")
     texts = inputs.split(",")
-    wanted = f"as many terms as operands, {len(ranks)}"
-    checks.require(len(texts) == len(ranks), function, "subscripts", wanted, f"{len(texts)} in {subscripts!r}")
+    expected = f"as many terms as operands, {len(ranks)}"
+    checks.require(len(texts) == len(ranks), function, "subscripts", expected, f"{len(texts)} in {subscripts!r}")
     for text in (*texts, output):
-        wanted = 'terms of letters and one "..." at most, with "," between and "->" before the last'
-        checks.require(bool(_TERM.fullmatch(text)), function, "subscripts", wanted, repr(subscripts))
+        expected = 'terms of letters and one "..." at most, with "," between and "->" before the last'
+        checks.require(bool(_TERM.fullmatch(text)), function, "subscripts", expected, repr(subscripts))
     extras = []
     for i, (text, rank) in enumerate(zip(texts, ranks, strict=True)):
         named = len(text.replace("...", ""))
@@ -161,10 +161,10 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
         output = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     named = output.replace("...", "")
     holds = len(set(named)) == len(named) and set(named) <= set(letters)
-    wanted = "an output of different indices of the operands"
-    checks.require(holds, function, "subscripts", wanted, repr(subscripts))
-    wanted = 'an output with "...", for there are dimensions that it stands for'
-    checks.require("..." in output or max(extras) == 0, function, "subscripts", wanted, repr(subscripts))
+    expected = "an output of different indices of the operands"
+    checks.require(holds, function, "subscripts", expected, repr(subscripts))
+    expected = 'an output with "...", for there are dimensions that it stands for'
+    checks.require("..." in output or max(extras) == 0, function, "subscripts", expected, repr(subscripts))
     return terms, _read_labels(output, max(extras))
 
 
@@ -183,19 +183,19 @@ def _find_sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -
             sizes[label] = n if is_dots and known == 1 else known
             holds = n == sizes[label] or (is_dots and n == 1)
             index = 'under "..."' if is_dots else f"of index {label!r}"
-            wanted = f"size {known} {index}, as before it"
-            checks.require(holds, function, f"operands[{i}]", wanted, f"shape {x.shape}")
-    wanted = f"{len(string.ascii_letters)} indices at most"
-    checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", wanted, len(sizes))
+            expected = f"size {known} {index}, as before it"
+            checks.require(holds, function, f"operands[{i}]", expected, f"shape {x.shape}")
+    expected = f"{len(string.ascii_letters)} indices at most"
+    checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", expected, len(sizes))
     return sizes
 
 
 def _check_distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
     """Returns an operand that has every index once, at its full size or not at all."""
     if len(set(labels)) < len(labels):
-        wanted = "each index once in a quantized operand, or the operand dequantized"
+        expected = "each index once in a quantized operand, or the operand dequantized"
         got = "".join(label for label in labels if label in string.ascii_letters)
-        checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", wanted, repr(got))
+        checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, repr(got))
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept

@@ -97,8 +97,8 @@ def _take(
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
     checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
     length = values.shape[axis]
-    wanted = f"an axis with a length to take from, not shape {values.shape}"
-    checks.require(length > 0 or indices.size == 0, _NAME, "axis", wanted, axis)
+    expected = f"an axis with a length to take from, not shape {values.shape}"
+    checks.require(length > 0 or indices.size == 0, _NAME, "axis", expected, axis)
     q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
     where, inside = _look_up(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
@@ -117,8 +117,8 @@ def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_shard
     if granularity.find_partition(q.values)[axis] is None and not any(granularity.find_partition(indices)):
         return
     given = f"q {granularity.describe_placement(q.values)} and indices {granularity.describe_placement(indices)}"
-    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
-    checks.require(False, _NAME, "out_sharding", wanted, None)
+    expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
+    checks.require(False, _NAME, "out_sharding", expected, None)
 
 
 _enter = checks.wrap_entry_point(_NAME, _take, _ARGUMENTS)

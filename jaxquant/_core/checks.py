@@ -35,11 +35,11 @@ class ContractTypeError(AssertionError, TypeError):
 _Error = type[ContractValueError] | type[ContractTypeError]
 
 
-def format_message(function: str, argument: str, wanted: str, got: object) -> str:
-    """Returns the text of every error here: function, argument, what was wanted, what came."""
+def format_message(function: str, argument: str, expected: str, got: object) -> str:
+    """Returns the text of every error here: function, argument, what was expected, what came."""
     if isinstance(got, int) and got.bit_length() > 1024:  # Python refuses to print the longest
         got = describe_value(got)
-    return f"jaxquant.{function}: {argument}: wanted {wanted}; got {got}"
+    return f"jaxquant.{function}: {argument}: expected {expected}, got {got}"
 
 
 def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) -> None:
@@ -51,16 +51,16 @@ def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) 
     raise error(text)
 
 
-def require(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
+def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
     """Raises ContractValueError unless `holds`."""
     if not holds:
-        raise ContractValueError(format_message(function, argument, wanted, got))
+        raise ContractValueError(format_message(function, argument, expected, got))
 
 
-def require_type(holds: bool, function: str, argument: str, wanted: str, got: object) -> None:
+def require_type(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
     """Raises ContractTypeError unless `holds`."""
     if not holds:
-        raise ContractTypeError(format_message(function, argument, wanted, got))
+        raise ContractTypeError(format_message(function, argument, expected, got))
 
 
 def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:
@@ -81,11 +81,11 @@ def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, 
         _fail(ContractTypeError, text, chex.assert_type, value, dtype)
 
 
-def check_shape(function: str, argument: str, value: Any, wanted: tuple[int, ...], reason: str) -> None:
-    """Requires exactly the shape `wanted`."""
-    if value.shape != wanted:
-        text = format_message(function, argument, f"shape {wanted} ({reason})", f"shape {value.shape}")
-        _fail(ContractValueError, text, chex.assert_shape, value, wanted)
+def check_shape(function: str, argument: str, value: Any, expected: tuple[int, ...], reason: str) -> None:
+    """Requires exactly the shape `expected`."""
+    if value.shape != expected:
+        text = format_message(function, argument, f"shape {expected} ({reason})", f"shape {value.shape}")
+        _fail(ContractValueError, text, chex.assert_shape, value, expected)
 
 
 def check_axis(function: str, value: Any, rank: int) -> int:
@@ -93,8 +93,8 @@ def check_axis(function: str, value: Any, rank: int) -> int:
     check_integer(function, "axis", value)
     require(rank > 0, function, "axis", "an array of rank 1 or more to have an axis", "rank 0")
     if not -rank <= value < rank:
-        wanted = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
-        text = format_message(function, "axis", wanted, value)
+        expected = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
+        text = format_message(function, "axis", expected, value)
         _fail(ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
 
@@ -154,19 +154,19 @@ def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.d
     except (TypeError, ValueError):  # ValueError: of a tuple or a dict that numpy takes for fields
         found = None
     if found is None or found not in allowed:
-        wanted = f"dtype {list_names(tuple(allowed))}"
+        expected = f"dtype {list_names(tuple(allowed))}"
         if found is not None and is_float6(found):
-            wanted += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
+            expected += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
         raise ContractTypeError(
-            format_message(function, argument, wanted, describe_value(value) if found is None else found)
+            format_message(function, argument, expected, describe_value(value) if found is None else found)
         )
     return found
 
 
 def check_option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Requires one of the given strings."""
-    wanted = " or ".join(repr(a) for a in allowed)
-    require(isinstance(value, str) and value in allowed, function, argument, wanted, repr(value))
+    expected = " or ".join(repr(a) for a in allowed)
+    require(isinstance(value, str) and value in allowed, function, argument, expected, repr(value))
 
 
 def is_traced(value: Any) -> bool:
@@ -299,8 +299,8 @@ def check_readable(function: str, argument: str, value: Any) -> None:
     if isinstance(value, jax.Array) or value is None:
         return
     if isinstance(value, np.ma.MaskedArray):
-        wanted = "an array without a mask, which would be lost: x.filled(value), or x.data"
-        raise ContractTypeError(format_message(function, argument, wanted, describe_value(value))) from None
+        expected = "an array without a mask, which would be lost: x.filled(value), or x.data"
+        raise ContractTypeError(format_message(function, argument, expected, describe_value(value))) from None
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind in "OSUMmV" and not is_known(value.dtype):
             raise ContractTypeError(format_message(function, argument, "an array", f"dtype {value.dtype}")) from None
@@ -339,9 +339,9 @@ def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -
         holds |= isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset)
         holds |= isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__
     if not holds:
-        wanted = "None, a jax.lax.Precision, its name, or two of them"
-        wanted += ", or a jax.lax.DotAlgorithmPreset or DotAlgorithm" if has_algorithms else ""
-        raise ContractTypeError(format_message(function, "precision", wanted, describe_value(value)))
+        expected = "None, a jax.lax.Precision, its name, or two of them"
+        expected += ", or a jax.lax.DotAlgorithmPreset or DotAlgorithm" if has_algorithms else ""
+        raise ContractTypeError(format_message(function, "precision", expected, describe_value(value)))
 
 
 def _is_precision(name: str) -> bool:

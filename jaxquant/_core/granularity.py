@@ -220,12 +220,12 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
     if out_sharding is None:
         return
     known = isinstance(out_sharding, NamedSharding | PartitionSpec)
-    wanted = "None, a jax.sharding.NamedSharding or a PartitionSpec"
-    checks.require_type(known, function, "out_sharding", wanted, checks.describe_value(out_sharding))
+    expected = "None, a jax.sharding.NamedSharding or a PartitionSpec"
+    checks.require_type(known, function, "out_sharding", expected, checks.describe_value(out_sharding))
     if isinstance(out_sharding, PartitionSpec):
         has_mesh = not get_abstract_mesh().empty
-        wanted = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
-        checks.require(has_mesh, function, "out_sharding", wanted, out_sharding)
+        expected = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
+        checks.require(has_mesh, function, "out_sharding", expected, out_sharding)
 
 
 def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
@@ -233,9 +233,9 @@ def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any
     if out_sharding is None:
         return None
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    wanted = f"at most {rank} entries, one for each dimension of the result, and no unreduced axes"
+    expected = f"at most {rank} entries, one for each dimension of the result, and no unreduced axes"
     holds = len(spec) <= rank and not spec.unreduced
-    checks.require(holds, function, "out_sharding", wanted, spec)
+    checks.require(holds, function, "out_sharding", expected, spec)
     return (*spec, *(None,) * (rank - len(spec)))
 
 
@@ -308,9 +308,9 @@ def _resolve_blocked(
 ) -> Blocked:
     kept = checks.check_axis(function, axis, len(shape))
     blocks = -(-shape[kept] // block_size)
-    wanted = (*shape[:kept], blocks, *shape[kept + 1 :])
+    expected = (*shape[:kept], blocks, *shape[kept + 1 :])
     reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
-    checks.check_shape(function, argument, scale, wanted, reason)
+    checks.check_shape(function, argument, scale, expected, reason)
     return Blocked(kept, int(block_size))
 
 

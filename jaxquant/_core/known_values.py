@@ -45,8 +45,8 @@ def check_positive(
         return
     wrong = known <= 0 if allow_overflow else ~((known > 0) & (known < np.inf))
     if wrong.any():
-        wanted = "positive numbers" if allow_overflow else "finite positive numbers"
-        checks.require(False, function, argument, wanted, f"{known[wrong].ravel()[0]}")
+        expected = "positive numbers" if allow_overflow else "finite positive numbers"
+        checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")
 
 
 def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int, int]) -> None:
@@ -59,5 +59,5 @@ def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int
     steps = np.rint(known)
     wrong = ~((steps >= bounds[0]) & (steps <= bounds[1]))
     if wrong.any():
-        wanted = f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is cut to them)"
-        checks.require(False, function, argument, wanted, f"{known[wrong].ravel()[0]}")
+        expected = f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is cut to them)"
+        checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")

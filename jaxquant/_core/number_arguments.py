@@ -18,10 +18,10 @@ def convert_scale_number(function: str, argument: str, value: float, x: Any) -> 
             scale = np.asarray(float(value), dtype if dtype in dtypes.FLOATS else np.float32)
         except OverflowError:  # an int beyond float64
             scale = np.asarray(np.inf, np.float32)
-    wanted = f"a number that {scale.dtype} can hold"
+    expected = f"a number that {scale.dtype} can hold"
     lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
     checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.describe_value(value))
-    checks.require(not lost, function, argument, wanted, value)
+    checks.require(not lost, function, argument, expected, value)
     return scale
 
 
@@ -37,8 +37,8 @@ def convert_zero_point_number(function: str, argument: str, value: Any, dtype: A
     checks.check_integer(function, argument, value)
     low, high = dtypes.find_bounds(found) if found in dtypes.INTEGERS else (0, 0)
     if not low <= value <= high:
-        wanted = f"an int in [{low}, {high}], for {found}, the output's dtype"
-        checks.require(False, function, argument, wanted, value)
+        expected = f"an int in [{low}, {high}], for {found}, the output's dtype"
+        checks.require(False, function, argument, expected, value)
     return np.full(np.shape(scale), value, found)
 
 
@@ -47,5 +47,5 @@ def check_float_zero_point(function: str, argument: str, zero_point: Any) -> Non
     known = isinstance(zero_point, jax.Array | np.ndarray | np.generic) and not checks.is_traced(zero_point)
     if known and zero_point.dtype in dtypes.SMALL_FLOATS:
         zero = not np.any(np.asarray(zero_point).astype(np.float32))
-        wanted = f"0, the only zero point of {zero_point.dtype}"
-        checks.require(zero, function, argument, wanted, np.asarray(zero_point).astype(np.float32).tolist())
+        expected = f"0, the only zero point of {zero_point.dtype}"
+        checks.require(zero, function, argument, expected, np.asarray(zero_point).astype(np.float32).tolist())

@@ -19,8 +19,8 @@ def check_attributes(function: str, training: bool, lda_coeff: float, name: str 
 
 def refuse_backward(function: str, training: bool) -> None:
     """Raises where a call made with training=False is differentiated."""
-    wanted = "True where the call is differentiated (nothing was kept for the backward pass)"
-    checks.require(training, function, "training", wanted, False)
+    expected = "True where the call is differentiated (nothing was kept for the backward pass)"
+    checks.require(training, function, "training", expected, False)
 
 
 def name_scope(name: str | None) -> contextlib.AbstractContextManager[Any]:

@@ -52,10 +52,10 @@ def find_geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) 
 def _check_groups(function: str, x: jax.Array, w: jax.Array, group: Any) -> None:
     checks.check_integer(function, "group", group)
     divides = group > 0 and x.shape[1] % group == 0 and w.shape[0] % group == 0
-    wanted = f"a divisor of x's {x.shape[1]} channels and of w's {w.shape[0]} features"
-    checks.require(divides, function, "group", wanted, group)
-    wanted = f"{x.shape[1] // group} channels, x's {x.shape[1]} in {group} groups"
-    checks.require(w.shape[1] * group == x.shape[1], function, "w", wanted, f"shape {w.shape}")
+    expected = f"a divisor of x's {x.shape[1]} channels and of w's {w.shape[0]} features"
+    checks.require(divides, function, "group", expected, group)
+    expected = f"{x.shape[1] // group} channels, x's {x.shape[1]} in {group} groups"
+    checks.require(w.shape[1] * group == x.shape[1], function, "w", expected, f"shape {w.shape}")
 
 
 def _find_padding(
@@ -65,15 +65,15 @@ def _find_padding(
     checks.check_option(function, "auto_pad", given.auto_pad, _AUTO_PADS)
     pads = (0,) * (2 * rank) if given.pads is None else given.pads
     holds = isinstance(pads, tuple) and len(pads) == 2 * rank
-    wanted = f"{2 * rank} ints of 0 or more: where each spatial dimension begins, then where each ends"
-    checks.require(holds, function, "pads", wanted, pads)
+    expected = f"{2 * rank} ints of 0 or more: where each spatial dimension begins, then where each ends"
+    checks.require(holds, function, "pads", expected, pads)
     for pad in pads:
         checks.check_integer(function, "pads", pad)
-    checks.require(all(pad >= 0 for pad in pads), function, "pads", wanted, pads)
+    checks.require(all(pad >= 0 for pad in pads), function, "pads", expected, pads)
     if given.auto_pad == "NOTSET":
         return tuple((int(pads[i]), int(pads[rank + i])) for i in range(rank))
-    wanted = f"None or zeros beside auto_pad={given.auto_pad!r}"
-    checks.require(not any(pads), function, "pads", wanted, given.pads)
+    expected = f"None or zeros beside auto_pad={given.auto_pad!r}"
+    checks.require(not any(pads), function, "pads", expected, given.pads)
     if given.auto_pad == "VALID":
         return ((0, 0),) * rank
     return tuple(

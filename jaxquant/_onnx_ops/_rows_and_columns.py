@@ -31,8 +31,8 @@ def _read(function: str, argument: str, value: jax.Array, full: tuple[int, ...],
     if value.shape == (full[axis],):
         return lax.expand_dims(value, [i for i in range(len(full)) if i != axis])
     fits = value.ndim == len(full) and all(v in (1, n) for v, n in zip(value.shape, full, strict=True))
-    wanted = f"a scalar, shape ({full[axis]},) or {full}: one for each {per}"
-    checks.require(fits, function, argument, wanted, f"shape {value.shape}")
+    expected = f"a scalar, shape ({full[axis]},) or {full}: one for each {per}"
+    checks.require(fits, function, argument, expected, f"shape {value.shape}")
     return value
 
 
@@ -79,9 +79,9 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
     """Requires shardings that determine that of the product: an ONNX operator takes no out_sharding."""
     if not (granularity.is_placed(a) or granularity.is_placed(b)) or determines_sharding(a, b, left, right):
         return
-    wanted = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
+    expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
     got = f"shape {a.shape} sharded as {granularity.find_placement(a)}, {b.shape} as {granularity.find_placement(b)}"
-    checks.require(False, function, "a, b", f"{wanted}(..., out_sharding=...)", got)
+    checks.require(False, function, "a, b", f"{expected}(..., out_sharding=...)", got)
 
 
 def _as_matrix(steps: Any) -> Any:

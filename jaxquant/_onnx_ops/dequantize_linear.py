@@ -84,8 +84,8 @@ def _dequantize_linear(
     checks.check_array(_NAME, "x", x, _X)
     checks.check_array(_NAME, "x_scale", x_scale, _SCALE)
     if output_dtype is None:
-        wanted = "an output_dtype with it: float8_e8m0fnu holds powers of two only"
-        checks.require_type(x_scale.dtype != dtypes.E8M0, _NAME, "x_scale", wanted, "float8_e8m0fnu alone")
+        expected = "an output_dtype with it: float8_e8m0fnu holds powers of two only"
+        checks.require_type(x_scale.dtype != dtypes.E8M0, _NAME, "x_scale", expected, "float8_e8m0fnu alone")
     wanted_dtype = x_scale.dtype if output_dtype is None else output_dtype
     dtype = checks.check_dtype(_NAME, "output_dtype", wanted_dtype, dtypes.FLOATS)
     granularity = resolve_onnx(_NAME, "x_scale", x_scale, x.shape, axis, block_size)
@@ -106,6 +106,6 @@ def _convert_zero_point_number(value: Any, x: Any, scale: Any) -> Any:
     integers = (*dtypes.INTEGERS, dtypes.INT32)
     low, high = dtypes.find_bounds(dtype) if dtype in integers else (0, 0)
     if not low <= value <= high:
-        wanted = f"an int in [{low}, {high}], for {dtype}, the dtype of x"
-        checks.require(False, _NAME, "x_zero_point", wanted, value)
+        expected = f"an int in [{low}, {high}], for {dtype}, the dtype of x"
+        checks.require(False, _NAME, "x_zero_point", expected, value)
     return np.full(np.shape(scale), value, dtype)

@@ -119,9 +119,9 @@ def check_blocks(
     """Holds a scale per block, and the zero point with it, to its contract; returns both as [blocks, N or 1]."""
     depth, columns = of.b
     blocks = b_scale.shape[0]
-    wanted = f"a scalar, shape ({columns},) or (blocks, {columns}) with blocks that divide b's {depth} rows"
+    expected = f"a scalar, shape ({columns},) or (blocks, {columns}) with blocks that divide b's {depth} rows"
     fits = depth % blocks == 0 and b_scale.shape[1] == columns
-    checks.require(fits, function, "b_scale", wanted, f"shape {b_scale.shape}")
+    checks.require(fits, function, "b_scale", expected, f"shape {b_scale.shape}")
     if b_zero_point is None:
         return b_scale, None
     checks.check_same_dtype(function, "b_zero_point", b_zero_point, b.dtype, "b's")

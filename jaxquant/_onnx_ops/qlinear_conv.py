@@ -139,8 +139,8 @@ def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zer
         checks.check_array(_NAME, argument, value, (dtypes.FLOAT32,))
     for argument, value in (("x_scale", x_scale), ("y_scale", y_scale), ("y_zero_point", y_zero_point)):
         checks.require(value.shape in single, _NAME, argument, "a scalar", f"shape {value.shape}")
-    wanted = f"a scalar or shape ({features},), one for each feature"
-    checks.require(w_scale.shape in (*single, (features,)), _NAME, "w_scale", wanted, f"shape {w_scale.shape}")
+    expected = f"a scalar or shape ({features},), one for each feature"
+    checks.require(w_scale.shape in (*single, (features,)), _NAME, "w_scale", expected, f"shape {w_scale.shape}")
     if b is not None:
         checks.check_same_dtype(_NAME, "b", b, dtypes.INT32, "steps of x_scale * w_scale")
         checks.check_shape(_NAME, "b", b, (features,), "one for each feature")

@@ -118,8 +118,8 @@ _enter = checks.wrap_entry_point(_NAME, _quantize_linear, ("x", "y_scale", "y_ze
 
 def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
     if zero_point is None:
-        wanted = jnp.uint8 if output_dtype is None else output_dtype
-        return checks.check_dtype(_NAME, "output_dtype", wanted, dtypes.QUANTIZED)
+        expected = jnp.uint8 if output_dtype is None else output_dtype
+        return checks.check_dtype(_NAME, "output_dtype", expected, dtypes.QUANTIZED)
     checks.check_array(_NAME, "y_zero_point", zero_point, dtypes.QUANTIZED)
     if output_dtype is not None:
         dtype = checks.check_dtype(_NAME, "output_dtype", output_dtype, dtypes.QUANTIZED)
@@ -131,6 +131,6 @@ def _find_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
     if precision is not None:
         return checks.check_dtype(_NAME, "precision", precision, dtypes.FLOATS)
     if scale.dtype == dtypes.INT32:
-        wanted = "a float dtype, or precision=: division in int32, the dtype of y_scale, is for an int32 x"
-        checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", wanted, f"int32 with x of {x.dtype}")
+        expected = "a float dtype, or precision=: division in int32, the dtype of y_scale, is for an int32 x"
+        checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", expected, f"int32 with x of {x.dtype}")
     return dtypes.FLOAT32 if scale.dtype == dtypes.E8M0 else scale.dtype

@@ -63,14 +63,14 @@ Backward = FloatBackward | Int8Backward
 def check_backward(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> None:
     """Requires one of the two, and what integers need; before a program is compiled that they are static in."""
     is_one = isinstance(backward, Backward)
-    wanted = "FloatBackward() or Int8Backward()"
-    checks.require_type(is_one, function, "backward", wanted, checks.describe_value(backward))
+    expected = "FloatBackward() or Int8Backward()"
+    checks.require_type(is_one, function, "backward", expected, checks.describe_value(backward))
     is_key = key is None or checks.is_key(key)
     checks.require_type(is_key, function, "key", "None or one key of jax.random", checks.describe_value(key))
     if isinstance(backward, FloatBackward):
         return
-    wanted = "FloatBackward(), or two operands that are both quantized"
-    checks.require(len(specs) == 2 and None not in specs, function, "backward", wanted, "Int8Backward()")
+    expected = "FloatBackward(), or two operands that are both quantized"
+    checks.require(len(specs) == 2 and None not in specs, function, "backward", expected, "Int8Backward()")
 
 
 def quantized_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> QuantizedArray:
@@ -97,13 +97,13 @@ def fold_key(
     shape = q.scale.shape
     varies = [a for a in range(q.ndim) if shape[a] != 1]
     point = q.zero_point is None or all(q.zero_point.shape[a] == 1 for a in added_up)
-    wanted = "FloatBackward(), for a zero point differs along what comes back is added up along"
-    checks.require(point, function, "backward", wanted, "Int8Backward()")
+    expected = "FloatBackward(), for a zero point differs along what comes back is added up along"
+    checks.require(point, function, "backward", expected, "Int8Backward()")
     if not any(a in added_up for a in varies):
         return q, g
     there = all(places[a] is not None for a in varies)  # a batch, too: g has each of its indices
-    wanted = "FloatBackward(), for a scale differs from block to block, or along what the result does not have"
-    checks.require(there and q.block_size is None, function, "backward", wanted, "Int8Backward()")
+    expected = "FloatBackward(), for a scale differs from block to block, or along what the result does not have"
+    checks.require(there and q.block_size is None, function, "backward", expected, "Int8Backward()")
     wide = [q.shape[a] if a in varies else 1 for a in range(q.ndim)]
     scale = small_floats.decode_small_float(q.scale) if q.scale.dtype == dtypes.E8M0 else q.scale.astype(jnp.float32)
     scale = granularity.Aligned(None).expand(scale, jnp.zeros(wide, jnp.float32))
@@ -149,9 +149,9 @@ def split_keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)
     # Not before: a result alone, as an evaluation asks for, draws nothing.
-    wanted = (
+    expected = (
         "a key, for Int8Backward(stochastic_rounding=True) draws "
         '(of a Linen layer the rng "rounding", of an NNX layer in training that of its rngs)'
     )
-    checks.require(key is not None, function, "key", wanted, "None")
+    checks.require(key is not None, function, "key", expected, "None")
     return tuple(jax.random.split(key))

@@ -187,8 +187,8 @@ def _forbid_second_derivative(function: str, value: jax.Array) -> jax.Array:
 
 def _forbid_second_derivative_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
     is_constant = isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
-    wanted = "one derivative; of a second one, contractions of jq.fake_quantize"
-    checks.require_type(is_constant, function, "operands", wanted, "the derivative of a gradient")
+    expected = "one derivative; of a second one, contractions of jq.fake_quantize"
+    checks.require_type(is_constant, function, "operands", expected, "the derivative of a gradient")
     return primals[0], tangents[0]
 
 

@@ -108,8 +108,8 @@ def quantized_conv_general_dilated(
         batch_group_count,
     )  # fmt: skip
     operation = Conv(plan, precision, preferred_element_type)
-    wanted = "FloatBackward(), for there are groups of images"
-    checks.require(plan.batches == 1 or isinstance(backward, FloatBackward), _NAME, "backward", wanted, backward)
+    expected = "FloatBackward(), for there are groups of images"
+    checks.require(plan.batches == 1 or isinstance(backward, FloatBackward), _NAME, "backward", expected, backward)
     return _quantized_conv(lhs, rhs, *specs, key, operation=operation, backward=backward)
 
 

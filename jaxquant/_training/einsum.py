@@ -121,6 +121,6 @@ class Einsum(NamedTuple):
         sizes: dict[str, int] = {}
         for q, labels in zip(qs, terms, strict=True):
             for label, n in zip(labels, q.shape, strict=True):
-                wanted = 'FloatBackward(), for a size of 1 stands for another under "..."'
-                checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", wanted, "Int8Backward()")
+                expected = 'FloatBackward(), for a size of 1 stands for another under "..."'
+                checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", expected, "Int8Backward()")
         return find_dimensions(_NAME, which, terms, out, qs, g, key)

@@ -214,14 +214,14 @@ def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, ze
         is_key, got = checks.is_key(rule.key), checks.describe_value(rule.key)
         checks.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)
         checks.check_flag(function, f"{argument}.clip", rule.clip)
-        wanted = f"another rule: {spec.dtype} has no neighbours one step apart"
-        checks.require_type(spec.dtype in dtypes.INTEGERS, function, argument, wanted, "StochasticRounding")
+        expected = f"another rule: {spec.dtype} has no neighbours one step apart"
+        checks.require_type(spec.dtype in dtypes.INTEGERS, function, argument, expected, "StochasticRounding")
     if isinstance(rule, PACT) and isinstance(zero_point, jax.Array | np.ndarray | np.generic):
         fixed, point = spec.fixed_zero_point or 0, argument.replace("gradient", "zero_point")
-        wanted = f"{fixed} in {spec.carrier}, for PACT() does not learn it; LSQPlus() does"
+        expected = f"{fixed} in {spec.carrier}, for PACT() does not learn it; LSQPlus() does"
         holds = zero_point.dtype != dtypes.FLOAT32
         holds = holds and (checks.is_traced(zero_point) or bool((np.asarray(zero_point) == fixed).all()))
-        checks.require(holds, function, point, wanted, checks.describe_value(zero_point))
+        checks.require(holds, function, point, expected, checks.describe_value(zero_point))
 
 
 def round_stochastically(value: jax.Array, key: Any) -> jax.Array:

@@ -127,8 +127,8 @@ def convert_zero_point_number(function: str, argument: str, value: Any, spec: Qu
     checks.check_integer(function, argument, value)
     low, high = spec.bounds if spec.dtype in dtypes.INTEGERS else (0, 0)
     if not low <= value <= high:
-        wanted = f"an int in [{low}, {high}], the codes of the spec"
-        checks.require(False, function, argument, wanted, value)
+        expected = f"an int in [{low}, {high}], the codes of the spec"
+        checks.require(False, function, argument, expected, value)
     return np.asarray(value, spec.carrier)
 
 
@@ -140,15 +140,15 @@ def read_parts(
     checks.check_array(function, names[0], x, dtypes.FLOATS)
     if scale is None:
         if zero_point is not None:
-            wanted = f"None, or a {names[1]} beside it"
-            checks.require(False, function, names[2], wanted, "a zero point alone")
+            expected = f"None, or a {names[1]} beside it"
+            checks.require(False, function, names[2], expected, "a zero point alone")
         return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
     shapes = scale_from_range.find_shapes(function, spec, x.shape)
     checks.check_array(function, names[1], scale, (*dtypes.FLOATS, dtypes.E8M0))
     scale = _expand_rank(function, names[1], scale, shapes[0])
     if zero_point is None:
-        wanted = "a zero point, for the spec is asymmetric"
-        checks.require(bool(spec.symmetric), function, names[2], wanted, "None")
+        expected = "a zero point, for the spec is asymmetric"
+        checks.require(bool(spec.symmetric), function, names[2], expected, "None")
         fixed = spec.fixed_zero_point
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
     if spec.dtype not in dtypes.INTEGERS:
@@ -160,8 +160,8 @@ def read_parts(
 def _expand_rank(function: str, argument: str, part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if part.ndim == len(shape) and all(n in (1, m) for n, m in zip(part.shape, shape, strict=True)):
         return part
-    wanted = f"one element, or shape {shape}, with 1 in places of it"
-    checks.require(math.prod(part.shape) == 1, function, argument, wanted, f"shape {part.shape}")
+    expected = f"one element, or shape {shape}, with 1 in places of it"
+    checks.require(math.prod(part.shape) == 1, function, argument, expected, f"shape {part.shape}")
     return part.reshape((1,) * len(shape))
 
 

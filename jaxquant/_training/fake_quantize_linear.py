@@ -88,8 +88,8 @@ def fake_quantize_linear(
     if isinstance(scale, int | float):
         scale = convert_scale_number(_NAME, "scale", scale, x)
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
-        wanted = jnp.uint8 if dtype is None else dtype
-        zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, wanted, scale)
+        expected = jnp.uint8 if dtype is None else dtype
+        zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, expected, scale)
     known_values.check_positive(_NAME, "scale", scale)
     if zero_point is not None:
         zero_point = checks.convert_number(zero_point)

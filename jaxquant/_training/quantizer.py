@@ -68,8 +68,8 @@ def read_quantizer(function: str, argument: str, given: Any) -> Quantizer | None
         return None
     quantizer = Quantizer(given) if isinstance(given, QuantSpec) else given
     is_one = isinstance(quantizer, Quantizer) and isinstance(quantizer.spec, QuantSpec)
-    wanted = "a QuantSpec, a Quantizer or None"
-    checks.require_type(is_one, function, argument, wanted, checks.describe_value(given))
+    expected = "a QuantSpec, a Quantizer or None"
+    checks.require_type(is_one, function, argument, expected, checks.describe_value(given))
     scale, point = (checks.unwrap_array(part) for part in (quantizer.scale, quantizer.zero_point))
     scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
     estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)

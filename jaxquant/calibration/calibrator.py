@@ -98,8 +98,8 @@ def _init(parts: Parts, example: Any) -> Any:
     if isinstance(example, int | float):
         example = np.float32(example)
     has_shape = hasattr(example, "shape") and hasattr(example, "dtype")
-    wanted = "an array or a jax.ShapeDtypeStruct"
-    checks.require_type(has_shape, name, "example", wanted, type(example).__name__)
+    expected = "an array or a jax.ShapeDtypeStruct"
+    checks.require_type(has_shape, name, "example", expected, type(example).__name__)
     state = parts.nothing(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
     if checks.is_traced(example):  # a loop under jax.shard_map takes no carry that does not vary as its data do
         state = jax.tree.map(lambda part: granularity.vary_like(part, example), state)
@@ -111,9 +111,9 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     _check_state(parts, name, "state", state)
     batch = check_floats(name, "batch", batch)
     shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
-    wanted = f"a batch whose ranges have shape {tuple(state.low.shape)}, as the example of init had"
+    expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as the example of init had"
     got = f"ranges of shape {shape}, of a batch of shape {batch.shape}"
-    checks.require(shape == tuple(state.low.shape), name, "batch", wanted, got)
+    checks.require(shape == tuple(state.low.shape), name, "batch", expected, got)
     return parts.step(state, batch)
 
 
@@ -121,8 +121,8 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     name = f"{parts.function}.merge"
     _check_state(parts, name, "a", a)
     _check_state(parts, name, "b", b)
-    wanted = f"shape {tuple(a.low.shape)}, as that of a"
-    checks.require(a.low.shape == b.low.shape, name, "b.low", wanted, f"shape {tuple(b.low.shape)}")
+    expected = f"shape {tuple(a.low.shape)}, as that of a"
+    checks.require(a.low.shape == b.low.shape, name, "b.low", expected, f"shape {tuple(b.low.shape)}")
     return parts.together(a, b)
 
 
@@ -145,12 +145,12 @@ def _make_template(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, 
 
 def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
     """Requires a state as `init` makes it."""
-    wanted = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
-    name, reason = type(wanted).__name__, f"as {parts.function}.init makes it"
-    is_one = type(state) is type(wanted)
+    expected = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
+    name, reason = type(expected).__name__, f"as {parts.function}.init makes it"
+    is_one = type(state) is type(expected)
     checks.require_type(is_one, function, argument, f"a {name}, {reason}", type(state).__name__)
-    for field in wanted._fields:
-        got, want = (jax.tree.leaves(getattr(s, field)) for s in (state, wanted))
+    for field in expected._fields:
+        got, want = (jax.tree.leaves(getattr(s, field)) for s in (state, expected))
         described = [", ".join(f"{v.dtype}{list(v.shape)}" for v in leaves) or "None" for leaves in (got, want)]
         text = f"{described[1]}, {reason}"
         checks.require(described[0] == described[1], function, f"{argument}.{field}", text, described[0])

@@ -118,8 +118,8 @@ def _find_power(exponent: jax.Array) -> jax.Array:
 
 def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
     slots = math.prod(shape) * (settings.bins + _SPARE)
-    wanted = f"fewer than {_TABLES} bins in all"
-    checks.require(slots < _TABLES, settings.function, "spec", wanted, f"{math.prod(shape)} slices")
+    expected = f"fewer than {_TABLES} bins in all"
+    checks.require(slots < _TABLES, settings.function, "spec", expected, f"{math.prod(shape)} slices")
     full = (*shape, settings.bins)
     ends = (jnp.full(full, _NONE), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
     none = uint64.make_zeros(shape)
@@ -279,8 +279,8 @@ def _find_indices(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the slots of a chunk's elements, and the bits of their magnitudes."""
     chunk, half, trash = slot.shape, bins // 2, bins + _SPARE - 1
-    wanted = tuple(p * size for p, size in zip(place, chunk, strict=True))
-    start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(wanted, x.shape, chunk, strict=True))
+    expected = tuple(p * size for p, size in zip(place, chunk, strict=True))
+    start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(expected, x.shape, chunk, strict=True))
     value = lax.dynamic_slice(x, start, chunk).astype(jnp.float32)
     scale = lax.dynamic_slice(per_width, (start[1],), (chunk[1],))
     bits = lax.bitcast_convert_type(value, jnp.int32)
@@ -292,7 +292,7 @@ def _find_indices(
     for axis, (n, step) in enumerate(zip(x.shape, chunk, strict=True)):
         if n % step:  # the last chunk reaches back into the one before
             position = lax.broadcasted_iota(jnp.int32, chunk, axis) + start[axis]
-            index = jnp.where(position < wanted[axis], slot + trash, index)
+            index = jnp.where(position < expected[axis], slot + trash, index)
     return (index + start[1] * (bins + _SPARE)).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
 
 

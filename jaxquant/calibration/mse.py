@@ -75,9 +75,9 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     calibrator.check_spec(_NAME, spec)
     checks.check_integer(_NAME, "grid", grid)
     checks.require(0 < grid <= 2**16, _NAME, "grid", "an int in [1, 65536]", grid)
-    wanted = "the granularity of the scale: each slice is judged with a scale and a zero point of its own"
+    expected = "the granularity of the scale: each slice is judged with a scale and a zero point of its own"
     same = spec.zero_point_granularity == spec.granularity
-    checks.require(same, _NAME, "spec.zero_point_granularity", wanted, spec.zero_point_granularity)
+    checks.require(same, _NAME, "spec.zero_point_granularity", expected, spec.zero_point_granularity)
     finish = functools.partial(_finish, spec=spec, grid=int(grid))
     return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every, True), finish)
 

@@ -242,14 +242,14 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _nest(function: str, arrays: dict[str, Any]) -> dict[str, Any]:
     """Returns arrays in dicts in dicts, by their names taken apart at "/"."""
     tree: dict[str, Any] = {}
-    wanted = 'no tensor name that is a prefix of another, as "a" is of "a/b"'
+    expected = 'no tensor name that is a prefix of another, as "a" is of "a/b"'
     for key, array in arrays.items():
         *outer, last = key.split("/")
         node = tree
         for name in outer:
             node = node.setdefault(name, {})
-            checks.require(isinstance(node, dict), function, "path", wanted, repr(key))
-        checks.require(last not in node, function, "path", wanted, repr(key))
+            checks.require(isinstance(node, dict), function, "path", expected, repr(key))
+        checks.require(last not in node, function, "path", expected, repr(key))
         node[last] = array
     return tree
 
@@ -319,8 +319,8 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
             lambda leaf: _make_target(leaf) if _is_quantized(leaf) else leaf, like, is_leaf=_is_quantized
         )
         tree = _restore("checkpoint.load_orbax", checkpointer.restore(os.path.abspath(path), target))
-    wanted, got = jax.tree.structure(like), jax.tree.structure(tree)
-    checks.require(wanted == got, "checkpoint.load_orbax", "like", f"{got}, as it was saved", wanted)
+    expected, got = jax.tree.structure(like), jax.tree.structure(tree)
+    checks.require(expected == got, "checkpoint.load_orbax", "like", f"{got}, as it was saved", expected)
     return jax.tree.map(_place_like, tree, like)
 
 

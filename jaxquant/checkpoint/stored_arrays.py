@@ -51,11 +51,11 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
     is_packed = dtypes.find_width(dtype) < 8
-    wanted, lengths = find_stored_type(dtype, shape)
-    fits = stored.dtype == wanted and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
+    expected, lengths = find_stored_type(dtype, shape)
+    fits = stored.dtype == expected and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
     if not fits:
-        described = f"{wanted.name}{list(lengths)}, as described"
-        described += "" if wanted == dtype else f" for {dtype.name}{list(shape)}"
+        described = f"{expected.name}{list(lengths)}, as described"
+        described += "" if expected == dtype else f" for {dtype.name}{list(shape)}"
         checks.require(False, function, argument, described, f"{stored.dtype}{list(stored.shape)}")
     if is_packed:
         return unpack(stored, dtype, shape)
@@ -85,8 +85,8 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
         checks.require(False, function, f"{place}['parts']", "values, scale, and zero_point or not", got)
     if set(node) != {*parts, KEY}:
-        wanted = f"the arrays {', '.join((*parts, KEY))}"
-        checks.require(False, function, argument, wanted, ", ".join(map(str, node)))
+        expected = f"the arrays {', '.join((*parts, KEY))}"
+        checks.require(False, function, argument, expected, ", ".join(map(str, node)))
     arrays: dict[str, Any] = {}
     for name, part in parts.items():
         dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
@@ -107,8 +107,8 @@ def restore_text(function: str, argument: str, node: Mapping[str, Any]) -> Stati
     place, stored = f"{argument}['{TEXT}']", node[TEXT]
     is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
     is_known = is_known and stored.dtype == np.uint8
-    wanted = "an array of uint8 that is not traced"
-    checks.require_type(is_known, function, place, wanted, checks.describe_value(stored))
+    expected = "an array of uint8 that is not traced"
+    checks.require_type(is_known, function, place, expected, checks.describe_value(stored))
     try:
         return StaticText(np.asarray(stored).tobytes().decode())
     except UnicodeDecodeError:
@@ -124,13 +124,13 @@ def read_type(function: str, argument: str, found: Any) -> tuple[np.dtype, tuple
 
 def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
     is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
-    wanted = "an array of uint8 that is not traced"
-    checks.require_type(is_known and text.dtype == np.uint8, function, argument, wanted, checks.describe_value(text))
+    expected = "an array of uint8 that is not traced"
+    checks.require_type(is_known and text.dtype == np.uint8, function, argument, expected, checks.describe_value(text))
     found = serialization.parse_json(function, argument, np.asarray(text).tobytes())
     is_ours = isinstance(found, dict) and found.get("format") == FORMAT
     checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
     version = found.get("version")
     is_read = type(version) is int and version == _VERSION  # to Python True is 1 as well
-    wanted = f"version {_VERSION}, the newest that is known here"
-    checks.require(is_read, function, argument, wanted, f"version {checks.describe_value(version)}")
+    expected = f"version {_VERSION}, the newest that is known here"
+    checks.require(is_read, function, argument, expected, f"version {checks.describe_value(version)}")
     return found

@@ -82,19 +82,19 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
     """Returns a batch as positional and keyword arguments: an array is one, a tuple several, a mapping has names."""
     place = f"batches[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
-        wanted = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
-        checks.require_type(_is_array(batch), step.function, place, wanted, type(batch).__name__)
+        expected = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
+        checks.require_type(_is_array(batch), step.function, place, expected, type(batch).__name__)
         return (batch,), {}
     if not isinstance(batch, Mapping):
         _check_arrays(step.function, place, tuple(batch))
         return tuple(batch), {}
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
-    wanted = "names of arguments as its keys; (mapping,) passes it as one argument"
-    checks.require_type(is_named, step.function, place, wanted, f"keys {list(named)[:3]}")
+    expected = "names of arguments as its keys; (mapping,) passes it as one argument"
+    checks.require_type(is_named, step.function, place, expected, f"keys {list(named)[:3]}")
     twice = sorted(step.arguments & set(named))
-    wanted = "names of arguments that no other argument of this call sets"
-    checks.require(not twice, step.function, place, wanted, ", ".join(twice))
+    expected = "names of arguments that no other argument of this call sets"
+    checks.require(not twice, step.function, place, expected, ", ".join(twice))
     _check_arrays(step.function, place, named)
     return (), named
 
@@ -107,8 +107,8 @@ def _is_array(value: Any) -> bool:
 def _check_arrays(function: str, place: str, batch: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
-            argument, wanted = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
-            checks.require_type(False, function, argument, wanted, type(leaf).__name__)
+            argument, expected = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
+            checks.require_type(False, function, argument, expected, type(leaf).__name__)
 
 
 def run_loop(
@@ -165,8 +165,8 @@ def _iterate_positions(
             position = _check_finite(step, *pending)
             yield position
         pending = (index, *step.run(position.state, *arguments))
-    wanted = f"the {done} batches that {path} counts, and perhaps more; delete it to start anew"
-    checks.require(index + 1 >= done, step.function, "batches", wanted, f"{index + 1}")
+    expected = f"the {done} batches that {path} counts, and perhaps more; delete it to start anew"
+    checks.require(index + 1 >= done, step.function, "batches", expected, f"{index + 1}")
     if pending is not None:
         yield _check_finite(step, *pending)
     elif done:
@@ -174,19 +174,19 @@ def _iterate_positions(
 
 
 def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
-    wanted = "arrays that are known: the loop runs outside of jax.jit"
-    checks.require(not checks.is_traced(finite), step.function, "batches", wanted, "a trace")
-    wanted = "batches whose activations are finite"
+    expected = "arrays that are known: the loop runs outside of jax.jit"
+    checks.require(not checks.is_traced(finite), step.function, "batches", expected, "a trace")
+    expected = "batches whose activations are finite"
     got = f"a NaN or an infinity with batch {index}, counted from 0; the ranges are as before it"
-    checks.require(bool(finite), step.function, "batches", wanted, got)
+    checks.require(bool(finite), step.function, "batches", expected, got)
     return Position(state, index + 1)
 
 
 def _check_batches(function: str, batches: Any) -> None:
     is_one = isinstance(batches, jax.Array | np.ndarray | Mapping | str)
-    wanted = "an iterable of batches, such as [batch]"
+    expected = "an iterable of batches, such as [batch]"
     checks.require_type(
-        isinstance(batches, Iterable) and not is_one, function, "batches", wanted, checks.describe_value(batches)
+        isinstance(batches, Iterable) and not is_one, function, "batches", expected, checks.describe_value(batches)
         if isinstance(batches, jax.Array | np.ndarray) else type(batches).__name__,
     )  # fmt: skip
 
@@ -195,8 +195,8 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
     if checkpoint is None:
         return None
     is_path = isinstance(checkpoint, str | os.PathLike)
-    wanted = "the path of a file, or None"
-    checks.require_type(is_path, function, "checkpoint", wanted, type(checkpoint).__name__)
+    expected = "the path of a file, or None"
+    checks.require_type(is_path, function, "checkpoint", expected, type(checkpoint).__name__)
     path = pathlib.Path(checkpoint)
     checks.require(path.parent.is_dir(), function, "checkpoint", "a folder that exists", str(path.parent))
     checks.require(not path.is_dir(), function, "checkpoint", "the path of a file", f"the folder {path}")
@@ -259,15 +259,15 @@ def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
     is_whole = int.from_bytes(stored[:_CHECKSUM_BYTES]) == zlib.crc32(data) and bool(data)
     content = serialization.msgpack_restore(data) if is_whole else None
     is_ours = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
-    wanted = "a file that this function wrote, whole, or none"
-    checks.require(is_ours, name, "checkpoint", wanted, f"{path}, which is another file or a damaged one")
+    expected = "a file that this function wrote, whole, or none"
+    checks.require(is_ours, name, "checkpoint", expected, f"{path}, which is another file or a damaged one")
     assert content is not None
     leaves = jax.tree_util.tree_leaves_with_path(target)
     shapes = [(jax.tree_util.keystr(where), leaf.shape, leaf.dtype) for where, leaf in leaves]
     found = [(n, v.shape, v.dtype) for n, v in zip(content["names"], content["leaves"], strict=True)]
     is_same = found == shapes and content["function"] == name
     is_same = is_same and content["origin"] == _find_origin(step, target)
-    wanted = "a file written for these weights and layers; delete it to start anew"
-    checks.require(is_same, name, "checkpoint", wanted, f"{path}, written for others")
+    expected = "a file written for these weights and layers; delete it to start anew"
+    checks.require(is_same, name, "checkpoint", expected, f"{path}, written for others")
     arrays = [jnp.asarray(leaf) for leaf in content["leaves"]]
     return Position(jax.tree.unflatten(jax.tree.structure(target), arrays), int(content["batches"]))

@@ -61,15 +61,15 @@ def fold_batch_norm(
     features = (kernel.shape[axis],)
     mean, var = (_read_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
     _check_variance(var, epsilon)
-    wanted = 'a mapping with "scale" and "bias", or with less'
+    expected = 'a mapping with "scale" and "bias", or with less'
     known = isinstance(norm, Mapping) and set(norm) <= {"scale", "bias"}
-    checks.require(known, _NAME, "norm", wanted, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
+    checks.require(known, _NAME, "norm", expected, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
     scale = _read_entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
     offset = _read_entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
     bias = _read_entry("layer", layer, "bias", default=0.0)
     bias = jnp.zeros(features, jnp.float32) if bias.ndim == 0 else bias.astype(jnp.float32)
-    wanted = f"shape {features}, with the layer's other features before it"
-    checks.require(bias.shape[-1:] == features, _NAME, 'layer["bias"]', wanted, f"shape {bias.shape}")
+    expected = f"shape {features}, with the layer's other features before it"
+    checks.require(bias.shape[-1:] == features, _NAME, 'layer["bias"]', expected, f"shape {bias.shape}")
     factor = scale / jnp.sqrt(var + np.float32(epsilon))
     wide = jax.lax.broadcast_in_dim(factor, kernel.shape, (axis,))
     folded = {
@@ -91,13 +91,13 @@ def _check_variance(var: jax.Array, epsilon: float) -> None:
     if checks.is_traced(var) or not var.is_fully_addressable:
         return
     least, most = (float(v) for v in (np.asarray(var).min(initial=1), np.asarray(var).max(initial=1)))
-    wanted = "numbers that are not negative"
-    checks.require(least >= 0, _NAME, 'stats["var"]', wanted, "NaN" if np.isnan(least) else least)
+    expected = "numbers that are not negative"
+    checks.require(least >= 0, _NAME, 'stats["var"]', expected, "NaN" if np.isnan(least) else least)
     checks.require(most < np.inf, _NAME, 'stats["var"]', "finite numbers", most)
-    wanted = "positive numbers where epsilon, as a normal number of float32, is 0"
+    expected = "positive numbers where epsilon, as a normal number of float32, is 0"
     # XLA:CPU takes smaller numbers for 0, and would divide by it.
     holds = np.float32(least) + np.float32(epsilon) >= np.finfo(np.float32).tiny
-    checks.require(bool(holds), _NAME, 'stats["var"]', wanted, least)
+    checks.require(bool(holds), _NAME, 'stats["var"]', expected, least)
 
 
 def _read_entry(
@@ -108,9 +108,9 @@ def _read_entry(
     default: float | None = None,
 ) -> jax.Array:
     is_there = isinstance(given, Mapping) and name in given
-    wanted = f'a mapping with "{name}"'
+    expected = f'a mapping with "{name}"'
     got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-    checks.require(is_there or default is not None, _NAME, argument, wanted, got)
+    checks.require(is_there or default is not None, _NAME, argument, expected, got)
     if default is not None and not is_there:
         return jnp.full(shape or (), default, jnp.float32)
     value = meta.unbox(given[name])

@@ -60,15 +60,15 @@ def check_layer(
     layer: str, weight: Any, activation: Any, weight_range: Any, activation_range: Any
 ) -> tuple[Site, Site | None]:
     """Requires specs that a layer can train and serve, and returns its sites."""
-    wanted = "a QuantSpec (without one it is flax's own layer)"
-    checks.require_type(isinstance(weight, QuantSpec), layer, "weight", wanted, checks.describe_value(weight))
+    expected = "a QuantSpec (without one it is flax's own layer)"
+    checks.require_type(isinstance(weight, QuantSpec), layer, "weight", expected, checks.describe_value(weight))
     known = activation is None or isinstance(activation, QuantSpec)
-    wanted = "a QuantSpec, or None for float activations"
-    checks.require_type(known, layer, "activation", wanted, checks.describe_value(activation))
+    expected = "a QuantSpec, or None for float activations"
+    checks.require_type(known, layer, "activation", expected, checks.describe_value(activation))
     ways = (("weight", weight_range, Dynamic | Learned, "Dynamic() or Learned()"),
             ("activation", activation_range, Source, "Observed(), Dynamic() or Learned()"))  # fmt: skip
-    for name, source, types, wanted in ways:
-        checks.require_type(isinstance(source, types), layer, f"{name}_range", wanted, checks.describe_value(source))
+    for name, source, types, expected in ways:
+        checks.require_type(isinstance(source, types), layer, f"{name}_range", expected, checks.describe_value(source))
     sites = [(Site(weight, weight_range, "weight"))]
     if activation is not None:
         sites.append(Site(activation, activation_range, "activation"))
@@ -76,18 +76,18 @@ def check_layer(
             _check_integers(layer, site.of, site.spec)
     for site in sites:
         if site.of == "activation" and not isinstance(site.source, Dynamic):
-            wanted = (
+            expected = (
                 "PerTensor(), PerFeature(), or activation_range=Dynamic(): a stored range with an entry for each index "
                 "of any other axis fits no other batch size"
             )
             is_storable = {site.spec.granularity, site.spec.zero_point_granularity} <= _STORABLE
-            checks.require(is_storable, layer, site.of, wanted, site.spec.granularity)
+            checks.require(is_storable, layer, site.of, expected, site.spec.granularity)
         if isinstance(site.source, Learned):
-            wanted = "a spec without power_of_two: a learned scale moves by less"
-            checks.require(not site.spec.power_of_two, layer, site.of, wanted, site.spec)
-            wanted = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
+            expected = "a spec without power_of_two: a learned scale moves by less"
+            checks.require(not site.spec.power_of_two, layer, site.of, expected, site.spec)
+            expected = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
             fits = site.of == "activation" or not _is_unsigned_at_zero(site)
-            checks.require(fits, layer, site.of, wanted, site.spec)
+            checks.require(fits, layer, site.of, expected, site.spec)
     return sites[0], sites[1] if len(sites) == 2 else None
 
 
@@ -126,9 +126,9 @@ def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
 
 
 def _check_integers(layer: str, argument: str, spec: QuantSpec) -> None:
-    wanted = f"codes of {dtypes.list_names(_operands.DTYPES)} where both sides are quantized, or activation=None"
+    expected = f"codes of {dtypes.list_names(_operands.DTYPES)} where both sides are quantized, or activation=None"
     holds = spec.codebook is None and spec.carrier in _operands.DTYPES
-    checks.require_type(holds, layer, argument, wanted, spec.dtype)
+    checks.require_type(holds, layer, argument, expected, spec.dtype)
 
 
 # Observed ranges.
@@ -220,9 +220,9 @@ def find_initial(site: Site, x: jax.Array) -> tuple[jax.Array, ...]:
     if _is_unsigned_at_zero(site) and known and isinstance(site.source.gradient, LSQ):  # PACT clips there by intent
         # Of what is not known the docstring of `Learned` tells.
         least = float(np.asarray(x, np.float32).min(initial=0))
-        wanted = f"values that are not negative, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
+        expected = f"values that are not negative, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
         holds = not least < -float(np.asarray(parts[0]).max(initial=0)) / 2
-        checks.require(holds, "flax", site.of, wanted, f"{least:.3g} among them")
+        checks.require(holds, "flax", site.of, expected, f"{least:.3g} among them")
     return tuple(part for part in parts[: len(list_names(site))] if part is not None)
 
 
@@ -334,12 +334,12 @@ def _describe_argument(value: Any) -> str:
 
 def check_converted(site: Site, kernel: QuantizedArray) -> None:
     """Requires codes of the spec's dtype."""
-    wanted = f"codes of {site.spec.dtype}, as the layer's spec has it"
+    expected = f"codes of {site.spec.dtype}, as the layer's spec has it"
     holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
-    checks.require_type(holds, "flax", site.of, wanted, kernel.codebook or kernel.values.dtype)
+    checks.require_type(holds, "flax", site.of, expected, kernel.codebook or kernel.values.dtype)
     shape = scale_from_range.find_shapes("flax", site.spec, kernel.shape)[0]
-    wanted = f"scales of shape {shape}, as the layer's spec has it"
-    checks.require(kernel.scale.shape == shape, "flax", site.of, wanted, f"shape {kernel.scale.shape}")
+    expected = f"scales of shape {shape}, as the layer's spec has it"
+    checks.require(kernel.scale.shape == shape, "flax", site.of, expected, f"shape {kernel.scale.shape}")
     block = scale_from_range.find_stored_block_size("flax", site.spec, kernel.shape)
     checks.require(kernel.block_size == block, "flax", site.of, f"block_size={block}", kernel.block_size)
 

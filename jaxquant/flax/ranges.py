@@ -118,11 +118,11 @@ def _check_factory(name: str, calibrator: Any, more: str = "") -> Any:
     if fault is not None:
         inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
         function = getattr(inner, "__name__", "the factory")
-        wanted = f"{_FACTORY}{more}"
+        expected = f"{_FACTORY}{more}"
         if fault:
-            wanted += f", or functools.partial({function}, {fault}=...)"
+            expected += f", or functools.partial({function}, {fault}=...)"
         got = f"{function}, which {f'needs {fault}= beside' if fault else 'does not take'} the layer's spec"
-        checks.require_type(False, name, "calibrator", wanted, got)
+        checks.require_type(False, name, "calibrator", expected, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
     return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
@@ -157,5 +157,5 @@ def _find_fault(factory: Callable[..., Any]) -> str | None:
 
 
 def _check_gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:
-    wanted = " or ".join(f"{rule.__name__}()" for rule in known)
-    checks.require_type(isinstance(gradient, known), name, "gradient", wanted, checks.describe_value(gradient))
+    expected = " or ".join(f"{rule.__name__}()" for rule in known)
+    checks.require_type(isinstance(gradient, known), name, "gradient", expected, checks.describe_value(gradient))

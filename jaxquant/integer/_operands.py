@@ -73,8 +73,8 @@ def convert_zero_point_number(function: str, argument: str, value: Any, operand:
     checks.check_integer(function, argument, value)
     low, high = dtypes.find_bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
     if not low <= value <= high:
-        wanted = f"an int in [{low}, {high}], for {np.dtype(dtype)}"
-        checks.require(False, function, argument, wanted, value)
+        expected = f"an int in [{low}, {high}], for {np.dtype(dtype)}"
+        checks.require(False, function, argument, expected, value)
     return np.asarray(value, dtype)
 
 

@@ -163,8 +163,8 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
         partition = granularity.find_partition(x)
         if all(partition[a] is None for a in own):
             continue
-        wanted = "channels and features that are not sharded (see jax.sharding.reshard)"
-        checks.require(False, function, name, wanted, granularity.describe_placement(x))
+        expected = "channels and features that are not sharded (see jax.sharding.reshard)"
+        checks.require(False, function, name, expected, granularity.describe_placement(x))
 
 
 def arrange_layout(
@@ -300,8 +300,8 @@ def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> A
     rank = range(lhs.ndim)
     if isinstance(given, lax.ConvDimensionNumbers):
         holds = all(sorted(map(str, g)) == sorted(map(str, rank)) for g in given)
-        wanted = f"three permutations of {tuple(rank)}"
-        checks.require(holds, function, "dimension_numbers", wanted, repr(given))
+        expected = f"three permutations of {tuple(rank)}"
+        checks.require(holds, function, "dimension_numbers", expected, repr(given))
         return lax.ConvDimensionNumbers(*(tuple(int(a) for a in g) for g in given))
     try:
         return lax.conv_dimension_numbers(lhs.shape, rhs.shape, given)
@@ -313,18 +313,18 @@ def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, given: Any) -> A
 
 
 def _check_groups(function: str, x: tuple[int, ...], w: tuple[int, ...], features: Any, batches: Any) -> None:
-    for argument, count, wanted, n in (
+    for argument, count, expected, n in (
         ("feature_group_count", features, "a divisor of lhs's channels", x[1]),
         ("feature_group_count", features, "a divisor of the features", w[0]),
         ("batch_group_count", batches, "a divisor of lhs's batch", x[0]),
         ("batch_group_count", batches, "a divisor of the features", w[0]),
     ):
         checks.check_integer(function, argument, count)
-        checks.require(count > 0 and n % count == 0, function, argument, f"{wanted}, {n}", count)
+        checks.require(count > 0 and n % count == 0, function, argument, f"{expected}, {n}", count)
     both = features == 1 or batches == 1
     checks.require(both, function, "batch_group_count", "1 where feature_group_count is not", batches)
-    wanted = f"{x[1] // features} channels, lhs's {x[1]} in {features} groups"
-    checks.require(w[1] * features == x[1], function, "rhs", wanted, w[1])
+    expected = f"{x[1] // features} channels, lhs's {x[1]} in {features} groups"
+    checks.require(w[1] * features == x[1], function, "rhs", expected, w[1])
 
 
 def _find_geometry(
@@ -365,11 +365,11 @@ def _convolve_like_lax(x: jax.Array, w: jax.Array, geometry: Geometry) -> jax.Ar
 def check_positive(function: str, argument: str, values: Any, rank: int) -> tuple[int, ...]:
     """Requires one positive integer for each spatial dimension and returns them."""
     is_sequence = isinstance(values, tuple | list | np.ndarray)
-    wanted = f"{rank} positive ints, one for each spatial dimension"
-    checks.require(is_sequence and len(values) == rank, function, argument, wanted, values)
+    expected = f"{rank} positive ints, one for each spatial dimension"
+    checks.require(is_sequence and len(values) == rank, function, argument, expected, values)
     for value in values:
         checks.check_integer(function, argument, value)
-        checks.require(value > 0, function, argument, wanted, values)
+        checks.require(value > 0, function, argument, expected, values)
     return tuple(int(v) for v in values)
 
 
@@ -389,5 +389,5 @@ def check_zero_points(function: str, names: tuple[str, str], operands: Any, zero
         if zero_point is not None:
             argument = f"{name}_zero_point"
             checks.check_same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
-            wanted = "a scalar" if len(shapes) == 2 else f"a scalar or shape ({features},), one for each feature"
-            checks.require(zero_point.shape in shapes, function, argument, wanted, f"shape {zero_point.shape}")
+            expected = "a scalar" if len(shapes) == 2 else f"a scalar or shape ({features},), one for each feature"
+            checks.require(zero_point.shape in shapes, function, argument, expected, f"shape {zero_point.shape}")

@@ -115,8 +115,8 @@ def check_placement(function: str, lhs: jax.Array, rhs: jax.Array, left: Role, r
     if not (granularity.is_placed(lhs) or granularity.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
         return
     operands = f"lhs {granularity.describe_placement(lhs)} and rhs {granularity.describe_placement(rhs)}"
-    wanted = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
-    checks.require(False, function, "out_sharding", wanted, None)
+    expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
+    checks.require(False, function, "out_sharding", expected, None)
 
 
 def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role) -> bool:
@@ -214,14 +214,14 @@ def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, R
     except (TypeError, ValueError):
         groups = []
     groups = groups if all(isinstance(a, int | np.integer) for g in groups for a in g) else []
-    wanted = "((lhs contracted, rhs contracted), (lhs batch, rhs batch)), sequences of ints"
-    checks.require(len(groups) == 4, function, "dimension_numbers", wanted, numbers)
+    expected = "((lhs contracted, rhs contracted), (lhs batch, rhs batch)), sequences of ints"
+    checks.require(len(groups) == 4, function, "dimension_numbers", expected, numbers)
     roles = []
     for side, x, contracted, batch in (("lhs", lhs, groups[0], groups[2]), ("rhs", rhs, groups[1], groups[3])):
         named = (*contracted, *batch)
         distinct = len(set(named)) == len(named) and all(0 <= a < x.ndim for a in named)
-        wanted = f"different dimensions of {side}, in [0, {x.ndim})"
-        checks.require(distinct, function, "dimension_numbers", wanted, numbers)
+        expected = f"different dimensions of {side}, in [0, {x.ndim})"
+        checks.require(distinct, function, "dimension_numbers", expected, numbers)
         roles.append(Role(batch, tuple(a for a in range(x.ndim) if a not in named), contracted))
     for name in ("batch", "contracted"):
         sizes = [tuple(x.shape[a] for a in getattr(r, name)) for x, r in zip((lhs, rhs), roles, strict=True)]
@@ -237,5 +237,5 @@ def _check_zero_point(side: str, x: jax.Array, zero_point: Any, role: Role) -> N
     checks.check_same_dtype(_NAME, argument, zero_point, x.dtype, f"{side}'s")
     largest = tuple(1 if a in role.contracted else n for a, n in enumerate(x.shape))
     fits = zero_point.ndim == x.ndim and all(z in (1, n) for z, n in zip(zero_point.shape, largest, strict=True))
-    wanted = f"a scalar, or shape {largest} or 1 in places of it"
-    checks.require(zero_point.ndim == 0 or fits, _NAME, argument, wanted, f"shape {zero_point.shape}")
+    expected = f"a scalar, or shape {largest} or 1 in places of it"
+    checks.require(zero_point.ndim == 0 or fits, _NAME, argument, expected, f"shape {zero_point.shape}")

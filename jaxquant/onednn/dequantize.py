@@ -62,8 +62,8 @@ def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qty
     checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))
     if zps is not None:
         checks.check_array(_NAME, "zps", zps, _arithmetic.ZERO_POINTS)
-        wanted = "None: float8 has no zero points"
-        checks.require(src.dtype not in dtypes.FLOAT8, _NAME, "zps", wanted, "an array")
+        expected = "None: float8 has no zero points"
+        checks.require(src.dtype not in dtypes.FLOAT8, _NAME, "zps", expected, "an array")
     granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.dequantize_codes(src, scales, zps, granularity)
 

@@ -81,8 +81,8 @@ def _dynamic_dequantize(
         checks.check_array(_NAME, "zps", zps, (*_arithmetic.FOUR_BIT, *_arithmetic.ZERO_POINTS))
     if qtype == "per_group":
         return _arithmetic.dequantize_codes(src, scales, zps, _find_groups(src, scales, zps, group_shape))
-    wanted = 'None unless qtype="per_group"'
-    checks.require(group_shape is None, _NAME, "group_shape", wanted, group_shape)
+    expected = 'None unless qtype="per_group"'
+    checks.require(group_shape is None, _NAME, "group_shape", expected, group_shape)
     granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.dequantize_codes(src, scales, zps, granularity)
 
@@ -93,9 +93,9 @@ _enter = checks.wrap_entry_point(_NAME, _dynamic_dequantize, ("src", "scales", "
 def _find_groups(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None
 ) -> Groups:
-    wanted = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
+    expected = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
     is_list = isinstance(group_shape, tuple) and len(group_shape) == src.ndim
-    checks.require(is_list, _NAME, "group_shape", wanted, group_shape)
+    checks.require(is_list, _NAME, "group_shape", expected, group_shape)
     sizes = tuple(group_shape or ())
     for size in sizes:
         checks.check_integer(_NAME, "group_shape", size)

@@ -66,8 +66,8 @@ def _quantize(
     src, scales, zps = checks.convert_numpy(src, scales, zps)
     found = checks.check_dtype(_NAME, "dtype", dtype, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
     if zps is not None:
-        wanted = "None: float8 has no zero points"
-        checks.require(found not in dtypes.FLOAT8, _NAME, "zps", wanted, "an array")
+        expected = "None: float8 has no zero points"
+        checks.require(found not in dtypes.FLOAT8, _NAME, "zps", expected, "an array")
     granularity = _arithmetic.check_quantize(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, found)
 

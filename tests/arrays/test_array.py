@@ -229,10 +229,10 @@ def test_it_is_no_array(rng: np.random.Generator) -> None:
     for ask in (np.asarray, jnp.asarray, lambda q: jnp.sin(q), lambda q: np.ones(7) + q):
         with pytest.raises(TypeError):
             ask(q)
-    with pytest.raises(TypeError, match=r"__array__: self: wanted q.dequantize\(\), or q.values; got QuantizedArray"):
+    with pytest.raises(TypeError, match=r"__array__: self: expected q.dequantize\(\), or q.values, got QuantizedArray"):
         np.asarray(q)
     for ask in (bool, lambda q: not q):
-        with pytest.raises(TypeError, match=r"__bool__: self: wanted q.dequantize\(\) for a truth value"):
+        with pytest.raises(TypeError, match=r"__bool__: self: expected q.dequantize\(\) for a truth value"):
             ask(q)
     operations: Any = (lambda q: q + 1, lambda q: -q, lambda q: q < 1, float, int)
     for operation in operations:
@@ -298,7 +298,7 @@ def test_bad_parts_are_not_looked_at_twice(rng: np.random.Generator) -> None:
     q, _ = made(rng)
     q.dequantize()
     q.dequantize()
-    with pytest.raises(ValueError, match="scale: wanted positive numbers"):
+    with pytest.raises(ValueError, match="scale: expected positive numbers"):
         q.replace(scale=-q.scale).dequantize()
     nan = q.replace(scale=q.scale.at[0, 0].set(jnp.nan))
     assert np.isnan(np.asarray(nan.dequantize())).sum() == 3
@@ -358,7 +358,7 @@ def test_every_method_refuses_parts_that_do_not_fit(row: tuple[str, Any, type[Ex
         "transpose": q.transpose,
     }
     for method, call in calls.items():
-        text = rf"jaxquant\.QuantizedArray\.{method}: {argument}: wanted .*{wanted}.*; got .*{got}"
+        text = rf"jaxquant\.QuantizedArray\.{method}: {argument}: expected .*{wanted}.*, got .*{got}"
         with pytest.raises(error, match=text) as raised:
             call()
         assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"
@@ -367,7 +367,7 @@ def test_every_method_refuses_parts_that_do_not_fit(row: tuple[str, Any, type[Ex
 @pytest.mark.parametrize("row", [r for r in ROWS if "positive" not in r[4]], ids=lambda row: row[0].replace(" ", "_"))
 def test_and_while_tracing_and_without_chex(row: tuple[str, Any, type[Exception], str, str, str]) -> None:
     _, q, error, argument, wanted, got = row
-    text = rf"jaxquant\.QuantizedArray\.dequantize: {argument}: wanted .*{wanted}.*; got .*{got}"
+    text = rf"jaxquant\.QuantizedArray\.dequantize: {argument}: expected .*{wanted}.*, got .*{got}"
     chex.disable_asserts()
     try:
         with pytest.raises(error, match=text):
@@ -380,51 +380,51 @@ def test_and_while_tracing_and_without_chex(row: tuple[str, Any, type[Exception]
 
 
 MORE: list[tuple[str, Any, type[Exception], str]] = [
-    ("len", P(len, A(V[0, 0], S[0, 0])), TypeError, r"__len__: self: wanted rank 1 or more; got rank 0"),
-    ("replace", P(Q.replace, scales=S), ValueError, r"replace: scales: wanted one of values, scale, zero_point, dtype"),
+    ("len", P(len, A(V[0, 0], S[0, 0])), TypeError, r"__len__: self: expected rank 1 or more, got rank 0"),
+    ("replace", P(Q.replace, scales=S), ValueError, r"replace: scales: expected one of values, scale, zero_point, dtype"),
     ("astype int8", P(Q.astype, jnp.int8), TypeError,
-     r"astype: dtype: wanted dtype float32, float16 or bfloat16; got int8"),
+     r"astype: dtype: expected dtype float32, float16 or bfloat16, got int8"),
     ("astype None", P(Q.astype, None), TypeError,
-     r"astype: dtype: wanted dtype float32, float16 or bfloat16; got None"),
-    ("mT", lambda: A(V[0], S[0]).mT, ValueError, r"mT: self: wanted rank 2 or more; got rank 1"),
-    ("quantize", P(jq.quantize, np.ones(3, F32), "int8"), TypeError, r"quantize: spec: wanted a QuantSpec; got 'int8'"),
+     r"astype: dtype: expected dtype float32, float16 or bfloat16, got None"),
+    ("mT", lambda: A(V[0], S[0]).mT, ValueError, r"mT: self: expected rank 2 or more, got rank 1"),
+    ("quantize", P(jq.quantize, np.ones(3, F32), "int8"), TypeError, r"quantize: spec: expected a QuantSpec, got 'int8'"),
     ("x int32", P(jq.quantize, np.ones(3, np.int32), jq.QuantSpec("int8")), TypeError,
-     r"quantize: x: wanted dtype float32"),
+     r"quantize: x: expected dtype float32"),
     ("x float8", P(jq.quantize, jnp.ones(3, jnp.float8_e5m2), jq.QuantSpec("int8")), TypeError,
-     r"quantize: x: wanted dtype f"),
-    ("x list", P(jq.quantize, [1.0], jq.QuantSpec("int8")), TypeError, r"quantize: x: wanted an array; got list"),
-    ("x None", P(jq.quantize, None, jq.QuantSpec("int8")), TypeError, r"quantize: x: wanted an array; got None"),
-    ("x quantized", P(jq.quantize, Q, jq.QuantSpec("int8")), TypeError, r"quantize: x: wanted an array; got Quantized"),
+     r"quantize: x: expected dtype f"),
+    ("x list", P(jq.quantize, [1.0], jq.QuantSpec("int8")), TypeError, r"quantize: x: expected an array, got list"),
+    ("x None", P(jq.quantize, None, jq.QuantSpec("int8")), TypeError, r"quantize: x: expected an array, got None"),
+    ("x quantized", P(jq.quantize, Q, jq.QuantSpec("int8")), TypeError, r"quantize: x: expected an array, got Quantized"),
     ("axis", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis(2))), ValueError,
-     r"quantize: axis: wanted an integer in \[-2, 1\], the array has rank 2; got 2"),
+     r"quantize: axis: expected an integer in \[-2, 1\], the array has rank 2, got 2"),
     ("axis of rank 0", P(jq.quantize, 1.0, jq.QuantSpec("int8", jq.PerAxis(0))), ValueError,
      r"quantize: axis: .*rank 0"),
     ("axes alike", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis((0, -2)))), ValueError,
-     r"quantize: axis: wanted different axes; got \(0, -2\)"),
+     r"quantize: axis: expected different axes, got \(0, -2\)"),
     ("blocks of two sizes", P(jq.quantize, V.astype(jnp.float32), jq.QuantSpec(
         "uint8", jq.Blocked(1, 2), zero_point_granularity=jq.Blocked(1, 3))), ValueError,
-     r"quantize: spec: wanted (one granularity|blocks of one size)"),
+     r"quantize: spec: expected (one granularity|blocks of one size)"),
     ("neither coarser", P(jq.quantize, V.astype(jnp.float32), jq.QuantSpec(
         "uint8", jq.PerAxis(0), zero_point_granularity=jq.PerAxis(1))), ValueError,
-     r"quantize: spec: wanted one granularity that is the coarser of the two; got PerAxis\(axis=0\) and"),
-    ("lo alone", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0), ValueError, r"quantize: hi: wanted a range of two ends"),
+     r"quantize: spec: expected one granularity that is the coarser of the two, got PerAxis\(axis=0\) and"),
+    ("lo alone", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0), ValueError, r"quantize: hi: expected a range of two ends"),
     ("hi alone", P(jq.quantize, S, jq.QuantSpec("int8"), None, 0.0), ValueError,
-     r"quantize: lo: wanted a range of two"),
-    ("lo nan", P(jq.quantize, S, jq.QuantSpec("int8"), np.nan, 1), ValueError, r"quantize: lo: wanted finite numbers"),
-    ("hi inf", P(jq.quantize, S, jq.QuantSpec("int8"), 0, np.inf), ValueError, r"quantize: hi: wanted finite numbers"),
+     r"quantize: lo: expected a range of two"),
+    ("lo nan", P(jq.quantize, S, jq.QuantSpec("int8"), np.nan, 1), ValueError, r"quantize: lo: expected finite numbers"),
+    ("hi inf", P(jq.quantize, S, jq.QuantSpec("int8"), 0, np.inf), ValueError, r"quantize: hi: expected finite numbers"),
     ("lo above", P(jq.quantize, S, jq.QuantSpec("int8"), 2.0, 1.0), ValueError,
-     r"quantize: lo: wanted no more than hi"),
+     r"quantize: lo: expected no more than hi"),
     ("lo above in one", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis(0)), S * 0, jnp.ones((1, 1)) - 3), ValueError,
-     r"quantize: lo: wanted no more than hi"),
+     r"quantize: lo: expected no more than hi"),
     ("lo int", P(jq.quantize, S, jq.QuantSpec("int8"), jnp.int32(0), 1.0), TypeError,
-     r"quantize: lo: wanted dtype float32"),
-    ("lo bool", P(jq.quantize, S, jq.QuantSpec("int8"), False, 1.0), TypeError, r"quantize: lo: wanted "),
+     r"quantize: lo: expected dtype float32"),
+    ("lo bool", P(jq.quantize, S, jq.QuantSpec("int8"), False, 1.0), TypeError, r"quantize: lo: expected "),
     ("hi list", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0, [1.0]), TypeError,
-     r"quantize: hi: wanted an array; got list"),
+     r"quantize: hi: expected an array, got list"),
     ("lo shape", P(jq.quantize, S, jq.QuantSpec("int8"), -S, S), ValueError,
-     r"quantize: lo: wanted a scalar or shape \(1, 1\), with 1 in places of it; got shape \(4, 1\)"),
+     r"quantize: lo: expected a scalar or shape \(1, 1\), with 1 in places of it, got shape \(4, 1\)"),
     ("hi rank", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis(0)), 0.0, S[:, 0]), ValueError,
-     r"quantize: hi: wanted a scalar or shape \(4, 1\)"),
+     r"quantize: hi: expected a scalar or shape \(4, 1\)"),
 ]  # fmt: skip
 
 

@@ -128,5 +128,5 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].replace(" ", "_") for row in ROWS])
 def test_refusals(row: tuple[str, Any, type[Exception], str, str, str]) -> None:
     _, call, error, argument, wanted, got = row
-    with pytest.raises(error, match=rf"jaxquant\.CodeBook: {argument}: wanted .*{wanted}.*; got .*{got}"):
+    with pytest.raises(error, match=rf"jaxquant\.CodeBook: {argument}: expected .*{wanted}.*, got .*{got}"):
         call()

@@ -181,48 +181,52 @@ Q = jq.QuantizedArray(np.ones((4, 6), np.int8), np.ones((4, 1), F32))
 N = jq.QuantizedArray(np.ones((4, 6), onnx_text.dtype("uint4")), np.ones((4, 1), F32), codebook=jq.nf4)
 join: Any = jq.concatenate  # what it refuses is what its types refuse
 REFUSALS: list[tuple[Any, type[Exception], str]] = [
-    (functools.partial(join, []), ValueError, "arrays: wanted one array or more; got none"),
-    (functools.partial(join, Q), TypeError, "arrays: wanted a list or tuple of QuantizedArrays; got QuantizedArray"),
-    (functools.partial(join, None), TypeError, "arrays: wanted a list or tuple of QuantizedArrays; got NoneType"),
+    (functools.partial(join, []), ValueError, "arrays: expected one array or more, got none"),
+    (functools.partial(join, Q), TypeError, "arrays: expected a list or tuple of QuantizedArrays, got QuantizedArray"),
+    (functools.partial(join, None), TypeError, "arrays: expected a list or tuple of QuantizedArrays, got NoneType"),
     (
         functools.partial(join, [Q, np.ones((4, 6))]),
         TypeError,
-        r"arrays\[1\]: wanted a QuantizedArray; got an array of",
+        r"arrays\[1\]: expected a QuantizedArray, got an array of",
     ),
-    (functools.partial(join, [Q, Q], 2), ValueError, r"axis: wanted an integer in \[-2, 1\].*; got 2"),
-    (functools.partial(join, [Q, Q], None), TypeError, "axis: wanted an int; got None"),
-    (functools.partial(join, [Q, Q], True), TypeError, "axis: wanted an int; got True"),
-    (functools.partial(join, [Q[0, 0], Q[0, 0]]), ValueError, "axis: wanted an array of rank 1 or more.*; got rank 0"),
+    (functools.partial(join, [Q, Q], 2), ValueError, r"axis: expected an integer in \[-2, 1\].*, got 2"),
+    (functools.partial(join, [Q, Q], None), TypeError, "axis: expected an int, got None"),
+    (functools.partial(join, [Q, Q], True), TypeError, "axis: expected an int, got True"),
+    (
+        functools.partial(join, [Q[0, 0], Q[0, 0]]),
+        ValueError,
+        "axis: expected an array of rank 1 or more.*, got rank 0",
+    ),
     (
         functools.partial(join, [Q, Q, Q[:, 1:]]),
         ValueError,
-        r"arrays\[2\]: wanted the shape of arrays\[0\], \(4, 6\), but for axis 0; got shape \(4, 5\)",
+        r"arrays\[2\]: expected the shape of arrays\[0\], \(4, 6\), but for axis 0, got shape \(4, 5\)",
     ),
-    (functools.partial(join, [Q, Q[0]]), ValueError, r"arrays\[1\]: wanted the shape of .*; got shape \(6,\)"),
+    (functools.partial(join, [Q, Q[0]]), ValueError, r"arrays\[1\]: expected the shape of .*, got shape \(6,\)"),
     (
         functools.partial(join, [Q, Q.replace(values=np.ones((4, 6), np.uint8))]),
         TypeError,
-        r"arrays\[1\]\.values: wanted int8, that of arrays\[0\]; got uint8",
+        r"arrays\[1\]\.values: expected int8, that of arrays\[0\], got uint8",
     ),
     (
         functools.partial(join, [Q, Q.replace(scale=np.ones((4, 1), np.float16))]),
         TypeError,
-        r"arrays\[1\]\.scale: wanted float32, that of arrays\[0\]; got float16",
+        r"arrays\[1\]\.scale: expected float32, that of arrays\[0\], got float16",
     ),
     (
         functools.partial(join, [Q, Q.astype("bfloat16")]),
         TypeError,
-        r"arrays\[1\]\.dtype: wanted float32, that of arrays\[0\]; got bfloat16",
+        r"arrays\[1\]\.dtype: expected float32, that of arrays\[0\], got bfloat16",
     ),
     (
         functools.partial(join, [N, N.replace(codebook=None)]),
         TypeError,
-        r"arrays\[1\]\.codebook: wanted nf4, that of arrays\[0\]; got None",
+        r"arrays\[1\]\.codebook: expected nf4, that of arrays\[0\], got None",
     ),
     (
         functools.partial(join, [Q, Q.replace(scale=np.ones((3, 1), F32))]),
         ValueError,
-        r"arrays\[1\]\.scale: wanted the rank of the values",
+        r"arrays\[1\]\.scale: expected the rank of the values",
     ),
 ]
 

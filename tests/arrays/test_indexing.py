@@ -219,14 +219,14 @@ RESHAPES: list[tuple[tuple[int, ...], tuple[int, ...], int | None, tuple[int, ..
 ]
 
 
-@pytest.mark.parametrize(("shape", "scale", "size", "new", "wanted"), RESHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "scale", "size", "new", "expected"), RESHAPES, ids=str)
 def test_reshapes(
     rng: np.random.Generator, shape: Any, scale: Any, size: int | None, new: Any, wanted: tuple[int, ...] | None
 ) -> None:
     q, want = made(rng, shape, scale, (1,) * len(shape), size)
     if wanted is None:
         message = (
-            r"reshape: shape: wanted a shape that keeps together what shares an entry, or q.dequantize\(\).reshape"
+            r"reshape: shape: expected a shape that keeps together what shares an entry, or q.dequantize\(\).reshape"
         )
         with pytest.raises(ValueError, match=message):
             q.reshape(new)
@@ -304,18 +304,18 @@ def test_a_reshape_is_refused_only_where_no_scale_says_it(rng: np.random.Generat
 Q = jq.QuantizedArray(jnp.ones((4, 6), jnp.int8), jnp.ones((4, 1)))
 ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("index float", lambda: Q[1.0], TypeError,
-     r"__getitem__: index: wanted ints, slices, None, an ellipsis.*; got 1.0"),
-    ("index text", lambda: Q["a"], TypeError, r"__getitem__: index: wanted ints, slices.*; got 'a'"),
-    ("index bool", lambda: Q[True], TypeError, r"__getitem__: index: wanted ints, slices.*; got True"),
+     r"__getitem__: index: expected ints, slices, None, an ellipsis.*, got 1.0"),
+    ("index text", lambda: Q["a"], TypeError, r"__getitem__: index: expected ints, slices.*, got 'a'"),
+    ("index bool", lambda: Q[True], TypeError, r"__getitem__: index: expected ints, slices.*, got True"),
     ("index floats", lambda: Q[np.ones(2)], TypeError,
-     r"__getitem__: index: wanted ints.*; got an array of float64\[2\]"),
-    ("slice float", lambda: Q[1.0:], TypeError, r"__getitem__: index: wanted an int; got 1.0"),
+     r"__getitem__: index: expected ints.*, got an array of float64\[2\]"),
+    ("slice float", lambda: Q[1.0:], TypeError, r"__getitem__: index: expected an int, got 1.0"),
     ("too many", lambda: Q[0, 0, 0], ValueError,
-     r"__getitem__: index: wanted at most 2 dimensions, the array's; got 3"),
-    ("two dots", lambda: Q[..., 0, ...], ValueError, r"__getitem__: index: wanted one ellipsis at most"),
+     r"__getitem__: index: expected at most 2 dimensions, the array's, got 3"),
+    ("two dots", lambda: Q[..., 0, ...], ValueError, r"__getitem__: index: expected one ellipsis at most"),
     *[
         (f"64 bits {i}", P(Q.__getitem__, index), ValueError,
-         rf"__getitem__: index: wanted integers that int32 holds; got {got}")
+         rf"__getitem__: index: expected integers that int32 holds, got {got}")
         for i, (index, got) in enumerate([
             (np.array([2**32 + 1]), "4294967297, of int64"),
             (np.array([[0, -(2**31) - 1]]), "-2147483649, of int64"),
@@ -326,44 +326,44 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
             ((0, [1, -(2**70)]), str(-(2**70))), ([np.int64(2**32)], "4294967296"), ([True, 2**40], "1099511627776"),
         ])
     ],
-    ("an int of 64 bits", lambda: Q[2**32 + 1], IndexError, r"__getitem__: index: wanted an int in .*; got 4294967297"),
-    ("a scalar of 64 bits", lambda: Q[np.uint64(2**63)], IndexError, r"__getitem__: index: wanted an int in .*; got 9"),
-    ("a tuple in a tuple", lambda: Q[((2**32, 0),)], TypeError, r"__getitem__: index: wanted ints, slices.*; got \(42"),
+    ("an int of 64 bits", lambda: Q[2**32 + 1], IndexError, r"__getitem__: index: expected an int in .*, got 4294967297"),
+    ("a scalar of 64 bits", lambda: Q[np.uint64(2**63)], IndexError, r"__getitem__: index: expected an int in .*, got 9"),
+    ("a tuple in a tuple", lambda: Q[((2**32, 0),)], TypeError, r"__getitem__: index: expected ints, slices.*, got \(42"),
     ("an uneven list", lambda: Q[[[1], [1, 2]]], ValueError,
-     r"__getitem__: index: wanted a list whose rows are equally long; got \[\[1\], \[1, 2\]\]"),
-    ("a list of text", lambda: Q[["a", 1]], TypeError, r"__getitem__: index: wanted ints, slices"),
-    ("a list of None", lambda: Q[[None]], TypeError, r"__getitem__: index: wanted ints, slices"),
-    ("a list of floats", lambda: Q[[0.5, 1]], TypeError, r"__getitem__: index: wanted ints, slices"),
-    ("beyond", lambda: Q[4], IndexError, r"__getitem__: index: wanted an int in \[-4, 3\] for dimension 0; got 4"),
+     r"__getitem__: index: expected a list whose rows are equally long, got \[\[1\], \[1, 2\]\]"),
+    ("a list of text", lambda: Q[["a", 1]], TypeError, r"__getitem__: index: expected ints, slices"),
+    ("a list of None", lambda: Q[[None]], TypeError, r"__getitem__: index: expected ints, slices"),
+    ("a list of floats", lambda: Q[[0.5, 1]], TypeError, r"__getitem__: index: expected ints, slices"),
+    ("beyond", lambda: Q[4], IndexError, r"__getitem__: index: expected an int in \[-4, 3\] for dimension 0, got 4"),
     ("before", lambda: Q[..., -7], IndexError,
-     r"__getitem__: index: wanted an int in \[-6, 5\] for dimension 1; got -7"),
-    ("mask short", lambda: Q[np.ones(3, bool)], IndexError, r"__getitem__: index: wanted a mask of shape \(4,\)"),
-    ("mask long", lambda: Q[:, np.ones(7, bool)], IndexError, r"__getitem__: index: wanted a mask of shape \(6,\)"),
+     r"__getitem__: index: expected an int in \[-6, 5\] for dimension 1, got -7"),
+    ("mask short", lambda: Q[np.ones(3, bool)], IndexError, r"__getitem__: index: expected a mask of shape \(4,\)"),
+    ("mask long", lambda: Q[:, np.ones(7, bool)], IndexError, r"__getitem__: index: expected a mask of shape \(6,\)"),
     ("mask turned", lambda: Q[np.ones((6, 4), bool)], IndexError,
-     r"__getitem__: index: wanted a mask of shape \(4, 6\)"),
+     r"__getitem__: index: expected a mask of shape \(4, 6\)"),
     ("mask rank 3", lambda: Q[np.ones((4, 6, 1), bool)], ValueError,
-     r"__getitem__: index: wanted at most 2 dimensions"),
+     r"__getitem__: index: expected at most 2 dimensions"),
     ("mask rank 0", lambda: Q[np.array(True)], TypeError,
-     r"__getitem__: index: wanted a mask that is not traced, of rank 1"),
+     r"__getitem__: index: expected a mask that is not traced, of rank 1"),
     ("mask traced", lambda: jax.jit(lambda m: Q[m])(np.ones(4, bool)), TypeError,
-     r"__getitem__: index: wanted a mask that is not traced.*; got a traced array of bool\[4\]"),
-    ("axes missing", P(Q.transpose, 0), ValueError, r"transpose: axes: wanted a permutation of \(0, 1\); got \(0,\)"),
+     r"__getitem__: index: expected a mask that is not traced.*, got a traced array of bool\[4\]"),
+    ("axes missing", P(Q.transpose, 0), ValueError, r"transpose: axes: expected a permutation of \(0, 1\), got \(0,\)"),
     ("axes twice", P(Q.transpose, 0, 0), ValueError,
-     r"transpose: axes: wanted a permutation of \(0, 1\); got \(0, 0\)"),
+     r"transpose: axes: expected a permutation of \(0, 1\), got \(0, 0\)"),
     ("axes beyond", P(Q.transpose, 0, 2), ValueError,
-     r"transpose: axes: wanted a permutation of \(0, 1\); got \(0, 2\)"),
-    ("axes float", P(Q.transpose, 1.0, 0.0), TypeError, r"transpose: axes: wanted an int; got 1.0"),
-    ("axis float", P(Q.transpose, 1.0), TypeError, r"transpose: axes: wanted an int; got 1.0"),
-    ("axes bool", P(Q.transpose, True, False), TypeError, r"transpose: axes: wanted an int; got True"),
-    ("shape float", P(Q.reshape, 24.0), TypeError, r"reshape: shape: wanted an int; got 24.0"),
-    ("shape None", P(Q.reshape, None), TypeError, r"reshape: shape: wanted an int; got None"),
-    ("shape too small", P(Q.reshape, 5), ValueError, r"reshape: shape: wanted a shape of 24 elements.*; got \(5,\)"),
-    ("shape unknown twice", P(Q.reshape, -1, -1), ValueError, r"reshape: shape: wanted .*one dimension -1 at most"),
+     r"transpose: axes: expected a permutation of \(0, 1\), got \(0, 2\)"),
+    ("axes float", P(Q.transpose, 1.0, 0.0), TypeError, r"transpose: axes: expected an int, got 1.0"),
+    ("axis float", P(Q.transpose, 1.0), TypeError, r"transpose: axes: expected an int, got 1.0"),
+    ("axes bool", P(Q.transpose, True, False), TypeError, r"transpose: axes: expected an int, got True"),
+    ("shape float", P(Q.reshape, 24.0), TypeError, r"reshape: shape: expected an int, got 24.0"),
+    ("shape None", P(Q.reshape, None), TypeError, r"reshape: shape: expected an int, got None"),
+    ("shape too small", P(Q.reshape, 5), ValueError, r"reshape: shape: expected a shape of 24 elements.*, got \(5,\)"),
+    ("shape unknown twice", P(Q.reshape, -1, -1), ValueError, r"reshape: shape: expected .*one dimension -1 at most"),
     ("shape negative", P(Q.reshape, -2, 12), ValueError,
-     r"reshape: shape: wanted a shape of 24 elements.*; got \(-2, 12\)"),
+     r"reshape: shape: expected a shape of 24 elements.*, got \(-2, 12\)"),
     ("shape that does not divide", P(Q.reshape, -1, 5), ValueError,
-     r"reshape: shape: wanted a shape of 24 .*; got \(-1, 5\)"),
-    ("shape 0", P(Q.reshape, -1, 0), ValueError, r"reshape: shape: wanted a shape of 24 elements.*; got \(-1, 0\)"),
+     r"reshape: shape: expected a shape of 24 .*, got \(-1, 5\)"),
+    ("shape 0", P(Q.reshape, -1, 0), ValueError, r"reshape: shape: expected a shape of 24 elements.*, got \(-1, 0\)"),
 ]  # fmt: skip
 
 

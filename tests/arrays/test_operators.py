@@ -36,7 +36,7 @@ def check_refusal(call: Callable[[], Any], wanted: str, got: str) -> None:
         call()
     text = str(raised.value)
     assert text.startswith("jaxquant.QuantizedArray"), text
-    assert f"wanted {wanted}; got {got}" in text, text
+    assert f"expected {wanted}, got {got}" in text, text
     assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"
 
 
@@ -46,14 +46,14 @@ def test_binary_operators(symbol: str) -> None:
     for other, got in ((1, "1"), (2.5, "2.5"), (X, "ArrayImpl"), ([1], "list"), (Q, repr(Q))):
         right = "p.dequantize()" if other is Q else "x"
         check_refusal(P(ask, Q, other), f"q.dequantize() {symbol} {right}", f"{Q!r} {symbol} {got}")
-    with pytest.raises(TypeError, match=r"QuantizedArray.*wanted q\.dequantize\(\)"):
+    with pytest.raises(TypeError, match=r"QuantizedArray.*expected q\.dequantize\(\)"):
         ask(np.ones((4, 4), np.float32), Q)
-    with pytest.raises(TypeError, match=r"QuantizedArray.*wanted q\.dequantize\(\)"):
+    with pytest.raises(TypeError, match=r"QuantizedArray.*expected q\.dequantize\(\)"):
         jax.eval_shape(lambda q, x: ask(q, x), Q, X)
     if symbol in BINARY:
         for other, got in ((1, "1"), (X, "ArrayImpl")):
             check_refusal(P(ask, other, Q), f"x {symbol} q.dequantize()", f"{got} {symbol} {Q!r}")
-        with pytest.raises(TypeError, match=r"QuantizedArray.*wanted x .* q\.dequantize\(\)"):
+        with pytest.raises(TypeError, match=r"QuantizedArray.*expected x .* q\.dequantize\(\)"):
             jax.eval_shape(lambda q, x: ask(x, q), Q, X)
 
 
@@ -64,7 +64,7 @@ def test_unary_operators() -> None:
     check_refusal(P(divmod, 2, Q), "divmod(x, q.dequantize())", f"divmod(2, {Q!r})")
     check_refusal(lambda: 1 in Q, "x in q.dequantize()", f"1 in {Q!r}")
     total = copy.copy(Q)
-    with pytest.raises(TypeError, match=r"wanted q\.dequantize\(\) \+ x"):
+    with pytest.raises(TypeError, match=r"expected q\.dequantize\(\) \+ x"):
         total += 1
 
 
@@ -100,7 +100,7 @@ def test_functions_of_jax(name: str) -> None:
 
 def test_functions_that_make_arrays() -> None:
     for ask in (jnp.asarray, jnp.array, np.asarray, P(np.dot, X), np.sum, lambda q: np.concatenate([q, q])):
-        with pytest.raises(TypeError, match=r"jaxquant\.QuantizedArray.*wanted q\.dequantize\(\)"):
+        with pytest.raises(TypeError, match=r"jaxquant\.QuantizedArray.*expected q\.dequantize\(\)"):
             ask(Q)
 
 

@@ -129,7 +129,7 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str, str]] = [
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].replace(" ", "_") for row in ROWS])
 def test_refusals(row: tuple[str, Any, type[Exception], str, str, str, str]) -> None:
     _, call, error, function, argument, wanted, got = row
-    text = rf"jaxquant\.({function}): {argument}: wanted .*{wanted}.*; got .*{got}"
+    text = rf"jaxquant\.({function}): {argument}: expected .*{wanted}.*, got .*{got}"
     with pytest.raises(error, match=text) as raised:
         call()
     assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"

@@ -208,7 +208,7 @@ def test_what_has_no_range(name: str, fault: str) -> None:
     state = over(cal, x)
     slices, first = (6, r"\(0, 0, 0\)") if fault == "no data" else (1, r"\(1, 0, 0\)")
     text = (
-        rf"jaxquant\.{name}\.finalize: state: wanted finite .*; got {fault} in {slices} of 6 slices, first in {first}"
+        rf"jaxquant\.{name}\.finalize: state: expected finite .*, got {fault} in {slices} of 6 slices, first in {first}"
     )
     with pytest.raises(ValueError, match=text):
         cal.finalize(state)
@@ -233,93 +233,101 @@ def test_what_has_no_range(name: str, fault: str) -> None:
 
 F = np.ones((2, 3), np.float32)
 ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: jq.minmax(jnp.int8), TypeError, "minmax: spec: wanted a QuantSpec; got"),  # type: ignore[arg-type]
-    (lambda: jq.absmax("int8"), TypeError, "absmax: spec: wanted a QuantSpec; got 'int8'"),  # type: ignore[arg-type]
-    (lambda: jq.percentile(None, 99), TypeError, "percentile: spec: wanted a QuantSpec"),  # type: ignore[arg-type]
-    (lambda: jq.entropy(None), TypeError, "entropy: spec: wanted a QuantSpec"),  # type: ignore[arg-type]
-    (lambda: jq.mse(None), TypeError, "mse: spec: wanted a QuantSpec"),  # type: ignore[arg-type]
-    (lambda: jq.moving_average(INT4, "x"), TypeError, "decay: wanted a static Python number"),  # type: ignore[arg-type]
-    (lambda: jq.moving_average(INT4, 1.0), ValueError, r"decay: wanted a number in \[0, 1\); got 1.0"),
-    (lambda: jq.moving_average(INT4, -0.1), ValueError, r"decay: wanted a number in \[0, 1\); got -0.1"),
-    (lambda: jq.percentile(INT4, 0), ValueError, r"q: wanted percent, in \(0, 100\]; got 0"),
-    (lambda: jq.percentile(INT4, 100.1), ValueError, r"q: wanted percent, in \(0, 100\]; got 100.1"),
-    (lambda: jq.percentile(INT4, True), TypeError, "q: wanted a static Python number"),
-    (lambda: jq.percentile(INT4, 9, bins=100), ValueError, r"percentile: bins: wanted a power of two .*100"),
+    (lambda: jq.minmax(jnp.int8), TypeError, "minmax: spec: expected a QuantSpec, got"),  # type: ignore[arg-type]
+    (lambda: jq.absmax("int8"), TypeError, "absmax: spec: expected a QuantSpec, got 'int8'"),  # type: ignore[arg-type]
+    (lambda: jq.percentile(None, 99), TypeError, "percentile: spec: expected a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.entropy(None), TypeError, "entropy: spec: expected a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.mse(None), TypeError, "mse: spec: expected a QuantSpec"),  # type: ignore[arg-type]
+    (lambda: jq.moving_average(INT4, "x"), TypeError, "decay: expected a static Python number"),  # type: ignore[arg-type]
+    (lambda: jq.moving_average(INT4, 1.0), ValueError, r"decay: expected a number in \[0, 1\), got 1.0"),
+    (lambda: jq.moving_average(INT4, -0.1), ValueError, r"decay: expected a number in \[0, 1\), got -0.1"),
+    (lambda: jq.percentile(INT4, 0), ValueError, r"q: expected percent, in \(0, 100\], got 0"),
+    (lambda: jq.percentile(INT4, 100.1), ValueError, r"q: expected percent, in \(0, 100\], got 100.1"),
+    (lambda: jq.percentile(INT4, True), TypeError, "q: expected a static Python number"),
+    (lambda: jq.percentile(INT4, 9, bins=100), ValueError, r"percentile: bins: expected a power of two .*100"),
     (
         lambda: jq.percentile(INT4, 9, bins=8),
         ValueError,
-        r"bins: wanted a power of two in \[16, 65536\]; got 8",
+        r"bins: expected a power of two in \[16, 65536\], got 8",
     ),
-    (lambda: jq.percentile(INT4, 9, bins=2**17), ValueError, r"bins: wanted a power of two .*; got 131072"),
-    (lambda: jq.mse(INT4, bins=64.0), TypeError, "mse: bins: wanted an int; got 64.0"),  # type: ignore[arg-type]
-    (lambda: jq.mse(INT4, grid=0), ValueError, r"mse: grid: wanted an int in \[1, 65536\]; got 0"),
-    (lambda: jq.mse(INT4, grid=True), TypeError, "mse: grid: wanted an int; got True"),
-    (lambda: jq.mse(INT4, every=0), ValueError, "mse: every: wanted a positive int; got 0"),
+    (lambda: jq.percentile(INT4, 9, bins=2**17), ValueError, r"bins: expected a power of two .*, got 131072"),
+    (lambda: jq.mse(INT4, bins=64.0), TypeError, "mse: bins: expected an int, got 64.0"),  # type: ignore[arg-type]
+    (lambda: jq.mse(INT4, grid=0), ValueError, r"mse: grid: expected an int in \[1, 65536\], got 0"),
+    (lambda: jq.mse(INT4, grid=True), TypeError, "mse: grid: expected an int, got True"),
+    (lambda: jq.mse(INT4, every=0), ValueError, "mse: every: expected a positive int, got 0"),
     (
         lambda: jq.mse(jq.QuantSpec(jnp.uint8, zero_point_granularity=jq.PerAxis(0))),
         ValueError,
-        r"mse: spec.zero_point_granularity: wanted the granularity of the scale.*; got PerAxis\(axis=0\)",
+        r"mse: spec.zero_point_granularity: expected the granularity of the scale.*, got PerAxis\(axis=0\)",
     ),
-    (lambda: jq.entropy(INT4, bins=16), ValueError, r"entropy: bins: .* \[32, 8192\], for 8 levels; got 16"),
+    (lambda: jq.entropy(INT4, bins=16), ValueError, r"entropy: bins: .* \[32, 8192\], for 8 levels, got 16"),
     (
         lambda: jq.entropy(jq.QuantSpec(jnp.int16)),
         TypeError,
-        "entropy: spec.dtype: wanted int2, .* or uint8; got int16",
+        "entropy: spec.dtype: expected int2, .* or uint8, got int16",
     ),
-    (lambda: jq.entropy(jq.QuantSpec(jq.nf4)), TypeError, "entropy: spec.dtype: wanted .*; got nf4"),
-    (lambda: made("minmax").init([1.0]), TypeError, "minmax.init: example: wanted an array or a jax.Shape.*; got list"),
+    (lambda: jq.entropy(jq.QuantSpec(jq.nf4)), TypeError, "entropy: spec.dtype: expected .*, got nf4"),
+    (
+        lambda: made("minmax").init([1.0]),
+        TypeError,
+        "minmax.init: example: expected an array or a jax.Shape.*, got list",
+    ),
     (
         lambda: jq.minmax(SPECS["two axes"]).init(F),
         ValueError,
-        r"minmax.init: axis: wanted an integer in \[-2, 1\], .*; got 2",
+        r"minmax.init: axis: expected an integer in \[-2, 1\], .*, got 2",
     ),
     (
         lambda: over(made("mse"), F.astype(np.int32)),
         TypeError,
-        "mse.update: batch: wanted dtype float32, .*; got int32",
+        "mse.update: batch: expected dtype float32, .*, got int32",
     ),
-    (lambda: over(made("mse"), F > 0), TypeError, "mse.update: batch: wanted dtype float32, .*; got bool"),
+    (lambda: over(made("mse"), F > 0), TypeError, "mse.update: batch: expected dtype float32, .*, got bool"),
     (
         lambda: made("mse").update(made("mse").init(F), [1.0]),
         TypeError,
-        "mse.update: batch: wanted an array; got list",
+        "mse.update: batch: expected an array, got list",
     ),
     (
         lambda: over(jq.minmax(jq.QuantSpec(jnp.int8, jq.PerAxis(1))), F, F[:, :2]),
         ValueError,
-        r"minmax.update: batch: wanted a batch whose ranges have shape \(1, 3\), .*; got ranges of shape \(1, 2\), .*",
+        r"minmax.update: batch: expected a batch whose ranges have shape \(1, 3\), .*, got ranges of shape \(1, 2\), .*",
     ),
     (
         lambda: made("minmax").update(made("mse").init(F), F),
         TypeError,
-        "minmax.update: state: wanted a ExtremesState, as minmax.init makes it; got HistogramState",
+        "minmax.update: state: expected a ExtremesState, as minmax.init makes it, got HistogramState",
     ),
     (
         lambda: made("percentile").merge(made("percentile").init(F), jq.percentile(INT4, 9).init(F)),
         ValueError,
-        r"percentile.merge: b.counts: wanted uint32\[1, 1, 64\], .*; got uint32\[1, 1, 2048\]",
+        r"percentile.merge: b.counts: expected uint32\[1, 1, 64\], .*, got uint32\[1, 1, 2048\]",
     ),
     (
         lambda: made("mse").merge(made("entropy").init(F), made("mse").init(F)),
         ValueError,
-        r"mse.merge: a.least: wanted int32\[1, 1, 64\], as mse.init makes it; got None",
+        r"mse.merge: a.least: expected int32\[1, 1, 64\], as mse.init makes it, got None",
     ),
     (
         lambda: made("minmax").merge(made("minmax").init(F), made("minmax").init(F[0])),
         ValueError,
-        r"minmax.merge: b.low: wanted shape \(1, 1\), as that of a; got shape \(1,\)",
+        r"minmax.merge: b.low: expected shape \(1, 1\), as that of a, got shape \(1,\)",
     ),
-    (lambda: made("minmax").finalize(F), TypeError, "minmax.finalize: state: wanted a ExtremesState, .*; got ndarray"),
+    (
+        lambda: made("minmax").finalize(F),
+        TypeError,
+        "minmax.finalize: state: expected a ExtremesState, .*, got ndarray",
+    ),
     (
         lambda: made("minmax").finalize(made("minmax").init(F), allow_zero=3),  # type: ignore[call-arg]
         TypeError,
-        "minmax.finalize: allow_zero: wanted True or False; got 3",
+        "minmax.finalize: allow_zero: expected True or False, got 3",
     ),
-    (lambda: made("absmax").all_reduce(F, "d"), TypeError, "absmax.all_reduce: state: wanted a ExtremesState"),
+    (lambda: made("absmax").all_reduce(F, "d"), TypeError, "absmax.all_reduce: state: expected a ExtremesState"),
     (
         lambda: made("mse", jq.QuantSpec(jnp.int4, jq.PerAxis(0))).init(jax.ShapeDtypeStruct((2**28, 1), jnp.float32)),
         ValueError,
-        r"mse: spec: wanted fewer than 2147483648 bins in all; got 268435456 slices",
+        r"mse: spec: expected fewer than 2147483648 bins in all, got 268435456 slices",
     ),
 ]
 

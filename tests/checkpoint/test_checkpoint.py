@@ -206,7 +206,7 @@ def test_safetensors_of_others(rng: np.random.Generator, tmp_path: pathlib.Path)
     same_trees(checkpoint.load_safetensors(path), {"a": {"b": np.ones(3, F32)}, "c.d": np.zeros(2, np.int64)})
     library.save_file({"a": np.ones(3, F32), "a/b": np.ones(3, F32)}, path)
     with pytest.raises(
-        ValueError, match=r"load_safetensors: path: wanted no tensor name that is a prefix of another.*; got 'a"
+        ValueError, match=r"load_safetensors: path: expected no tensor name that is a prefix of another.*, got 'a"
     ):
         checkpoint.load_safetensors(path)
     # What is written here is read by others: names, and bfloat16 as such.
@@ -230,7 +230,7 @@ def test_orbax(rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     same_trees(checkpoint.load_orbax("step", tree), tree)
     other = {**tree["made"], "uint4": tree["made"]["uint4"].replace(block_size=5)}
-    with pytest.raises(ValueError, match=r"load_orbax: like: wanted .*as it was saved"):
+    with pytest.raises(ValueError, match=r"load_orbax: like: expected .*as it was saved"):
         checkpoint.load_orbax(path, {**tree, "made": other})
 
 
@@ -301,51 +301,51 @@ STORED = checkpoint.to_arrays(Q)
 FROM, SAVE = checkpoint.from_arrays, P(checkpoint.save_safetensors, "nowhere")
 B = np.ones(8, np.uint8)
 ROWS: list[tuple[str, Any, type[Exception], str]] = [
-    ("float32", P(checkpoint.pack, np.ones(3, F32)), TypeError, r"pack: values: wanted dtype int2.*; got float32"),
-    ("int16", P(checkpoint.pack, np.ones(3, np.int16)), TypeError, r"pack: values: wanted dtype int2.*; got int16"),
-    ("list", P(checkpoint.pack, [1, 2]), TypeError, r"pack: values: wanted an array; got list"),
+    ("float32", P(checkpoint.pack, np.ones(3, F32)), TypeError, r"pack: values: expected dtype int2.*, got float32"),
+    ("int16", P(checkpoint.pack, np.ones(3, np.int16)), TypeError, r"pack: values: expected dtype int2.*, got int16"),
+    ("list", P(checkpoint.pack, [1, 2]), TypeError, r"pack: values: expected an array, got list"),
     ("bytes", P(checkpoint.unpack, B.view(np.int8),
-     "int4", (16,)), TypeError, r"unpack: packed: wanted dtype uint8; got int8"),
+     "int4", (16,)), TypeError, r"unpack: packed: expected dtype uint8, got int8"),
     ("too few", P(checkpoint.unpack, B, jnp.int4, (17,)), ValueError,
-     r"unpack: packed: wanted 9 bytes, for int4\[17\]; got 8"),
+     r"unpack: packed: expected 9 bytes, for int4\[17\], got 8"),
     ("too many", P(checkpoint.unpack, B, jnp.int2, (28,)), ValueError,
-     r"unpack: packed: wanted 7 bytes, for int2\[28\]; got 8"),
-    ("dtype", P(checkpoint.unpack, B, "int16", (4,)), TypeError, r"unpack: dtype: wanted dtype int2.*; got int16"),
-    ("shape int", P(checkpoint.unpack, B, "int8", 8), TypeError, r"unpack: shape: wanted a tuple of ints; got 8"),
-    ("shape float", P(checkpoint.unpack, B, "int8", (8.0,)), TypeError, r"unpack: shape: wanted an int; got 8.0"),
+     r"unpack: packed: expected 7 bytes, for int2\[28\], got 8"),
+    ("dtype", P(checkpoint.unpack, B, "int16", (4,)), TypeError, r"unpack: dtype: expected dtype int2.*, got int16"),
+    ("shape int", P(checkpoint.unpack, B, "int8", 8), TypeError, r"unpack: shape: expected a tuple of ints, got 8"),
+    ("shape float", P(checkpoint.unpack, B, "int8", (8.0,)), TypeError, r"unpack: shape: expected an int, got 8.0"),
     ("shape negative", P(checkpoint.unpack, B,
-     "int8", (-8,)), ValueError, r"unpack: shape: wanted ints that are not neg"),
+     "int8", (-8,)), ValueError, r"unpack: shape: expected ints that are not neg"),
     ("bad parts", P(checkpoint.to_arrays, {"w": Q.replace(scale=Q.scale * 0)}), ValueError,
-     r"to_arrays: tree.scale: wanted positive numbers"),
+     r"to_arrays: tree.scale: expected positive numbers"),
     ("no text", P(FROM, {**STORED,
-     "quantized_array": B}), ValueError, r"from_arrays: tree\['quantized_array'\]: wanted a JSON text; got Expecting"),
+     "quantized_array": B}), ValueError, r"from_arrays: tree\['quantized_array'\]: expected a JSON text, got Expecting"),
     ("another text", P(FROM, {**STORED,
-     "quantized_array": described(format="x")}), ValueError, r"wanted a description of a"),
+     "quantized_array": described(format="x")}), ValueError, r"expected a description of a"),
     ("a later format", P(FROM, {**STORED,
-     "quantized_array": described(version=2)}), ValueError, r"wanted version 1.*; got ver"),
+     "quantized_array": described(version=2)}), ValueError, r"expected version 1.*, got ver"),
     ("floats for text", P(FROM, {**STORED,
-     "quantized_array": np.ones(3)}), TypeError, r"wanted an array of uint8.*; got an arr"),
+     "quantized_array": np.ones(3)}), TypeError, r"expected an array of uint8.*, got an arr"),
     ("a traced text", P(jax.jit(FROM), STORED), TypeError,
-     r"wanted an array of uint8 that is not traced; got a traced"),
+     r"expected an array of uint8 that is not traced, got a traced"),
     ("a part missing", lambda: FROM(without("scale")), ValueError,
-     r"from_arrays: tree: wanted the arrays values, scale, quan"),
+     r"from_arrays: tree: expected the arrays values, scale, quan"),
     ("a part more", P(FROM, {**STORED,
-     "more": B}), ValueError, r"from_arrays: tree: wanted the arrays values.*; got .*more"),
+     "more": B}), ValueError, r"from_arrays: tree: expected the arrays values.*, got .*more"),
     ("too few codes", P(FROM, {**STORED, "values": B[:7]}), ValueError,
-     r"from_arrays: tree\['values'\]: wanted uint8\[8\], as described for int4\[3, 5\]; got uint8\[7\]"),
+     r"from_arrays: tree\['values'\]: expected uint8\[8\], as described for int4\[3, 5\], got uint8\[7\]"),
     ("a scale of 64 bits", P(FROM, {**STORED,
      "scale": np.ones((4, 1), F32)}), ValueError,
-     r"from_arrays: tree\['scale'\]: wanted float32\[3, 1\], as described; got float32\[4, 1\]"),
-    ("a list", P(SAVE, {"a": [B]}), TypeError, r"save_safetensors: tree\['a'\]: wanted dicts of arrays; got list"),
+     r"from_arrays: tree\['scale'\]: expected float32\[3, 1\], as described, got float32\[4, 1\]"),
+    ("a list", P(SAVE, {"a": [B]}), TypeError, r"save_safetensors: tree\['a'\]: expected dicts of arrays, got list"),
     ("a number", P(SAVE, {"a": {"b": 1.0}}), TypeError,
-     r"save_safetensors: tree\['a'\]\['b'\]: wanted dicts of arrays; got f"),
-    ("an array alone", P(SAVE, B), TypeError, r"save_safetensors: tree: wanted dicts of arrays; got ndarray"),
+     r"save_safetensors: tree\['a'\]\['b'\]: expected dicts of arrays, got f"),
+    ("an array alone", P(SAVE, B), TypeError, r"save_safetensors: tree: expected dicts of arrays, got ndarray"),
     ("a slash", P(SAVE, {"a": {"b/c": B}}), ValueError,
-     r"save_safetensors: tree\['a'\]: wanted keys without \"/\"; got 'b/c'"),
+     r"save_safetensors: tree\['a'\]: expected keys without \"/\", got 'b/c'"),
     ("a number for a key", P(SAVE, {"a": {3: B}}), TypeError,
-     r"save_safetensors: tree\['a'\]: wanted keys that are strings"),
+     r"save_safetensors: tree\['a'\]: expected keys that are strings"),
     ("an empty dict", P(SAVE, {"a": {}}), ValueError,
-     r"save_safetensors: tree\['a'\]: wanted a dict with something in it"),
+     r"save_safetensors: tree\['a'\]: expected a dict with something in it"),
 ]  # fmt: skip
 
 

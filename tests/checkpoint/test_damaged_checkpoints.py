@@ -132,7 +132,7 @@ def test_descriptions_in_saved_programs() -> None:
     q = QUANTIZED["uint8"]
     saved = bytes(export.export(jax.jit(lambda q: q))(q).serialize())
     assert saved.count(b'"dtype": "float32"')
-    with pytest.raises(ValueError, match=r"jaxquant\.QuantizedArray: the description.*\['dtype'\]: wanted .*float33"):
+    with pytest.raises(ValueError, match=r"jaxquant\.QuantizedArray: the description.*\['dtype'\]: expected .*float33"):
         export.deserialize(bytearray(saved.replace(b'"float32"', b'"float33"')))
 
 
@@ -162,16 +162,16 @@ def test_errors_name_the_place() -> None:
     found["parts"]["scale"]["dtype"] = "float33"
     tree = {"layers": [{"w": {**STORED["int4"], KEY: np.frombuffer(write(found), np.uint8)}}]}
     place = r"tree\['layers'\]\[0\]\['w'\]"
-    text = (
-        rf"checkpoint\.from_arrays: {place}\['{KEY}'\]\['parts'\]\['scale'\]\['dtype'\]: wanted the name of a dtype.*33"
-    )
+    text = rf"checkpoint\.from_arrays: {place}\['{KEY}'\]\['parts'\]\['scale'\]\['dtype'\]: expected the name of a dtype.*33"
     with pytest.raises(ValueError, match=text):
         checkpoint.from_arrays(tree)
     tree = {"layers": [{"w": {**STORED["int4"], "values": STORED["int4"]["values"][:-1]}}]}
-    with pytest.raises(ValueError, match=rf"{place}\['values'\]: wanted uint8\[12\], as described.*; got uint8\[11\]"):
+    with pytest.raises(
+        ValueError, match=rf"{place}\['values'\]: expected uint8\[12\], as described.*, got uint8\[11\]"
+    ):
         checkpoint.from_arrays(tree)
     tree = {"layers": [{"w": {**STORED["uint8"], "scale": np.zeros((3, 1), F32)}}]}
-    with pytest.raises(ValueError, match=rf"{place}\.scale: wanted positive numbers; got 0\.0"):
+    with pytest.raises(ValueError, match=rf"{place}\.scale: expected positive numbers, got 0\.0"):
         checkpoint.from_arrays(tree)
 
 
@@ -220,7 +220,7 @@ def test_safetensors_names(tmp_path: pathlib.Path) -> None:
     for names in (("a", "a/b"), ("a/b", "a"), ("a/b/c", "a/b")):
         library.save_file({name: np.ones(n + 1, F32) for n, name in enumerate(names)}, path)
         with pytest.raises(
-            ValueError, match="load_safetensors: path: wanted no tensor name that is a prefix of another"
+            ValueError, match="load_safetensors: path: expected no tensor name that is a prefix of another"
         ):
             checkpoint.load_safetensors(path)
     entry = b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'

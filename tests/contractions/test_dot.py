@@ -270,7 +270,7 @@ def test_numpy_on_the_left(rng: np.random.Generator) -> None:
     x = rng.normal(size=(2, 8)).astype(np.float32)
     q = jq.quantize(rng.normal(size=(8, 4)).astype(np.float32), QuantSpec(jnp.int8))
     np.testing.assert_array_equal(x @ q, jq.matmul(x, q))
-    with pytest.raises(TypeError, match=r"QuantizedArray: self: wanted q\.dequantize\(\) for numpy's add"):
+    with pytest.raises(TypeError, match=r"QuantizedArray: self: expected q\.dequantize\(\) for numpy's add"):
         np.add(x, q)
 
 
@@ -298,27 +298,27 @@ def test_the_program_stays_int8(spec: QuantSpec) -> None:
 
 Q, F = QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1))), jnp.ones((6, 4))
 ROWS: list[tuple[str, Any, Any, Any, type[Exception], str]] = [
-    ("no array", Q, [1.0], MATRIX, TypeError, "rhs: wanted an array; got list"),
-    ("two floats", F, F, MATRIX, TypeError, "lhs, rhs: wanted a QuantizedArray on one side"),
-    ("int side", Q, jnp.ones((6, 4), I8), MATRIX, TypeError, "rhs: wanted dtype float32, float16 or bfloat16; got int8"),
-    ("sizes", Q, Q, MATRIX, ValueError, "dimension_numbers: wanted equal contracted sizes"),
-    ("numbers", Q, F, 3, ValueError, "dimension_numbers: wanted"),
-    ("bool", Q, F, (((True,), (0,)), ((), ())), TypeError, "dimension_numbers: wanted an int; got True"),
+    ("no array", Q, [1.0], MATRIX, TypeError, "rhs: expected an array, got list"),
+    ("two floats", F, F, MATRIX, TypeError, "lhs, rhs: expected a QuantizedArray on one side"),
+    ("int side", Q, jnp.ones((6, 4), I8), MATRIX, TypeError, "rhs: expected dtype float32, float16 or bfloat16, got int8"),
+    ("sizes", Q, Q, MATRIX, ValueError, "dimension_numbers: expected equal contracted sizes"),
+    ("numbers", Q, F, 3, ValueError, "dimension_numbers: expected"),
+    ("bool", Q, F, (((True,), (0,)), ((), ())), TypeError, "dimension_numbers: expected an int, got True"),
     ("int16", Q, QuantizedArray(jnp.ones((6, 4), jnp.int16), jnp.ones((1, 1))), MATRIX, TypeError,
-     r"rhs: wanted values of int8, .* or rhs\.dequantize\(\); got int16"),
+     r"rhs: expected values of int8, .* or rhs\.dequantize\(\), got int16"),
     ("code book", Q, QuantizedArray(jnp.ones((6, 4), U4), jnp.ones((1, 1)), codebook=jq.nf4), MATRIX, TypeError,
-     r"rhs: .*or rhs\.dequantize\(\); got nf4"),
+     r"rhs: .*or rhs\.dequantize\(\), got nf4"),
     ("scale per contracted index", Q, QuantizedArray(jnp.ones((6, 4), I8), jnp.ones((6, 1))), MATRIX, ValueError,
-     r"rhs: wanted one scale along the contracted dimension 0, .*rhs\.dequantize\(\); got one for each of its 6"),
+     r"rhs: expected one scale along the contracted dimension 0, .*rhs\.dequantize\(\), got one for each of its 6"),
     ("point per contracted index", Q, QuantizedArray(jnp.ones((6, 4), I8), jnp.ones((1, 1)), jnp.ones((6, 1), I8)), MATRIX,
-     ValueError, "rhs: wanted one zero_point along"),
+     ValueError, "rhs: expected one zero_point along"),
     ("blocks apart", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((4, 2))), QuantizedArray(jnp.ones((6, 4), I8), jnp.ones((3, 4))),
-     MATRIX, ValueError, r"lhs, rhs: wanted blocks of both sides that end together.*got blocks of \[2, 3\]"),
+     MATRIX, ValueError, r"lhs, rhs: expected blocks of both sides that end together.*got blocks of \[2, 3\]"),
     ("blocks twice", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((2, 2))), QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1))),
-     (((0, 1), (0, 1)), ((), ())), ValueError, "lhs, rhs: wanted blocks along one contracted dimension"),
-    ("scale shape", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((5, 1))), F, MATRIX, ValueError, r"lhs\.scale: wanted the rank"),
-    ("scale zero", QuantizedArray(jnp.ones((4, 6), I8), jnp.zeros((1, 1))), F, MATRIX, ValueError, r"lhs\.scale: wanted positive"),
-    ("scale int", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1), jnp.int32)), F, MATRIX, TypeError, r"lhs\.scale: wanted dtype"),
+     (((0, 1), (0, 1)), ((), ())), ValueError, "lhs, rhs: expected blocks along one contracted dimension"),
+    ("scale shape", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((5, 1))), F, MATRIX, ValueError, r"lhs\.scale: expected the rank"),
+    ("scale zero", QuantizedArray(jnp.ones((4, 6), I8), jnp.zeros((1, 1))), F, MATRIX, ValueError, r"lhs\.scale: expected positive"),
+    ("scale int", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1), jnp.int32)), F, MATRIX, TypeError, r"lhs\.scale: expected dtype"),
 ]  # fmt: skip
 
 
@@ -331,12 +331,12 @@ def test_bad_input_is_named(row: Any) -> None:
 
 def test_bad_input_of_matmul_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"jaxquant\.matmul: rhs: wanted 6 rows, as lhs has columns; got shapes \(4, 6\)"
+        ValueError, match=r"jaxquant\.matmul: rhs: expected 6 rows, as lhs has columns, got shapes \(4, 6\)"
     ):
         jq.matmul(Q, Q)
-    with pytest.raises(TypeError, match=r"jaxquant\.matmul: preferred_element_type: wanted dtype float32"):
+    with pytest.raises(TypeError, match=r"jaxquant\.matmul: preferred_element_type: expected dtype float32"):
         jq.matmul(Q, F, preferred_element_type=jnp.int32)
-    with pytest.raises(ValueError, match=r"jaxquant\.matmul: rhs: wanted an array of rank 1 or more; got rank 0"):
+    with pytest.raises(ValueError, match=r"jaxquant\.matmul: rhs: expected an array of rank 1 or more, got rank 0"):
         jq.matmul(Q, jnp.float32(1))
 
 

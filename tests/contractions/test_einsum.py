@@ -193,27 +193,32 @@ Q = jq.QuantizedArray(np.ones((2, 3), np.int8), np.ones((1, 1), np.float32))
 ROWS = Q.replace(scale=np.ones((1, 3), np.float32))
 F = np.ones((3, 4), np.float32)
 REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-    ("ij,jk", (F.T, F), TypeError, "operands: wanted a QuantizedArray among them"),
-    ("", (), TypeError, "operands: wanted a QuantizedArray among them; got none"),
-    ("ij,jk", (Q, F.tolist()), TypeError, r"operands\[1\]: wanted an array; got list"),
-    ("ij,jk", (Q, np.ones((3, 4), np.int8)), TypeError, r"operands\[1\]: wanted dtype float32.*; got int8"),
-    (F, (Q, F), TypeError, "subscripts: wanted a string; got an array"),
-    ("ij", (Q, F), ValueError, "subscripts: wanted as many terms as operands, 2; got 1"),
-    ("ij,jk,kl", (Q, F), ValueError, "subscripts: wanted as many terms as operands, 2; got 3"),
-    ("ij,j1", (Q, F), ValueError, "subscripts: wanted terms of letters"),
-    ("ij,j..k", (Q, F), ValueError, "subscripts: wanted terms of letters"),
-    ("...ij...,jk", (Q, F), ValueError, "subscripts: wanted terms of letters"),
-    ("ij,jk->i->k", (Q, F), ValueError, "subscripts: wanted terms of letters"),
-    ("ij,jk->ikl", (Q, F), ValueError, "subscripts: wanted an output of different indices of the operands"),
-    ("ij,jk->iki", (Q, F), ValueError, "subscripts: wanted an output of different indices of the operands"),
-    ("...j,jk->k", (Q, F), ValueError, 'subscripts: wanted an output with "..."'),
-    ("ijk,kl", (Q, F), ValueError, r"operands\[0\]: wanted a rank that fits 'ijk'; got rank 2"),
-    ("ij,...jkl", (Q, F), ValueError, r"operands\[1\]: wanted a rank that fits '...jkl'; got rank 2"),
-    ("ij,ik", (Q, F), ValueError, r"operands\[1\]: wanted size 2 of index 'i', as before it; got shape \(3, 4\)"),
-    ("i...,j...", (Q, F), ValueError, r'operands\[1\]: wanted size 3 under "...", as before it; got shape \(3, 4\)'),
-    ("ij,jk", (Q[:, :1], F), ValueError, r"operands\[1\]: wanted size 1 of index 'j'"),
-    ("ii,ij", (Q[:, :2], Q), ValueError, r"operands\[0\]: wanted each index once in a quantized operand"),
-    ("ij,jk", (ROWS, Q.T), ValueError, r"lhs: wanted one scale along the contracted dimension 1.*lhs\.dequantize\(\)"),
+    ("ij,jk", (F.T, F), TypeError, "operands: expected a QuantizedArray among them"),
+    ("", (), TypeError, "operands: expected a QuantizedArray among them, got none"),
+    ("ij,jk", (Q, F.tolist()), TypeError, r"operands\[1\]: expected an array, got list"),
+    ("ij,jk", (Q, np.ones((3, 4), np.int8)), TypeError, r"operands\[1\]: expected dtype float32.*, got int8"),
+    (F, (Q, F), TypeError, "subscripts: expected a string, got an array"),
+    ("ij", (Q, F), ValueError, "subscripts: expected as many terms as operands, 2, got 1"),
+    ("ij,jk,kl", (Q, F), ValueError, "subscripts: expected as many terms as operands, 2, got 3"),
+    ("ij,j1", (Q, F), ValueError, "subscripts: expected terms of letters"),
+    ("ij,j..k", (Q, F), ValueError, "subscripts: expected terms of letters"),
+    ("...ij...,jk", (Q, F), ValueError, "subscripts: expected terms of letters"),
+    ("ij,jk->i->k", (Q, F), ValueError, "subscripts: expected terms of letters"),
+    ("ij,jk->ikl", (Q, F), ValueError, "subscripts: expected an output of different indices of the operands"),
+    ("ij,jk->iki", (Q, F), ValueError, "subscripts: expected an output of different indices of the operands"),
+    ("...j,jk->k", (Q, F), ValueError, 'subscripts: expected an output with "..."'),
+    ("ijk,kl", (Q, F), ValueError, r"operands\[0\]: expected a rank that fits 'ijk', got rank 2"),
+    ("ij,...jkl", (Q, F), ValueError, r"operands\[1\]: expected a rank that fits '...jkl', got rank 2"),
+    ("ij,ik", (Q, F), ValueError, r"operands\[1\]: expected size 2 of index 'i', as before it, got shape \(3, 4\)"),
+    ("i...,j...", (Q, F), ValueError, r'operands\[1\]: expected size 3 under "...", as before it, got shape \(3, 4\)'),
+    ("ij,jk", (Q[:, :1], F), ValueError, r"operands\[1\]: expected size 1 of index 'j'"),
+    ("ii,ij", (Q[:, :2], Q), ValueError, r"operands\[0\]: expected each index once in a quantized operand"),
+    (
+        "ij,jk",
+        (ROWS, Q.T),
+        ValueError,
+        r"lhs: expected one scale along the contracted dimension 1.*lhs\.dequantize\(\)",
+    ),
 ]
 
 
@@ -225,5 +230,5 @@ def test_refusals(subscripts: Any, operands: Any, error: type[Exception], text: 
 
 
 def test_refusal_of_a_dtype() -> None:
-    with pytest.raises(TypeError, match=r"jaxquant\.einsum: preferred_element_type: wanted dtype float32"):
+    with pytest.raises(TypeError, match=r"jaxquant\.einsum: preferred_element_type: expected dtype float32"):
         jq.einsum("ij,jk", Q, F, preferred_element_type=jnp.int32)

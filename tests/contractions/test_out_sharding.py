@@ -229,10 +229,10 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
     kernel = jq.quantize(image, QuantSpec("int8"))
     table, vector = put(b, "d", None), put(jq.quantize(np.ones(32, F32), QuantSpec("int8")), "d")
     contracted, outer = ((put(a, *left), put(b, *right)) for left, right in OPEN)
-    open_ = r"2 dim.*, not determined by lhs uint8\[16, 32\] sharded as P\w*\(None, 'd'\) and rhs .*; got None"
+    open_ = r"2 dim.*, not determined by lhs uint8\[16, 32\] sharded as P\w*\(None, 'd'\) and rhs .*, got None"
     cases: tuple[tuple[Callable[[], Any], str], ...] = (
-        (lambda: jq.matmul(*contracted), rf"jaxquant.matmul: out_sharding: wanted a .*{open_}"),
-        (lambda: jq.matmul(*outer), r"matmul: out_sharding: wanted a NamedSharding or PartitionSpec"),
+        (lambda: jq.matmul(*contracted), rf"jaxquant.matmul: out_sharding: expected a .*{open_}"),
+        (lambda: jq.matmul(*outer), r"matmul: out_sharding: expected a NamedSharding or PartitionSpec"),
         (lambda: contracted[0] @ contracted[1], r"matmul: out_sharding"),
         (lambda: jq.dot_general(*contracted, NUMBERS), r"jaxquant.dot_general: out_sharding"),
         (lambda: jq.matmul(outer[0].dequantize(), outer[1]), r"matmul: out_sharding"),
@@ -247,9 +247,9 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
             lhs_spec=QuantSpec("int8"), rhs_spec=None,
         ), r"quantized_dot_general: out_sharding"),
         (lambda: jq.conv_general_dilated(image, put(kernel, "d", None, None), (1,), "SAME"), r"rhs: .*reshard.*int8\["),
-        (lambda: jq.integer.conv_general_dilated(put(codes, None, "d", None), codes, (1,), "SAME"), r"lhs: wanted ch"),
-        (lambda: jq.conv_integer(codes, put(codes, None, "d", None)), r"conv_integer: w: wanted channels and features"),
-        (lambda: jq.matmul(a, b, out_sharding=P("d")), r"out_sharding: wanted a NamedSharding, or .*jax.set_mesh"),
+        (lambda: jq.integer.conv_general_dilated(put(codes, None, "d", None), codes, (1,), "SAME"), r"lhs: expected ch"),
+        (lambda: jq.conv_integer(codes, put(codes, None, "d", None)), r"conv_integer: w: expected channels and features"),
+        (lambda: jq.matmul(a, b, out_sharding=P("d")), r"out_sharding: expected a NamedSharding, or .*jax.set_mesh"),
         (lambda: jq.take(b, np.array([1]), out_sharding=P()), r"take: out_sharding: .*jax.set_mesh"),
         (lambda: jq.einsum("ij,jk->ik", a, b, out_sharding=P("d")), r"einsum: out_sharding: .*jax.set_mesh"),
         (lambda: jq.matmul(a, b, out_sharding=NamedSharding(mesh_of(8), P(None, None, "d"))), r"at most 2 entries"),
@@ -266,6 +266,6 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
     )  # fmt: skip
     for call in functions:
         with pytest.raises(
-            TypeError, match=r"out_sharding: wanted None, a jax.sharding.NamedSharding or a P.*; got 'd'"
+            TypeError, match=r"out_sharding: expected None, a jax.sharding.NamedSharding or a P.*, got 'd'"
         ):
             call("d")

@@ -156,12 +156,14 @@ def test_an_interrupted_calibration_resumes(tmp_path: Any, library: str) -> None
         got = arrays_of(result["ranges"] if library == "linen" else nnx.state(model, qnnx.Ranges))
         assert_same(got, want)
     assert read == [*range(5)] * 2
-    with pytest.raises(ValueError, match=r"checkpoint: wanted a file written for these weights.*delete it to start"):
+    with pytest.raises(ValueError, match=r"checkpoint: expected a file written for these weights.*delete it to start"):
         rerun()
     path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match=r"checkpoint: wanted a file that this function wrote.*which is another file"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: expected a file that this function wrote.*which is another file"
+    ):
         run(batches)
-    with pytest.raises(ValueError, match=r"checkpoint: wanted a folder that exists"):
+    with pytest.raises(ValueError, match=r"checkpoint: expected a folder that exists"):
         rerun(checkpoint=tmp_path / "missing" / "file")
 
 
@@ -170,7 +172,7 @@ def test_a_batch_that_is_not_finite_is_named() -> None:
     variables = module.init(jax.random.key(0), batches[0])
     bad = [batches[0], batches[1].at[0, 0].set(np.nan), batches[2]]
     text = (
-        r"batches: wanted batches whose activations are finite; got a NaN or an infinity with batch 1, counted from 0"
+        r"batches: expected batches whose activations are finite, got a NaN or an infinity with batch 1, counted from 0"
     )
     with pytest.raises(ValueError, match=rf"^jaxquant\.flax\.calibrate: {text}"):
         qflax.calibrate(module, variables, bad)
@@ -204,46 +206,48 @@ def test_what_cannot_be_calibrated() -> None:
     batch, module, model = draw_batches(1)[0], Net(), Model()
     variables = module.init(jax.random.key(0), batch)
     calibrate = functools.partial(qflax.calibrate, module, variables)
-    with pytest.raises(TypeError, match=r"batches: wanted an iterable of batches, such as \[batch\]; got an array of"):
+    with pytest.raises(
+        TypeError, match=r"batches: expected an iterable of batches, such as \[batch\], got an array of"
+    ):
         calibrate(batch)
-    with pytest.raises(TypeError, match=r"batches: wanted an iterable of batches.*; got dict"):
+    with pytest.raises(TypeError, match=r"batches: expected an iterable of batches.*, got dict"):
         calibrate({"x": batch})
-    with pytest.raises(TypeError, match=r"batches\[0\]: wanted an array, a tuple .*; got str"):
+    with pytest.raises(TypeError, match=r"batches\[0\]: expected an array, a tuple .*, got str"):
         calibrate(["x"])
-    with pytest.raises(TypeError, match=r"batches\[0\]: wanted names of arguments as its keys"):
+    with pytest.raises(TypeError, match=r"batches\[0\]: expected names of arguments as its keys"):
         calibrate([{1: batch}])
-    with pytest.raises(TypeError, match=r"progress: wanted True or False"):
+    with pytest.raises(TypeError, match=r"progress: expected True or False"):
         calibrate([batch], progress="bar")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"checkpoint: wanted the path of a file, or None; got int"):
+    with pytest.raises(TypeError, match=r"checkpoint: expected the path of a file, or None, got int"):
         calibrate([batch], checkpoint=3)  # type: ignore[arg-type]
     for run in (calibrate, functools.partial(qnnx.calibrate, model)):
-        with pytest.raises(ValueError, match=r"batches: wanted at least one batch; got none"):
+        with pytest.raises(ValueError, match=r"batches: expected at least one batch, got none"):
             run([])
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.calibrate: module: wanted a flax\.linen\.Module"):
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.calibrate: module: expected a flax\.linen\.Module"):
         qflax.calibrate(model, {}, [batch])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.nnx\.calibrate: model: wanted a flax\.nnx\.Module"):
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.nnx\.calibrate: model: expected a flax\.nnx\.Module"):
         qnnx.calibrate(module, [batch])  # type: ignore[arg-type]
     dynamic = Net(activation_range=Dynamic())
     with pytest.raises(
-        ValueError, match=r"wanted a module with a layer whose activation_range is Observed\(\); got on"
+        ValueError, match=r"expected a module with a layer whose activation_range is Observed\(\), got on"
     ):
         qflax.calibrate(dynamic, dynamic.init(jax.random.key(0), batch), [batch])
-    with pytest.raises(ValueError, match=r"wanted a model with a layer whose activation_range is Observed\(\)"):
+    with pytest.raises(ValueError, match=r"expected a model with a layer whose activation_range is Observed\(\)"):
         qnnx.calibrate(Model(Dynamic()), [batch])
-    with pytest.raises(ValueError, match=r"model: wanted a model with quantized layers; got none"):
+    with pytest.raises(ValueError, match=r"model: expected a model with quantized layers, got none"):
         qnnx.calibration_view(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     serving = qflax.convert(module, calibrate([batch]))
-    with pytest.raises(ValueError, match=r"variables with float kernels; got variables that are already converted"):
+    with pytest.raises(ValueError, match=r"variables with float kernels, got variables that are already converted"):
         qflax.calibrate(module, serving, [batch])
     with pytest.raises(ValueError, match=r"convert: variables: .* already converted: module\.apply serves them"):
         qflax.convert(module, serving)
     qnnx.calibrate(model, [batch])
     converted = qnnx.convert(model)
     with pytest.raises(
-        ValueError, match=r"^layer: .*model: wanted a model with float kernels; got one .* already conv"
+        ValueError, match=r"^layer: .*model: expected a model with float kernels, got one .* already conv"
     ):
         qnnx.convert(converted)
-    with pytest.raises(ValueError, match=r"Observed\(\), and that is not converted yet; got none"):
+    with pytest.raises(ValueError, match=r"Observed\(\), and that is not converted yet, got none"):
         qnnx.calibrate(converted, [batch])
 
 
@@ -252,7 +256,7 @@ def test_attention_that_cannot_be_converted_is_refused_first() -> None:
     dot = qflax.dot_general(W, A)
     attention: Any = nn.MultiHeadDotProductAttention(2, qkv_dot_general=dot, out_dot_general=dot)
     variables = attention.init(jax.random.key(0), x)
-    text = r"module: wanted attention made of jaxquant\.flax\.linen\.DenseGeneral and .*; got MultiHeadDotProductAtt"
+    text = r"module: expected attention made of jaxquant\.flax\.linen\.DenseGeneral and .*, got MultiHeadDotProductAtt"
     seen: list[int] = []
 
     def batches() -> Iterator[Any]:
@@ -270,25 +274,27 @@ def test_attention_that_cannot_be_converted_is_refused_first() -> None:
 def test_missing_ranges_are_found_before_jit_hides_them() -> None:
     batch, module, model = draw_batches(1)[0], Net(), Model()
     variables = module.init(jax.random.key(0), batch)
-    with pytest.raises(ValueError, match=r"^Dense_0: jaxquant\.flax\.check_calibrated: activation: .*; got no data"):
+    with pytest.raises(ValueError, match=r"^Dense_0: jaxquant\.flax\.check_calibrated: activation: .*, got no data"):
         qflax.check_calibrated(variables)
-    with pytest.raises(ValueError, match=r"^layer: jaxquant\.flax\.nnx\.check_calibrated: activation: .*; got no data"):
+    with pytest.raises(ValueError, match=r"^layer: jaxquant\.flax\.nnx\.check_calibrated: activation: .*, got no data"):
         qnnx.check_calibrated(model)
     calibrated = qflax.calibrate(module, variables, [batch])
     qflax.check_calibrated(calibrated)
     serving = qflax.convert(module, calibrated)
     qflax.check_calibrated(serving)
     broken = jax.tree.map(lambda v: v * np.nan if v.dtype == F32 else v, serving["ranges"])
-    with pytest.raises(ValueError, match=r"^Dense_0/DotGeneral_0/activation: .*scale: wanted finite numbers; got NaN"):
+    with pytest.raises(
+        ValueError, match=r"^Dense_0/DotGeneral_0/activation: .*scale: expected finite numbers, got NaN"
+    ):
         qflax.check_calibrated({**serving, "ranges": broken})
     _, seen = jax.jit(lambda x: module.apply(calibrated, x, mutable=["ranges"]))(batch * np.inf)
-    with pytest.raises(ValueError, match=r"^Dense_0: .*; got one from batches with a NaN or an infinity"):
+    with pytest.raises(ValueError, match=r"^Dense_0: .*, got one from batches with a NaN or an infinity"):
         qflax.check_calibrated({**calibrated, **seen})
-    with pytest.raises(ValueError, match=r"check_calibrated: variables: wanted variables of a quantized module"):
+    with pytest.raises(ValueError, match=r"check_calibrated: variables: expected variables of a quantized module"):
         qflax.check_calibrated(nn.Dense(2).init(jax.random.key(0), batch))
     learned = Model(Learned(jq.LSQPlus()))
     with pytest.raises(
-        ValueError, match=r"^layer: .*activation_scale: wanted finite numbers: .*nnx\.start\(model, bat"
+        ValueError, match=r"^layer: .*activation_scale: expected finite numbers: .*nnx\.start\(model, bat"
     ):
         qnnx.check_calibrated(learned)
     qnnx.start(learned, batch)
@@ -298,5 +304,5 @@ def test_missing_ranges_are_found_before_jit_hides_them() -> None:
     rest = {name: value for name, value in calibrated.items() if name != "scales"}
     started = Net(activation_range=Learned(jq.LSQPlus()))
     _, seen = started.apply({**rest, "ranges": {}}, batch, mutable=["ranges", "scales"])
-    with pytest.raises(ValueError, match=r'activation_scale: wanted it in the collection "scales": .*; got none'):
+    with pytest.raises(ValueError, match=r'activation_scale: expected it in the collection "scales": .*, got none'):
         qflax.check_calibrated({**rest, "ranges": seen["ranges"]})

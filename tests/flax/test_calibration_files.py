@@ -61,9 +61,9 @@ def test_a_file_belongs_to_its_layers_and_weights(tmp_path: Any, library: str) -
     run()
     run()
     for given in ({"factor": 2}, *OTHERS):
-        with pytest.raises(ValueError, match=r"checkpoint: wanted a file written for these weights and layers"):
+        with pytest.raises(ValueError, match=r"checkpoint: expected a file written for these weights and layers"):
             run(**given)
-    with pytest.raises(ValueError, match=r"batches: wanted the 3 batches that .* counts.* delete it .*; got 2$"):
+    with pytest.raises(ValueError, match=r"batches: expected the 3 batches that .* counts.* delete it .*, got 2$"):
         run(BATCHES[:2])
 
 
@@ -78,9 +78,11 @@ def test_a_damaged_file_is_refused(tmp_path: Any) -> None:
     with jax.disable_jit():
         for damaged in (*flips, *cuts, content + b"x"):
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=r"checkpoint: wanted a file that this function wrote, whole, or none"):
+            with pytest.raises(
+                ValueError, match=r"checkpoint: expected a file that this function wrote, whole, or none"
+            ):
                 calibrate(checkpoint=path)
-    with pytest.raises(ValueError, match=r"checkpoint: wanted the path of a file; got the folder"):
+    with pytest.raises(ValueError, match=r"checkpoint: expected the path of a file, got the folder"):
         calibrate(checkpoint=tmp_path)
 
 
@@ -91,7 +93,7 @@ def test_a_folder_that_is_read_only_is_found_first(tmp_path: Any, monkeypatch: p
         raise AssertionError("no batch is read")
         yield
 
-    with pytest.raises(ValueError, match=r"checkpoint: wanted a folder that can be written to; got"):
+    with pytest.raises(ValueError, match=r"checkpoint: expected a folder that can be written to, got"):
         qnnx.calibrate(linear(), batches(), checkpoint=tmp_path / "file")
 
 
@@ -105,23 +107,25 @@ def test_batches_of_arrays_only() -> None:
     for name, run in runs:
         for batch, where in (((x, "label"), r"\[1\]"), ({"inputs": x, "text": ["a"]}, r"\['text'\]\[0\]"),
                              ((x, {"more": object()}), r"\[1\]\['more'\]")):  # fmt: skip
-            with pytest.raises(TypeError, match=rf"flax\.{name}calibrate: batches\[0\]{where}: wanted an array, or"):
+            with pytest.raises(TypeError, match=rf"flax\.{name}calibrate: batches\[0\]{where}: expected an array, or"):
                 run([batch])
-        with pytest.raises(ValueError, match=r"batches\[0\]: wanted names of arguments that no other.*; got inputs"):
+        with pytest.raises(ValueError, match=r"batches\[0\]: expected names of arguments that no other.*, got inputs"):
             run([{"inputs": x}], inputs=x)
-    with pytest.raises(ValueError, match=r"batches\[0\]: wanted names of arguments that no other.*; got rngs"):
+    with pytest.raises(ValueError, match=r"batches\[0\]: expected names of arguments that no other.*, got rngs"):
         qflax.calibrate(layer, variables, [{"inputs": x, "rngs": x}])
-    with pytest.raises(ValueError, match=r"arguments: wanted arguments of the module: only .*; got mutable"):
+    with pytest.raises(ValueError, match=r"arguments: expected arguments of the module: only .*, got mutable"):
         qflax.calibrate(layer, variables, [x], mutable=["batch_stats"])
     for wrong in (variables["params"], {"ranges": variables["ranges"]}):
-        with pytest.raises(ValueError, match=r'variables: wanted the variables that init returns, with "params"; got'):
+        with pytest.raises(
+            ValueError, match=r'variables: expected the variables that init returns, with "params", got'
+        ):
             qflax.calibrate(layer, wrong, [x])
     for run in (lambda x: qflax.calibrate(layer, variables, [x]), lambda x: qnnx.calibrate(linear(), [x])):
         with pytest.raises(
-            ValueError, match=r"batches: wanted arrays that are known: the loop runs outside of jax\.jit"
+            ValueError, match=r"batches: expected arrays that are known: the loop runs outside of jax\.jit"
         ):
             jax.eval_shape(run, x)
-    with pytest.raises(TypeError, match=r"method: wanted a name; got NoneType"):
+    with pytest.raises(TypeError, match=r"method: expected a name, got NoneType"):
         qnnx.calibrate(model, [x], method=None)  # type: ignore[arg-type]
 
 
@@ -147,15 +151,15 @@ def test_batches_without_a_length_have_a_progress_bar(capsys: Any, monkeypatch: 
 
 def test_a_factory_that_makes_no_calibrator() -> None:
     for source in (Observed, Dynamic):
-        with pytest.raises(TypeError, match=r"calibrator: .*; got <lambda>, which does not take the layer's spec$"):
+        with pytest.raises(TypeError, match=r"calibrator: .*, got <lambda>, which does not take the layer's spec$"):
             source(lambda: jq.minmax(A))  # type: ignore[misc,arg-type]
-        with pytest.raises(TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\); got percentile, which"):
+        with pytest.raises(TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which"):
             source(functools.partial(jq.percentile))  # type: ignore[arg-type]
         layer = dense(activation_range=source(lambda spec: 3))  # type: ignore[arg-type,return-value]
-        text = rf"^Dense: jaxquant\.{source.__name__}: calibrator: wanted a function .*lambda>, which returns int"
+        text = rf"^Dense: jaxquant\.{source.__name__}: calibrator: expected a function .*lambda>, which returns int"
         with pytest.raises(TypeError, match=text):
             jax.eval_shape(layer.init, jax.random.key(0), BATCHES[0])
-    with pytest.raises(TypeError, match=r"^Linear\(4, 4\): jaxquant\.Observed: calibrator: wanted a function"):
+    with pytest.raises(TypeError, match=r"^Linear\(4, 4\): jaxquant\.Observed: calibrator: expected a function"):
         linear(activation_range=Observed(lambda spec: 3))  # type: ignore[arg-type,return-value]
 
 
@@ -179,6 +183,8 @@ def test_nnx_errors_of_a_calibration_have_the_path() -> None:
     ways: list[dict[str, Any]] = [{"activation_range": Learned(jq.LSQPlus())}, {"weight_range": Learned()}]
     for learned in ways:
         model = nnx.Sequential(linear(), linear(**learned))
-        text = r"^layers/1: .*nnx\.calibrate: .*_scale: wanted finite numbers: jaxquant\.flax\.nnx\.start\(model, batch"
+        text = (
+            r"^layers/1: .*nnx\.calibrate: .*_scale: expected finite numbers: jaxquant\.flax\.nnx\.start\(model, batch"
+        )
         with pytest.raises(ValueError, match=text):
             qnnx.calibrate(model, iter(()))

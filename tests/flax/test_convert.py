@@ -215,7 +215,7 @@ def test_no_float_kernel_is_left() -> None:
     np.testing.assert_array_equal(run_frozen, run(serving, tokens))
     again = jax.jit(functools.partial(qflax.convert, module))(freeze(variables))
     same(again, serving)
-    with pytest.raises(ValueError, match=r"jaxquant\.flax\.convert: variables: .*; got variables .* already converted"):
+    with pytest.raises(ValueError, match=r"jaxquant\.flax\.convert: variables: .*, got variables .* already converted"):
         qflax.convert(module, serving)
 
 

@@ -76,37 +76,37 @@ INT8 = jq.QuantSpec("int8")
 ROUNDED = jq.QuantSpec("int4", power_of_two=True)
 # what is made, the error, what it says after the path
 SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
-    "no weight": (dense(), TypeError, r"flax\.linen: weight: wanted a QuantSpec .*; got None"),
-    "no spec": (dense(weight="int8"), TypeError, r"flax\.linen: weight: wanted a QuantSpec .*; got 'int8'"),
-    "activation": (dense(weight=W, activation=8), TypeError, r"activation: wanted a QuantSpec, or None .*; got 8"),
-    "nf4": (dense(weight=jq.QuantSpec(jq.nf4), activation=A), TypeError, r"weight: wanted codes of int8.*; got nf4"),
-    "int16": (conv(weight=jq.QuantSpec("int16"), activation=A), TypeError, r"weight: wanted codes of .*; got int16"),
-    "float8": (dense(weight=W, activation=jq.QuantSpec("float8_e5m2")), TypeError, r"activation: .*; got float8_e5m2"),
-    "observed weights": (dense(weight=W, weight_range=Observed()), TypeError, r"weight_range: wanted Dynamic\(\) or L"),
-    "no range": (conv(weight=W, activation_range="minmax"), TypeError, r"activation_range: wanted Observed\(\), D"),
-    "unsigned weights": (dense(weight=A, weight_range=Learned()), ValueError, r"weight: wanted a signed dtype, sym"),
-    "powers": (dense(weight=ROUNDED, weight_range=Learned()), ValueError, r"weight: wanted a spec without power_of"),
-    "promoted": (embed(weight=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: wanted jq\.flax"),
-    "embedding": (embed(weight=None), TypeError, r"flax\.linen: weight: wanted a QuantSpec"),
-    "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight: wanted a Quant"),
-    "mask": (conv(weight=W, mask=jnp.ones((3, 6, 4))), ValueError, r"flax\.linen: mask: wanted None"),
-    "contraction": (dense(weight=W, dot_general=LAX), ValueError, r"dot_general: wanted None: this layer brings"),
-    "class": (dense(weight=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: wanted None: this layer"),
+    "no weight": (dense(), TypeError, r"flax\.linen: weight: expected a QuantSpec .*, got None"),
+    "no spec": (dense(weight="int8"), TypeError, r"flax\.linen: weight: expected a QuantSpec .*, got 'int8'"),
+    "activation": (dense(weight=W, activation=8), TypeError, r"activation: expected a QuantSpec, or None .*, got 8"),
+    "nf4": (dense(weight=jq.QuantSpec(jq.nf4), activation=A), TypeError, r"weight: expected codes of int8.*, got nf4"),
+    "int16": (conv(weight=jq.QuantSpec("int16"), activation=A), TypeError, r"weight: expected codes of .*, got int16"),
+    "float8": (dense(weight=W, activation=jq.QuantSpec("float8_e5m2")), TypeError, r"activation: .*, got float8_e5m2"),
+    "observed weights": (dense(weight=W, weight_range=Observed()), TypeError, r"weight_range: expected Dynamic\(\) or L"),
+    "no range": (conv(weight=W, activation_range="minmax"), TypeError, r"activation_range: expected Observed\(\), D"),
+    "unsigned weights": (dense(weight=A, weight_range=Learned()), ValueError, r"weight: expected a signed dtype, sym"),
+    "powers": (dense(weight=ROUNDED, weight_range=Learned()), ValueError, r"weight: expected a spec without power_of"),
+    "promoted": (embed(weight=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: expected jq\.flax"),
+    "embedding": (embed(weight=None), TypeError, r"flax\.linen: weight: expected a QuantSpec"),
+    "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight: expected a Quant"),
+    "mask": (conv(weight=W, mask=jnp.ones((3, 6, 4))), ValueError, r"flax\.linen: mask: expected None"),
+    "contraction": (dense(weight=W, dot_general=LAX), ValueError, r"dot_general: expected None: this layer brings"),
+    "class": (dense(weight=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: expected None: this layer"),
 }  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "inputs": (dense(weight=jq.QuantSpec("int8", jq.PerAxis(0)), activation=A), ValueError,
-               r"quantized_dot_general: rhs: wanted one scale along the contracted dimension 0"),
+               r"quantized_dot_general: rhs: expected one scale along the contracted dimension 0"),
     "features": (dense(weight=W, activation=jq.QuantSpec("int8", jq.PerAxis(-1))), ValueError,
-                 r"quantized_dot_general: lhs: wanted one scale along the contracted dimension"),
+                 r"quantized_dot_general: lhs: expected one scale along the contracted dimension"),
     "no axis": (dense(weight=jq.QuantSpec("int8", jq.PerAxis(2)), activation=A), ValueError, r"axis"),
     "blocked": (conv(weight=jq.QuantSpec("int8", jq.Blocked(1, 2)), activation=A), ValueError,
-                r"quantized_conv_general_dilated: rhs.scale: wanted one scale, or one for each output feature"),
-    "backward": (dense(weight=W, backward=True), TypeError, r"backward: wanted FloatBackward\(\) or Int8Backward\(\)"),
-    "int8 back": (dense(weight=W, backward=jq.Int8Backward()), ValueError, r"backward: wanted FloatBackward\(\), or"),
-    "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight=W), ValueError, r"einsum_str: wanted two"),
-    "no integers": (embed(weight=W), TypeError, r"flax\.linen: inputs: wanted an integer dtype; got float32"),
+                r"quantized_conv_general_dilated: rhs.scale: expected one scale, or one for each output feature"),
+    "backward": (dense(weight=W, backward=True), TypeError, r"backward: expected FloatBackward\(\) or Int8Backward\(\)"),
+    "int8 back": (dense(weight=W, backward=jq.Int8Backward()), ValueError, r"backward: expected FloatBackward\(\), or"),
+    "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight=W), ValueError, r"einsum_str: expected two"),
+    "no integers": (embed(weight=W), TypeError, r"flax\.linen: inputs: expected an integer dtype, got float32"),
     "bfloat16": (functools.partial(nn.Dense, 5, dtype=jnp.bfloat16, dot_general=qflax.dot_general(W)), TypeError,
-                 r"kernel: wanted promote_dtype=jq\.flax\.promote_dtype .*; got bfloat16 of float32"),
+                 r"kernel: expected promote_dtype=jq\.flax\.promote_dtype .*, got bfloat16 of float32"),
 }  # fmt: skip
 
 
@@ -128,27 +128,29 @@ def test_a_spec_that_no_layer_serves(case: str) -> None:
 def test_arguments_that_there_are_not() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'bits'"):
         qnn.Dense(5, weight=W, bits=8)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight: wanted a QuantSpec"):
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight: expected a QuantSpec"):
         qflax.dot_general(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation: wanted codes of"):
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation: expected codes of"):
         qflax.conv_general_dilated(W, jq.QuantSpec("int16"))
     with pytest.raises(
-        TypeError, match=r"jaxquant\.Observed: calibrator: wanted a function from a spec to a calibrator.*; got None"
+        TypeError, match=r"jaxquant\.Observed: calibrator: expected a function from a spec to a calibrator.*, got None"
     ):
         Observed(None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"jaxquant\.Observed: freeze_after: wanted a positive int; got 0"):
+    with pytest.raises(ValueError, match=r"jaxquant\.Observed: freeze_after: expected a positive int, got 0"):
         Observed(freeze_after=0)
-    with pytest.raises(TypeError, match=r"jaxquant\.Observed: gradient: wanted StraightThrough\(\); got LSQ"):
+    with pytest.raises(TypeError, match=r"jaxquant\.Observed: gradient: expected StraightThrough\(\), got LSQ"):
         Observed(gradient=jq.LSQ())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.Learned: gradient: wanted LSQ\(\) or LSQPlus\(\) or PACT\(\)"):
+    with pytest.raises(TypeError, match=r"jaxquant\.Learned: gradient: expected LSQ\(\) or LSQPlus\(\) or PACT\(\)"):
         Learned(jq.StraightThrough())  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"jaxquant\.Dynamic: calibrator: wanted a function from a spec to a calibrator.* or None"
+        TypeError, match=r"jaxquant\.Dynamic: calibrator: expected a function from a spec to a calibrator.* or None"
     ):
         Dynamic(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.convert: module: wanted a flax\.linen\.Module"):
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.convert: module: expected a flax\.linen\.Module"):
         qflax.convert(qnn.Dense, {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"jaxquant\.flax\.convert: variables: wanted variables of a quantized module"):
+    with pytest.raises(
+        ValueError, match=r"jaxquant\.flax\.convert: variables: expected variables of a quantized module"
+    ):
         qflax.convert(nn.Dense(5), nn.Dense(5).init(jax.random.key(0), X))
 
 
@@ -171,12 +173,12 @@ def test_a_layer_that_saw_no_data() -> None:
     module, variables, _ = trained()
     unseen = {**variables, "ranges": module.init(jax.random.key(0), X)["ranges"]}
     with pytest.raises(
-        ValueError, match=r"^block/head: jaxquant\.flax\.convert: activation: wanted a range: .*no data"
+        ValueError, match=r"^block/head: jaxquant\.flax\.convert: activation: expected a range: .*no data"
     ):
         qflax.convert(module, unseen)
     with pytest.raises(
         ValueError,
-        match=r'^block/head: jaxquant\.flax: activation: wanted a range: apply\(.*mutable=\["ranges"\]\).*no data',
+        match=r'^block/head: jaxquant\.flax: activation: expected a range: apply\(.*mutable=\["ranges"\]\).*no data',
     ):
         module.apply(unseen, X)
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
@@ -189,27 +191,33 @@ def test_a_layer_that_saw_no_data() -> None:
 
 def test_collections_that_are_missing() -> None:
     module, variables, serving = trained()
-    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted it in the collection "ranges", or apply'):
+    with pytest.raises(
+        ValueError, match=r'^block/head: .*activation: expected it in the collection "ranges", or apply'
+    ):
         module.apply({"params": variables["params"]}, X)
-    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted its range in the collection "ranges"'):
+    with pytest.raises(ValueError, match=r'^block/head: .*activation: expected its range in the collection "ranges"'):
         module.apply({"params": serving["params"]}, X)
-    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted its range in the collection "ranges"'):
+    with pytest.raises(ValueError, match=r'^block/head: .*activation: expected its range in the collection "ranges"'):
         module.apply({**variables, "params": serving["params"]}, X)
-    with pytest.raises(ValueError, match=r"^block/head: .*wanted the state of a calibrator.*; got the constants"):
+    with pytest.raises(ValueError, match=r"^block/head: .*expected the state of a calibrator.*, got the constants"):
         module.apply({**serving, "params": variables["params"]}, X)
     learned, variables, _ = trained(weight_range=Learned(), activation_range=Learned(jq.LSQPlus()))
     rest = {name: tree for name, tree in variables.items() if name != "scales"}
-    with pytest.raises(ValueError, match=r'^block/head: .*activation: wanted it in the collection "scales", or apply'):
+    with pytest.raises(
+        ValueError, match=r'^block/head: .*activation: expected it in the collection "scales", or apply'
+    ):
         learned.apply(rest, X)
-    with pytest.raises(ValueError, match=r'^block/head: .*convert: weight_scale: wanted it in the collection "scales"'):
+    with pytest.raises(
+        ValueError, match=r'^block/head: .*convert: weight_scale: expected it in the collection "scales"'
+    ):
         qflax.convert(learned, rest)
     with pytest.raises(
-        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: wanted a float kernel; got none"
+        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: expected a float kernel, got none"
     ):
         qflax.convert(learned, {**variables, "params": {}})
     with pytest.raises(
         ValueError,
-        match=r"^block/head: .*convert: params\['kernel'\]: wanted a float kernel; got a kernel that is already conv",
+        match=r"^block/head: .*convert: params\['kernel'\]: expected a float kernel, got a kernel that is already conv",
     ):
         qflax.convert(module, {**trained()[1], "params": serving["params"]})
 
@@ -220,7 +228,7 @@ def test_checkpoints_of_other_shapes() -> None:
     with pytest.raises(ScopeParamShapeError, match=r'"kernel" in "/block/head".* \(6, 5\).* \(7, 5\)'):
         module.apply(with_kernel(variables, wide), X)
     with pytest.raises(
-        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: wanted shape \(6, 5\).*\(7, 5\)"
+        ValueError, match=r"^block/head: .*convert: params\['kernel'\]: expected shape \(6, 5\).*\(7, 5\)"
     ):
         qflax.convert(module, with_kernel(variables, wide))
     with pytest.raises(ScopeParamShapeError, match=r'"kernel" in "/block/head".* \(6, 5\).* \(7, 5\)'):
@@ -228,25 +236,25 @@ def test_checkpoints_of_other_shapes() -> None:
     kernel = serving["params"]["block"]["head"]["kernel"]
     for run in (module.apply, jax.jit(module.apply)):
         with pytest.raises(
-            ValueError, match=r"^block/head: .*weight: wanted scales of shape \(1, 5\).*; got shape \(1, 4\)"
+            ValueError, match=r"^block/head: .*weight: expected scales of shape \(1, 5\).*, got shape \(1, 4\)"
         ):
             run(with_kernel(serving, kernel.replace(scale=jnp.ones((1, 4)))), X)
-        with pytest.raises(TypeError, match=r"^block/head: .*weight: wanted codes of int8, .*; got int4"):
+        with pytest.raises(TypeError, match=r"^block/head: .*weight: expected codes of int8, .*, got int4"):
             run(with_kernel(serving, jq.quantize(jnp.ones((6, 5)), jq.QuantSpec("int4"))), X)
     constants = {"scale": jnp.ones((1, 1, 6)), "zero_point": jnp.zeros((1, 1, 6), jnp.uint8)}
     other = {"block": {"head": {"DotGeneral_0": {"activation": constants}}}}
     with pytest.raises(
-        ValueError, match=r"^block/head: .*activation\.scale: wanted one element.*; got shape \(1, 1, 6\)"
+        ValueError, match=r"^block/head: .*activation\.scale: expected one element.*, got shape \(1, 1, 6\)"
     ):
         module.apply({**serving, "ranges": other}, X)
     learned, variables, _ = trained(weight_range=Learned(), activation_range=Learned(jq.LSQPlus()))
     scales = variables["scales"]["block"]["head"]["DotGeneral_0"]
     for name, text in (("weight_scale", "weight|rhs_spec"), ("activation_scale", "activation|lhs_spec")):
         bad = {"block": {"head": {"DotGeneral_0": {**scales, name: jnp.ones((1, 4))}}}}
-        with pytest.raises(ValueError, match=rf"^block/head: .*({text})\.scale: wanted one element.*shape \(1, 4\)"):
+        with pytest.raises(ValueError, match=rf"^block/head: .*({text})\.scale: expected one element.*shape \(1, 4\)"):
             learned.apply({**variables, "scales": bad}, X)
         if name == "weight_scale":
-            with pytest.raises(ValueError, match=r"^block/head: .*weight\.scale: wanted one element.*shape \(1, 4\)"):
+            with pytest.raises(ValueError, match=r"^block/head: .*weight\.scale: expected one element.*shape \(1, 4\)"):
                 qflax.convert(learned, {**variables, "scales": bad})
 
 
@@ -260,7 +268,7 @@ def test_a_draw_without_a_key() -> None:
     def loss(params: Any, **rngs: Any) -> Any:
         return module.apply({**variables, "params": params}, X, **rngs).sum()  # type: ignore[union-attr]
 
-    with pytest.raises(ValueError, match=r'key: wanted a key, .*of a Linen layer the rng "rounding"'):
+    with pytest.raises(ValueError, match=r'key: expected a key, .*of a Linen layer the rng "rounding"'):
         jax.grad(loss)(variables["params"])
     found = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
@@ -269,19 +277,19 @@ def test_a_draw_without_a_key() -> None:
 def test_a_normalisation_that_does_not_fit() -> None:
     stats = {"mean": jnp.zeros(5), "var": jnp.ones(5)}
     fold = functools.partial(qflax.fold_batch_norm, {"kernel": jnp.ones((3, 5))})
-    with pytest.raises(ValueError, match=r'jaxquant\.flax\.fold_batch_norm: stats: wanted a mapping with "var"'):
+    with pytest.raises(ValueError, match=r'jaxquant\.flax\.fold_batch_norm: stats: expected a mapping with "var"'):
         fold({}, {"mean": stats["mean"]})
-    with pytest.raises(ValueError, match=r'norm\["scale"\]: wanted shape \(5,\).*; got shape \(4,\)'):
+    with pytest.raises(ValueError, match=r'norm\["scale"\]: expected shape \(5,\).*, got shape \(4,\)'):
         fold({"scale": jnp.ones(4)}, stats)
-    with pytest.raises(TypeError, match=r"epsilon: wanted a static Python number"):
+    with pytest.raises(TypeError, match=r"epsilon: expected a static Python number"):
         fold({}, stats, epsilon="1e-5")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r'layer: wanted a mapping with "kernel"; got \[\]'):
+    with pytest.raises(ValueError, match=r'layer: expected a mapping with "kernel", got \[\]'):
         qflax.fold_batch_norm({}, {}, stats)
-    with pytest.raises(ValueError, match=r"stats: wanted a mapping with \"mean\"; got \['norm'\]"):
+    with pytest.raises(ValueError, match=r"stats: expected a mapping with \"mean\", got \['norm'\]"):
         fold({}, {"norm": stats})
-    with pytest.raises(ValueError, match=r"norm: wanted a mapping with \"scale\" and \"bias\".*; got \['norm'\]"):
+    with pytest.raises(ValueError, match=r"norm: expected a mapping with \"scale\" and \"bias\".*, got \['norm'\]"):
         fold({"norm": {"scale": jnp.ones(5)}}, stats)
-    with pytest.raises(TypeError, match=r'layer\["kernel"\]: wanted an array of floats; got QuantizedArray'):
+    with pytest.raises(TypeError, match=r'layer\["kernel"\]: expected an array of floats, got QuantizedArray'):
         qflax.fold_batch_norm({"kernel": jq.quantize(jnp.ones((3, 5)), W)}, {}, stats)
 
 
@@ -292,13 +300,15 @@ def test_what_cannot_be_shipped() -> None:
     variables = layer.init(jax.random.key(0), x)
     variables = {**variables, **layer.apply(variables, x, mutable=["ranges"])[1]}
     zero = {**variables, "scales": jax.tree.map(jnp.zeros_like, variables["scales"])}
-    with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: wanted numbers that training has not brought"):
+    with pytest.raises(
+        ValueError, match=r"Dense: .*scale of the weight: expected numbers that training has not brought"
+    ):
         qflax.convert(layer, zero)
     lost = {**variables, "scales": jax.tree.map(lambda s: s * jnp.nan, variables["scales"])}
-    with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: wanted finite numbers"):
+    with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: expected finite numbers"):
         qflax.convert(layer, lost)
     serving = qflax.convert(layer, variables)
-    with pytest.raises(ValueError, match=r"Dense.*activation: wanted what the variables were converted with: .*None"):
+    with pytest.raises(ValueError, match=r"Dense.*activation: expected what the variables were converted with: .*None"):
         qnn.Dense(4, weight=W).apply(serving, x)
 
 
@@ -314,7 +324,7 @@ def test_variables_of_another_spec() -> None:
     for name, way in others:
         other = Net(dense(**{"weight": W, "activation": A, **way}))
         for run in (other.apply, jax.jit(other.apply)):
-            with pytest.raises(ValueError, match=rf"^block/head: .*{name}: wanted what the variables were made with"):
+            with pytest.raises(ValueError, match=rf"^block/head: .*{name}: expected what the variables were made with"):
                 run(variables, X)
         fresh = {**variables, "ranges": other.init(jax.random.key(0), X)["ranges"]}
         _, seen = other.apply(fresh, X, mutable=["ranges"])
@@ -322,16 +332,16 @@ def test_variables_of_another_spec() -> None:
         wanted = other.apply(fresh, X)
         np.testing.assert_array_equal(other.apply(qflax.convert(other, fresh), X), wanted)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"^block/head: .*weight: wanted scales of shape \(1, 1\).*; got shape \(1, 5\)"
+        ValueError, match=r"^block/head: .*weight: expected scales of shape \(1, 1\).*, got shape \(1, 5\)"
     ):  # without what convert wrote of the specs, the arrays tell
         Net(dense(weight=whole)).apply({"params": serving["params"]}, X)
     blocks = jq.QuantSpec("int4", jq.Blocked(0, 3))
     layer = qnn.Dense(5, weight=blocks)
     served = qflax.convert(layer, layer.init(jax.random.key(0), X))
     assert layer.apply(served, X) is not None
-    with pytest.raises(ValueError, match=r"weight: wanted what the variables were converted with: .*size=3"):
+    with pytest.raises(ValueError, match=r"weight: expected what the variables were converted with: .*size=3"):
         qnn.Dense(5, weight=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply(served, X)
-    with pytest.raises(ValueError, match=r"weight: wanted block_size=4; got 3"):
+    with pytest.raises(ValueError, match=r"weight: expected block_size=4, got 3"):
         qnn.Dense(5, weight=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply({"params": served["params"]}, X)
     same = Net(dense(weight=W, activation=A, activation_range=Observed(freeze_after=9), backward=jq.Int8Backward()))
     np.testing.assert_array_equal(same.apply(variables, X), trained()[0].apply(variables, X))
@@ -340,7 +350,7 @@ def test_variables_of_another_spec() -> None:
 def test_what_a_learned_scale_cannot_hold() -> None:
     """LSQ's zero point of unsigned codes is 0; PACT clips there by intent, LSQ+ learns it."""
     layer = functools.partial(qnn.Dense, 5, weight=W, activation=A)
-    with pytest.raises(ValueError, match=r"Dense: .*activation: wanted values that are not negative.*; got -1 among"):
+    with pytest.raises(ValueError, match=r"Dense: .*activation: expected values that are not negative.*, got -1 among"):
         layer(activation_range=Learned()).init(jax.random.key(0), X)
     for source, x in ((Learned(), X + 1), (Learned(jq.PACT()), X), (Learned(jq.LSQPlus()), X)):
         assert "scales" in layer(activation_range=source).init(jax.random.key(0), x)
@@ -353,12 +363,12 @@ def test_what_a_learned_scale_cannot_hold() -> None:
 
 
 def test_what_a_user_mixes_up() -> None:
-    with pytest.raises(ValueError, match=r"DotGeneral: wanted a layer of Linen's .*jaxquant\.flax\.nnx\.dot_general"):
+    with pytest.raises(ValueError, match=r"DotGeneral: expected a layer of Linen's .*jaxquant\.flax\.nnx\.dot_general"):
         qflax.dot_general(W)(X[0], jnp.ones((6, 5)), (((1,), (0,)), ((), ())))
     table = qnn.Embed(5, 6, weight=W, activation=A)
     variables = table.init(jax.random.key(0), jnp.arange(3))
     _, seen = table.apply(variables, jnp.arange(3), mutable=["ranges"])
-    with pytest.raises(ValueError, match=r"Embed: .*a method that calls attend; or activation=None.*; got no data"):
+    with pytest.raises(ValueError, match=r"Embed: .*a method that calls attend; or activation=None.*, got no data"):
         qflax.convert(table, {**variables, **seen})
     scanned = nn.scan(Stacked, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
     with pytest.raises(ValueError, match=r'"ranges".*\(nn\.scan and nn\.vmap have to be told of it in variable_axes\)'):

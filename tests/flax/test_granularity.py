@@ -125,7 +125,7 @@ def test_a_scale_per_token_at_any_rank() -> None:
 
 
 def test_static_ranges_fit_every_batch() -> None:
-    text = r"activation: wanted PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
+    text = r"activation: expected PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
     for granularity in (jq.PerAxis(0), jq.PerAxis((0, 1)), jq.PerToken(), jq.Blocked(-1, 2)):
         spec = jq.QuantSpec("uint8", granularity)
         for source in (Observed(), Learned(jq.LSQPlus())):
@@ -197,7 +197,7 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
         for variables in loaded:
             for run in (other.apply, jax.jit(other.apply)):
                 with pytest.raises(
-                    ValueError, match=rf"Dense: .*{name}: wanted what the variables were converted with"
+                    ValueError, match=rf"Dense: .*{name}: expected what the variables were converted with"
                 ):
                     run(variables, x)
     # Observed and learned ranges are the same constants once converted.
@@ -208,7 +208,7 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
                         is_leaf=lambda v: isinstance(v, StaticText))  # fmt: skip
     np.testing.assert_array_equal(layer.apply(bare, x), layer.apply(serving, x))
     with pytest.raises(
-        ValueError, match=r"activation: wanted a spec with activation_range=Observed\(\).*; got Dynamic"
+        ValueError, match=r"activation: expected a spec with activation_range=Observed\(\).*, got Dynamic"
     ):
         layer.clone(activation_range=Dynamic()).apply(bare, x)
 
@@ -256,7 +256,9 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
                 nnx.replace_by_pure_dict(target, pure if way == "pure" else read)
                 nnx.update(other, target)
             for run in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
-                with pytest.raises(ValueError, match=r"^layer: .*nnx: specs: wanted the weight and activation that th"):
+                with pytest.raises(
+                    ValueError, match=r"^layer: .*nnx: specs: expected the weight and activation that th"
+                ):
                     run(other, x)
     same = make(activation_range=Learned(jq.LSQPlus()), weight=jq.QuantSpec("int8", jq.PerAxis(-1)))
     nnx.update(same, state)
@@ -321,36 +323,36 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
         return qflax.fold_batch_norm({"kernel": jnp.ones((3, 5)) if kernel is None else kernel}, {}, more, **given)
 
     for dtype in ("int8", "bool", "complex64"):
-        with pytest.raises(TypeError, match=rf'layer\["kernel"\]: wanted dtype .*; got {dtype}'):
+        with pytest.raises(TypeError, match=rf'layer\["kernel"\]: expected dtype .*, got {dtype}'):
             fold(jnp.ones((3, 5), dtype))
-        with pytest.raises(TypeError, match=rf'stats\["var"\]: wanted dtype .*; got {dtype}'):
+        with pytest.raises(TypeError, match=rf'stats\["var"\]: expected dtype .*, got {dtype}'):
             fold(more={**stats, "var": jnp.ones(5, dtype)})
-    with pytest.raises(ValueError, match=r"epsilon: wanted a number that is not negative; got -1e-05"):
+    with pytest.raises(ValueError, match=r"epsilon: expected a number that is not negative, got -1e-05"):
         fold(epsilon=-1e-5)
-    for value, text in ((-1.0, "not negative; got -1"), (np.nan, "not negative; got NaN"), (0.0, "positive .*; got 0")):
-        with pytest.raises(ValueError, match=rf'stats\["var"\]: wanted numbers? ?.*{text}|stats\["var"\]: .*{text}'):
+    for value, text in ((-1.0, "not negative, got -1"), (np.nan, "not negative, got NaN"), (0.0, "positive .*, got 0")):
+        with pytest.raises(ValueError, match=rf'stats\["var"\]: expected numbers? ?.*{text}|stats\["var"\]: .*{text}'):
             fold(more={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
-    with pytest.raises(ValueError, match=r'stats\["var"\]: wanted positive numbers where epsilon, as .*; got 0'):
+    with pytest.raises(ValueError, match=r'stats\["var"\]: expected positive numbers where epsilon, as .*, got 0'):
         fold(more={**stats, "var": jnp.zeros(5)}, epsilon=1e-50)
-    with pytest.raises(ValueError, match=r'stats\["var"\]: wanted finite numbers; got inf'):
+    with pytest.raises(ValueError, match=r'stats\["var"\]: expected finite numbers, got inf'):
         fold(more={**stats, "var": jnp.full(5, np.inf)})
-    with pytest.raises(ValueError, match=r"axis: wanted an integer in \[-2, 1\]"):
+    with pytest.raises(ValueError, match=r"axis: expected an integer in \[-2, 1\]"):
         fold(axis=2)
     with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):
         qnnx.fold_batch_norm(nnx.Einsum("btd,ts->bsd", (4, 4), rngs=R), normalization(4))
-    with pytest.raises(TypeError, match=r"layer: wanted a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"):
+    with pytest.raises(TypeError, match=r"layer: expected a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"):
         qnnx.fold_batch_norm(Unknown(), normalization(4))
 
 
 def test_a_calibrator_is_a_function_of_a_spec() -> None:
     for source in (Observed, Dynamic):
         with pytest.raises(
-            TypeError, match=r"calibrator: wanted a function .*; got the string 'mse': give the function, "
+            TypeError, match=r"calibrator: expected a function .*, got the string 'mse': give the function, "
         ):
             source("mse")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"; got a Calibrator, which already has a spec: give the function that m"):
+        with pytest.raises(TypeError, match=r", got a Calibrator, which already has a spec: give the function that m"):
             source(jq.minmax(A))  # type: ignore[arg-type]
         with pytest.raises(
-            TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\); got percentile, which needs"
+            TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which needs"
         ):
             source(jq.percentile)  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
             return self.layer(self.norm(x))
 
     block, x = Block(), drawn(rng, (4, 6))
-    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation: wanted a range.*model.train\(\).*got no data"
+    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation: expected a range.*model.train\(\).*got no data"
     block.eval()
     with pytest.raises(ValueError, match=wanted):
         block(x)
@@ -232,7 +232,7 @@ def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> No
             return self.second(nnx.relu(self.norm(self.first(x))))
 
     net, x = Net(), drawn(rng, (4, 6))
-    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation_scale: wanted finite numbers.*nnx.start.*got NaN"
+    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation_scale: expected finite numbers.*nnx.start.*got NaN"
     with pytest.raises(ValueError, match=wanted):
         net(x)
     assert np.isnan(nnx.jit(lambda net, x: net(x))(net, x)).all()
@@ -302,7 +302,7 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
     after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
     jax.tree.map(np.testing.assert_array_equal, after, before)
     if way == "draws":  # a gradient draws, in training
-        with pytest.raises(ValueError, match="key: wanted a key, for Int8Backward"):
+        with pytest.raises(ValueError, match="key: expected a key, for Int8Backward"):
             jax.grad(lambda x: layer(x).sum())(x)
         layer.train()
         assert jnp.isfinite(nnx.grad(lambda m, x: m(x).sum(), argnums=1)(layer, x)).all()
@@ -313,57 +313,59 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
 
 def test_refusals(rng: np.random.Generator) -> None:
     made = rngs(rng)
-    with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight: wanted a QuantSpec"):
+    with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight: expected a QuantSpec"):
         qnnx.Linear(6, 5, weight="int8", rngs=made)  # type: ignore[arg-type]
     for name in ("dot_general", "promote_dtype"):
         given: Any = {name: None}
-        with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: wanted none"):
+        with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: expected none"):
             qnnx.Linear(6, 5, weight=W, **given, rngs=made)
-    with pytest.raises(ValueError, match=r"Conv: jaxquant.flax.nnx: mask: wanted None"):
+    with pytest.raises(ValueError, match=r"Conv: jaxquant.flax.nnx: mask: expected None"):
         qnnx.Conv(3, 4, (3,), weight=W, mask=jnp.ones((3, 3, 4)), rngs=made)
-    with pytest.raises(TypeError, match=r"activation: wanted codes of .* got int16"):
+    with pytest.raises(TypeError, match=r"activation: expected codes of .* got int16"):
         qnnx.Linear(6, 5, weight=W, activation=jq.QuantSpec("int16"), rngs=made)
     rows = jq.QuantSpec("uint8", jq.PerAxis(0))
-    with pytest.raises(ValueError, match=r"Linear\(6, 5\).* activation: wanted PerTensor\(\), PerFeature\(\), or act"):
+    with pytest.raises(
+        ValueError, match=r"Linear\(6, 5\).* activation: expected PerTensor\(\), PerFeature\(\), or act"
+    ):
         qnnx.Linear(6, 5, weight=W, activation=rows, rngs=made)
-    with pytest.raises(TypeError, match=r"use_running_average: wanted True or False; got 'yes'"):
+    with pytest.raises(TypeError, match=r"use_running_average: expected True or False, got 'yes'"):
         qnnx.Linear(6, 5, weight=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kernel_shape: wanted that of the kernel: its scales are learned"):
+    with pytest.raises(ValueError, match="kernel_shape: expected that of the kernel: its scales are learned"):
         qnnx.dot_general(W, A, weight_range=Learned())
     turned = qnnx.dot_general(W, A, weight_range=Learned(), kernel_shape=(5, 6))
     layer = nnx.Linear(6, 5, dot_general=turned, promote_dtype=qnnx.promote_dtype, rngs=made)
     with pytest.raises(
-        ValueError, match=r"weight: wanted scales of shape \(1, 6\): is kernel_shape that of the kernel"
+        ValueError, match=r"weight: expected scales of shape \(1, 6\): is kernel_shape that of the kernel"
     ):
         qnnx.start(layer, drawn(rng, (2, 6)))
     draws: Any = {"weight": W, "activation": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
-    with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: wanted rngs, whose stream "rounding"'):
+    with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: expected rngs, whose stream "rounding"'):
         qnnx.Linear(6, 5, **draws, rngs=nnx.Rngs(params=0))
     started = qnnx.Linear(6, 5, weight=W, weight_range=Learned(), rngs=made)
     qnnx.start(started, drawn(rng, (2, 6)))
-    with pytest.raises(ValueError, match=r"start: model: wanted a layer with Learned\(\) in it.*; got none"):
+    with pytest.raises(ValueError, match=r"start: model: expected a layer with Learned\(\) in it.*, got none"):
         qnnx.start(qnnx.convert(started), drawn(rng, (2, 6)))
-    with pytest.raises(TypeError, match='rngs: wanted rngs, whose stream "rounding"'):
+    with pytest.raises(TypeError, match='rngs: expected rngs, whose stream "rounding"'):
         qnnx.dot_general(W, A, backward=jq.Int8Backward(stochastic_rounding=True))
-    with pytest.raises(ValueError, match="operands: wanted a tuple of inputs, kernel and bias"):
+    with pytest.raises(ValueError, match="operands: expected a tuple of inputs, kernel and bias"):
         qnnx.promote_dtype((jnp.ones(1),))
     layer = qnnx.Linear(6, 5, **SPECS, rngs=made)
     with pytest.raises(ValueError, match=r"^Linear\(6, 5\): jaxquant.quantized_dot_general"):
         layer(jnp.ones((2, 7)))
-    with pytest.raises(ValueError, match=r"flax.nnx.start: model: wanted a layer with Learned\(\)"):
+    with pytest.raises(ValueError, match=r"flax.nnx.start: model: expected a layer with Learned\(\)"):
         qnnx.start(layer, jnp.ones((2, 6)))
-    with pytest.raises(TypeError, match=r"flax.nnx.start: model: wanted a flax.nnx.Module"):
+    with pytest.raises(TypeError, match=r"flax.nnx.start: model: expected a flax.nnx.Module"):
         qnnx.start(nn.Dense(5), jnp.ones((2, 6)))  # type: ignore[arg-type]
     table = qnnx.Embed(7, 6, weight=W, rngs=made)
-    with pytest.raises(TypeError, match=r"Embed\(7, 6\): jaxquant.flax.nnx: inputs: wanted an integer dtype"):
+    with pytest.raises(TypeError, match=r"Embed\(7, 6\): jaxquant.flax.nnx: inputs: expected an integer dtype"):
         table(jnp.ones(2))
 
 
 def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
     net = nnx.Sequential(qnnx.Linear(4, 4, **SPECS, activation_range=Learned(jq.PACT()), rngs=rngs(rng)), lambda x: x)
-    with pytest.raises(ValueError, match=r"layers/0: jaxquant.flax.nnx: activation_scale: wanted finite"):
+    with pytest.raises(ValueError, match=r"layers/0: jaxquant.flax.nnx: activation_scale: expected finite"):
         qnnx.start(net, jnp.full((2, 4), jnp.nan))
     unused: Any = nnx.Sequential(lambda x: x)
     unused.spare = net.layers[0]
-    with pytest.raises(ValueError, match=r"spare: jaxquant.flax.nnx.start: activation_scale: wanted a layer"):
+    with pytest.raises(ValueError, match=r"spare: jaxquant.flax.nnx.start: activation_scale: expected a layer"):
         qnnx.start(unused, jnp.ones((2, 4)))

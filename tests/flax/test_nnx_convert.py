@@ -284,19 +284,19 @@ def test_a_folded_normalisation(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(folded(x), want, rtol=1e-5, atol=tolerance)
         if isinstance(folded, qnnx.Conv):
             np.testing.assert_array_equal(qnnx.convert(folded)(x), (folded.eval() or folded)(x))
-    with pytest.raises(ValueError, match=r"fold_batch_norm: layer: wanted a layer with a float kernel"):
+    with pytest.raises(ValueError, match=r"fold_batch_norm: layer: expected a layer with a float kernel"):
         qnnx.fold_batch_norm(qnnx.convert(qnnx.Linear(2, 5, weight=weights("int8"), rngs=made)), norm)
-    with pytest.raises(ValueError, match=r"norm.axis: wanted that of the features, the last; got 1"):
+    with pytest.raises(ValueError, match=r"norm.axis: expected that of the features, the last, got 1"):
         qnnx.fold_batch_norm(layer, nnx.BatchNorm(5, axis=1, rngs=made))
-    with pytest.raises(ValueError, match=r"stats\[\"mean\"\]: wanted shape \(5,\)"):
+    with pytest.raises(ValueError, match=r"stats\[\"mean\"\]: expected shape \(5,\)"):
         qnnx.fold_batch_norm(layer, nnx.BatchNorm(4, rngs=made))
-    with pytest.raises(TypeError, match=r"norm: wanted a BatchNorm; got LayerNorm"):
+    with pytest.raises(TypeError, match=r"norm: expected a BatchNorm, got LayerNorm"):
         qnnx.fold_batch_norm(layer, nnx.LayerNorm(5, rngs=made))  # type: ignore[arg-type]
 
 
 def test_refusals(rng: np.random.Generator) -> None:
     model = Mixed(nnx.Rngs(0))
-    place = r"block/wide: jaxquant.flax.nnx.convert: activation: wanted a range.*; got no data"
+    place = r"block/wide: jaxquant.flax.nnx.convert: activation: expected a range.*, got no data"
     qnnx.start(model, TOKENS)
     with pytest.raises(ValueError, match=place):
         qnnx.convert(model)
@@ -304,32 +304,34 @@ def test_refusals(rng: np.random.Generator) -> None:
     narrow = model.block.narrow
     kept = narrow.dot_general.weight_scale[...]
     narrow.dot_general.weight_scale[...] = jnp.full_like(kept, jnp.nan)
-    with pytest.raises(ValueError, match=r"block/narrow: .*weight_scale: wanted finite numbers: .*start starts it"):
+    with pytest.raises(ValueError, match=r"block/narrow: .*weight_scale: expected finite numbers: .*start starts it"):
         qnnx.convert(model)
     narrow.dot_general.weight_scale[...] = kept
     narrow.kernel.set_value(jnp.ones((15, 8)))  # a checkpoint of other shapes
-    with pytest.raises(ValueError, match=r"block/narrow: .*kernel: wanted shape \(16, 8\).*; got shape \(15, 8\)"):
+    with pytest.raises(ValueError, match=r"block/narrow: .*kernel: expected shape \(16, 8\).*, got shape \(15, 8\)"):
         qnnx.convert(model)
     serving = mixed()[1]
-    with pytest.raises(ValueError, match=r"block/narrow: .*model: wanted a model with float kernels; got one that is"):
+    with pytest.raises(
+        ValueError, match=r"block/narrow: .*model: expected a model with float kernels, got one that is"
+    ):
         qnnx.convert(serving)
     with pytest.raises(ValueError, match=r"^block/wide: jaxquant.dot_general: .*"):
         serving.block.wide(jnp.ones((2, 7)))
-    with pytest.raises(ValueError, match=r"flax.nnx.convert: model: wanted a model with quantized layers; got none"):
+    with pytest.raises(ValueError, match=r"flax.nnx.convert: model: expected a model with quantized layers, got none"):
         qnnx.convert(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(
-        TypeError, match=r"model: wanted a flax.nnx.Module \(jaxquant.flax has it for Linen\); got Dense"
+        TypeError, match=r"model: expected a flax.nnx.Module \(jaxquant.flax has it for Linen\), got Dense"
     ):
         qnnx.convert(nn.Dense(3))  # type: ignore[type-var]
     dot = qnnx.dot_general(weights("int8"))
     layer = nnx.Linear(2, 3, dot_general=dot, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"Linear: .*wanted promote_dtype=jaxquant.flax.nnx.promote_dtype"):
+    with pytest.raises(ValueError, match=r"Linear: .*expected promote_dtype=jaxquant.flax.nnx.promote_dtype"):
         qnnx.convert(layer)
-    with pytest.raises(ValueError, match=r'layers/1: .*wanted a layer around it, with a "kernel"'):
+    with pytest.raises(ValueError, match=r'layers/1: .*expected a layer around it, with a "kernel"'):
         qnnx.convert(nnx.Sequential(layer, qnnx.dot_general(weights("int8"))))
     alone: Any = qnnx.Linear(2, 3, **WAYS["int8"], rngs=nnx.Rngs(0))
     alone.kernel = nnx.data(qnnx.Codes(jq.quantize(alone.kernel[...], weights("int8"))))
     with pytest.raises(
-        ValueError, match=r"Linear\(2, 3\): .*activation: wanted its scale, as jaxquant.flax.nnx.convert"
+        ValueError, match=r"Linear\(2, 3\): .*activation: expected its scale, as jaxquant.flax.nnx.convert"
     ):
         alone(jnp.ones((2, 2)))

@@ -289,5 +289,5 @@ def test_flax_s_own_layers_are_given_the_contraction(fixed_rng: np.random.Genera
     plain: Any = nn.MultiHeadDotProductAttention(2).apply({"params": variables["params"]}, x)
     y = jax.jit(attention.apply)(variables, x)
     assert 0 < np.abs(y - plain).max() < 0.05 * np.abs(plain).max()
-    with pytest.raises(ValueError, match=r"^\w+: jaxquant\.flax\.convert: module: wanted attention made of jaxquant"):
+    with pytest.raises(ValueError, match=r"^\w+: jaxquant\.flax\.convert: module: expected attention made of jaxquant"):
         qflax.convert(attention, variables)

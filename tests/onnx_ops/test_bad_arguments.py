@@ -47,8 +47,8 @@ def refused(prefix: str, call: Callable[[], Any]) -> str:
     text = str(raised.value)
     assert isinstance(raised.value, AssertionError), text  # as ours are, and JAX's and numpy's are not
     assert text.startswith(f"jaxquant.{prefix}"), text
-    assert re.match(r"jaxquant\.[\w.]+: [^:]+: wanted ", text), text
-    assert "traced" not in text.partition("; got ")[2], text
+    assert re.match(r"jaxquant\.[\w.]+: [^:]+: expected ", text), text
+    assert "traced" not in text.partition(", got ")[2], text
     return text
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_dtype_is_refused_by_name(name: str) -> None:
         for value in ("nonsense", object(), [1], {"a": 1}, 3):
             start = "QuantizedArray" if name.startswith("QuantizedArray") else prefix(call)
             text = refused(start, lambda a=argument, v=value: call.spoiled(**{a: v}))
-            assert re.search(f"{argument}: wanted (dtype|a static, hashable value)", text)
+            assert re.search(f"{argument}: expected (dtype|a static, hashable value)", text)
 
 
 WITH_PRECISION = ("matmul", "dot_general", "einsum", "conv_general_dilated", "quantized_dot_general",
@@ -141,7 +141,7 @@ ROW, WIDE, TALL, STACK, IMAGES, KERNEL = FLOATS
 )  # fmt: skip
 def test_float_operands_are_described_as_they_were_given(name: str, call: Any, shapes: tuple[str, str]) -> None:
     text = refused(name, call)
-    got = text.partition("; got ")[2]
+    got = text.partition(", got ")[2]
     assert re.findall(r"an array of float32(\[[\d, ]*\])", got)[:2] == list(shapes), got
 
 
@@ -198,7 +198,7 @@ def test_a_known_scale_is_finite_and_positive(name: str) -> None:
     scales: list[Any] = [kind(n) for n in numbers for kind in kinds]
     scales += [0, -1, jnp.float8_e8m0fnu(np.nan)] if name != "fake_quantize_linear" else [0, -1]
     for scale in scales:
-        text = refused(f"{start}: wanted finite positive numbers", lambda s=scale: call(s))
+        text = refused(f"{start}: expected finite positive numbers", lambda s=scale: call(s))
         assert re.search(r"got (0|-0.5|-1|nan|inf)", text)
     jax.eval_shape(call, jnp.float32(0))  # traced, it cannot be looked at
 
@@ -219,7 +219,7 @@ def test_arrays_of_quantize_keep_what_it_documents() -> None:
         if fits:
             jax.eval_shape(lambda q=q: q.dequantize())
         else:
-            refused("QuantizedArray.dequantize: self.scale: wanted positive numbers", q.dequantize)
+            refused("QuantizedArray.dequantize: self.scale: expected positive numbers", q.dequantize)
 
 
 def test_the_operators_compute_with_any_scale() -> None:
@@ -251,7 +251,7 @@ def test_a_known_float_zero_point_rounds_to_a_code(name: str) -> None:
     start, call = TAKES_POINT[name]
     for point in (-3.0, -0.51, 15.5, 99.0, float("nan"), float("inf")):
         for kind in (float, np.float32, jnp.float32):
-            wanted = rf"{start}: wanted numbers that round to a code in \[0, 15\]"
+            wanted = rf"{start}: expected numbers that round to a code in \[0, 15\]"
             assert re.search(wanted, refused(start, lambda p=point, k=kind: call(k(p))))
     for point in (-0.5, 15.49, 0.0):  # halves go to even
         jax.eval_shape(lambda p=point: call(p))

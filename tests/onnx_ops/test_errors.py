@@ -1,4 +1,4 @@
-"""Bad input: each row must raise at trace time, name the function and the argument, and say what was wanted and got."""
+"""Bad input: each row must raise at trace time, name the function and the argument, and say what was expected and got."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def test_bad_input_is_named_while_tracing(row: Row) -> None:
 
 
 def test_a_static_argument_may_not_be_traced() -> None:
-    with pytest.raises(TypeError, match=r"jaxquant\.fake_quantize_linear: lda_coeff: wanted"):
+    with pytest.raises(TypeError, match=r"jaxquant\.fake_quantize_linear: lda_coeff: expected"):
         jax.jit(lambda c: jq.fake_quantize_linear(F, S, lda_coeff=c))(0.5)
-    with pytest.raises(TypeError, match=r"jaxquant\.quantize_linear: axis: wanted"):
+    with pytest.raises(TypeError, match=r"jaxquant\.quantize_linear: axis: expected"):
         jax.jit(lambda a: jq.quantize_linear(F, S6, axis=a))(1)
 
 

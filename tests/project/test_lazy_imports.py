@@ -52,7 +52,7 @@ def test_flax_is_missing() -> None:
             try:
                 exec(statement)
             except ModuleNotFoundError as error:
-                text = 'jaxquant.flax: wanted the package flax: pip install "jaxquant[flax]"; got none installed'
+                text = 'jaxquant.flax: expected the package flax: pip install "jaxquant[flax]", got none installed'
                 assert str(error) == text and error.name == "flax", error
             else:
                 raise AssertionError

@@ -153,5 +153,5 @@ def test_float64_is_refused() -> None:
             lambda: cal.update(cal.init(wide), wide),
             lambda: jq.matmul(wide, jq.quantize(W, I8)),
         ):
-            with pytest.raises(TypeError, match=r"wanted .*float32.*; got .*float64"):
+            with pytest.raises(TypeError, match=r"expected .*float32.*, got .*float64"):
                 call()

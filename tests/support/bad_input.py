@@ -40,7 +40,7 @@ def traceable(rows: list[Row]) -> list[Row]:
 
 def refused(row: Row, call: Callable[..., Any], *arrays: Any) -> None:
     """Requires the row's exception, by the row's words."""
-    text = rf"jaxquant\.{function_name(row[1])}: (the dtype of )?{row[4]}: wanted .*{row[5]}.*; got .*{row[6]}"
+    text = rf"jaxquant\.{function_name(row[1])}: (the dtype of )?{row[4]}: expected .*{row[5]}.*, got .*{row[6]}"
     with pytest.raises(row[3], match=text) as raised:
         call(*arrays)
     assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"

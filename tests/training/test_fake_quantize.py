@@ -194,30 +194,34 @@ INT8, UINT4, BLOCKS = jq.QuantSpec(jnp.int8), jq.QuantSpec(jnp.uint4), jq.QuantS
 X = np.ones((3, 10), F32)
 ONE = np.ones((), F32)
 BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
-    "x of int32": ((X.astype(np.int32), INT8), TypeError, "x: wanted dtype float32, .*; got int32"),
-    "x a list": (([1.0], INT8), TypeError, "x: wanted an array; got list"),
-    "no spec": ((X, jnp.int8), TypeError, "spec: wanted a QuantSpec; got"),
-    "an axis too many": ((X, jq.QuantSpec(jnp.int8, jq.PerAxis(2))), ValueError, r"axis: wanted .*\[-2, 1\].*; got 2"),
-    "a scale of int8": ((X, INT8, ONE.astype(np.int8)), TypeError, "scale: wanted dtype float32, .*; got int8"),
-    "a scale a list": ((X, INT8, [1.0]), TypeError, "scale: wanted an array; got list"),
-    "a scale per row": ((X, INT8, X[:, :1]), ValueError, r"scale: wanted .*\(1, 1\).*; got shape \(3, 1\)"),
-    "a scale of rank 1": ((X, BLOCKS, X[0, :3]), ValueError, r"scale: wanted .*\(3, 3\).*; got shape \(3,\)"),
-    "a block too many": ((X, BLOCKS, X[:, :4]), ValueError, r"scale: wanted .*\(3, 3\).*; got shape \(3, 4\)"),
-    "a scale for each": ((X, BLOCKS, X), ValueError, r"scale: wanted .*\(3, 3\).*; got shape \(3, 10\)"),
-    "a point alone": ((X, INT8, None, 0), ValueError, "zero_point: wanted None, or a scale .*; got"),
-    "no point": ((X, UINT4, 0.5), ValueError, "zero_point: wanted .*; got None"),
-    "a point of int32": ((X, UINT4, 0.5, np.zeros(1, np.int32)), TypeError, "zero_point: wanted dtype .*; got int32"),
-    "a point of uint8": ((X, UINT4, 0.5, np.zeros(1, np.uint8)), TypeError, "zero_point: wanted dtype .*; got uint8"),
-    "a point of float16": ((X, UINT4, 0.5, np.zeros(1, np.float16)), TypeError, "zero_point: wanted .*; got float16"),
-    "a point beyond": ((X, UINT4, 0.5, 16), ValueError, r"zero_point: wanted .*\[0, 15\].*; got 16"),
-    "a point below narrow": ((X, INT8, 0.5, -128), ValueError, r"zero_point: wanted .*\[-127, 127\].*; got -128"),
-    "a point per row": ((X, UINT4, 0.5, X[:, :1]), ValueError, r"zero_point: wanted .*; got shape \(3, 1\)"),
-    "a point of a float8": ((X, jq.QuantSpec("float8_e5m2"), 0.5, F32(0)), ValueError, "zero_point: wanted None"),
-    "a point of a book": ((X, jq.QuantSpec(jq.nf4), 0.5, F32(0)), ValueError, "zero_point: wanted None.*nf4"),
-    "a bool for a point": ((X, UINT4, 0.5, True), TypeError, "zero_point: wanted .*; got .*(True|bool)"),
-    "a rule's class": ((X, INT8, 0.5, None, jq.LSQ), TypeError, "gradient: wanted .*LSQ.*; got"),
-    "a rule's name": ((X, INT8, 0.5, None, "lsq"), TypeError, "gradient: wanted .*; got 'lsq'"),
-    "PACT's point": ((X, UINT4, 0.5, 3, jq.PACT()), ValueError, "zero_point: wanted .*0.*; got"),
+    "x of int32": ((X.astype(np.int32), INT8), TypeError, "x: expected dtype float32, .*, got int32"),
+    "x a list": (([1.0], INT8), TypeError, "x: expected an array, got list"),
+    "no spec": ((X, jnp.int8), TypeError, "spec: expected a QuantSpec, got"),
+    "an axis too many": (
+        (X, jq.QuantSpec(jnp.int8, jq.PerAxis(2))),
+        ValueError,
+        r"axis: expected .*\[-2, 1\].*, got 2",
+    ),
+    "a scale of int8": ((X, INT8, ONE.astype(np.int8)), TypeError, "scale: expected dtype float32, .*, got int8"),
+    "a scale a list": ((X, INT8, [1.0]), TypeError, "scale: expected an array, got list"),
+    "a scale per row": ((X, INT8, X[:, :1]), ValueError, r"scale: expected .*\(1, 1\).*, got shape \(3, 1\)"),
+    "a scale of rank 1": ((X, BLOCKS, X[0, :3]), ValueError, r"scale: expected .*\(3, 3\).*, got shape \(3,\)"),
+    "a block too many": ((X, BLOCKS, X[:, :4]), ValueError, r"scale: expected .*\(3, 3\).*, got shape \(3, 4\)"),
+    "a scale for each": ((X, BLOCKS, X), ValueError, r"scale: expected .*\(3, 3\).*, got shape \(3, 10\)"),
+    "a point alone": ((X, INT8, None, 0), ValueError, "zero_point: expected None, or a scale .*, got"),
+    "no point": ((X, UINT4, 0.5), ValueError, "zero_point: expected .*, got None"),
+    "a point of int32": ((X, UINT4, 0.5, np.zeros(1, np.int32)), TypeError, "zero_point: expected dtype .*, got int32"),
+    "a point of uint8": ((X, UINT4, 0.5, np.zeros(1, np.uint8)), TypeError, "zero_point: expected dtype .*, got uint8"),
+    "a point of float16": ((X, UINT4, 0.5, np.zeros(1, np.float16)), TypeError, "zero_point: expected .*, got float16"),
+    "a point beyond": ((X, UINT4, 0.5, 16), ValueError, r"zero_point: expected .*\[0, 15\].*, got 16"),
+    "a point below narrow": ((X, INT8, 0.5, -128), ValueError, r"zero_point: expected .*\[-127, 127\].*, got -128"),
+    "a point per row": ((X, UINT4, 0.5, X[:, :1]), ValueError, r"zero_point: expected .*, got shape \(3, 1\)"),
+    "a point of a float8": ((X, jq.QuantSpec("float8_e5m2"), 0.5, F32(0)), ValueError, "zero_point: expected None"),
+    "a point of a book": ((X, jq.QuantSpec(jq.nf4), 0.5, F32(0)), ValueError, "zero_point: expected None.*nf4"),
+    "a bool for a point": ((X, UINT4, 0.5, True), TypeError, "zero_point: expected .*, got .*(True|bool)"),
+    "a rule's class": ((X, INT8, 0.5, None, jq.LSQ), TypeError, "gradient: expected .*LSQ.*, got"),
+    "a rule's name": ((X, INT8, 0.5, None, "lsq"), TypeError, "gradient: expected .*, got 'lsq'"),
+    "PACT's point": ((X, UINT4, 0.5, 3, jq.PACT()), ValueError, "zero_point: expected .*0.*, got"),
 }
 
 
@@ -235,13 +239,13 @@ def test_refusals(name: str) -> None:
 @pytest.mark.parametrize("rule", [jq.LSQ, jq.LSQPlus], ids=["LSQ", "LSQPlus"])
 def test_refusals_of_the_rules(rule: Any) -> None:
     for wrong, error in ((0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match=rf"jaxquant\.{rule.__name__}: elements: wanted .*; got .*{wrong}"):
+        with pytest.raises(error, match=rf"jaxquant\.{rule.__name__}: elements: expected .*, got .*{wrong}"):
             rule(elements=wrong)
-    with pytest.raises(TypeError, match=r"jaxquant\.StraightThrough: clip: wanted True or False; got"):
+    with pytest.raises(TypeError, match=r"jaxquant\.StraightThrough: clip: expected True or False, got"):
         jq.StraightThrough(clip="yes")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=rf"jaxquant\.{rule.__name__}\.initial: x: wanted dtype"):
+    with pytest.raises(TypeError, match=rf"jaxquant\.{rule.__name__}\.initial: x: expected dtype"):
         rule().initial(np.ones(3, np.int32), INT8)
-    with pytest.raises(TypeError, match=rf"jaxquant\.{rule.__name__}\.initial: spec: wanted a QuantSpec"):
+    with pytest.raises(TypeError, match=rf"jaxquant\.{rule.__name__}\.initial: spec: expected a QuantSpec"):
         rule().initial(X, "int8")
 
 

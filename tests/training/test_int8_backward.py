@@ -212,7 +212,7 @@ def test_refusals(name: str) -> None:
     lhs, rhs, text = REFUSED[name]
     x, w = np.ones((8, 8), F32), np.ones((8, 8), F32)
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, backward=Int8Backward())
-    wanted = rf"jaxquant\.quantized_dot_general: backward: wanted FloatBackward\(\),.*{text}.*; got Int8Backward\(\)"
+    wanted = rf"jaxquant\.quantized_dot_general: backward: expected FloatBackward\(\),.*{text}.*, got Int8Backward\(\)"
     with pytest.raises(ValueError, match=wanted):
         jax.grad(lambda x, w: call(x, w, lhs_spec=lhs, rhs_spec=rhs).sum(), (0, 1))(x, w)
 
@@ -224,20 +224,22 @@ def test_arguments() -> None:
         return jq.quantized_dot_general(a, x, MATRIX, lhs_spec=I8, rhs_spec=I8, **rest)
 
     stochastic = Int8Backward(stochastic_rounding=True)
-    with pytest.raises(TypeError, match=r"jaxquant\.Int8Backward: lhs: wanted True or False; got 'no'"):
+    with pytest.raises(TypeError, match=r"jaxquant\.Int8Backward: lhs: expected True or False, got 'no'"):
         Int8Backward(lhs="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.Int8Backward: stochastic_rounding: wanted True or False; got None"):
+    with pytest.raises(
+        TypeError, match=r"jaxquant\.Int8Backward: stochastic_rounding: expected True or False, got None"
+    ):
         Int8Backward(None)  # type: ignore[arg-type]
     wrong: Any
     for wrong in ("int8", Int8Backward, [1], None):
-        with pytest.raises(TypeError, match=r"backward: wanted FloatBackward\(\) or Int8Backward\(\); got"):
+        with pytest.raises(TypeError, match=r"backward: expected FloatBackward\(\) or Int8Backward\(\), got"):
             call(backward=wrong)
     np.testing.assert_array_equal(call(backward=stochastic), call())  # a result draws nothing, its gradient does
     for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(ValueError, match=r"quantized_dot_general: key: wanted a key, for .* draws .*; got None"):
+        with pytest.raises(ValueError, match=r"quantized_dot_general: key: expected a key, for .* draws .*, got None"):
             grad(lambda a: call(a, backward=stochastic).sum())(x)
     two = jax.random.split(jax.random.key(0), 2)
     for wrong in (5, "a", np.zeros(3, F32), two, jax.random.key_data(two)):
         for backward in (stochastic, jq.FloatBackward()):
-            with pytest.raises(TypeError, match=r"key: wanted None or one key of jax\.random; got"):
+            with pytest.raises(TypeError, match=r"key: expected None or one key of jax\.random, got"):
                 call(backward=backward, key=wrong)

@@ -188,7 +188,7 @@ def test_halves_are_rounded_in_float32(rng: np.random.Generator) -> None:
 def test_what_has_no_whole_steps_is_refused(case: str) -> None:
     assert case in CASES
     rule = jq.StochasticRounding(jax.random.key(0))
-    text = r"jaxquant\.fake_quantize: gradient: wanted .*" + case
+    text = r"jaxquant\.fake_quantize: gradient: expected .*" + case
     for call in (jq.fake_quantize, jax.jit(jq.fake_quantize, static_argnums=1)):
         with pytest.raises(TypeError, match=text):
             call(jnp.ones(3), spec_of(case), 0.5, gradient=rule)

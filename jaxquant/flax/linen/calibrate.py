@@ -71,16 +71,16 @@ def calibrate(
 
     Source: Jacob et al., arXiv 1712.05877, section 3; Nagel et al., arXiv 2106.08295, section 3.
     """
-    wanted = "a flax.linen.Module (jaxquant.flax.nnx.calibrate is for NNX)"
-    checks.require_type(isinstance(module, nn.Module), _CALIBRATE, "module", wanted, type(module).__name__)
+    expected = "a flax.linen.Module (jaxquant.flax.nnx.calibrate is for NNX)"
+    checks.require_type(isinstance(module, nn.Module), _CALIBRATE, "module", expected, type(module).__name__)
     is_mapping = isinstance(variables, Mapping)
     checks.require_type(is_mapping, _CALIBRATE, "variables", "a mapping of collections", type(variables).__name__)
     given: dict[str, Any] = unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
     _check_float(given)
     own = ("mutable", "capture_intermediates")
     taken = ", ".join(name for name in own if name in arguments)
-    wanted = f'arguments of the module: only "{RANGES}" and "{SCALES}" are mutable here'
-    checks.require(not taken, _CALIBRATE, "arguments", wanted, taken)
+    expected = f'arguments of the module: only "{RANGES}" and "{SCALES}" are mutable here'
+    checks.require(not taken, _CALIBRATE, "arguments", expected, taken)
     moving = {name: given[name] for name in (RANGES, SCALES) if name in given}
     fixed = {name: value for name, value in given.items() if name not in moving}
 
@@ -130,7 +130,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
         ...     jq.flax.check_calibrated(variables)
         ... except ValueError as error:
         ...     print(str(error).partition("activation: ")[2])
-        wanted a range: jq.flax.calibrate finds it; got no data
+        expected a range: jq.flax.calibrate finds it, got no data
 
     Source: none; it is this library's.
     """
@@ -139,9 +139,9 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     given: dict[str, Any] = unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
     ranges, scales = given.get(RANGES, {}), given.get(SCALES, {})
     records = list(find_records(ranges))
-    wanted = f'variables of a quantized module, with the collection "{RANGES}"'
+    expected = f'variables of a quantized module, with the collection "{RANGES}"'
     is_converted = _has_codes(given.get("params", {}))
-    checks.require(bool(records) or is_converted, _CHECK, "variables", wanted, sorted(given) or "none")
+    checks.require(bool(records) or is_converted, _CHECK, "variables", expected, sorted(given) or "none")
     for path, record in records:
         state, learned = (_find(tree, path) for tree in (ranges, scales))
         with _layer_operand.prefix_errors("/".join(path[:-1]) or path[-1]):
@@ -160,28 +160,28 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
 def _check_observed(site: _layer_operand.Site, state: Any) -> None:
     entry = state.get(site.of) if isinstance(state, Mapping) else None
     batches = None if entry is None else entry["batches"]
-    wanted = "a range: jq.flax.calibrate finds it"
+    expected = "a range: jq.flax.calibrate finds it"
     holds = batches is not None and (checks.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
-    checks.require(holds, _CHECK, site.of, wanted, "no data")
+    checks.require(holds, _CHECK, site.of, expected, "no data")
     assert entry is not None
     finite = _calibration_loop.is_finite(entry["state"])
     holds = checks.is_traced(finite) or bool(finite)
-    checks.require(holds, _CHECK, site.of, wanted, "one from batches with a NaN or an infinity")
+    checks.require(holds, _CHECK, site.of, expected, "one from batches with a NaN or an infinity")
 
 
 def _check_learned(site: _layer_operand.Site, scales: Any) -> None:
     for name in _layer_operand.list_names(site):
         value = scales.get(name) if isinstance(scales, Mapping) else None
-        wanted = f'it in the collection "{SCALES}": jq.flax.calibrate or apply(..., mutable=["{SCALES}"]) starts it'
-        checks.require(value is not None, _CHECK, name, wanted, "none")
+        expected = f'it in the collection "{SCALES}": jq.flax.calibrate or apply(..., mutable=["{SCALES}"]) starts it'
+        checks.require(value is not None, _CHECK, name, expected, "none")
         holds = _layer_operand.is_finite(meta.unbox(value))
         checks.require(holds, _CHECK, name, "finite numbers", "NaN or an infinity")
 
 
 def _check_float(given: Mapping[str, Any]) -> None:
     """Refuses variables without weights, and converted ones, before anything is computed."""
-    wanted = 'the variables that init returns, with "params"'
-    checks.require("params" in given, _CALIBRATE, "variables", wanted, sorted(given) or "none")
+    expected = 'the variables that init returns, with "params"'
+    checks.require("params" in given, _CALIBRATE, "variables", expected, sorted(given) or "none")
     got = "variables that are already converted: their ranges are constants"
     holds = not _has_codes(given.get("params", {}))
     checks.require(holds, _CALIBRATE, "variables", "variables with float kernels", got)
@@ -196,9 +196,9 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
     """Requires layers that have something to find, and that can be converted once it is found."""
     records: list[tuple[tuple[str, ...], Record]] = list(find_records(moving.get(RANGES, {})))
     sites = [site for _, record in records for site in (record.weight, record.activation) if site is not None]
-    wanted = "a module with a layer whose activation_range is Observed()"
+    expected = "a module with a layer whose activation_range is Observed()"
     holds = any(not isinstance(site.source, Dynamic) for site in sites)
-    checks.require(holds, _CALIBRATE, "module", wanted, "only Dynamic() ranges" if sites else "no quantized layer")
+    checks.require(holds, _CALIBRATE, "module", expected, "only Dynamic() ranges" if sites else "no quantized layer")
     for path, record in records:
         with _layer_operand.prefix_errors("/".join(path[:-1]) or path[-1]):
             check_convertible(_CALIBRATE, record)

@@ -133,9 +133,9 @@ class Contraction(nn.Module):
         # Variables without those texts, as another program may write them, must fit as far as their arrays tell.
         is_stored = self.has_variable(RANGES, "activation")
         is_static = activation is not None and not isinstance(activation.source, Dynamic)
-        wanted = "a spec with activation_range=Observed() or Learned(): the variables hold a static range"
+        expected = "a spec with activation_range=Observed() or Learned(): the variables hold a static range"
         got = "None" if activation is None else "Dynamic()"
-        checks.require(is_static or not is_stored, "flax", "activation", wanted, got)
+        checks.require(is_static or not is_stored, "flax", "activation", expected, got)
 
     @nn.nowrap
     def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
@@ -163,25 +163,25 @@ class Contraction(nn.Module):
             self._require_mutable(RANGES, site)
         state = self.variable(RANGES, site.of, _layer_operand.make_state, site, x)
         is_one = isinstance(state.value, Mapping) and "state" in state.value
-        wanted = "the state of a calibrator, as init makes it for a float kernel"
-        checks.require(is_one, "flax", site.of, wanted, "the constants of a converted one")
+        expected = "the state of a calibrator, as init makes it for a float kernel"
+        checks.require(is_one, "flax", site.of, expected, "the constants of a converted one")
         if self.is_initializing():  # which sees no batch: x has the range of its own
             return find_parameters("quantize", x, site.spec, None, None)[:2]
         if is_mutable:
             state.value = _layer_operand.update_state(site, state.value, x)
         batches = state.value["batches"]
         holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-        wanted = f'a range: apply(..., mutable=["{RANGES}"]) with data, and what that returns among the variables'
-        checks.require(holds, "flax", site.of, wanted, "no data")
+        expected = f'a range: apply(..., mutable=["{RANGES}"]) with data, and what that returns among the variables'
+        checks.require(holds, "flax", site.of, expected, "no data")
         return _layer_operand.finalize_state(site, state.value, x.shape)
 
     @nn.nowrap
     def _require_mutable(self, collection: str, site: Site) -> None:
-        wanted = (
+        expected = (
             f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it '
             f"(nn.scan and nn.vmap have to be told of it in variable_axes)"
         )
-        checks.require(self.is_mutable_collection(collection), "flax", site.of, wanted, "neither")
+        checks.require(self.is_mutable_collection(collection), "flax", site.of, expected, "neither")
 
     @nn.nowrap
     def _boxed(self, site: Site, start: jax.Array) -> Any:
@@ -203,9 +203,11 @@ class Contraction(nn.Module):
     def _record(self, weight: Site, activation: Site | None, kernel: jax.Array) -> None:
         parent, stored = self.parent, meta.unbox(self._stored())
         is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
-        wanted = "promote_dtype=jq.flax.promote_dtype in the layer: flax's own rounds the kernel before it is quantized"
+        expected = (
+            "promote_dtype=jq.flax.promote_dtype in the layer: flax's own rounds the kernel before it is quantized"
+        )
         same = stored is None or stored.dtype == kernel.dtype
-        checks.require_type(same, "flax", "kernel", wanted, f"{kernel.dtype} of {getattr(stored, 'dtype', None)}")
+        checks.require_type(same, "flax", "kernel", expected, f"{kernel.dtype} of {getattr(stored, 'dtype', None)}")
         if self.is_mutable_collection(RANGES):
             shape, dtype = tuple(kernel.shape), kernel.dtype
             outer = getattr(parent, "parent", None)
@@ -216,17 +218,17 @@ class Contraction(nn.Module):
         record = self.get_variable(RANGES, NAME) if self.has_variable(RANGES, NAME) else None
         for site, name in ((weight, "weight"), (activation, "activation")):
             known = getattr(record, name, site)
-            wanted = f'what the variables were made with (a call with mutable=["{RANGES}"] makes them anew)'
-            checks.require(_layer_operand.is_alike(site, known), "flax", name, f"{wanted}: {known}", site)
+            expected = f'what the variables were made with (a call with mutable=["{RANGES}"] makes them anew)'
+            checks.require(_layer_operand.is_alike(site, known), "flax", name, f"{expected}: {known}", site)
 
     @nn.nowrap
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
         if isinstance(site.source, Dynamic):
             return _layer_operand.quantize_operand(site, x, None)
         stored = self.get_variable(RANGES, site.of) if self.has_variable(RANGES, site.of) else None
-        wanted = 'its range in the collection "ranges", as jq.flax.convert makes it'
+        expected = 'its range in the collection "ranges", as jq.flax.convert makes it'
         is_one = isinstance(stored, Mapping) and "scale" in stored
-        checks.require(is_one, "flax", site.of, wanted, "none")
+        checks.require(is_one, "flax", site.of, expected, "none")
         assert stored is not None
         return _layer_operand.quantize_operand(site, x, (stored["scale"], stored.get("zero_point")))
 
@@ -304,6 +306,6 @@ class Injected:
     def __call__(self, *operands: Any, **static: Any) -> Any:
         """Returns the contraction of the operands; without operands the module that contracts."""
         made = self.module(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
-        wanted = "a layer of Linen's to call it (of NNX: jaxquant.flax.nnx.dot_general, conv_general_dilated)"
-        checks.require(made.scope is not None or not operands, "flax", self.module.__name__, wanted, "none")
+        expected = "a layer of Linen's to call it (of NNX: jaxquant.flax.nnx.dot_general, conv_general_dilated)"
+        checks.require(made.scope is not None or not operands, "flax", self.module.__name__, expected, "none")
         return made(*operands, **static) if operands else made

@@ -63,17 +63,17 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     Source: Jacob et al., arXiv 1712.05877, section 2.
     """
     is_linen = isinstance(module, nn.Module)
-    wanted = "a flax.linen.Module (jaxquant.flax.nnx.convert is for NNX)"
-    checks.require_type(is_linen, _NAME, "module", wanted, type(module).__name__)
+    expected = "a flax.linen.Module (jaxquant.flax.nnx.convert is for NNX)"
+    checks.require_type(is_linen, _NAME, "module", expected, type(module).__name__)
     given: Any = unfreeze(variables) if isinstance(variables, dict | FrozenDict) else {}
     leaves = jax.tree.leaves(given.get("params", {}), is_leaf=lambda node: isinstance(node, QuantizedArray))
     is_converted = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
     records = list(find_records(given.get(RANGES, {})))
-    wanted = "variables with float kernels"
+    expected = "variables with float kernels"
     got = "variables that are already converted: module.apply serves them as they are"
-    checks.require(bool(records) or not is_converted, _NAME, "variables", wanted, got)
-    wanted = f'variables of a quantized module, with "params" and the collection "{RANGES}" that init makes'
-    checks.require(bool(records) and "params" in given, _NAME, "variables", wanted, sorted(given) or "none")
+    checks.require(bool(records) or not is_converted, _NAME, "variables", expected, got)
+    expected = f'variables of a quantized module, with "params" and the collection "{RANGES}" that init makes'
+    checks.require(bool(records) and "params" in given, _NAME, "variables", expected, sorted(given) or "none")
     serving = {name: _copy_tree(value) for name, value in given.items() if name not in (SCALES, RANGES)}
     ranges: dict[str, Any] = {}
     for path, record in records:
@@ -109,13 +109,13 @@ def _describe_specs(record: Record) -> dict[str, StaticText]:
 
 def check_convertible(function: str, record: Record) -> None:
     """Requires a layer that takes converted weights, as soon as it is known which one it is."""
-    wanted = "promote_dtype=jq.flax.promote_dtype in this layer, for flax's own takes no converted kernel"
+    expected = "promote_dtype=jq.flax.promote_dtype in this layer, for flax's own takes no converted kernel"
     if record.attention is not None:
-        wanted = (
+        expected = (
             f"attention made of jaxquant.flax.linen.DenseGeneral and flax.linen.dot_product_attention: flax's "
             f"{record.attention} passes its layers no promote_dtype, without which they take no converted kernel"
         )
-    checks.require(record.is_ready, function, "module", wanted, record.attention or "flax.linen's promote_dtype")
+    checks.require(record.is_ready, function, "module", expected, record.attention or "flax.linen's promote_dtype")
 
 
 def _copy_tree(node: Any) -> Any:
@@ -138,9 +138,9 @@ def _quantize_kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> t
     """Returns a kernel's codes, and how many leading axes stack it."""
     kernel = meta.unbox(boxed)
     depth = kernel.ndim - len(record.shape)
-    wanted = f"shape {record.shape}, with the axes of nn.scan and nn.vmap before it"
+    expected = f"shape {record.shape}, with the axes of nn.scan and nn.vmap before it"
     fits = depth >= 0 and tuple(kernel.shape[depth:]) == record.shape
-    checks.require(fits, _NAME, f"params[{record.kernel!r}]", wanted, f"shape {tuple(kernel.shape)}")
+    checks.require(fits, _NAME, f"params[{record.kernel!r}]", expected, f"shape {tuple(kernel.shape)}")
     check_convertible(_NAME, record)
     site = record.weight
     parts = () if isinstance(site.source, Dynamic) else _read_learned(site, scales)
@@ -172,12 +172,12 @@ def _find_constants(record: Record, state: Mapping[str, Any], scales: Mapping[st
         return {}
     if isinstance(site.source, Observed):
         seen = state.get(site.of)
-        wanted = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
+        expected = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
         if record.kernel == "embedding":
-            wanted += ", by a method that calls attend; or activation=None where none does"
+            expected += ", by a method that calls attend; or activation=None where none does"
         batches = None if seen is None else seen["batches"]
         holds = batches is not None and (checks.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
-        checks.require(holds, _NAME, site.of, wanted, "no data")
+        checks.require(holds, _NAME, site.of, expected, "no data")
         assert batches is not None
         found = _map_stacked(lambda state: _layer_operand.finalize_state(site, state), batches.ndim)(
             seen
@@ -197,8 +197,8 @@ def _find_constants(record: Record, state: Mapping[str, Any], scales: Mapping[st
 
 def _read_learned(site: Site, scales: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     for name in _layer_operand.list_names(site):
-        wanted = f'it in the collection "{SCALES}": apply(..., mutable=["{SCALES}"]) starts it'
-        checks.require(name in scales, _NAME, name, wanted, "none")
+        expected = f'it in the collection "{SCALES}": apply(..., mutable=["{SCALES}"]) starts it'
+        checks.require(name in scales, _NAME, name, expected, "none")
     return tuple(meta.unbox(scales[name]) for name in _layer_operand.list_names(site))
 
 

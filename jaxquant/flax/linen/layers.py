@@ -230,9 +230,9 @@ class Embed(nn.Embed):
         """Holds the specs to their contract."""
         super().__post_init__()
         _check_specs(self)
-        wanted = "jq.flax.promote_dtype: a table is quantized as it is stored"
+        expected = "jq.flax.promote_dtype: a table is quantized as it is stored"
         with _layer_operand.prefix_errors(_find_path(self)):
-            checks.require(self.promote_dtype is promote_dtype, _NAME, "promote_dtype", wanted, "another")
+            checks.require(self.promote_dtype is promote_dtype, _NAME, "promote_dtype", expected, "another")
 
     def setup(self) -> None:
         """Makes the table, and what looks it up."""

@@ -66,8 +66,8 @@ def calibrate(
     """
     require_module(_CALIBRATE, "model", model)
     observed = [c for _, c in find_contractions(model) if _observes(c)]
-    wanted = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
-    checks.require(bool(observed), _CALIBRATE, "model", wanted, "none")
+    expected = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
+    checks.require(bool(observed), _CALIBRATE, "model", expected, "none")
     checks.require_type(isinstance(method, str), _CALIBRATE, "method", "a name", type(method).__name__)
     view = calibration_view(model)
     layers = []
@@ -175,8 +175,8 @@ def _check_learned(function: str, contraction: Contraction) -> None:
     for name in ("weight_scale", "weight_zero_point", "activation_scale", "activation_zero_point"):
         variable = getattr(contraction, name)
         holds = variable is None or _layer_operand.is_finite(variable[...])
-        wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
-        checks.require(holds, function, name, wanted, "NaN or an infinity")
+        expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
+        checks.require(holds, function, name, expected, "NaN or an infinity")
 
 
 def _observes(contraction: Contraction) -> bool:
@@ -188,9 +188,9 @@ def _observes(contraction: Contraction) -> bool:
 
 def _check_observed(contraction: Contraction) -> None:
     batches = contraction.activation_batches[...]
-    wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it"
+    expected = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it"
     holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-    checks.require(holds, _CHECK, "activation", wanted, "no data")
+    checks.require(holds, _CHECK, "activation", expected, "no data")
     finite = _calibration_loop.is_finite(contraction.activation_range.get_value())
     holds = checks.is_traced(finite) or bool(finite)
-    checks.require(holds, _CHECK, "activation", wanted, "one from batches with a NaN or an infinity")
+    checks.require(holds, _CHECK, "activation", expected, "one from batches with a NaN or an infinity")

@@ -64,8 +64,8 @@ def promote_dtype(operands: _Operands, *, dtype: Any = None, inexact: bool = Tru
     Source: flax.nnx.nn.dtypes.promote_dtype.
     """
     is_three = isinstance(operands, tuple) and len(operands) == 3
-    wanted = "a tuple of inputs, kernel and bias"
-    checks.require(is_three, f"{_NAME}.promote_dtype", "operands", wanted, type(operands).__name__)
+    expected = "a tuple of inputs, kernel and bias"
+    checks.require(is_three, f"{_NAME}.promote_dtype", "operands", expected, type(operands).__name__)
     inputs, kernel, bias = operands
     return promoted(inputs, kernel, bias, dtype=dtype, inexact=inexact)  # type: ignore[return-value]
 
@@ -201,8 +201,8 @@ class Contraction(nnx.Module):
         """Requires the specs and the range sources with which the state of this layer was converted."""
         own = self.describe_specs().text
         known = own if self.converted_specs is None else self.converted_specs.get_value().text
-        wanted = f"the weight and activation that the state was converted with: {known}"
-        checks.require(known == own, _NAME, "specs", wanted, own)
+        expected = f"the weight and activation that the state was converted with: {known}"
+        checks.require(known == own, _NAME, "specs", expected, own)
         _layer_operand.check_converted(weight, kernel)
 
     def quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
@@ -219,9 +219,9 @@ class Contraction(nnx.Module):
             return None
         if isinstance(rngs, nnx.RngStream):
             return rngs.fork()
-        wanted = f'rngs, whose stream "{ROUNDING}" Int8Backward(stochastic_rounding=True) draws from'
-        checks.require_type(isinstance(rngs, nnx.Rngs), _NAME, "rngs", wanted, type(rngs).__name__)
-        checks.require(ROUNDING in rngs or "default" in rngs, _NAME, "rngs", wanted, "neither it nor a default")
+        expected = f'rngs, whose stream "{ROUNDING}" Int8Backward(stochastic_rounding=True) draws from'
+        checks.require_type(isinstance(rngs, nnx.Rngs), _NAME, "rngs", expected, type(rngs).__name__)
+        checks.require(ROUNDING in rngs or "default" in rngs, _NAME, "rngs", expected, "neither it nor a default")
         return rngs[ROUNDING].fork()
 
     def _make(self, site: Site, kernel: nnx.Variable | None) -> None:
@@ -231,11 +231,11 @@ class Contraction(nnx.Module):
         spec, shape, dtype = site.spec, (1,), np.dtype(np.float32)
         is_one = spec.granularity == spec.zero_point_granularity == PerTensor()
         if site.of == "activation":
-            wanted = "PerTensor(), or activation_range=Dynamic(): the variables have one shape, whatever the inputs"
-            checks.require(is_one, _NAME, site.of, wanted, spec)
+            expected = "PerTensor(), or activation_range=Dynamic(): the variables have one shape, whatever the inputs"
+            checks.require(is_one, _NAME, site.of, expected, spec)
         elif self.kernel_shape is not None:
-            wanted = "PerAxis(...): of this layer it is not known yet which axes of the kernel are output features"
-            checks.require(PerFeature() != spec.granularity, _NAME, site.of, wanted, spec)
+            expected = "PerAxis(...): of this layer it is not known yet which axes of the kernel are output features"
+            checks.require(PerFeature() != spec.granularity, _NAME, site.of, expected, spec)
             shape, dtype = self.kernel_shape, dtype if kernel is None else kernel[...].dtype
         else:
             checks.require(is_one, _NAME, "kernel_shape", "that of the kernel: its scales are learned", "None")
@@ -257,9 +257,9 @@ class Contraction(nnx.Module):
             self.activation_range.set_value(state["state"])
             self.activation_batches.set_value(state["batches"])
         batches = state["batches"]
-        wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or a call after model.train()"
+        expected = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or a call after model.train()"
         holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-        checks.require(holds, _NAME, site.of, wanted, "no data")
+        checks.require(holds, _NAME, site.of, expected, "no data")
         return _layer_operand.finalize_state(site, state, x.shape)
 
     def _learned(self, site: Site, x: jax.Array) -> tuple[jax.Array, Any]:
@@ -267,21 +267,21 @@ class Contraction(nnx.Module):
         if self.is_starting:
             for variable, start in zip(variables, _layer_operand.find_initial(site, x), strict=True):
                 shape = variable[...].shape
-                wanted = f"scales of shape {shape}: is kernel_shape that of the kernel?"
-                checks.require(start.size == variable[...].size, _NAME, site.of, wanted, f"shape {start.shape}")
+                expected = f"scales of shape {shape}: is kernel_shape that of the kernel?"
+                checks.require(start.size == variable[...].size, _NAME, site.of, expected, f"shape {start.shape}")
                 variable.set_value(start.astype(jnp.float32).reshape(shape))
         parts = tuple(variable[...] for variable in variables)
         holds = all(map(_layer_operand.is_finite, parts))
-        wanted = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
-        checks.require(holds, _NAME, f"{site.of}_scale", wanted, "NaN or an infinity")
+        expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
+        checks.require(holds, _NAME, f"{site.of}_scale", expected, "NaN or an infinity")
         return _layer_operand.read_learned(site, parts)
 
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
         if isinstance(site.source, Dynamic):
             return _layer_operand.quantize_operand(site, x, None)
         scale, point = self.activation_scale, self.activation_zero_point
-        wanted = "its scale, as jaxquant.flax.nnx.convert makes it of a range"
-        checks.require(isinstance(scale, Ranges), _NAME, site.of, wanted, "none")
+        expected = "its scale, as jaxquant.flax.nnx.convert makes it of a range"
+        checks.require(isinstance(scale, Ranges), _NAME, site.of, expected, "none")
         return _layer_operand.quantize_operand(site, x, (scale[...], None if point is None else point[...]))
 
 

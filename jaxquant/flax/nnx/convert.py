@@ -67,8 +67,10 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     for path, contraction in learning:
         with _layer_operand.prefix_errors(find_path(path, contraction)):
             for name in _list_learned(contraction):
-                wanted = "a layer that the call comes by, and finite numbers"
-                checks.require(_layer_operand.is_finite(getattr(contraction, name)[...]), _START, name, wanted, "none")
+                expected = "a layer that the call comes by, and finite numbers"
+                checks.require(
+                    _layer_operand.is_finite(getattr(contraction, name)[...]), _START, name, expected, "none"
+                )
     nnx.update(model, nnx.state(copy, Scale))
 
 
@@ -170,8 +172,8 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     checks.require(is_float, _FOLD, "layer", "a layer with a float kernel", type(layer).__name__)
     assert kernel is not None
     axis = _last_output_axis(layer, kernel[...].ndim)
-    wanted = "that of the features, the last"
-    checks.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", wanted, norm.axis)
+    expected = "that of the features, the last"
+    checks.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", expected, norm.axis)
     kept = find_feature_axes(layer, kernel[...].ndim) or (axis,)
     start = jnp.zeros([kernel[...].shape[a] for a in kept], kernel[...].dtype) if bias is None else bias[...]
     parts = {"kernel": kernel[...], "bias": start}
@@ -190,8 +192,8 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
 def _last_output_axis(layer: nnx.Module, rank: int) -> int:
     """Returns the axis of a layer's kernel that is the last axis of its outputs, counted from the back."""
     known = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
-    wanted = "a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"
-    checks.require_type(isinstance(layer, known), _FOLD, "layer", wanted, type(layer).__name__)
+    expected = "a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"
+    checks.require_type(isinstance(layer, known), _FOLD, "layer", expected, type(layer).__name__)
     if not isinstance(layer, nnx.Einsum):
         axes = find_feature_axes(layer, rank)
         assert axes
@@ -200,15 +202,15 @@ def _last_output_axis(layer: nnx.Module, rank: int) -> int:
     labels = operands.split(",")[1]
     last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
     is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in operands.split(",")[0]
-    wanted = "an einsum_str whose last output axis is an axis of the kernel alone"
-    checks.require(is_feature, _FOLD, "layer", wanted, repr(layer.einsum_str))
+    expected = "an einsum_str whose last output axis is an axis of the kernel alone"
+    checks.require(is_feature, _FOLD, "layer", expected, repr(layer.einsum_str))
     return last - len(labels)
 
 
 def require_module(function: str, argument: str, value: Any) -> None:
     """Requires an NNX module."""
-    wanted = "a flax.nnx.Module (jaxquant.flax has it for Linen)"
-    checks.require_type(isinstance(value, nnx.Module), function, argument, wanted, type(value).__name__)
+    expected = "a flax.nnx.Module (jaxquant.flax has it for Linen)"
+    checks.require_type(isinstance(value, nnx.Module), function, argument, expected, type(value).__name__)
 
 
 def find_path(path: tuple[Any, ...], module: Any) -> str:
@@ -252,23 +254,23 @@ def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
         with _layer_operand.prefix_errors("/".join(map(str, path))):
-            wanted = 'a layer around it, with a "kernel"'
-            checks.require(id(contraction) in around, _CONVERT, "model", wanted, "none")
+            expected = 'a layer around it, with a "kernel"'
+            checks.require(id(contraction) in around, _CONVERT, "model", expected, "none")
 
 
 def _check_kernel(layer: _Layer) -> nnx.Variable:
     """Requires a float kernel, and a layer that takes a converted one."""
     variable = getattr(layer.module, layer.kernel)
     value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
-    wanted = "a model with float kernels"
+    expected = "a model with float kernels"
     got = "one that is already converted: call it as it is"
-    checks.require(not isinstance(variable, Codes | Partitioned), _CONVERT, "model", wanted, got)
+    checks.require(not isinstance(variable, Codes | Partitioned), _CONVERT, "model", expected, got)
     is_array = isinstance(value, jax.Array | np.ndarray)  # numpy's, where a checkpoint was read into the model
     is_float = is_array and jnp.issubdtype(value.dtype, jnp.floating)
     checks.require(is_float, _CONVERT, layer.kernel, "a float kernel", type(value).__name__)
     is_ready = isinstance(layer.contraction, Table) or getattr(layer.module, "promote_dtype", None) is promote_dtype
-    wanted = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, for flax's own takes no converted kernel"
-    checks.require(is_ready, _CONVERT, "model", wanted, "another")
+    expected = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, for flax's own takes no converted kernel"
+    checks.require(is_ready, _CONVERT, "model", expected, "another")
     return variable
 
 
@@ -309,8 +311,8 @@ def _find_weight_site(layer: _Layer, rank: int) -> Site:
     axes = find_feature_axes(layer.module, rank)
     if axes is not None:
         return _layer_operand.resolve_features(site, axes)
-    wanted = f"PerAxis(...): it is not known which axes of the kernel of {type(layer.module).__name__} are features"
-    checks.require(site.spec.granularity != PerFeature(), _CONVERT, "weight", wanted, site.spec)
+    expected = f"PerAxis(...): it is not known which axes of the kernel of {type(layer.module).__name__} are features"
+    checks.require(site.spec.granularity != PerFeature(), _CONVERT, "weight", expected, site.spec)
     return site
 
 
@@ -319,9 +321,9 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     kernel = jnp.asarray(variable.get_value())
     shape = _find_kernel_shape(layer) or tuple(kernel.shape)
     depth = kernel.ndim - len(shape)
-    wanted = f"shape {shape}, with the axes of nnx.vmap before it"
+    expected = f"shape {shape}, with the axes of nnx.vmap before it"
     fits = depth >= 0 and tuple(kernel.shape[depth:]) == tuple(shape)
-    checks.require(fits, _CONVERT, layer.kernel, wanted, f"shape {tuple(kernel.shape)}")
+    checks.require(fits, _CONVERT, layer.kernel, expected, f"shape {tuple(kernel.shape)}")
     site = _find_weight_site(layer, len(shape))
     parts = _read_learned(layer.contraction, site)
 
@@ -357,8 +359,8 @@ def _find_constants(contraction: Contraction, site: Site) -> tuple[jax.Array, ja
     if isinstance(site.source, Observed):
         batches = contraction.activation_batches[...]
         holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-        wanted = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or calls after model.train()"
-        checks.require(holds, _CONVERT, site.of, wanted, "no data")
+        expected = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or calls after model.train()"
+        checks.require(holds, _CONVERT, site.of, expected, "no data")
         state = {"state": contraction.activation_range.get_value(), "batches": batches}
         return _map_stacked(lambda state: _layer_operand.finalize_state(site, state, (1,)), batches.ndim)(state)
     parts = _read_learned(contraction, site)

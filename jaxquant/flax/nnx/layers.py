@@ -136,8 +136,8 @@ def _check_arguments(layer: Any, given: Mapping[str, Any]) -> None:
     with _layer_operand.prefix_errors(type(layer).__name__):
         for name in _OWN:
             checks.require(name not in given, _NAME, name, "none: this layer brings its own", "one")
-        wanted = "None: converted weights take no mask"
-        checks.require(given.get("mask") is None, _NAME, "mask", wanted, "an array")
+        expected = "None: converted weights take no mask"
+        checks.require(given.get("mask") is None, _NAME, "mask", expected, "an array")
 
 
 def _make_contraction(layer: Any, module: type[Contraction], kernel: nnx.Variable, how: How, rngs: Any) -> Any:
