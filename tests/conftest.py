@@ -4,13 +4,41 @@ The inputs are the same in every run, those of seed 0. JAXQUANT_SEED=n draws oth
 continuous integration does so once in each run, so a test must pass for every seed, or take
 `fixed_rng`. What a new test needs:
 
-    for seed in $(seq 100); do JAXQUANT_SEED=$seed pytest tests/test_quantize.py || break; done
+    for seed in $(seq 100); do JAXQUANT_SEED=$seed pytest tests/arrays/test_quantize.py || break; done
+
+Most of a test's time is compiling, so compiled programs are kept between runs, in JAX's persistent compilation cache:
+`jaxquant-tests/jaxlib-<version>` in $XDG_CACHE_HOME or ~/.cache, some hundred MB, which may be deleted at any time.
+JAX_COMPILATION_CACHE_DIR, where it is set, names another directory. JAXQUANT_TEST_CACHE=0 turns the cache off. A cache
+that cannot be read or written costs time and fails no test.
+
+`pytest` runs a part of the largest matrices, every operator, dtype, granularity and transform at least once;
+`pytest -m "full or not full"` runs them whole.
 """
 
+import gc
+import importlib.metadata
 import os
+import pathlib
 import zlib
+from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+
+def keep_compiled_programs() -> None:
+    """Sets JAX's persistent compilation cache, before JAX is imported, for this process and those that it starts."""
+    if os.environ.get("JAXQUANT_TEST_CACHE") == "0":
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        return
+    user = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    directory = user / "jaxquant-tests" / f"jaxlib-{importlib.metadata.version('jaxlib')}"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(directory))
+    # The programs are small and many: a tenth of a second each.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+keep_compiled_programs()
 
 import hypothesis
 import jax
@@ -37,6 +65,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
             hypothesis.seed(SEED)(item.function)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_compiled_programs() -> Iterator[None]:
+    """Frees a module's programs after its last test: those of all modules are gigabytes, and few are shared."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
