@@ -24,22 +24,6 @@ from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
-
-def keep_compiled_programs() -> None:
-    """Sets JAX's persistent compilation cache, before JAX is imported, for this process and those that it starts."""
-    if os.environ.get("JAXQUANT_TEST_CACHE") == "0":
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-        return
-    user = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    directory = user / "jaxquant-tests" / f"jaxlib-{importlib.metadata.version('jaxlib')}"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(directory))
-    # The programs are small and many: a tenth of a second each.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
-
-keep_compiled_programs()
-
 import hypothesis
 import jax
 import numpy as np
@@ -48,6 +32,26 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
+def keep_compiled_programs() -> None:
+    """Sets JAX's persistent compilation cache for this process and, by the environment, for those that it starts."""
+    user = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    directory = user / "jaxquant-tests" / f"jaxlib-{importlib.metadata.version('jaxlib')}"
+    options: dict[str, str | int | bool] = {"jax_enable_compilation_cache": False}
+    if os.environ.get("JAXQUANT_TEST_CACHE") != "0":
+        # The programs are small and many: each is kept, a tenth of a second's and a kilobyte's too.
+        options = {
+            "jax_compilation_cache_dir": str(directory),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+    for name, value in options.items():
+        if name.upper() not in os.environ:
+            os.environ[name.upper()] = str(value)
+            jax.config.update(name, value)
+
+
+keep_compiled_programs()
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 
 # Without what differs from machine to machine: examples that failed in an earlier run, and how long drawing takes.
