@@ -16,6 +16,7 @@ import jaxquant as jq
 from jaxquant._core import uint64
 
 from ..oracles import calibration_text as oracle
+from ..support.matrix import mark_others_full
 
 BINS = 64
 SPEC = jq.QuantSpec(jnp.int8, jq.PerAxis(0))
@@ -130,8 +131,13 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("name", list(LAYOUTS))
+THIRDS = ("chunks and a rest", "columns", "blocks")
+COVERS = [(name, every) for name in LAYOUTS for every in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "every"), mark_others_full(COVERS, [(n, e) for n, e in COVERS if e == 1 or n in THIRDS])
+)
 def test_every_layout(rng: np.random.Generator, name: str, every: int) -> None:
     """And of every third element only, in the order of the slice, with the extremes of all."""
     shape, granularity, slices = LAYOUTS[name]

@@ -25,6 +25,8 @@ from jaxquant.flax import Learned
 from jaxquant.flax import linen as qnn
 from jaxquant.flax.linen.contraction import Contraction
 
+from ..support.matrix import mark_others_full
+
 F32 = np.float32
 A = jq.QuantSpec("uint8")
 
@@ -142,7 +144,11 @@ def activation_codes(variables: Any, path: str, x: Any) -> np.ndarray:
 MODELS = [("int8", False), ("int2, learned", False), ("int8", True), ("int4, learned", True)]
 
 
-@pytest.mark.parametrize(("name", "is_convolutional"), MODELS, ids=["dense", "dense, learned", "conv", "conv, learned"])
+BY_DEFAULT = [("int2, learned", False), ("int8", True)]
+NAMES = ["dense", "dense, learned", "conv", "conv, learned"]
+
+
+@pytest.mark.parametrize(("name", "is_convolutional"), mark_others_full(MODELS, BY_DEFAULT), ids=NAMES)
 def test_no_code_differs(name: str, is_convolutional: bool) -> None:
     module = Net(tuple(WAYS[name].items()), is_convolutional)
     variables = trained(module, 4)

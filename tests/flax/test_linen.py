@@ -18,6 +18,7 @@ from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
 
 from ..oracles import array_text
+from ..support.matrix import mark_others_full
 
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
@@ -79,7 +80,13 @@ def rounded(x: Any, scale: Any, zero_point: Any) -> np.ndarray:
     return (np.clip(np.rint(np.asarray(x, np.float64) / step) + point, 0, 255) - point) * step
 
 
-@pytest.mark.parametrize("case", list(CASES))
+BY_DEFAULT = (
+    *("dense, no bias", "dense, bfloat16 kernel", "general, axes apart", "einsum, batches", "conv, circular"),
+    *("conv, transposed", "conv, groups", "conv, two batches", "conv, bfloat16", "embed", "embed, one row"),
+)
+
+
+@pytest.mark.parametrize("case", mark_others_full(CASES, BY_DEFAULT))
 def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Generator, case: str) -> None:
     layer, arguments, shape = CASES[case]
     x = drawn(fixed_rng, layer, shape)

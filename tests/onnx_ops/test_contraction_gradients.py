@@ -16,6 +16,7 @@ import jaxquant as jq
 
 from ..oracles import contraction_text, gradient_formulas, onnx_text
 from ..support import transforms
+from ..support.matrix import mark_others_full
 
 Array = np.ndarray
 
@@ -265,13 +266,19 @@ def loops(op: Callable[..., jax.Array]) -> dict[str, Callable[..., Any]]:
     }
 
 
+BY_DEFAULT = ("vmap of both", "scan of remat")
+
+
+@pytest.mark.parametrize("rest", mark_others_full([False, True], [False]), ids=["some", "rest"])
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_under_transformations(rng: np.random.Generator, name: str) -> None:
+def test_gradients_under_transformations(rng: np.random.Generator, name: str, rest: bool) -> None:
     op, parameters, x = operators(rng)[name]
     floats = (0, 1) if x.dtype == np.float32 else (0,)
     want: Any = None
     for way, loss in loops(op).items():
-        eager = jax.grad(loss, floats)(parameters, x) if way in ("loop", "scan") else None
+        if way != "loop" and (way in BY_DEFAULT) == rest:
+            continue
+        eager = jax.grad(loss, floats)(parameters, x) if rest and way in ("loop", "scan") else None
         got = jax.jit(jax.grad(loss, floats))(parameters, x)
         want = got if want is None else want
         for each in (got, eager):

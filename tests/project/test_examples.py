@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from ..support.matrix import mark_others_full
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {
@@ -25,7 +27,11 @@ def test_there_are_examples() -> None:
     assert {path.stem for path in EXAMPLES} == set(SAYS)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+LONG = ("quickstart", "cnn_int4", "onnx_runtime")
+SHORT = [path for path in EXAMPLES if path.stem not in LONG]
+
+
+@pytest.mark.parametrize("path", mark_others_full(EXAMPLES, SHORT), ids=[path.stem for path in EXAMPLES])
 def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     # One host device, as a user has it; the tests' own eight would share two cores.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}

@@ -19,6 +19,7 @@ from ..oracles import array_text, onnx_text
 from ..oracles import gradient_rules_text as rules
 from ..oracles.array_text import F32
 from ..support import inputs, transforms
+from ..support.matrix import mark_others_full
 from . import test_gradient_rules
 
 
@@ -27,7 +28,14 @@ def differentiated(spec: jq.QuantSpec, rule: Any, *args: Any) -> Any:
     return jax.vjp(lambda *a: jq.fake_quantize(a[0], spec, *a[1:], gradient=rule), *args)[0]
 
 
-@pytest.mark.parametrize("case", list(test_quantize.CASES))
+# Another granularity, range or scale dtype of a dtype that is there; under `full`.
+MORE = (
+    *("int8 blocked", "int8 blocked both", "uint8 tensor", "uint8 symmetric", "uint8 power of two", "uint4 e8m0"),
+    *("int2 ternary", "uint16 float16"),
+)
+
+
+@pytest.mark.parametrize("case", mark_others_full(test_quantize.CASES, set(test_quantize.CASES) - set(MORE)))
 def test_a_scale_that_is_found(rng: np.random.Generator, case: str) -> None:
     """Ties and one float beside them, infinities, NaN, slices of zeros; eagerly, under jit and under grad."""
     name, granularity, options = test_quantize.CASES[case]
@@ -69,8 +77,12 @@ def test_a_scale_that_is_given(rng: np.random.Generator, case: str) -> None:
             same(got, want)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("case", ["uint4", "int8", "uint16", "float8_e4m3fn", "nf4"])
+HALF_DTYPES = ("float16", "bfloat16")
+HALVES = [(case, dtype) for case in ("uint4", "int8", "uint16", "float8_e4m3fn", "nf4") for dtype in HALF_DTYPES]
+SOME_HALVES = [("uint4", "float16"), ("int8", "bfloat16"), ("nf4", "bfloat16"), ("float8_e4m3fn", "float16")]
+
+
+@pytest.mark.parametrize(("case", "dtype"), mark_others_full(HALVES, SOME_HALVES))
 def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
     """Divided and multiplied in float32, rounded once to the dtype of x, whatever that of the scale."""
     name = test_gradient_rules.CASES[case][0]

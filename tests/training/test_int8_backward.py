@@ -17,6 +17,7 @@ from jaxquant import Int8Backward, PerAxis, Quantizer, QuantSpec
 from ..cases.quantized_contractions import F32, key, quarters, same, whole
 from ..contractions.test_dot import product
 from ..oracles import array_text
+from ..support.matrix import mark_others_full
 
 MATRIX = (((1,), (0,)), ((), ()))
 I8, U8, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.uint4))
@@ -50,7 +51,7 @@ SPECS: dict[str, tuple[QuantSpec, QuantSpec]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", mark_others_full(SPECS, ("both asymmetric", "rows by columns")))
 def test_an_integer_contraction_coming_back(name: str, rng: np.random.Generator) -> None:
     specs = SPECS[name]
     x, w = rng.normal(size=(5, 33)).astype(F32), rng.normal(0.2, 1, (33, 7)).astype(F32)

@@ -18,6 +18,7 @@ from jaxquant import FloatBackward, Int8Backward, PerAxis, Quantizer, QuantSpec
 from ..cases.quantized_contractions import F32, both_ways, faked, key, quarters, rules, same, whole
 from ..contractions.test_take import same_bits
 from ..support.hlo import Program
+from ..support.matrix import mark_others_full
 
 I8, U8, I4, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4))
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -75,7 +76,14 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), KINDS)
+BY_DEFAULT = (
+    *(("strided, odd padding", "images by features"), ("depthwise", "images by features")),
+    *(("NHWC", "asymmetric"), ("grouped, dilated", "asymmetric"), ("no images", "asymmetric")),
+    ("holes in lhs", "one scale"),
+)
+
+
+@pytest.mark.parametrize(("name", "kind"), mark_others_full(KINDS, BY_DEFAULT))
 def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) -> None:
     """In floats and in integers, on numbers that neither rounds: to the bit those of the float convolution."""
     left, right, strides, padding, rest = CASES[name]
@@ -132,7 +140,10 @@ FORWARD: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORWARD)
+PAIRS = ("both asymmetric", "depthwise", "4 bits, float16", "weights of a table", "activations alone")
+
+
+@pytest.mark.parametrize("name", mark_others_full(FORWARD, PAIRS))
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
     """Bit for bit those of `conv_general_dilated` of `quantize`; gradients as floats have them, in bfloat16, too."""
     case, *specs, more = FORWARD[name]

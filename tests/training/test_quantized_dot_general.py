@@ -18,6 +18,7 @@ from jaxquant import Blocked, PerAxis, Quantizer, QuantSpec
 from ..cases.quantized_contractions import F32, both_ways, quarters, rules, same, whole
 from ..contractions.test_take import same_bits
 from ..oracles import gradient_rules_text as oracle
+from ..support.matrix import mark_others_full
 from .test_gradient_rules import SHAPE, agrees, drawn, spec_of
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -45,7 +46,10 @@ FORWARD: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORWARD)
+COSTLY = ("transposed", "signed, asymmetric", "blocks that do not divide")
+
+
+@pytest.mark.parametrize("name", mark_others_full(FORWARD, set(FORWARD) - set(COSTLY)))
 def test_results_are_those_of_dot_general(name: str, rng: np.random.Generator) -> None:
     """Bit for bit, in float32, bfloat16 and of unlike dtypes; differentiated or not."""
     lhs_spec, rhs_spec, numbers, rest = FORWARD[name]

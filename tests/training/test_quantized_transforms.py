@@ -19,6 +19,7 @@ from jaxquant import PerAxis, Quantizer, QuantSpec
 
 from ..cases.quantized_contractions import F32, key, quarters, same, whole
 from ..support.hlo import Program
+from ..support.matrix import mark_others_full
 
 MATRIX = (((1,), (0,)), ((), ()))
 I8, U8, I4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.int4))
@@ -254,7 +255,7 @@ def test_explicit_shardings(rng: np.random.Generator) -> None:
     same(got[1][:2], exact[1][:2])
 
 
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("raw", mark_others_full([False, True], [False]))
 def test_keys_of_both_kinds(fixed_rng: np.random.Generator, raw: bool) -> None:
     """A batch of keys under vmap draws as each alone does."""
     one = key(fixed_rng)
