@@ -13,7 +13,7 @@ import pytest
 
 import jaxquant as jq
 
-from ..contractions.test_take import dequantized, expanded
+from ..support.quantized_arrays import dequantized, expanded
 
 F32 = np.float32
 # a spec, its range as a share of the largest magnitude, and the dtype of x

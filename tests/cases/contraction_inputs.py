@@ -24,6 +24,11 @@ def integers(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
     return np.where(rng.random(shape) < 0.2, rng.choice([low, high], shape), anywhere).astype(onnx_text.dtype(name))
 
 
+def point(rng: np.random.Generator, name: str, shape: Shape = ()) -> np.ndarray:
+    """A zero point over the whole dtype, odd more often than not."""
+    return np.asarray(inputs.zero_points(rng, shape, name), onnx_text.dtype(name))
+
+
 def central(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
     """Odd zero points in the middle half of the dtype: sums stay small, and few results saturate."""
     low, high = onnx_text.BOUNDS[name]

@@ -14,7 +14,7 @@ import pytest
 import jaxquant as jq
 
 from ..oracles.onnx_text import BOUNDS, dtype
-from .test_take import dequantized
+from ..support.quantized_arrays import dequantized
 
 Shape = tuple[int, ...]
 

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxquant as jq
 
 from ..oracles.onnx_text import BOUNDS, dtype
-from .test_take import dequantized, expanded, same_bits
+from ..support.equality import same_bits
+from ..support.quantized_arrays import dequantized, expanded
 
 Shape = tuple[int, ...]
 NHWC = ("NHWC", "HWIO", "NHWC")

@@ -13,7 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant as jq
 
+from ..support.equality import same_bits
 from ..support.hlo import Program
+from ..support.quantized_arrays import dequantized, expanded
 
 SPECS = {
     "int8 per row": jq.QuantSpec(jnp.int8, jq.PerAxis(0)),
@@ -27,28 +29,6 @@ SPECS = {
 }
 
 
-def expanded(part: Any, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
-    """A scale or zero point with an entry per index, in numpy."""
-    part = np.asarray(part)
-    for axis, (entries, n) in enumerate(zip(part.shape, shape, strict=True)):
-        if entries != n:
-            size = n if entries == 1 else block_size or n // entries
-            part = np.take(part, np.arange(n) // max(size, 1), axis=axis)
-    return part
-
-
-def dequantized(q: jq.QuantizedArray) -> np.ndarray:
-    """What the codes stand for, in numpy's float32 and then in q's dtype."""
-    values, scale = np.asarray(q.values), expanded(q.scale, q.shape, q.block_size).astype(np.float32)
-    if q.codebook is not None:
-        steps = np.asarray(q.codebook.levels, np.float32)[values.astype(np.int32)]
-    elif q.zero_point is not None:
-        steps = values.astype(np.int32) - expanded(q.zero_point, q.shape, q.block_size).astype(np.int32)
-    else:
-        steps = values.astype(np.float32)
-    return (steps.astype(np.float32) * scale).astype(q.dtype)
-
-
 def taken(table: np.ndarray, indices: np.ndarray, axis: int, mode: str | None) -> np.ndarray:
     """numpy's take, with the modes that JAX has for floats."""
     n = table.shape[axis]
@@ -59,15 +39,6 @@ def taken(table: np.ndarray, indices: np.ndarray, axis: int, mode: str | None) -
     before = axis % table.ndim
     wide = inside.reshape(*(1,) * before, *inside.shape, *(1,) * (table.ndim - before - 1))
     return np.where(wide, rows, np.asarray(np.nan, rows.dtype))
-
-
-def same_bits(got: Any, want: np.ndarray) -> None:
-    got = np.asarray(got)
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    nan = np.isnan(want.astype(np.float32))
-    np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan)
-    unsigned = np.dtype(f"uint{8 * want.dtype.itemsize}")
-    np.testing.assert_array_equal(got.view(unsigned)[~nan], want.view(unsigned)[~nan])
 
 
 @pytest.mark.parametrize("name", list(SPECS))

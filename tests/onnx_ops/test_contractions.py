@@ -13,20 +13,12 @@ import pytest
 import jaxquant as jq
 
 from ..cases.contraction_exactness import KERNELS, MICROSOFT, PAIRS, whole_sums
-from ..cases.contraction_inputs import integers
+from ..cases.contraction_inputs import integers, point
 from ..oracles import contraction_text, onnx_runtime, onnx_text
-from ..support import inputs, transforms
+from ..support import transforms
+from ..support.equality import same
 
 MATRIX = (((1,), (0,)), ((), ()))
-
-
-def same(got: Any, want: Any) -> None:
-    """Equal in every element, in shape and in dtype."""
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want), strict=True)
-
-
-def point(rng: np.random.Generator, name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
-    return np.asarray(inputs.zero_points(rng, shape, name), onnx_text.dtype(name))
 
 
 def scale(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -13,9 +13,9 @@ import pytest
 import jaxquant as jq
 
 from ..cases.contraction_exactness import KERNELS, PAIRS, whole_sums
-from ..cases.contraction_inputs import Requantized, integers
+from ..cases.contraction_inputs import Requantized, integers, point
 from ..oracles import contraction_text, onnx_runtime
-from .test_contractions import point, same
+from ..support.equality import same
 
 Shape = tuple[int, ...]
 

@@ -20,6 +20,7 @@ from jaxquant.flax import nnx as qnnx
 
 ROOT = pathlib.Path(jq.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+TESTS = pathlib.Path(__file__).parent.parent
 IDS = [str(f.relative_to(ROOT)) for f in FILES]
 
 CHECKPOINT = {
@@ -116,6 +117,18 @@ def test_custom_vjp_triples(path: pathlib.Path) -> None:
     for name in re.findall(r"custom_vjp.*\)\ndef (\w+)\(", text):
         bare = name.lstrip("_")
         assert re.search(rf"{name}.defvjp\(_{bare}_fwd, _{bare}_bwd(, symbolic_zeros=True)?\)", text)
+
+
+def test_no_test_imports_another() -> None:
+    """What two of them share is in tests/support, tests/oracles or tests/cases."""
+    found = []
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            parts = [part for name in (*names, module or "") for part in name.split(".")]
+            found += [f"{path.name} imports {part}" for part in parts if part.startswith("test_")]
+    assert not found
 
 
 @pytest.mark.parametrize("name", list(PUBLIC))

@@ -13,14 +13,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant as jq
 
-from ..arrays import test_quantize
-from ..arrays.test_quantize import GRANULARITIES, SHAPE, same
+from ..cases import gradient_rules, quantized_arrays
+from ..cases.quantized_arrays import GRANULARITIES, SHAPE, same
 from ..oracles import array_text, onnx_text
 from ..oracles import gradient_rules_text as rules
 from ..oracles.array_text import F32
 from ..support import inputs, transforms
 from ..support.matrix import mark_others_full
-from . import test_gradient_rules
 
 
 def differentiated(spec: jq.QuantSpec, rule: Any, *args: Any) -> Any:
@@ -35,27 +34,27 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("case", mark_others_full(test_quantize.CASES, set(test_quantize.CASES) - set(MORE)))
+@pytest.mark.parametrize("case", mark_others_full(quantized_arrays.CASES, set(quantized_arrays.CASES) - set(MORE)))
 def test_a_scale_that_is_found(rng: np.random.Generator, case: str) -> None:
     """Ties and one float beside them, infinities, NaN, slices of zeros; eagerly, under jit and under grad."""
-    name, granularity, options = test_quantize.CASES[case]
-    spec = test_quantize.spec_of(name, granularity, **options)
+    name, granularity, options = quantized_arrays.CASES[case]
+    spec = quantized_arrays.spec_of(name, granularity, **options)
     compiled = jax.jit(lambda x: (jq.fake_quantize(x, spec), differentiated(spec, jq.LSQPlus(), x)))
     for i in range(3):
-        x = test_quantize.drawn(rng, spec, granularity)
+        x = quantized_arrays.drawn(rng, spec, granularity)
         q = jq.quantize(x, spec)
-        want = test_quantize.agrees(q, x, spec, granularity)
+        want = quantized_arrays.agrees(q, x, spec, granularity)
         same(q.dequantize(), want)
         for got in (*compiled(x), *([jq.fake_quantize(x, spec)] if i == 0 and granularity.startswith("a") else [])):
             same(got, want)
 
 
-@pytest.mark.parametrize("case", list(test_gradient_rules.CASES))
+@pytest.mark.parametrize("case", list(gradient_rules.CASES))
 def test_a_scale_that_is_given(rng: np.random.Generator, case: str) -> None:
     """Ends, ties and one float beside them, infinities and NaN; a zero point as an integer and as a float."""
-    name = test_gradient_rules.CASES[case][0]
-    spec = test_gradient_rules.spec_of(case)
-    levels = test_gradient_rules.BOOKS[name].levels if name in test_gradient_rules.BOOKS else None
+    name = gradient_rules.CASES[case][0]
+    spec = gradient_rules.spec_of(case)
+    levels = gradient_rules.BOOKS[name].levels if name in gradient_rules.BOOKS else None
     compiled = jax.jit(
         lambda x, s, *points: [
             f(x, s, z)
@@ -67,7 +66,7 @@ def test_a_scale_that_is_given(rng: np.random.Generator, case: str) -> None:
         ]
     )
     for _ in range(3):
-        d = test_gradient_rules.drawn(rng, case)
+        d = gradient_rules.drawn(rng, case)
         x = np.where(rng.random(SHAPE) < 0.05, rng.choice(inputs.EXTREMES, SHAPE), d.x).astype(F32)
         wide = array_text.spread(d.scale, d.each, SHAPE)
         point = d.steps.point if d.steps.point.any() else None
@@ -85,10 +84,10 @@ SOME_HALVES = [("uint4", "float16"), ("int8", "bfloat16"), ("nf4", "bfloat16"), 
 @pytest.mark.parametrize(("case", "dtype"), mark_others_full(HALVES, SOME_HALVES))
 def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
     """Divided and multiplied in float32, rounded once to the dtype of x, whatever that of the scale."""
-    name = test_gradient_rules.CASES[case][0]
-    spec, kind = test_gradient_rules.spec_of(case), onnx_text.dtype(dtype)
-    levels = test_gradient_rules.BOOKS[name].levels if name in test_gradient_rules.BOOKS else None
-    d = test_gradient_rules.drawn(rng, case)
+    name = gradient_rules.CASES[case][0]
+    spec, kind = gradient_rules.spec_of(case), onnx_text.dtype(dtype)
+    levels = gradient_rules.BOOKS[name].levels if name in gradient_rules.BOOKS else None
+    d = gradient_rules.drawn(rng, case)
     scale = np.exp(rng.uniform(-5, -3, d.scale.shape)).astype(F32)
     wide = array_text.spread(scale, d.each, SHAPE)
     x = (d.steps.u * wide).astype(kind)
@@ -110,9 +109,9 @@ OF_TRANSFORMS = [("uint4", t) for t in transforms.ALL] + [
 
 @pytest.mark.parametrize(("case", "transform"), OF_TRANSFORMS)
 def test_under_transforms(rng: np.random.Generator, case: str, transform: str) -> None:
-    spec = test_gradient_rules.spec_of(case)
-    name = test_gradient_rules.CASES[case][0]
-    some = [test_gradient_rules.drawn(rng, case) for _ in range(4)]
+    spec = gradient_rules.spec_of(case)
+    name = gradient_rules.CASES[case][0]
+    some = [gradient_rules.drawn(rng, case) for _ in range(4)]
     points = [d.point for d in some]
     args = [np.stack([d.x for d in some]), np.stack([d.scale for d in some])]
     args += [np.stack([z for z in points if z is not None])] if points[0] is not None else []

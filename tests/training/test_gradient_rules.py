@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,117 +12,11 @@ import pytest
 
 import jaxquant as jq
 
-from ..arrays.test_quantize import GRANULARITIES
+from ..cases.gradient_rules import BOOKS, CASES, SHAPE, agrees, drawn, pull, spec_of, summed
+from ..cases.quantized_arrays import GRANULARITIES
 from ..oracles import array_text, onnx_text
 from ..oracles import gradient_rules_text as rules
 from ..oracles.array_text import F32
-from ..support import inputs
-
-SHAPE = (5, 6, 7)
-TABLE = jq.CodeBook("uneven", (-0.75, -0.25, 0.25, 1.0))
-BOOKS = {"nf4": jq.nf4, "uneven": TABLE}
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "int8": ("int8", "tensor", {}),
-    "int8, all codes": ("int8", "axes", {"narrow_range": False}),
-    "int8, asymmetric": ("int8", "blocked both", {"symmetric": False}),
-    "int8, asymmetric and narrow": ("int8", "axis", {"symmetric": False, "narrow_range": True}),
-    "uint8": ("uint8", "axis", {}),
-    "uint8, symmetric": ("uint8", "blocked", {"symmetric": True}),
-    "uint8, symmetric, all codes": ("uint8", "axes", {"symmetric": True, "narrow_range": False}),
-    "uint4": ("uint4", "blocked", {}),
-    "int2": ("int2", "axis", {}),
-    "uint2": ("uint2", "tensor", {}),
-    "int16": ("int16", "axis", {}),
-    "uint16": ("uint16", "axes", {}),
-    "float8_e4m3fn": ("float8_e4m3fn", "axis", {}),
-    "float8_e5m2fnuz": ("float8_e5m2fnuz", "blocked", {}),
-    "float4_e2m1fn": ("float4_e2m1fn", "tensor", {}),
-    "nf4": ("nf4", "blocked", {}),
-    "uneven": ("uneven", "axis", {}),
-}
-
-
-def spec_of(case: str) -> jq.QuantSpec:
-    name, granularity, options = CASES[case]
-    return jq.QuantSpec(BOOKS.get(name) or onnx_text.dtype(name), GRANULARITIES[granularity][0], **options)
-
-
-class Drawn(NamedTuple):
-    """A problem, and the same as the oracle wants it. `learned` rounds to `point`; both None where it is fixed."""
-
-    x: np.ndarray
-    scale: np.ndarray
-    point: np.ndarray | None
-    learned: np.ndarray | None
-    g: np.ndarray
-    each: array_text.Sizes
-    steps: rules.Steps
-
-
-def _with_both(x: np.ndarray, scale: np.ndarray, beyond: float) -> np.ndarray:
-    """x with a number first that is in range whatever was drawn, 0, and one that is not."""
-    x.flat[0], x.flat[1] = 0, beyond * scale.flat[1]
-    return x
-
-
-def drawn(rng: np.random.Generator, case: str) -> Drawn:
-    name, granularity, _ = CASES[case]
-    spec = spec_of(case)
-    each = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
-    entries = array_text.entries(SHAPE, each)
-    # A power of two puts an end and its neighbours where they should be, exactly.
-    scale = np.where(
-        rng.random(entries) < 0.5, np.exp2(rng.integers(-9, 3, entries)), inputs.scales(rng, entries, np.dtype(F32))
-    )
-    scale = scale.astype(F32)
-    wide = array_text.spread(scale, each, SHAPE)
-    point = learned = steps = None
-    if not spec.symmetric:
-        low, high = (int(b) for b in spec.bounds)
-        # LSQ's gradient scale has no value where the zero point is the largest code.
-        point = np.clip(inputs.zero_points(rng, entries, name).astype(np.int64), low, high - 1)
-        learned = (point + rng.choice([-0.5, -0.3, 0.0, 0.3, 0.5], entries)).astype(F32)
-        learned = np.where(np.clip(np.rint(learned), low, high - 1) == point, learned, point).astype(F32)
-        point = point.astype(onnx_text.dtype(name))
-        steps = array_text.spread(point.astype(np.int64), each, SHAPE)
-    elif spec.fixed_zero_point:
-        steps = np.full(SHAPE, spec.fixed_zero_point)
-    narrow = bool(spec.narrow_range)
-    if name in BOOKS:
-        x = _with_both(rules.table_edges(rng, wide, BOOKS[name].levels), wide, 2 * BOOKS[name].largest)
-        found = rules.steps(x, wide, None, name, levels=BOOKS[name].levels)
-    else:
-        x = _with_both(rules.on_edges(rng, wide, steps, name, narrow), wide, 4 * float(spec.bounds[1]))
-        found = rules.steps(x, wide, steps, name, narrow)
-    return Drawn(x, scale, point, learned, rng.normal(size=SHAPE).astype(F32), each, found)
-
-
-def pull(spec: jq.QuantSpec, rule: Any, x: Any, scale: Any, point: Any, g: Any) -> tuple[Any, Any]:
-    """(y, (dx, ds, dz))."""
-    y, back = jax.vjp(lambda x, s, z: jq.fake_quantize(x, spec, s, z, gradient=rule), x, scale, point)
-    return y, back(g)
-
-
-def summed(got: Any, terms: np.ndarray, each: array_text.Sizes, of: np.ndarray) -> None:
-    """A float32 sum: right to 16 times half float32's epsilon of the sum of the magnitudes of its terms."""
-    assert got.shape == of.shape
-    assert got.dtype == of.dtype
-    room = rules.collected(np.abs(terms), each) * 2.0**-20
-    error = np.abs(np.asarray(got, np.float64) - rules.collected(terms, each))
-    assert (error <= room).all(), (got, rules.collected(terms, each), room)
-
-
-def agrees(got: tuple[Any, Any], want: rules.Cotangents, d: Drawn, point: np.ndarray | None) -> None:
-    y, (dx, ds, dz) = got
-    np.testing.assert_array_equal(y, rules.values(d.steps, d.x.dtype))
-    np.testing.assert_array_equal(dx, want[0].astype(F32))
-    summed(ds, want[1], d.each, d.scale)
-    if point is None:
-        assert dz is None
-    elif point.dtype == F32:
-        summed(dz, want[2], d.each, point)
-    else:
-        assert dz.dtype == jax.dtypes.float0
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -15,9 +15,9 @@ import jaxquant as jq
 from jaxquant import Int8Backward, PerAxis, Quantizer, QuantSpec
 
 from ..cases.quantized_contractions import F32, key, quarters, same, whole
-from ..contractions.test_dot import product
 from ..oracles import array_text
 from ..support.matrix import mark_others_full
+from ..support.quantized_arrays import product
 
 MATRIX = (((1,), (0,)), ((), ()))
 I8, U8, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.uint4))

@@ -16,7 +16,7 @@ import jaxquant as jq
 from jaxquant import FloatBackward, Int8Backward, PerAxis, Quantizer, QuantSpec
 
 from ..cases.quantized_contractions import F32, both_ways, faked, key, quarters, rules, same, whole
-from ..contractions.test_take import same_bits
+from ..support.equality import same_bits
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full
 

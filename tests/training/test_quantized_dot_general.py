@@ -15,11 +15,11 @@ from jax import lax
 import jaxquant as jq
 from jaxquant import Blocked, PerAxis, Quantizer, QuantSpec
 
+from ..cases.gradient_rules import SHAPE, agrees, drawn, spec_of
 from ..cases.quantized_contractions import F32, both_ways, quarters, rules, same, whole
-from ..contractions.test_take import same_bits
 from ..oracles import gradient_rules_text as oracle
+from ..support.equality import same_bits
 from ..support.matrix import mark_others_full
-from .test_gradient_rules import SHAPE, agrees, drawn, spec_of
 
 MATRIX = (((1,), (0,)), ((), ()))
 TURNED = (((0,), (1,)), ((), ()))

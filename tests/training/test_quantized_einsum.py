@@ -14,7 +14,7 @@ import jaxquant as jq
 from jaxquant import Blocked, Int8Backward, PerAxis, Quantizer, QuantSpec
 
 from ..cases.quantized_contractions import F32, both_ways, faked, quarters, rules, same, whole
-from ..contractions.test_take import same_bits
+from ..support.equality import same_bits
 
 I8, U8, I4, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4))
 Shape = tuple[int, ...]

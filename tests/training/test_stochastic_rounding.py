@@ -13,11 +13,11 @@ import pytest
 
 import jaxquant as jq
 
-from ..arrays.test_quantize import GRANULARITIES
+from ..cases.gradient_rules import CASES, SHAPE, drawn, pull, spec_of, summed
+from ..cases.quantized_arrays import GRANULARITIES
 from ..oracles import array_text, onnx_text
 from ..oracles import gradient_rules_text as rules
 from ..oracles.array_text import F32
-from .test_gradient_rules import CASES, SHAPE, drawn, pull, spec_of, summed
 
 INT8 = jq.QuantSpec(jnp.int8)
 FRACTIONS = [2.0**-20, 2.0**-13, 0.003, 0.1, 0.25, 0.5, 0.75, 0.9, 0.997, 1 - 2.0**-13, 1 - 2.0**-16]
