@@ -1,0 +1,3 @@
+"""The tests run the code blocks of these pages. The hooks belong to the build of the site and need its packages."""
+
+collect_ignore = ["_hooks"]
