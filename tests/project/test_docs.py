@@ -1,0 +1,105 @@
+"""The README and the documentation: sizes, navigation, links, and names that must be in the API reference."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import jaxquant as jq
+from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = sorted(DOCS.rglob("*.md"))
+MODULES = {
+    "jaxquant": jq,
+    "jaxquant.onednn": jq.onednn,
+    "jaxquant.integer": jq.integer,
+    "jaxquant.checkpoint": jq.checkpoint,
+    "jaxquant.flax": jq.flax,
+    "jaxquant.flax.linen": qnn,
+    "jaxquant.flax.nnx": qnnx,
+}
+ALIASES = {"jaxquant.dynamic_dequantize"}  # of a name that is documented in its own module
+
+
+def remove_code(text: str) -> str:
+    """Returns the text without fenced blocks and without code in backticks."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def list_anchors(text: str) -> set[str]:
+    """Returns the anchors of the headings of a page, as mkdocs and GitHub make them of plain headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def list_public_names() -> set[str]:
+    """Returns every public function, class and constant under the name that users import."""
+    names = set()
+    for prefix, module in MODULES.items():
+        for name in dir(module):
+            value: Any = getattr(module, name)
+            hidden = name.startswith("_") or isinstance(value, bool) or inspect.ismodule(value)
+            if not hidden and getattr(value, "__module__", "jaxquant").startswith("jaxquant"):
+                names.add(f"{prefix}.{name}")
+    return names - ALIASES
+
+
+def test_readme_is_short() -> None:
+    assert 120 <= len(README.read_text().splitlines()) <= 180
+
+
+def test_readme_begins_with_the_main_job() -> None:
+    language, block = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)[0]
+    assert language == "pycon"
+    assert "jq.flax.calibrate" in block
+    assert "jq.flax.convert" in block
+
+
+@pytest.mark.parametrize("command", ["python examples/quickstart.py", "pytest"])
+def test_readme_has_the_two_commands(command: str) -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert any(command in block for block in blocks)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    assert sorted(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == sorted(
+        str(page.relative_to(DOCS)) for page in PAGES
+    )
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: pathlib.Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", remove_code(page.read_text())):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), target
+        assert page == README or file.is_relative_to(DOCS), f"{target} is not on the site"
+        if anchor:
+            assert anchor in list_anchors(file.read_text()), target
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    documented = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in PAGES), re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    assert set(documented) == list_public_names()
+
+
+def test_equinox_blocks_run() -> None:
+    """The blocks without a prompt, which the doctests do not see; in a process of its own, for it imports equinox."""
+    pytest.importorskip("equinox")
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "plain-jax.md").read_text(), re.MULTILINE | re.DOTALL)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
