@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the docstrings for the API reference: an `Example:` section is code, not prose."""
+"""An extension of griffe, which reads docstrings for the API reference: `Example:` sections are code."""
 
 from __future__ import annotations
 
