@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import pathlib
 import re
@@ -95,6 +96,17 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     documented = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in PAGES), re.MULTILINE)
     assert len(documented) == len(set(documented))
     assert set(documented) == list_public_names()
+
+
+def test_the_module_map_has_every_module() -> None:
+    spec: Any = importlib.util.spec_from_file_location("module_map", DOCS / "_hooks" / "module_map.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = hook.on_page_markdown((DOCS / "architecture.md").read_text())
+    assert hook.MARKER not in page
+    rows = re.findall(r"^\| `(\w+)` \| (?:\S.*) \|$", page, re.MULTILINE)
+    modules = [path.stem for path in (ROOT / "jaxquant").rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(rows) == sorted(modules)
 
 
 def test_equinox_blocks_run() -> None:
