@@ -1,6 +1,6 @@
 """The full check: every operator, dtype and granularity against its oracle under every transform.
 
-`pytest` runs it case by case; `python -m tests.exactness` prints the table that the README shows.
+`pytest` runs it case by case; `python -m tests.exactness` prints the table of docs/exactness.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check(case: Case, seed: int) -> dict[str, tuple[int, int]]:
 
 
 def table(seed: int) -> tuple[str, int, int]:
-    """The README's table: one line for an operator, a dtype and an oracle; with all elements and mismatches."""
+    """The table of docs/exactness.md: a line for each operator, dtype and oracle; with all elements and mismatches."""
     lines: dict[tuple[str, str, str], list[int]] = {}
     for case in cases():
         counts = check(case, seed).values()

@@ -253,7 +253,7 @@ class QuantizedArray(RefusedOperators):
 
     def __matmul__(self, other: Any) -> jax.Array:
         """Returns `matmul(self, other)`."""
-        from .._contractions.dot import matmul  # an operator's room lies above that of what it works on
+        from .._contractions.dot import matmul  # the contractions import this module
 
         return matmul(self, other)
 
@@ -369,7 +369,7 @@ def _check_static(function: str, argument: str, q: QuantizedArray) -> None:
 
 
 def mark_checked(q: QuantizedArray) -> QuantizedArray:
-    """Returns a QuantizedArray that was made here, of parts that fit: no door looks at it again."""
+    """Returns a QuantizedArray that was made here, of parts that fit, marked so that it is not checked again."""
     object.__setattr__(q, "_checked", True)
     return q
 

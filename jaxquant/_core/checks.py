@@ -1,4 +1,4 @@
-"""What an argument must be, and the words of the error when it is not. The only room that imports chex.
+"""Checks of arguments, and the text of the error where one fails. Only this module imports chex.
 
 Contracts of shape, of axis and of one exact dtype are chex assertions with a plain check behind each:
 `chex.disable_asserts()` silences the first and never the second, so that no wrong input becomes a wrong answer.
@@ -36,7 +36,7 @@ _Error = type[ContractValueError] | type[ContractTypeError]
 
 
 def format_message(function: str, argument: str, expected: str, got: object) -> str:
-    """Returns the text of every error here: function, argument, what was expected, what came."""
+    """Returns the text of an error: the function, the argument, what was expected and what was given."""
     if isinstance(got, int) and got.bit_length() > 1024:  # Python refuses to print the longest
         got = describe_value(got)
     return f"jaxquant.{function}: {argument}: expected {expected}, got {got}"

@@ -16,7 +16,8 @@ from .._core import barriers, checks, dtypes, rounding
 _NAME = "matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
 # Dequantized weights of so many float32 stay in the cache until the contraction reads them (8 MiB; on the machine of
-# the README chunks of 4 and 16 MiB take 1.1 times as long). Each chunk is spelled out in the program: at most so many.
+# docs/speed.md, chunks of 4 and 16 MiB take 1.1 times as long). Each chunk is written out in the program: at most so
+# many.
 _CHUNK, _CHUNKS = 2**21, 16
 
 

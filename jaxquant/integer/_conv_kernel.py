@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from . import _layout
 from ._dot_kernel import batch_all, contract_integers
 
-# Measured on the machine of the README: up to here patches beat the convolution kernel (3 channels 7x7/2: 0.6 ms
+# Measured on the machine of docs/speed.md: up to here patches beat the convolution kernel (3 channels 7x7/2: 0.6 ms
 # against 2.9, 1 channel 5x5: 0.3 against 1.1 to 1.8; 16 channels 3x3: 0.39 against 0.31).
 _FEW_CHANNELS = 8
 # XLA:CPU gives its kernel no convolution of so many channels or fewer into so many features or fewer.

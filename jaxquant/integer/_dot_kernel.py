@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 # A single row is a sum of products; so many of them in one loop leave XLA:CPU's vector registers busy and not
-# spilt. On the machine of the README: 8 terms 1.1, 16 terms 1, 32 terms 1.5 to 2 times the time.
+# spilt. On the machine of docs/speed.md: 8 terms 1.1, 16 terms 1, 32 terms 1.5 to 2 times the time.
 _TERMS = 16
 _ROWS = 8  # of ones, to sum with the kernel
 

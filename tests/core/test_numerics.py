@@ -27,7 +27,7 @@ def operands(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_plain_division_is_why(operands: tuple[np.ndarray, np.ndarray]) -> None:
-    """If XLA stops multiplying by reciprocals, the README's reason for this library's quotient is gone."""
+    """If XLA stops multiplying by reciprocals, the reason for this library's quotient is gone."""
     x, _ = operands
     plain = np.asarray(jax.jit(lambda x: x / jnp.float32(0.037))(x))
     assert (plain != x / np.float32(0.037)).mean() > 0.01

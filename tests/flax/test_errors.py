@@ -24,7 +24,7 @@ X = jnp.linspace(-1, 2, 24, dtype=jnp.float32).reshape(1, 4, 6)
 
 
 class Head(nn.Module):
-    """A layer two floors down, made where it is called."""
+    """A layer inside another module, made where it is called."""
 
     make: Callable[..., nn.Module]
 
@@ -35,7 +35,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """The floor above."""
+    """The module around it."""
 
     make: Callable[..., nn.Module]
 

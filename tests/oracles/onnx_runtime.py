@@ -21,7 +21,7 @@ def tensor_type(dtype: Any) -> int:
 
 
 def _plain(dtype: Any) -> bool:
-    """Whether ONNX Runtime's Python door takes and gives this dtype; it has none for 4 bits and float8."""
+    """Whether ONNX Runtime's Python interface takes and gives this dtype; it has none for 4 bits and float8."""
     return np.dtype(dtype).isbuiltin == 1
 
 

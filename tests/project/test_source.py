@@ -241,7 +241,7 @@ def test_the_public_names_are_the_issue_s() -> None:
 
 
 def test_import_is_light() -> None:
-    """No framework comes along; the time that it takes is in the README, with this program."""
+    """No framework is imported with it; docs/quickstart.md has the time that it takes, by this program."""
     program = (
         "import sys, time, jax, jax.numpy, chex; t = time.perf_counter(); import jaxquant;"
         "print(time.perf_counter() - t, [m for m in ('flax', 'onnx', 'onnxruntime', 'torch', 'optax', 'haiku',"

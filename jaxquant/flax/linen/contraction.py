@@ -68,7 +68,7 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
 
 
 class Contraction(nn.Module):
-    """What the modules of this room share.
+    """The base class of the modules that contract.
 
     Attributes:
         weight: how the weights are quantized.

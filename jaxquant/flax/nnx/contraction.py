@@ -118,7 +118,7 @@ class How(NamedTuple):
 
 
 class Contraction(nnx.Module):
-    """What the modules of this room share. Their variables have one shape from the start, whatever comes in later.
+    """The base class of the modules that contract. Their variables have one shape from the start, whatever the inputs.
 
     Attributes:
         layer: what errors call the layer.
