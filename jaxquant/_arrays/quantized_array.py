@@ -190,9 +190,8 @@ class QuantizedArray(RefusedOperators):
 
     def __bool__(self) -> bool:
         """Refuses: a truth value would need the values as floats."""
-        raise TypeError(
-            checks.format_message(f"{_NAME}.__bool__", "self", "q.dequantize() for a truth value", repr(self))
-        )
+        text = "q.dequantize() for a truth value"
+        raise TypeError(checks.format_message(f"{_NAME}.__bool__", "self", text, repr(self)))
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refuses: numpy would get floats that nobody asked for."""
