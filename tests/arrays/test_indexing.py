@@ -219,7 +219,7 @@ RESHAPES: list[tuple[tuple[int, ...], tuple[int, ...], int | None, tuple[int, ..
 ]
 
 
-@pytest.mark.parametrize(("shape", "scale", "size", "new", "expected"), RESHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "scale", "size", "new", "wanted"), RESHAPES, ids=str)
 def test_reshapes(
     rng: np.random.Generator, shape: Any, scale: Any, size: int | None, new: Any, wanted: tuple[int, ...] | None
 ) -> None:

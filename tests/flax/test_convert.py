@@ -136,9 +136,9 @@ def activation_codes(variables: Any, path: str, x: Any) -> np.ndarray:
         state = at(variables["ranges"], path)["activation"]["state"]
         return np.asarray(jq.quantize(x, A, *jq.moving_average(A).finalize(state)).values)
     found = at(scales, path)
-    scale = np.abs(np.asarray(found["activation_scale"], np.float64))
+    scale = np.abs(np.asarray(found["activation_scale"], F32))
     point = np.rint(np.asarray(found.get("activation_zero_point", 0.0), np.float64)).clip(0, 255)
-    return (np.rint(np.asarray(x, np.float64) / scale) + point).clip(0, 255)
+    return (np.rint(np.asarray(x, F32) / scale) + point).clip(0, 255)
 
 
 MODELS = [("int8", False), ("int2, learned", False), ("int8", True), ("int4, learned", True)]
@@ -162,15 +162,15 @@ def test_no_code_differs(name: str, is_convolutional: bool) -> None:
     for path, given in seen.items():
         np.testing.assert_array_equal(inputs[path], given)
         constants = at(serving["ranges"], path)["activation"]
-        step, point = (np.asarray(constants[k], np.float64) for k in ("scale", "zero_point"))
-        codes = (np.rint(np.asarray(inputs[path], np.float64) / step) + point).clip(0, 255)
+        step, point = (np.asarray(constants[k], F32) for k in ("scale", "zero_point"))
+        codes = (np.rint(np.asarray(inputs[path], F32) / step) + point).clip(0, 255)  # divided in float32, as codes are
         assert (codes != activation_codes(variables, path, given)).sum() == 0
         outer = path.rpartition("/")[0]
         kernel, q = at(variables["params"], outer)["kernel"], at(serving["params"], outer)["kernel"]
         if "scales" in variables:
-            scale = np.abs(np.asarray(at(variables["scales"], path)["weight_scale"], np.float64))
+            scale = np.abs(np.asarray(at(variables["scales"], path)["weight_scale"], F32))
             bound = 7 if name.startswith("int4") else 1
-            want = np.rint(np.asarray(kernel, np.float64) / scale).clip(-bound, bound)
+            want = np.rint(np.asarray(kernel, F32) / scale).clip(-bound, bound)
         else:
             want = np.asarray(jq.quantize(kernel, WAYS[name]["weight"]).values)
         assert (np.asarray(q.values).astype(np.float64) != want).sum() == 0

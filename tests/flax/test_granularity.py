@@ -120,7 +120,7 @@ def test_a_scale_per_token_at_any_rank() -> None:
     variables = layer.init(jax.random.key(0), draw(2, 4))
     serving = qflax.convert(layer, variables)
     x = draw(2, 5, 4)
-    rows = [layer.apply(serving, x[i, j]) for i in range(2) for j in range(5)]
+    rows: list[Any] = [layer.apply(serving, x[i, j]) for i in range(2) for j in range(5)]
     np.testing.assert_array_equal(layer.apply(serving, x), np.stack(rows).reshape(2, 5, 3))
 
 
