@@ -89,7 +89,7 @@ class Network(nn.Module):
         """Returns the outputs of the last layer."""
         dense: Any = nn.Dense
         if self.weight is not None:
-            given = {"weight": self.weight, "activation": jq.QuantSpec(jnp.uint8)}
+            given = {"weight_spec": self.weight, "activation_spec": jq.QuantSpec(jnp.uint8)}
             dense = functools.partial(qnn.Dense, **given, weight_range=self.ranges[0], activation_range=self.ranges[1])
         for features in self.widths[:-1]:
             x = nn.relu(dense(features)(x))

@@ -38,15 +38,15 @@ _ATTENTION = "bqhd,bkhd->bhqk"
 class Codes:
     """A quantized operand in numpy."""
 
-    values: np.ndarray
+    codes: np.ndarray
     scale: np.ndarray
     zero_point: np.ndarray | None = None
-    codebook: jq.CodeBook | None = None
+    codebook: jq.Codebook | None = None
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """The arrays on the device."""
-        return jax.device_put((self.values, self.scale, self.zero_point))
+        return jax.device_put((self.codes, self.scale, self.zero_point))
 
     @property
     def array(self) -> jq.QuantizedArray:
@@ -56,16 +56,16 @@ class Codes:
     def steps(self) -> np.ndarray:
         """What the scale multiplies, in float64: sums of products of integers are exact."""
         if self.codebook is not None:
-            return np.asarray(self.codebook.levels)[self.values.astype(np.int8)]
-        return self.values.astype(np.float64) - (0 if self.zero_point is None else self.zero_point.astype(np.float64))
+            return np.asarray(self.codebook.levels)[self.codes.astype(np.int8)]
+        return self.codes.astype(np.float64) - (0 if self.zero_point is None else self.zero_point.astype(np.float64))
 
     @property
     def floats(self) -> np.ndarray:
-        return self.steps.astype(np.float32) * _wide(self.scale, self.values.shape)
+        return self.steps.astype(np.float32) * _wide(self.scale, self.codes.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scale.nbytes
+        return self.codes.nbytes + self.scale.nbytes
 
 
 def codes(shape: tuple[int, ...], dtype: Any, scales: tuple[int, ...], seed: int = 4) -> Codes:
@@ -194,14 +194,14 @@ def _conv(shape: tuple[int, ...]) -> Contest:
         FLOAT32: _jitted(partial(jax.lax.conv_general_dilated, **layout), x.floats, w.floats),
         QWIX: qwix_calls.conv(x.floats, w.floats, np.zeros(features, np.float32), layout, feature_axis=3),
     }
-    rest: Any = {"unlike": _FLOATS_ARE_UNLIKE, "multiply_adds": n * height * width * w.values.size}
+    rest: Any = {"unlike": _FLOATS_ARE_UNLIKE, "multiply_adds": n * height * width * w.codes.size}
     return _contest(x, w, lambda x, w: jq.conv_general_dilated(x, w, **layout), opponents, expected, **rest)
 
 
 def _weight_only(shape: tuple[int, ...], dtype: Any, block: int | None) -> Contest:
     m, k, n = shape
     a = inputs.finite((m, k))
-    book = dtype if isinstance(dtype, jq.CodeBook) else None
+    book = dtype if isinstance(dtype, jq.Codebook) else None
     scales = (1, n) if block is None else (k // block, n)
     w = dataclasses.replace(codes((k, n), book.carrier if book else dtype, scales), codebook=book)
 

@@ -164,7 +164,7 @@ def _raw(network: str, serving: Any, x: jax.Array) -> Call | Missing:
     if network != "mlp":
         return Missing("none")
     layers = [serving["params"][name] for name in "abc"]
-    weights = [(layer["kernel"].values, layer["kernel"].scale, layer["bias"]) for layer in layers]
+    weights = [(layer["kernel"].codes, layer["kernel"].scale, layer["bias"]) for layer in layers]
 
     @jax.jit
     def run(x: jax.Array, weights: Any) -> jax.Array:
@@ -260,8 +260,8 @@ def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array
     return _tried(make) if network == "mlp" else Missing("dense layers only")
 
 
-_INT8 = {"weight": _WEIGHTS, "activation": _SIGNED}
-_UINT8 = {"weight": _WEIGHTS, "activation": _UNSIGNED}
+_INT8 = {"weight_spec": _WEIGHTS, "activation_spec": _SIGNED}
+_UINT8 = {"weight_spec": _WEIGHTS, "activation_spec": _UNSIGNED}
 _DYNAMIC = {**_INT8, "activation_range": jqf.Dynamic()}
 _SHAPES = {
     "mlp": ((_BATCH, _WIDTH, 3), (_BATCH - 24, _WIDTH, 3), (_SMALL, _SMALL, 3)),

@@ -28,8 +28,8 @@ class Encoder(nn.Module):
     def __call__(self, tokens):
         embed, dense = nn.Embed, nn.Dense
         if self.integers:
-            embed = functools.partial(qnn.Embed, weight=WEIGHTS, activation=SEEN)
-            dense = functools.partial(qnn.Dense, weight=WEIGHTS, activation=SEEN)
+            embed = functools.partial(qnn.Embed, weight_spec=WEIGHTS, activation_spec=SEEN)
+            dense = functools.partial(qnn.Dense, weight_spec=WEIGHTS, activation_spec=SEEN)
         table = embed(256, 64)
         x = table(tokens)
         for _ in range(2):

@@ -13,8 +13,8 @@ from jaxquant import checkpoint
 from jaxquant.flax import nnx as qnnx
 
 INTEGERS = {
-    "weight": jq.QuantSpec(jnp.int8, jq.PerFeature()),  # a scale for each output
-    "activation": jq.QuantSpec(jnp.uint8),  # one scale and zero point, from the range that a layer has seen
+    "weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()),  # a scale for each output
+    "activation_spec": jq.QuantSpec(jnp.uint8),  # one scale and zero point, from the range that a layer has seen
 }
 
 

@@ -36,7 +36,7 @@ class Network(nn.Module):
         if self.weight is not None:  # activations in uint8, over the range that the layer has seen
             activation = jq.QuantSpec(jnp.uint8)
             dense = functools.partial(
-                qnn.Dense, weight=self.weight, activation=activation, weight_range=self.weight_range
+                qnn.Dense, weight_spec=self.weight, activation_spec=activation, weight_range=self.weight_range
             )
         for features in (1024, 1024):
             x = nn.relu(dense(features)(x))

@@ -121,7 +121,7 @@ def check_of_spec(x: np.ndarray, dtype: str) -> tuple[Callable[..., Any], tuple[
 
     def quantized(x: Any) -> Any:
         q = jq.quantize(x, spec)
-        return q.values, q.scale, q.zero_point
+        return q.codes, q.scale, q.zero_point
 
     return quantized, (x,), (codes, scale, None if point is None else point.astype(dtype))
 
@@ -142,13 +142,13 @@ def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
     blocks = jq.QuantSpec("int4", jq.Blocked(0, 8))
     w = jq.quantize(rng.normal(size=(24, 40)).astype(np.float32), blocks)
     q = jq.quantize(bias[:24], jq.QuantSpec("int8"))
-    codes, scales = np.asarray(w.values).astype(np.int64), np.asarray(w.scale)
-    row, parts = np.asarray(q.values).astype(np.int64), None
+    codes, scales = np.asarray(w.codes).astype(np.int64), np.asarray(w.scale)
+    row, parts = np.asarray(q.codes).astype(np.int64), None
     for i in range(3):
         run = slice(8 * i, 8 * i + 8)
         part = (row[run] @ codes[run]).astype(np.float32) * (np.asarray(q.scale) * scales[i])
         parts = part if parts is None else parts + part
-    yield "matmul", lambda values, scale: jq.matmul(q, w.replace(values=values, scale=scale)), (w.values, scales), parts
+    yield "matmul", lambda values, scale: jq.matmul(q, w.replace(codes=values, scale=scale)), (w.codes, scales), parts
 
 
 def count_mismatches(seed: int) -> dict[str, dict[str, int]]:

@@ -16,7 +16,7 @@ _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.
 
 
 @dataclasses.dataclass(frozen=True)
-class CodeBook:
+class Codebook:
     """A table of values in ascending order; a code is an index into it.
 
     A value takes the nearest entry; half way between two the lower one. NaN takes the first.
@@ -31,17 +31,17 @@ class CodeBook:
 
     def __post_init__(self) -> None:
         """Refuses a table that is not ascending or has no dtype for its codes."""
-        checks.require_type(isinstance(self.name, str), "CodeBook", "name", "a string", repr(self.name))
+        checks.require_type(isinstance(self.name, str), "Codebook", "name", "a string", repr(self.name))
         is_array = isinstance(self.levels, np.ndarray) and self.levels.ndim == 1
         is_sequence = is_array or isinstance(self.levels, list | tuple)
         expected = "a sequence of numbers"
-        checks.require_type(is_sequence, "CodeBook", "levels", expected, checks.describe_value(self.levels))
+        checks.require_type(is_sequence, "Codebook", "levels", expected, checks.describe_value(self.levels))
         for level in self.levels:
-            checks.check_real("CodeBook", "levels", level)
+            checks.check_real("Codebook", "levels", level)
         levels = tuple(float(np.float32(level)) for level in self.levels)
-        checks.require(len(levels) in _CARRIERS, "CodeBook", "levels", "4, 16 or 256 numbers", len(levels))
+        checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 16 or 256 numbers", len(levels))
         ascending = all(a < b for a, b in itertools.pairwise(levels))
-        checks.require(ascending, "CodeBook", "levels", "ascending numbers", self.levels)
+        checks.require(ascending, "Codebook", "levels", "ascending numbers", self.levels)
         object.__setattr__(self, "levels", levels)
 
     def __repr__(self) -> str:
@@ -81,9 +81,9 @@ class CodeBook:
         return jnp.asarray(entries[0])
 
 
-Format = np.dtype | CodeBook
+Format = np.dtype | Codebook
 
-nf4 = CodeBook(
+nf4 = Codebook(
     "nf4",
     (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -97,4 +97,4 @@ nf4 = CodeBook(
 
 def find_carrier(of: Format) -> np.dtype:
     """Returns the dtype that carries the codes of a format."""
-    return of.carrier if isinstance(of, CodeBook) else of
+    return of.carrier if isinstance(of, Codebook) else of

@@ -67,7 +67,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
 def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: int) -> None:
     """Requires an array that can be joined to the first one."""
     dtypes = (
-        ("values", q.values.dtype, first.values.dtype),
+        ("codes", q.codes.dtype, first.codes.dtype),
         ("scale", q.scale.dtype, first.scale.dtype),
         ("dtype", q.dtype, first.dtype),
         ("codebook", q.codebook, first.codebook),
@@ -86,7 +86,7 @@ def _with_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
     if all(q.zero_point is None for q in arrays):
         return arrays
     return [
-        mark_checked(q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.values.dtype))) if q.zero_point is None else q
+        mark_checked(q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype))) if q.zero_point is None else q
         for q in arrays
     ]
 
@@ -123,11 +123,11 @@ class _Part:
 def _join(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
     names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
-    values = _concatenate([q.values for q in arrays], axis)
+    values = _concatenate([q.codes for q in arrays], axis)
     sizes = {name: _find_sizes(each, axis) for name, each in parts.items()}
     sizes, block_size = _reconcile(sizes, values.shape)
     joined = {name: _concatenate([part.cut(sizes[name]) for part in each], axis) for name, each in parts.items()}
-    return mark_checked(arrays[0].replace(values=values, block_size=block_size, **joined))
+    return mark_checked(arrays[0].replace(codes=values, block_size=block_size, **joined))
 
 
 def _concatenate(parts: list[jax.Array], axis: int) -> jax.Array:

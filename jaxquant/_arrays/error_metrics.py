@@ -17,7 +17,7 @@ from . import quantized_array
 from .quantized_array import QuantizedArray, mark_checked
 
 _NAME = "quantization_error"
-_ARGUMENTS = ("x", "q.values", "q.scale", "q.zero_point")
+_ARGUMENTS = ("x", "q.codes", "q.scale", "q.zero_point")
 _DECIBELS = np.float32(10 / np.log(10))  # of a natural logarithm
 _OCTAVE = np.float32(20 * np.log10(2))  # decibels in a factor of two
 
@@ -73,7 +73,7 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     """
     q = quantized_array.check_array(_NAME, "q", q)
     found = _enter(
-        checks.convert_number(x), q.values, q.scale, q.zero_point,
+        checks.convert_number(x), q.codes, q.scale, q.zero_point,
         dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
     )  # fmt: skip
     return QuantizationError(*found)
@@ -133,10 +133,10 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         first, last = q.codebook.levels[0], q.codebook.levels[-1]
         slack = q.codebook.largest * 2.0**-22  # the scale is a rounded quotient, and so is what it divides
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
-    if q.values.dtype in dtypes.SMALL_FLOATS:
-        return small_floats.find_overflow(value, q.values.dtype)
-    low, high = dtypes.find_bounds(q.values.dtype)
-    codes = q.values.astype(jnp.int32)
+    if q.codes.dtype in dtypes.SMALL_FLOATS:
+        return small_floats.find_overflow(value, q.codes.dtype)
+    low, high = dtypes.find_bounds(q.codes.dtype)
+    codes = q.codes.astype(jnp.int32)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
     over = value - (codes if point is None else codes - point).astype(jnp.float32)
     # A narrow range ends one code above the lowest.
@@ -145,7 +145,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
 
 def _measure_used(q: QuantizedArray) -> jax.Array:
     """Returns the share of the codes of q's format that occur."""
-    values, dtype = q.values, q.values.dtype
+    values, dtype = q.codes, q.codes.dtype
     count = 2 ** dtypes.find_width(dtype)
     if dtype in dtypes.FLOAT8:
         index = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)

@@ -41,13 +41,13 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
     found = {_find_sizes(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
     block_size = q.block_size or (found.pop() if len(found) == 1 else None)
-    values = _index_part(q.values, items, out_sharding)
+    values = _index_part(q.codes, items, out_sharding)
     own = None if out_sharding is None else granularity.set_partition(out_sharding, ())
     scale, zero_point = (
         None if p is None else _pick_part(q, p, items, block_size, own) for p in (q.scale, q.zero_point)
     )
     left = any(_find_block_dims(p, values.shape) for p in (scale, zero_point) if p is not None)
-    return q.replace(values=values, scale=scale, zero_point=zero_point, block_size=block_size if left else q.block_size)
+    return q.replace(codes=values, scale=scale, zero_point=zero_point, block_size=block_size if left else q.block_size)
 
 
 def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
@@ -210,9 +210,9 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     order = tuple(a % q.ndim for a in order) if in_range else order
     checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
     values, scale, zero_point = (
-        None if p is None else jnp.transpose(p, order) for p in (q.values, q.scale, q.zero_point)
+        None if p is None else jnp.transpose(p, order) for p in (q.codes, q.scale, q.zero_point)
     )
-    return q.replace(values=values, scale=scale, zero_point=zero_point)
+    return q.replace(codes=values, scale=scale, zero_point=zero_point)
 
 
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
@@ -234,7 +234,7 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
         checks.require(len(sizes) < 2 or not short, _RESHAPE, "shape", expected, got)
         found.append(part.reshape(tuple(entries for entries, _ in plan)))
     block_size = sizes.pop() if len(sizes) == 1 else None
-    return q.replace(values=q.values.reshape(new), scale=found[0], zero_point=found[1], block_size=block_size)
+    return q.replace(codes=q.codes.reshape(new), scale=found[0], zero_point=found[1], block_size=block_size)
 
 
 def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
         flat, axis = entries, next((a for a, size in enumerate(sizes) if size > 1), 0)
         block_size = sizes[axis]
     view = (None if p is None else p.reshape(flat) for p in (scale, zero_point))
-    return OnnxView(q.values, *view, axis, block_size, q.dtype)  # type: ignore[arg-type]
+    return OnnxView(q.codes, *view, axis, block_size, q.dtype)  # type: ignore[arg-type]
 
 
 def _find_common_runs(q: QuantizedArray) -> tuple[int, ...]:

@@ -19,10 +19,16 @@ from .spec import QuantSpec
 _NAME = "quantize"
 
 
-def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: ArrayLike | None = None) -> QuantizedArray:
-    """values = saturate(round_half_even(x / scale) + zero_point), the scale and the zero point from a range.
+def quantize(
+    x: ArrayLike,
+    spec: QuantSpec,
+    lo: ArrayLike | None = None,
+    hi: ArrayLike | None = None,
+    range: tuple[ArrayLike, ArrayLike] | None = None,
+) -> QuantizedArray:
+    """codes = saturate(round_half_even(x / scale) + zero_point), the scale and the zero point from a range.
 
-    The range is that of x, slice by slice as the spec's granularity has it, or from `lo` to `hi`, and is widened to
+    The range is that of x, slice by slice as the spec's granularity says, or the one that is given, and is widened to
     hold 0. With qmin and qmax the spec's least and largest code, and z its fixed zero point, float32 throughout:
 
     - symmetric: scale = max(lo / (qmin - z), hi / (qmax - z)), no value of the range saturates;
@@ -45,9 +51,9 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
         x: values, float32, float16 or bfloat16, of any shape; a Python number is float32.
         spec: Static. How to quantize.
         lo: the lower end of the range, in the unit of x, float32, float16 or bfloat16: one element, or of x's rank
-            with the dimensions of the scale, as calibrators return it. A Python number is float32. Given with `hi`
-            only.
+            with the dimensions of the scale. A Python number is float32. Given together with `hi`.
         hi: the upper end, likewise.
+        range: both ends in one argument, as a calibrator's `finalize` returns them: (lo, hi).
 
     Returns:
         A QuantizedArray of x's shape and dtype. Its scale and zero point have x's rank, the dimensions that
@@ -55,8 +61,8 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
 
     Raises:
         TypeError: an argument has a dtype or type that there is not.
-        ValueError: an axis of the spec is out of range; `lo` or `hi` is missing or has another shape; or they are
-            known and are NaN or infinite, or `lo` exceeds `hi`.
+        ValueError: an axis of the spec is out of range; `lo` or `hi` is missing or has another shape; both they and
+            `range` are given; or the ends are known and are NaN or infinite, or `lo` exceeds `hi`.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -64,7 +70,7 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
         >>> jq.quantize(x, jq.QuantSpec(jnp.int4, jq.PerAxis(0))).dequantize()
         Array([[-1.75,  0.  ,  0.5 ],
                [ 0.  , 28.  ,  0.  ]], dtype=float32)
-        >>> q = jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55)
+        >>> q = jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55))
         >>> q.scale, q.zero_point, q.values
         (Array([[0.01]], dtype=float32), Array([[100]], dtype=uint8), Array([[  0, 112, 138],
                [100, 255, 255]], dtype=uint8))
@@ -72,6 +78,8 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
     Source: ONNX QuantizeLinear-25 and DynamicQuantizeLinear-11; Jacob et al., arXiv 1712.05877, section 2.1.
     """
     checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
+    if range is not None:
+        lo, hi = _split_range(range, lo, hi)
     missing = "lo" if lo is None else "hi"
     checks.require((lo is None) == (hi is None), _NAME, missing, "a range of two ends, or none", "None")
     lo, hi = checks.convert_number(lo), checks.convert_number(hi)
@@ -79,6 +87,15 @@ def quantize(x: ArrayLike, spec: QuantSpec, lo: ArrayLike | None = None, hi: Arr
         _check_known_range(lo, hi)
     given = _enter(checks.convert_number(x), lo, hi, spec=spec)
     return mark_checked(given)
+
+
+def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
+    """Returns the two ends of a range; requires that they are given once."""
+    is_pair = isinstance(ends, tuple | list) and len(ends) == 2
+    expected = "a pair (lo, hi), as a calibrator's finalize returns it"
+    checks.require_type(is_pair, _NAME, "range", expected, checks.describe_value(ends))
+    checks.require(lo is None and hi is None, _NAME, "range", "either range=(lo, hi), or lo and hi", "both")
+    return ends[0], ends[1]
 
 
 def _check_known_range(lo: Any, hi: Any) -> None:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine
 from . import indexing, serialization
-from .codebook import CodeBook
+from .codebook import Codebook
 from .refused_operators import RefusedOperators
 
 _NAME = "QuantizedArray"
@@ -25,11 +25,11 @@ _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 @jax.tree_util.register_pytree_with_keys_class
 class QuantizedArray(RefusedOperators):
-    """Codes, and what they stand for: x = (values - zero_point) * scale.
+    """Codes, and what they stand for: x = (codes - zero_point) * scale.
 
     A pytree of up to three arrays. It stores no granularity: the shapes say it, and say it still after `jax.vmap`, a
-    slice or a transpose. `scale` and `zero_point` have the rank of `values`; each of their dimensions is 1 (shared),
-    that of `values` (an entry per index), or counts blocks. They may differ from each other.
+    slice or a transpose. `scale` and `zero_point` have the rank of `codes`; each of their dimensions is 1 (shared),
+    that of `codes` (an entry per index), or counts blocks. They may differ from each other.
 
     `jax.vmap` and `jax.lax.scan` map every part of it: an axis to map must be there in the scale too, among the axes
     that `PerAxis` keeps, or by `per_index(axis)`. `concatenate` joins arrays; `jnp.concatenate` of their parts leaves
@@ -41,9 +41,9 @@ class QuantizedArray(RefusedOperators):
     need its values as floats asks for `dequantize()`, and nothing calls that for you.
 
     Attributes:
-        values: the codes, int2 to uint16, float8 or float4_e2m1fn; under a code book its indices.
+        codes: the integers, int2 to uint16, float8 or float4_e2m1fn; under a code book its indices.
         scale: value per step, float32, float16, bfloat16 or float8_e8m0fnu.
-        zero_point: steps, in the dtype of `values`, or None for 0.
+        zero_point: steps, in the dtype of `codes`, or None for 0.
         dtype: Static. What `dequantize` returns: float32, float16 or bfloat16. By default the dtype of the scale.
         block_size: Static. How many indices share an entry of a dimension that counts blocks. None where there are
             none, or where they divide the dimension. It is stored because the shapes do not tell the length of a
@@ -56,48 +56,42 @@ class QuantizedArray(RefusedOperators):
         >>> q = jq.quantize(x, jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
         >>> q
         QuantizedArray(int8[2,3], scale=float32[2,1], zero_point=None, dtype=float32, nbytes=14)
-        >>> q.values
+        >>> q.codes
         Array([[-127,   50,    0],
                [   2,  127,    0]], dtype=int8)
         >>> q[1].dequantize()
         Array([  4., 254.,   0.], dtype=float32)
         >>> jax.tree.map(jnp.shape, q)
-        QuantizedArray(values=(2, 3), scale=(2, 1), zero_point=None)
+        QuantizedArray(codes=(2, 3), scale=(2, 1), zero_point=None)
     """
 
-    __slots__ = ("_block_size", "_checked", "_codebook", "_dtype", "scale", "values", "zero_point")
+    __slots__ = ("_block_size", "_checked", "_codebook", "_dtype", "codes", "scale", "zero_point")
 
-    values: Any
+    codes: Any
     scale: Any
     zero_point: Any
 
     def __init__(
         self,
-        values: Any,
+        codes: Any,
         scale: Any,
         zero_point: Any = None,
         *,
         dtype: DTypeLike | None = None,
         block_size: int | None = None,
-        codebook: CodeBook | None = None,
+        codebook: Codebook | None = None,
     ) -> None:
         found: Any = getattr(scale, "dtype", None)
         if dtype is not None:
             found = _check_dtype(dtype)
         elif found in (dtypes.E8M0, np.dtype(np.float64)):  # numpy's word for a float, which JAX makes a float32
             found = dtypes.FLOAT32
-        self._fill(values, scale, zero_point, found, block_size, codebook)
+        self._fill(codes, scale, zero_point, found, block_size, codebook)
 
-    def _fill(self, values: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
-        for name, value in (
-            ("values", values),
-            ("scale", scale),
-            ("zero_point", zero_point),
-            ("_dtype", dtype),
-            ("_block_size", block_size),
-            ("_codebook", codebook),
-            ("_checked", False),
-        ):
+    def _fill(self, codes: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
+        parts = {"codes": codes, "scale": scale, "zero_point": zero_point, "_checked": False}
+        parts |= {"_dtype": dtype, "_block_size": block_size, "_codebook": codebook}
+        for name, value in parts.items():
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -110,12 +104,12 @@ class QuantizedArray(RefusedOperators):
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the arrays, and what is static."""
-        return (self.values, self.scale, self.zero_point), (self._dtype, self._block_size, self._codebook)
+        return (self.codes, self.scale, self.zero_point), (self._dtype, self._block_size, self._codebook)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         """Returns the arrays under their names, and what is static."""
         children, static = self.tree_flatten()
-        keys = (jax.tree_util.GetAttrKey(name) for name in ("values", "scale", "zero_point"))
+        keys = (jax.tree_util.GetAttrKey(name) for name in ("codes", "scale", "zero_point"))
         return tuple(zip(keys, children, strict=True)), static
 
     @classmethod
@@ -131,9 +125,9 @@ class QuantizedArray(RefusedOperators):
         return _rebuild, (static, children)
 
     def replace(self, **changes: Any) -> QuantizedArray:
-        """Returns the same with other `values`, `scale`, `zero_point`, `dtype`, `block_size` or `codebook`."""
+        """Returns the same with other `codes`, `scale`, `zero_point`, `dtype`, `block_size` or `codebook`."""
         parts = {
-            "values": self.values, "scale": self.scale, "zero_point": self.zero_point, "dtype": self._dtype,
+            "codes": self.codes, "scale": self.scale, "zero_point": self.zero_point, "dtype": self._dtype,
             "block_size": self._block_size, "codebook": self._codebook,
         }  # fmt: skip
         for name in changes:
@@ -153,18 +147,23 @@ class QuantizedArray(RefusedOperators):
         return self._block_size
 
     @property
-    def codebook(self) -> CodeBook | None:
+    def codebook(self) -> Codebook | None:
         """What the codes are indices of."""
         return self._codebook
 
     @property
+    def values(self) -> Any:
+        """The same as `codes`."""
+        return self.codes
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of `values`."""
-        return tuple(jnp.shape(self.values))
+        """The shape of `codes`."""
+        return tuple(jnp.shape(self.codes))
 
     @property
     def ndim(self) -> int:
-        """The rank of `values`."""
+        """The rank of `codes`."""
         return len(self.shape)
 
     @property
@@ -177,7 +176,7 @@ class QuantizedArray(RefusedOperators):
         """The bytes of the codes, the scale and the zero point as they are stored: 4 bits take half a byte, 2 bits a
         quarter. On a CPU jax 0.10 holds a byte for each of them while a program runs.
         """
-        return sum(count_stored_bytes(part) for part in (self.values, self.scale, self.zero_point) if part is not None)
+        return sum(count_stored_bytes(part) for part in (self.codes, self.scale, self.zero_point) if part is not None)
 
     def __len__(self) -> int:
         """Returns the length of the first dimension."""
@@ -195,14 +194,14 @@ class QuantizedArray(RefusedOperators):
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         """Refuses: numpy would get floats that nobody asked for."""
-        raise TypeError(checks.format_message(f"{_NAME}.__array__", "self", "q.dequantize(), or q.values", repr(self)))
+        raise TypeError(checks.format_message(f"{_NAME}.__array__", "self", "q.dequantize(), or q.codes", repr(self)))
 
     def __repr__(self) -> str:
         """Returns dtypes and shapes, not numbers; of a pytree of other things, those."""
-        parts: tuple[Any, Any, Any] = (self.values, self.scale, self.zero_point)
-        is_whole = self.values is not None and self.scale is not None
+        parts: tuple[Any, Any, Any] = (self.codes, self.scale, self.zero_point)
+        is_whole = self.codes is not None and self.scale is not None
         if not is_whole or not all(part is None or hasattr(part, "dtype") for part in parts):
-            return f"{_NAME}(values={self.values!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
+            return f"{_NAME}(codes={self.codes!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
         codes = _describe_part(parts[0])
         if self._codebook is not None:
             codes = codes.replace(str(parts[0].dtype), self._codebook.name)
@@ -216,9 +215,10 @@ class QuantizedArray(RefusedOperators):
     # What an array is turned into.
 
     def dequantize(self) -> jax.Array:
-        """Returns (values - zero_point) * scale, in `dtype`: bit for bit what `dequantize_linear` returns.
+        """Returns (codes - zero_point) * scale, in `dtype`: bit for bit what `dequantize_linear` returns.
 
-        The product is taken in float32 and rounded to `dtype` once. A code book's entry stands for values.
+        The product is taken in float32 and rounded to `dtype` once. Under a code book the entry of a code takes the
+        place of `codes - zero_point`.
 
         Raises:
             TypeError, ValueError: the parts do not fit each other.
@@ -334,27 +334,27 @@ def check_array(function: str, argument: str, q: Any) -> QuantizedArray:
     if q._checked:
         return q
     _check_static(function, argument, q)
-    given = (q.values, q.scale, q.zero_point)
-    names = (f"{argument}.values", f"{argument}.scale", f"{argument}.zero_point")
+    given = (q.codes, q.scale, q.zero_point)
+    names = (f"{argument}.codes", f"{argument}.scale", f"{argument}.zero_point")
     for name, part in zip(names, given, strict=True):
         if isinstance(part, float):  # of no rank
             checks.check_array(function, name, part, ())
-    values, scale, zero_point = checks.convert_arrays(function, dict(zip(names, given, strict=True)))
-    codes = dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
-    checks.check_array(function, f"{argument}.values", values, codes)
+    codes, scale, zero_point = checks.convert_arrays(function, dict(zip(names, given, strict=True)))
+    allowed = dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
+    checks.check_array(function, f"{argument}.codes", codes, allowed)
     checks.check_array(function, f"{argument}.scale", scale, _SCALES)
     checks.check_dtype(function, f"{argument}.dtype", q.dtype, dtypes.FLOATS)
-    _check_aligned(function, f"{argument}.scale", scale, values, q.block_size)
+    _check_aligned(function, f"{argument}.scale", scale, codes, q.block_size)
     if zero_point is not None:
-        if values.dtype not in dtypes.INTEGERS or q.codebook is not None:
-            expected = f"None: {q.codebook or values.dtype} has no zero point"
+        if codes.dtype not in dtypes.INTEGERS or q.codebook is not None:
+            expected = f"None: {q.codebook or codes.dtype} has no zero point"
             checks.require(False, function, f"{argument}.zero_point", expected, checks.describe_value(zero_point))
-        checks.check_same_dtype(function, f"{argument}.zero_point", zero_point, values.dtype, "that of the values")
-        _check_aligned(function, f"{argument}.zero_point", zero_point, values, q.block_size)
+        checks.check_same_dtype(function, f"{argument}.zero_point", zero_point, codes.dtype, "that of the codes")
+        _check_aligned(function, f"{argument}.zero_point", zero_point, codes, q.block_size)
     # `quantize` gives data with a NaN or an infinity such a scale, which shows in every result.
     known_values.check_positive(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=True)
-    if any(a is not b for a, b in zip(given, (values, scale, zero_point), strict=True)):
-        q = q.replace(values=values, scale=scale, zero_point=zero_point)
+    if any(a is not b for a, b in zip(given, (codes, scale, zero_point), strict=True)):
+        q = q.replace(codes=codes, scale=scale, zero_point=zero_point)
     object.__setattr__(q, "_checked", True)
     return q
 
@@ -363,8 +363,8 @@ def _check_static(function: str, argument: str, q: QuantizedArray) -> None:
     if q.block_size is not None:
         checks.check_integer(function, f"{argument}.block_size", q.block_size)
         checks.require(q.block_size > 0, function, f"{argument}.block_size", "a positive int", q.block_size)
-    is_book = q.codebook is None or isinstance(q.codebook, CodeBook)
-    checks.require_type(is_book, function, f"{argument}.codebook", "a CodeBook or None", q.codebook)
+    is_book = q.codebook is None or isinstance(q.codebook, Codebook)
+    checks.require_type(is_book, function, f"{argument}.codebook", "a Codebook or None", q.codebook)
 
 
 def mark_checked(q: QuantizedArray) -> QuantizedArray:
@@ -373,27 +373,27 @@ def mark_checked(q: QuantizedArray) -> QuantizedArray:
     return q
 
 
-def _check_aligned(function: str, argument: str, part: Any, values: Any, block_size: int | None) -> None:
-    if granularity.Aligned(block_size).sizes(part.shape, values.shape) is None:
+def _check_aligned(function: str, argument: str, part: Any, codes: Any, block_size: int | None) -> None:
+    if granularity.Aligned(block_size).sizes(part.shape, codes.shape) is None:
         blocks = "blocks that divide it" if block_size is None else f"blocks of {block_size}"
-        expected = f"the rank of the values, {values.shape}, each dimension 1, theirs, or their number of {blocks}"
+        expected = f"the rank of the codes, {codes.shape}, each dimension 1, theirs, or their number of {blocks}"
         checks.require(False, function, argument, expected, f"shape {part.shape}")
 
 
 def dequantize_checked(q: QuantizedArray) -> jax.Array:
     """Returns what the codes stand for; q has passed its contract."""
     return _dequantize_parts(
-        q.values, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook
+        q.codes, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook
     )
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook"))
 def _dequantize_parts(
-    values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any
+    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any
 ) -> jax.Array:
     aligned = granularity.Aligned(block_size)
     if codebook is None:
-        return dequantize_affine(values, scale, zero_point, aligned, dtype)
+        return dequantize_affine(codes, scale, zero_point, aligned, dtype)
     wide = small_floats.scale_as_float32(scale)
-    product = rounding.round_result(codebook.decode(values) * aligned.expand(wide, values))
+    product = rounding.round_result(codebook.decode(codes) * aligned.expand(wide, codes))
     return rounding.round_to_dtype(product, dtype).astype(dtype)

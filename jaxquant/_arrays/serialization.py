@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .._core import checks, dtypes
-from .codebook import CodeBook
+from .codebook import Codebook
 
-Static = tuple[np.dtype | None, int | None, CodeBook | None]
+Static = tuple[np.dtype | None, int | None, Codebook | None]
 _SAVED = "QuantizedArray"
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -95,20 +95,20 @@ def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _decode_book(function: str, argument: str, found: Any) -> CodeBook | None:
+def _decode_book(function: str, argument: str, found: Any) -> Codebook | None:
     if found is None:
         return None
     name, levels = (get_field(function, argument, found, field) for field in ("name", "levels"))
     if not isinstance(name, str):
         checks.require(False, function, f"{argument}['name']", "a string", _describe(name))
-    # A CodeBook asks for less: it takes a list of numbers that float32 rounds.
+    # A Codebook asks for less: it takes a list of numbers that float32 rounds.
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
     if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):
         expected = "4, 16 or 256 ascending numbers of float32"
         checks.require(False, function, f"{argument}['levels']", expected, _describe(levels))
     try:
-        return CodeBook(name, tuple(levels))
+        return Codebook(name, tuple(levels))
     except checks.ContractValueError as error:  # two levels are one number of float32
         raise checks.ContractValueError(checks.format_message(function, argument, "a code book", error)) from error
 

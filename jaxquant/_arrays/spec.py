@@ -11,7 +11,7 @@ import numpy as np
 from .._core import checks, dtypes
 from .._core.granularity import Choice, PerTensor
 from . import codebook as codebooks
-from .codebook import CodeBook
+from .codebook import Codebook
 
 _NAME = "QuantSpec"
 _PER_TENSOR = PerTensor()
@@ -20,7 +20,7 @@ _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 def _read_dtype(dtype: Any) -> Any:
     """Returns a code book as it came, and anything else as the dtype that it names."""
-    return dtype if isinstance(dtype, CodeBook) else checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
+    return dtype if isinstance(dtype, Codebook) else checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class QuantSpec:
     say nothing of their own are filled in, so that equal specs are equal however they were written.
 
     Attributes:
-        dtype: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8, float4_e2m1fn, or a `CodeBook` such as
+        dtype: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8, float4_e2m1fn, or a `Codebook` such as
             `nf4`.
         granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`,
             `Blocked(axis, size)`.
@@ -121,9 +121,9 @@ class QuantSpec:
         return codebooks.find_carrier(self.dtype)
 
     @property
-    def codebook(self) -> CodeBook | None:
+    def codebook(self) -> Codebook | None:
         """The code book, or None where `dtype` is a dtype."""
-        return self.dtype if isinstance(self.dtype, CodeBook) else None
+        return self.dtype if isinstance(self.dtype, Codebook) else None
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -38,7 +38,7 @@ def conv_general_dilated(
 ) -> jax.Array:
     """out = convolution of lhs with rhs, where one side or both are quantized.
 
-    Both quantized: an integer convolution, acc = that of lhs.values - lhs.zero_point with rhs.values -
+    Both quantized: an integer convolution, acc = that of lhs.codes - lhs.zero_point with rhs.codes -
     rhs.zero_point, exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once.
     Padding, and the holes of `lhs_dilation`, are 0: the zero point. What cannot stay integer is refused.
 
@@ -73,7 +73,7 @@ def conv_general_dilated(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x = jq.quantize(jnp.array([[[-16.0, 0.125, 1.0, 47.75]]]), jq.QuantSpec(jnp.uint8))  # 0.125 is half a step
         >>> w = jq.quantize(jnp.array([[[127.0, 1.0]], [[-63.5, 0.25]]]), jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
-        >>> x.values, w.values  # 0.25 is half a step of the second feature
+        >>> x.codes, w.codes  # 0.25 is half a step of the second feature
         (Array([[[  0,  64,  68, 255]]], dtype=uint8), Array([[[ 127,    1]],
                [[-127,    0]]], dtype=int8))
         >>> jq.conv_general_dilated(x, w, (1,), [(0, 1)]).tolist()  # padded with zeros
@@ -178,7 +178,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
     )
     lhs_steps, rhs_steps = (
-        _operands.convert_steps(point, q.values.dtype, _operands.is_centred(point, q.values.dtype))
+        _operands.convert_steps(point, q.codes.dtype, _operands.is_centred(point, q.codes.dtype))
         for point, q in zip(points, (lhs, rhs), strict=True)
     )
 
@@ -187,7 +187,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
         y = rounding.round_result(acc.astype(jnp.float32) * wide)
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 
-    return arrange_layout(lhs.values, rhs.values, lhs_steps, rhs_steps, plan, epilogue)
+    return arrange_layout(lhs.codes, rhs.codes, lhs_steps, rhs_steps, plan, epilogue)
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:

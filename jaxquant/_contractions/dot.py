@@ -34,7 +34,7 @@ def dot_general(
 ) -> jax.Array:
     """out = sum over the contracted dimensions of lhs * rhs, where one side or both are quantized.
 
-    Both quantized: an integer contraction, acc = sum of (lhs.values - lhs.zero_point) (rhs.values - rhs.zero_point),
+    Both quantized: an integer contraction, acc = sum of (lhs.codes - lhs.zero_point) (rhs.codes - rhs.zero_point),
     exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. With a scale or a zero
     point per block of a contracted dimension there is one such contraction for each block, and out adds them up in
     ascending order in float32, each sum rounded once. A contraction so long that int32 could wrap around is cut into
@@ -110,7 +110,7 @@ def _contract(
     caller_axes: Axes | None,
 ) -> jax.Array:  # fmt: skip
     left, right = find_roles(function, lhs, rhs, numbers)
-    a, b = (x.values if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
+    a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         return contract_weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
@@ -172,7 +172,7 @@ def matmul(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> x = jq.quantize(jnp.array([[-1.0, 0.0, 1.55], [0.495, 0.015, 0.025]]), jq.QuantSpec(jnp.uint8), -1, 1.55)
         >>> w = jq.quantize(jnp.array([[63.5], [-3.25], [0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
-        >>> x.values, jq.matmul(x, w)
+        >>> x.codes, jq.matmul(x, w)
         (Array([[  0, 100, 255],
                [150, 102, 102]], dtype=uint8), Array([[-63.5     ],
                [ 31.689999]], dtype=float32))
@@ -225,5 +225,5 @@ def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> 
     if x.shape == full:
         return x
     if isinstance(x, QuantizedArray):
-        return x.replace(values=jnp.broadcast_to(x.values, full))
+        return x.replace(codes=jnp.broadcast_to(x.codes, full))
     return jnp.broadcast_to(x, full)

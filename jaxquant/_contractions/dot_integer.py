@@ -20,9 +20,9 @@ from ..integer.dot_general import Role, contract_roles
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Requires codes that contract as integers."""
-    holds = q.codebook is None and q.values.dtype in _operands.DTYPES
+    holds = q.codebook is None and q.codes.dtype in _operands.DTYPES
     expected = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
-    checks.require_type(holds, function, argument, expected, q.codebook or q.values.dtype)
+    checks.require_type(holds, function, argument, expected, q.codebook or q.codes.dtype)
 
 
 Axes = tuple[tuple[int, int], ...]  # dimensions of lhs and of rhs, in pairs
@@ -59,11 +59,11 @@ def plan_contraction(
     axes, length = _find_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
-            whole = granularity.find_partition(q.values)[axis] is None
+            whole = granularity.find_partition(q.codes)[axis] is None
             expected = (
                 f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
             )
-            got = granularity.describe_placement(q.values)
+            got = granularity.describe_placement(q.codes)
             checks.require(whole, function, "out_sharding", expected, f"None, for {got}")
     return Plan(left, right, axes, length, out_sharding)
 
@@ -123,7 +123,7 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
     """Returns how many products of two codes an int32 holds, whatever they are."""
     largest = []
     for q in (lhs, rhs):
-        low, high = dtypes.find_bounds(np.dtype(q.values.dtype))
+        low, high = dtypes.find_bounds(np.dtype(q.codes.dtype))
         largest.append(max(-low, high) if q.zero_point is None else high - low)
     return (2**31 - 1) // math.prod(largest)
 
@@ -140,7 +140,7 @@ def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, pref
 
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
     """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
-    if not granularity.is_placed(q.values):
+    if not granularity.is_placed(q.codes):
         return q
     return mark_checked(jax.tree.map(lambda part: granularity.gather_axes(part, (axis,)), q))
 
@@ -150,14 +150,14 @@ class _Side(NamedTuple):
 
     Attributes:
         role: what its dimensions are there for.
-        values: int8.
+        codes: int8.
         steps: int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
         runs: how many indices of each dimension share an entry of the steps, and of the scale.
     """
 
     role: Role
-    values: jax.Array
+    codes: jax.Array
     steps: Any
     scale: jax.Array
     runs: tuple[Any, Any]
@@ -168,9 +168,9 @@ def _prepare_side(q: QuantizedArray, role: Role) -> _Side:
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
     point = None if q.zero_point is None else _expand_side(q, q.zero_point, kept)
     scale = small_floats.scale_as_float32(q.scale)
-    centred = _operands.is_centred(q.zero_point, q.values.dtype)
-    steps = _operands.convert_steps(point, q.values.dtype, centred)
-    return _Side(role, _operands.convert_to_signed(q.values), steps, _expand_side(q, scale, kept), (runs[0], runs[1]))
+    centred = _operands.is_centred(q.zero_point, q.codes.dtype)
+    steps = _operands.convert_steps(point, q.codes.dtype, centred)
+    return _Side(role, _operands.convert_to_signed(q.codes), steps, _expand_side(q, scale, kept), (runs[0], runs[1]))
 
 
 def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
@@ -186,7 +186,7 @@ def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax
 def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     """Returns the float32 product of two sides without blocks along what is contracted."""
     lhs, rhs = sides
-    acc = contract_roles(lhs.values, rhs.values, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
+    acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
     scales = (_spread_outward(lhs.scale, lhs.role, 0, frees[1]), _spread_outward(rhs.scale, rhs.role, frees[0], 0))
     if granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
@@ -209,7 +209,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     Side by side their accumulators would lie in memory at once.
     """
     assert plan.axes is not None
-    depth = sides[0].values.shape[plan.axes[0]]
+    depth = sides[0].codes.shape[plan.axes[0]]
     whole, rest = divmod(depth, plan.length)
     y = None
     if whole:
@@ -218,7 +218,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
         def block(parts: Any) -> jax.Array:
             pairs = zip(sides, parts, strict=True)
             return _contract_whole(
-                [s._replace(values=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding
+                [s._replace(codes=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding
             )
 
         # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
@@ -239,7 +239,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
 def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
     """Returns a side's arrays with its whole blocks as a new first dimension."""
     whole = depth // length
-    values = lax.slice_in_dim(side.values, 0, whole * length, axis=axis)
+    values = lax.slice_in_dim(side.codes, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
     order = (axis, *(a for a in range(len(shape)) if a != axis))
     # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
@@ -259,12 +259,12 @@ def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any,
 def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
     """Returns a side's last block, the short one."""
     start = depth - depth % length
-    values = lax.slice_in_dim(side.values, start, depth, axis=axis)
+    values = lax.slice_in_dim(side.codes, start, depth, axis=axis)
     steps, scale = (
         part if part is None or part.ndim == 0 else _pick_entries(part, axis, np.array([start]), runs)
         for part, runs in zip((side.steps, side.scale), side.runs, strict=True)
     )
-    return side._replace(values=values, steps=steps, scale=scale)
+    return side._replace(codes=values, steps=steps, scale=scale)
 
 
 def _pick_entries(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:

@@ -18,7 +18,7 @@ from .._core import checks, granularity
 
 _NAME = "take"
 _MODES = ("fill", "clip", "wrap")
-_ARGUMENTS = ("q.values", "q.scale", "q.zero_point", "indices")
+_ARGUMENTS = ("q.codes", "q.scale", "q.zero_point", "indices")
 
 
 def take(
@@ -72,7 +72,7 @@ def take(
     checks.check_option(_NAME, "mode", mode, _MODES)
     granularity.check_out_sharding(_NAME, out_sharding)
     return _enter(
-        q.values, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, dtype=q.dtype,
+        q.codes, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, dtype=q.dtype,
         block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
     )  # fmt: skip
 
@@ -114,9 +114,9 @@ def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_shard
     rank = q.ndim - 1 + indices.ndim
     if granularity.find_out_partition(_NAME, out_sharding, rank) is not None:
         return
-    if granularity.find_partition(q.values)[axis] is None and not any(granularity.find_partition(indices)):
+    if granularity.find_partition(q.codes)[axis] is None and not any(granularity.find_partition(indices)):
         return
-    given = f"q {granularity.describe_placement(q.values)} and indices {granularity.describe_placement(indices)}"
+    given = f"q {granularity.describe_placement(q.codes)} and indices {granularity.describe_placement(indices)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
     checks.require(False, _NAME, "out_sharding", expected, None)
 

@@ -135,9 +135,9 @@ def find_dimensions(
     texts = ["".join(letters[label] for label in labels) for labels in (out, other, there)]
     pair = (quantized_gradient(g, kept, key), q)
     out_sharding = None
-    if granularity.is_placed(qs[which].values):  # a cotangent is sharded as its operand
-        places = granularity.find_partition(qs[which].values)
-        mesh = jax.typeof(qs[which].values).sharding.mesh
+    if granularity.is_placed(qs[which].codes):  # a cotangent is sharded as its operand
+        places = granularity.find_partition(qs[which].codes)
+        mesh = jax.typeof(qs[which].codes).sharding.mesh
         out_sharding = NamedSharding(mesh, PartitionSpec(*(places[own.index(label)] for label in there)))
     d = contract_operands(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)
     # An index that was summed alone has the same cotangent everywhere.

@@ -154,7 +154,7 @@ def _find_image_dimensions(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     places: list[int | None] = [None] * rhs.ndim
     places[features] = numbers.out_spec[1]
     rhs, g = fold_key(_NAME, rhs, [features, *spatial], g, places)
-    values = lax.rev(rhs.values, spatial)
+    values = lax.rev(rhs.codes, spatial)
     if plan.features > 1:  # [groups * out, in] becomes [groups * in, out]
         values = lax.transpose(values, numbers.rhs_spec)
         outs, ins = values.shape[0] // plan.features, values.shape[1]
@@ -172,7 +172,7 @@ def _find_image_dimensions(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     turned = lax.ConvDimensionNumbers(numbers.out_spec, kernel, numbers.lhs_spec)
     one = (1,) * rhs.ndim
     point = None if rhs.zero_point is None else rhs.zero_point.reshape(one)
-    flipped = rhs.replace(values=values, scale=rhs.scale.reshape(one), zero_point=point)
+    flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(one), zero_point=point)
     q = quantized_gradient(g, (numbers.out_spec[0],), key)
     return convolve_checked(_NAME, q, flipped, Plan(turned, geometry, plan.features, 1), None, jnp.float32)
 
@@ -195,8 +195,8 @@ def _find_kernel_dimensions(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray
         starts = [p * d for p, d in zip(position, geometry.rhs_dilation, strict=True)]
         spans = zip(starts, g.shape[1:-1], geometry.strides, strict=True)
         limits = (holed.shape[0], *(start + (n - 1) * t + 1 for start, n, t in spans), holed.shape[-1])
-        seen = lax.slice(holed.values, (0, *starts, 0), limits, (1, *geometry.strides, 1))
-        x = _group_channels(holed.replace(values=seen), plan.features)
+        seen = lax.slice(holed.codes, (0, *starts, 0), limits, (1, *geometry.strides, 1))
+        x = _group_channels(holed.replace(codes=seen), plan.features)
         found.append(contract_checked(_NAME, x, q, (((0,), (0,)), ((1,), (1,))), None, dtypes.FLOAT32))
     d = lax.transpose(jnp.stack(found), (1, 3, 2, 0))  # from [positions, groups, channels, features of a group]
     d = d.reshape([rhs.shape[a] for a in numbers.rhs_spec])
@@ -207,19 +207,19 @@ def _dilate(plan: Plan, q: QuantizedArray) -> QuantizedArray:
     """Returns images as the kernel slides over them: with zero points in their padding and in their holes."""
     geometry = plan.geometry
     # Narrower codes are padded and cut as bytes.
-    dtype = q.values.dtype if q.values.dtype in EIGHT_BITS else jnp.int8
+    dtype = q.codes.dtype if q.codes.dtype in EIGHT_BITS else jnp.int8
     point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
     around = [(low, high, hole - 1) for (low, high), hole in zip(geometry.padding, geometry.lhs_dilation, strict=True)]
-    values = lax.pad(q.values.astype(dtype), point, [(0, 0, 0), *around, (0, 0, 0)])
-    return q.replace(values=values, zero_point=None if q.zero_point is None else q.zero_point.astype(dtype))
+    values = lax.pad(q.codes.astype(dtype), point, [(0, 0, 0), *around, (0, 0, 0)])
+    return q.replace(codes=values, zero_point=None if q.zero_point is None else q.zero_point.astype(dtype))
 
 
 def _group_channels(q: QuantizedArray, groups: int) -> QuantizedArray:
     """Returns [..., channels] as [all that is added up, groups, channels of a group]. The zero point is one."""
     values, scale = (part.reshape(-1, groups if part.shape[-1] > 1 else 1, max(part.shape[-1] // groups, 1))
-                     for part in (q.values, q.scale))  # fmt: skip
+                     for part in (q.codes, q.scale))  # fmt: skip
     point = None if q.zero_point is None else q.zero_point.reshape(1, 1, 1)
-    return q.replace(values=values, scale=scale, zero_point=point)
+    return q.replace(codes=values, scale=scale, zero_point=point)
 
 
 class _Sizes(NamedTuple):

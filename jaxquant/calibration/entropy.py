@@ -69,7 +69,7 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
         >>> lo, hi = cal.finalize(cal.update(cal.init(x), x))
         >>> bool(hi < x.max()), bool(lo == -hi)
         (True, True)
-        >>> jq.quantize(jnp.array([0.0, 1.0, -1e9]) * hi, spec, lo, hi).values
+        >>> jq.quantize(jnp.array([0.0, 1.0, -1e9]) * hi, spec, range=(lo, hi)).codes
         Array([0, 7, -7], dtype=int4)
 
     Source: Migacz, 8-bit Inference with TensorRT, GTC 2017; ONNX Runtime's EntropyCalibrater.

@@ -66,7 +66,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
         >>> lo, hi = cal.finalize(cal.update(cal.init(x), x))
         >>> lo, hi  # the outlier is cut
         (Array([-1.], dtype=float32), Array([1.64], dtype=float32))
-        >>> jq.quantize(jnp.array([0.11, 1.0, 4.0]), spec, lo, hi).values
+        >>> jq.quantize(jnp.array([0.11, 1.0, 4.0]), spec, range=(lo, hi)).codes
         Array([0, 4, 7], dtype=int4)
 
     Source: the calibration by mean squared error of NVIDIA's pytorch-quantization; Jacob et al., arXiv 1712.05877, for

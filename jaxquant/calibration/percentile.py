@@ -57,7 +57,7 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
         >>> lo, hi = cal.finalize(state)
         >>> lo, hi  # numpy: 9, clipped to what was seen
         (Array([-9.], dtype=float32), Array([9.0625], dtype=float32))
-        >>> jq.quantize(jnp.array([0.0, -9.0, 100.0]), jq.QuantSpec(jnp.int8), lo, hi).values
+        >>> jq.quantize(jnp.array([0.0, -9.0, 100.0]), jq.QuantSpec(jnp.int8), range=(lo, hi)).codes
         Array([   0, -126,  127], dtype=int8)
 
     Source: ONNX Runtime's PercentileCalibrater; the percentile calibration of Wu et al., arXiv 2004.09602, section 4.

@@ -67,7 +67,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
         >>> cal.finalize(state)
         Range(lo=Array([[-0.5,  0. ]], dtype=float32), hi=Array([[2.05, 3.  ]], dtype=float32))
         >>> jq.quantize(jnp.array([[-9.0, 1.5], [9.0, 9.0]]), jq.QuantSpec(jnp.uint8, jq.PerAxis(1)),
-        ...             *cal.finalize(state)).values
+        ...             range=cal.finalize(state)).codes
         Array([[  0, 128],
                [255, 255]], dtype=uint8)
 
@@ -101,7 +101,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
         >>> lo, hi = cal.finalize(cal.update(cal.init(jnp.zeros(3)), jnp.array([0.5, -1.27, 1.0])))
         >>> lo, hi
         (Array([-1.27], dtype=float32), Array([1.27], dtype=float32))
-        >>> jq.quantize(jnp.array([0.005, -1.27, 2.0]), jq.QuantSpec(jnp.int8), lo, hi).values
+        >>> jq.quantize(jnp.array([0.005, -1.27, 2.0]), jq.QuantSpec(jnp.int8), range=(lo, hi)).codes
         Array([   0, -127,  127], dtype=int8)
 
     Source: the max calibration of NVIDIA's TensorRT, Migacz, 8-bit Inference with TensorRT, GTC 2017.

@@ -59,7 +59,7 @@ def to_arrays(tree: Any) -> Any:
         tree: a pytree: dicts, lists, modules, with QuantizedArrays among its leaves. All else is left as it is.
 
     Returns:
-        The tree, with a dict of "values", "scale", "zero_point" where there is one, and "quantized_array" in place
+        The tree, with a dict of "codes", "scale", "zero_point" where there is one, and "quantized_array" in place
         of each QuantizedArray.
 
     Raises:
@@ -70,10 +70,10 @@ def to_arrays(tree: Any) -> Any:
         >>> from jaxquant import checkpoint
         >>> q = jq.quantize(jnp.ones((8, 32)), jq.QuantSpec(jnp.int4, jq.PerAxis(0), scale_dtype=jnp.bfloat16))
         >>> arrays = checkpoint.to_arrays({"w": q})
-        >>> arrays["w"]["values"].nbytes, arrays["w"]["scale"].dtype
+        >>> arrays["w"]["codes"].nbytes, arrays["w"]["scale"].dtype
         (128, dtype('uint16'))
         >>> jax.tree.map(lambda a, b: bool((a == b).all()), checkpoint.from_arrays(arrays), {"w": q})
-        {'w': QuantizedArray(values=True, scale=True, zero_point=None)}
+        {'w': QuantizedArray(codes=True, scale=True, zero_point=None)}
 
     Source: ONNX TensorProto, "int4, int2 packing".
     """

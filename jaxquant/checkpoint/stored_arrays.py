@@ -25,7 +25,7 @@ _DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # those of the parts
 KEY = "quantized_array"  # the description lies beside the parts, under this name
 FORMAT, _VERSION = "jaxquant.QuantizedArray", 1
 TEXT = "static_text"  # the name of what a StaticText is stored as
-PARTS = ("values", "scale", "zero_point")
+PARTS = ("codes", "scale", "zero_point")
 
 
 def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
@@ -80,7 +80,7 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
     place = f"{argument}['{KEY}']"
     found = _read_description(function, place, node[KEY])
     parts = serialization.get_field(function, place, found, "parts")
-    required = ("values", "scale")
+    required = ("codes", "scale")
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
         checks.require(False, function, f"{place}['parts']", "values, scale, and zero_point or not", got)

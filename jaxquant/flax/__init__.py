@@ -6,17 +6,27 @@ The functions here are for Linen modules; `nnx` has its own.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import linen as linen
-from ._fold_batch_norm import fold_batch_norm as fold_batch_norm
-from .linen.calibrate import calibrate as calibrate
-from .linen.calibrate import check_calibrated as check_calibrated
-from .linen.contraction import promote_dtype as promote_dtype
-from .linen.convert import convert as convert
-from .linen.hooks import conv_general_dilated as conv_general_dilated
-from .linen.hooks import dot_general as dot_general
-from .ranges import Dynamic as Dynamic
-from .ranges import Learned as Learned
-from .ranges import Observed as Observed
+from . import linen
+from ._fold_batch_norm import fold_batch_norm
+from .linen.calibrate import calibrate, check_calibrated
+from .linen.contraction import promote_dtype
+from .linen.convert import convert
+from .linen.hooks import conv_general_dilated, dot_general
+from .ranges import Dynamic, Learned, Observed
+
+__all__ = [
+    "Dynamic",
+    "Learned",
+    "Observed",
+    "calibrate",
+    "check_calibrated",
+    "conv_general_dilated",
+    "convert",
+    "dot_general",
+    "fold_batch_norm",
+    "linen",
+    "promote_dtype",
+]
 
 if TYPE_CHECKING:
     from . import nnx as nnx
@@ -30,4 +40,4 @@ else:  # type checkers would take every name for one that is there
 
     def __dir__() -> list[str]:
         """Returns the public names, with `nnx`."""
-        return sorted({*globals(), "nnx"})
+        return sorted([*__all__, "nnx"])

@@ -44,6 +44,11 @@ class Site(NamedTuple):
     source: Source
     of: str
 
+    @property
+    def argument(self) -> str:
+        """The argument of a layer that the spec was given as, for errors."""
+        return f"{self.of}_spec"
+
 
 @contextlib.contextmanager
 def prefix_errors(path: str) -> Iterator[None]:
@@ -57,23 +62,25 @@ def prefix_errors(path: str) -> Iterator[None]:
 
 
 def check_layer(
-    layer: str, weight: Any, activation: Any, weight_range: Any, activation_range: Any
+    layer: str, weight_spec: Any, activation_spec: Any, weight_range: Any, activation_range: Any
 ) -> tuple[Site, Site | None]:
     """Requires specs that a layer can train and serve, and returns its sites."""
     expected = "a QuantSpec (without one it is flax's own layer)"
-    checks.require_type(isinstance(weight, QuantSpec), layer, "weight", expected, checks.describe_value(weight))
-    known = activation is None or isinstance(activation, QuantSpec)
+    checks.require_type(
+        isinstance(weight_spec, QuantSpec), layer, "weight_spec", expected, checks.describe_value(weight_spec)
+    )
+    known = activation_spec is None or isinstance(activation_spec, QuantSpec)
     expected = "a QuantSpec, or None for float activations"
-    checks.require_type(known, layer, "activation", expected, checks.describe_value(activation))
+    checks.require_type(known, layer, "activation_spec", expected, checks.describe_value(activation_spec))
     ways = (("weight", weight_range, Dynamic | Learned, "Dynamic() or Learned()"),
             ("activation", activation_range, Source, "Observed(), Dynamic() or Learned()"))  # fmt: skip
     for name, source, types, expected in ways:
         checks.require_type(isinstance(source, types), layer, f"{name}_range", expected, checks.describe_value(source))
-    sites = [(Site(weight, weight_range, "weight"))]
-    if activation is not None:
-        sites.append(Site(activation, activation_range, "activation"))
+    sites = [(Site(weight_spec, weight_range, "weight"))]
+    if activation_spec is not None:
+        sites.append(Site(activation_spec, activation_range, "activation"))
         for site in sites:
-            _check_integers(layer, site.of, site.spec)
+            _check_integers(layer, site.argument, site.spec)
     for site in sites:
         if site.of == "activation" and not isinstance(site.source, Dynamic):
             expected = (
@@ -81,13 +88,13 @@ def check_layer(
                 "of any other axis fits no other batch size"
             )
             is_storable = {site.spec.granularity, site.spec.zero_point_granularity} <= _STORABLE
-            checks.require(is_storable, layer, site.of, expected, site.spec.granularity)
+            checks.require(is_storable, layer, site.argument, expected, site.spec.granularity)
         if isinstance(site.source, Learned):
             expected = "a spec without power_of_two: a learned scale moves by less"
-            checks.require(not site.spec.power_of_two, layer, site.of, expected, site.spec)
+            checks.require(not site.spec.power_of_two, layer, site.argument, expected, site.spec)
             expected = f"a signed dtype, symmetric=True, or Learned(LSQPlus()): {_NEGATIVE}"
             fits = site.of == "activation" or not _is_unsigned_at_zero(site)
-            checks.require(fits, layer, site.of, expected, site.spec)
+            checks.require(fits, layer, site.argument, expected, site.spec)
     return sites[0], sites[1] if len(sites) == 2 else None
 
 
@@ -126,7 +133,7 @@ def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
 
 
 def _check_integers(layer: str, argument: str, spec: QuantSpec) -> None:
-    expected = f"codes of {dtypes.list_names(_operands.DTYPES)} where both sides are quantized, or activation=None"
+    expected = f"codes of {dtypes.list_names(_operands.DTYPES)} where both sides are quantized, or activation_spec=None"
     holds = spec.codebook is None and spec.carrier in _operands.DTYPES
     checks.require_type(holds, layer, argument, expected, spec.dtype)
 
@@ -335,13 +342,13 @@ def _describe_argument(value: Any) -> str:
 def check_converted(site: Site, kernel: QuantizedArray) -> None:
     """Requires codes of the spec's dtype."""
     expected = f"codes of {site.spec.dtype}, as the layer's spec has it"
-    holds = kernel.codebook == site.spec.codebook and kernel.values.dtype == site.spec.carrier
-    checks.require_type(holds, "flax", site.of, expected, kernel.codebook or kernel.values.dtype)
+    holds = kernel.codebook == site.spec.codebook and kernel.codes.dtype == site.spec.carrier
+    checks.require_type(holds, "flax", site.argument, expected, kernel.codebook or kernel.codes.dtype)
     shape = scale_from_range.find_shapes("flax", site.spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, as the layer's spec has it"
-    checks.require(kernel.scale.shape == shape, "flax", site.of, expected, f"shape {kernel.scale.shape}")
+    checks.require(kernel.scale.shape == shape, "flax", site.argument, expected, f"shape {kernel.scale.shape}")
     block = scale_from_range.find_stored_block_size("flax", site.spec, kernel.shape)
-    checks.require(kernel.block_size == block, "flax", site.of, f"block_size={block}", kernel.block_size)
+    checks.require(kernel.block_size == block, "flax", site.argument, f"block_size={block}", kernel.block_size)
 
 
 def make_quantizer(site: Site, x: jax.Array, given: tuple[jax.Array, Any] | None) -> Quantizer:

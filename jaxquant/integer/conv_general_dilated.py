@@ -159,7 +159,7 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
     images alone.
     """
     for name, operand, own in zip(names, operands, axes, strict=True):
-        x = getattr(operand, "values", operand)  # the codes of a quantized array
+        x = getattr(operand, "codes", operand)  # the codes of a quantized array
         partition = granularity.find_partition(x)
         if all(partition[a] is None for a in own):
             continue

@@ -54,7 +54,7 @@ def test_a_pytree(rng: np.random.Generator) -> None:
     assert len(leaves) == 3
     same_arrays(jax.tree.unflatten(structure, leaves), q)
     named = jax.tree_util.tree_flatten_with_path({"w": q})[0]
-    assert [jax.tree_util.keystr(path) for path, _ in named] == ["['w'].values", "['w'].scale", "['w'].zero_point"]
+    assert [jax.tree_util.keystr(path) for path, _ in named] == ["['w'].codes", "['w'].scale", "['w'].zero_point"]
     assert len(jax.tree.leaves(q.replace(zero_point=None))) == 2
     same_arrays(jax.tree.map(lambda v: v, q), q)
     doubled = jax.tree.map(lambda v: v, q).replace(scale=q.scale * 2)
@@ -64,7 +64,7 @@ def test_a_pytree(rng: np.random.Generator) -> None:
 
 
 def q_parts(q: jq.QuantizedArray) -> dict[str, Any]:
-    return {"values": q.values, "scale": q.scale, "zero_point": q.zero_point}
+    return {"codes": q.codes, "scale": q.scale, "zero_point": q.zero_point}
 
 
 def test_structures_are_equal_only_where_what_is_static_is(rng: np.random.Generator) -> None:
@@ -100,7 +100,7 @@ def test_jit_donation_and_no_recompilation(rng: np.random.Generator) -> None:
     same(kept.dequantize(), want)  # of numpy arrays, too
     shapes = jax.eval_shape(lambda q: q[:, 3:], kept)
     assert (shapes.shape, shapes.scale.shape, shapes.zero_point.shape) == ((4, 4), (4, 2), (4, 1))
-    assert isinstance(shapes.values, jax.ShapeDtypeStruct)
+    assert isinstance(shapes.codes, jax.ShapeDtypeStruct)
     assert (shapes.ndim, shapes.size, len(shapes), shapes.nbytes) == (2, 16, 4, 8 + 32 + 2)
 
 
@@ -162,20 +162,20 @@ def test_gradients(rng: np.random.Generator) -> None:
     q, want = made(rng)
     g = rng.normal(size=(4, 7)).astype(F32)
     loss = lambda scale: (q.replace(scale=scale).dequantize() * g).sum()  # noqa: E731
-    steps = np.asarray(q.values).astype(np.int64) - np.asarray(q.zero_point).astype(np.int64)
+    steps = np.asarray(q.codes).astype(np.int64) - np.asarray(q.zero_point).astype(np.int64)
     padded = np.pad((steps * g.astype(np.float64)), ((0, 0), (0, 2))).reshape(4, 3, 3)
     np.testing.assert_allclose(jax.grad(loss)(q.scale), padded.sum(2), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(q.scale), padded.sum(2), rtol=1e-4, atol=1e-4)
     by_leaf = jax.grad(lambda q: (q.dequantize() * g).sum(), allow_int=True)(q)
     assert isinstance(by_leaf, jq.QuantizedArray)
     np.testing.assert_allclose(by_leaf.scale, padded.sum(2), rtol=1e-4, atol=1e-4)
-    assert by_leaf.values.dtype == jax.dtypes.float0
+    assert by_leaf.codes.dtype == jax.dtypes.float0
     assert "float0" in repr(by_leaf)
     _, tangent = jax.jvp(lambda s: q.replace(scale=s).dequantize(), (q.scale,), (q.scale,))
     np.testing.assert_allclose(tangent, want, rtol=1e-5, atol=1e-6)
     f8 = jq.quantize(want, jq.QuantSpec(jnp.float8_e4m3fn, jq.PerAxis(0)))
     slope = jax.grad(lambda s: f8.replace(scale=s).dequantize().sum())(f8.scale)
-    np.testing.assert_allclose(slope, np.asarray(f8.values).astype(F32).sum(1, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(slope, np.asarray(f8.codes).astype(F32).sum(1, keepdims=True), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -207,14 +207,14 @@ def test_copies(rng: np.random.Generator) -> None:
             assert copied is not each
             same_arrays(copied, each)
             same(copied.dequantize(), each.dequantize())
-    assert copy.copy(q).values is q.values
-    assert copy.deepcopy(q).values is not q.values
+    assert copy.copy(q).codes is q.codes
+    assert copy.deepcopy(q).codes is not q.codes
     same_arrays(q.replace(), q)
 
 
 def test_it_is_immutable(rng: np.random.Generator) -> None:
     q, _ = made(rng)
-    for name in ("scale", "values", "zero_point", "dtype", "block_size", "anything"):
+    for name in ("scale", "codes", "zero_point", "dtype", "block_size", "anything"):
         with pytest.raises(AttributeError, match=rf"jaxquant\.QuantizedArray: {name}: it is immutable; use replace"):
             setattr(q, name, 1)
     with pytest.raises(AttributeError, match="scale: it is immutable"):
@@ -229,7 +229,7 @@ def test_it_is_no_array(rng: np.random.Generator) -> None:
     for ask in (np.asarray, jnp.asarray, lambda q: jnp.sin(q), lambda q: np.ones(7) + q):
         with pytest.raises(TypeError):
             ask(q)
-    with pytest.raises(TypeError, match=r"__array__: self: expected q.dequantize\(\), or q.values, got QuantizedArray"):
+    with pytest.raises(TypeError, match=r"__array__: self: expected q.dequantize\(\), or q.codes, got QuantizedArray"):
         np.asarray(q)
     for ask in (bool, lambda q: not q):
         with pytest.raises(TypeError, match=r"__bool__: self: expected q.dequantize\(\) for a truth value"):
@@ -256,10 +256,10 @@ def test_what_it_tells(rng: np.random.Generator) -> None:
     jax.jit(lambda q: seen.append(repr(q)))(q)
     assert seen == [repr(q)]
     assert repr(jax.eval_shape(lambda q: q, q)) == repr(q)
-    assert repr(jax.tree.map(lambda _: 0, q)) == "QuantizedArray(values=0, scale=0, zero_point=0)"
-    assert repr(jax.tree.map(jnp.shape, q)) == "QuantizedArray(values=(4, 7), scale=(4, 3), zero_point=(4, 1))"
-    assert repr(jax.tree.map(lambda _: None, q)) == "QuantizedArray(values=None, scale=None, zero_point=None)"
-    assert repr(jq.QuantizedArray(0, None)) == "QuantizedArray(values=0, scale=None, zero_point=None)"
+    assert repr(jax.tree.map(lambda _: 0, q)) == "QuantizedArray(codes=0, scale=0, zero_point=0)"
+    assert repr(jax.tree.map(jnp.shape, q)) == "QuantizedArray(codes=(4, 7), scale=(4, 3), zero_point=(4, 1))"
+    assert repr(jax.tree.map(lambda _: None, q)) == "QuantizedArray(codes=None, scale=None, zero_point=None)"
+    assert repr(jq.QuantizedArray(0, None)) == "QuantizedArray(codes=0, scale=None, zero_point=None)"
     assert repr(q.replace(scale=None)).endswith("scale=None, zero_point=" + repr(q.zero_point) + ")")
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     assert "SingleDeviceSharding" in repr(jax.tree.map(lambda _: place, q))
@@ -309,19 +309,19 @@ Q = jq.QuantizedArray(V, S)
 N = jq.QuantizedArray(jnp.ones((4, 6), jnp.uint4), S, codebook=jq.nf4)
 A: Any = jq.QuantizedArray
 ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
-    ("values float32", A(jnp.ones((4, 6)), S), TypeError, "self.values", "dtype int2", "float32"),
-    ("values int32", A(V.astype(jnp.int32), S), TypeError, "self.values", "dtype int2", "int32"),
-    ("values list", A([1, 2], S), TypeError, "self.values", "an array", "list"),
-    ("values number", A(0, 0), TypeError, "self.values", "an array", "int"),
-    ("values abstract", A(jax.ShapeDtypeStruct((4, 6), jnp.int8), S), TypeError, "self.values",
+    ("values float32", A(jnp.ones((4, 6)), S), TypeError, "self.codes", "dtype int2", "float32"),
+    ("values int32", A(V.astype(jnp.int32), S), TypeError, "self.codes", "dtype int2", "int32"),
+    ("values list", A([1, 2], S), TypeError, "self.codes", "an array", "list"),
+    ("values number", A(0, 0), TypeError, "self.codes", "an array", "int"),
+    ("values abstract", A(jax.ShapeDtypeStruct((4, 6), jnp.int8), S), TypeError, "self.codes",
      "an array", "Shape"),
     ("scale int8", A(V, V, dtype="float32"), TypeError, "self.scale", "dtype float32", "int8"),
     ("scale float8", A(V, S.astype(jnp.float8_e5m2), dtype="float32"), TypeError, "self.scale",
      "dtype float32", "e5m2"),
     ("scale None", A(V, None, dtype="float32"), TypeError, "self.scale", "an array", "None"),
     ("scale number", A(V, 1.0, dtype="float32"), TypeError, "self.scale", "an array", "float"),
-    ("scale rank", A(V, S[:, 0]), ValueError, "self.scale", r"the rank of the values, \(4, 6\)", r"shape \(4,\)"),
-    ("scale scalar", A(V, S[0, 0]), ValueError, "self.scale", "the rank of the values", r"shape \(\)"),
+    ("scale rank", A(V, S[:, 0]), ValueError, "self.scale", r"the rank of the codes, \(4, 6\)", r"shape \(4,\)"),
+    ("scale scalar", A(V, S[0, 0]), ValueError, "self.scale", "the rank of the codes", r"shape \(\)"),
     ("scale shape", A(V, jnp.ones((3, 1))), ValueError, "self.scale", "each dimension 1, theirs", r"\(3, 1\)"),
     ("scale blocks", A(V, jnp.ones((4, 4))), ValueError, "self.scale", "blocks that divide it", r"\(4, 4\)"),
     ("scale too long", A(V, jnp.ones((4, 12))), ValueError, "self.scale", "blocks that divide it", r"\(4, 12\)"),
@@ -337,9 +337,9 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("point shape", A(V, S, V[:, :4]), ValueError, "self.zero_point", "each dimension 1, theirs", r"\(4, 4\)"),
     ("point of floats", A(V.astype(jnp.float8_e5m2), S, S.astype(jnp.float8_e5m2)), ValueError, "self.zero_point",
      "None: float8_e5m2 has no zero point", "float8_e5m2"),
-    ("point of a book", N.replace(zero_point=N.values), ValueError, "self.zero_point", "None: nf4 has no", "uint4"),
-    ("carrier", N.replace(values=V), TypeError, "self.values", "dtype uint4", "int8"),
-    ("book", Q.replace(codebook="nf4"), TypeError, "self.codebook", "a CodeBook or None", "nf4"),
+    ("point of a book", N.replace(zero_point=N.codes), ValueError, "self.zero_point", "None: nf4 has no", "uint4"),
+    ("carrier", N.replace(codes=V), TypeError, "self.codes", "dtype uint4", "int8"),
+    ("book", Q.replace(codebook="nf4"), TypeError, "self.codebook", "a Codebook or None", "nf4"),
     ("dtype", A(V, S, dtype="float64"), TypeError, "self.dtype", "dtype float32", "float64"),
     ("dtype int8", A(V, V, dtype=jnp.int8), TypeError, "self.scale", "dtype float32", "int8"),
     ("block size 0", Q.replace(block_size=0), ValueError, "self.block_size", "a positive int", "0"),
@@ -381,7 +381,7 @@ def test_and_while_tracing_and_without_chex(row: tuple[str, Any, type[Exception]
 
 MORE: list[tuple[str, Any, type[Exception], str]] = [
     ("len", P(len, A(V[0, 0], S[0, 0])), TypeError, r"__len__: self: expected rank 1 or more, got rank 0"),
-    ("replace", P(Q.replace, scales=S), ValueError, r"replace: scales: expected one of values, scale, zero_point, dtype"),
+    ("replace", P(Q.replace, scales=S), ValueError, r"replace: scales: expected one of codes, scale, zero_point, dtype"),
     ("astype int8", P(Q.astype, jnp.int8), TypeError,
      r"astype: dtype: expected dtype float32, float16 or bfloat16, got int8"),
     ("astype None", P(Q.astype, None), TypeError,

@@ -17,7 +17,7 @@ from jaxquant import Blocked, PerAxis, QuantizedArray, QuantSpec
 
 def test_an_array_goes_in_and_out(rng: np.random.Generator) -> None:
     """What is static goes with it, code books of one's own included."""
-    book = jq.CodeBook("mine", tuple(i**3 for i in range(-8, 8)))  # jax.export saves no 2-bit arrays
+    book = jq.Codebook("mine", tuple(i**3 for i in range(-8, 8)))  # jax.export saves no 2-bit arrays
     w = rng.normal(size=(8, 100)).astype(np.float32)
     q = jq.quantize(w, QuantSpec(book, Blocked(1, 64)))
     program = export.export(jax.jit(lambda q: q.astype(jnp.bfloat16)))(q)

@@ -59,7 +59,7 @@ def widened(part: Any, q: QuantizedArray) -> np.ndarray:
 
 
 def steps(q: QuantizedArray) -> np.ndarray:
-    codes = np.asarray(q.values).astype(np.int64)
+    codes = np.asarray(q.codes).astype(np.int64)
     return codes if q.zero_point is None else codes - widened(q.zero_point, q).astype(np.int64)
 
 
@@ -95,7 +95,7 @@ def test_quantize_and_dequantize_where_x_is_cut(rng: np.random.Generator, name: 
     @jax.jit
     def there_and_back(x: jax.Array) -> Any:
         q = jq.quantize(x, spec)
-        return q.values, q.scale, q.zero_point, q.dequantize()
+        return q.codes, q.scale, q.zero_point, q.dequantize()
 
     for axis in range(3):
         got = there_and_back(cut(x, axis, kind))
@@ -114,7 +114,7 @@ def test_a_given_range_that_is_cut(rng: np.random.Generator, kind: AxisType) -> 
     quantize = jax.jit(lambda x, low, high: jq.quantize(x, spec, low, high))
     for axis, ends in ((0, 0), (1, 0), (0, None)):
         q = quantize(cut(x, axis, kind), *cut((low, high), ends, kind))
-        same((q.values, q.scale, q.zero_point), (codes, scale, point.astype(np.uint8)))
+        same((q.codes, q.scale, q.zero_point), (codes, scale, point.astype(np.uint8)))
 
 
 VIEWS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
@@ -134,8 +134,8 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 def test_views_of_a_cut_array(rng: np.random.Generator, axis: int, kind: AxisType) -> None:
     x = rng.normal(size=SHAPE).astype(F32)
     q = jq.quantize(x, QuantSpec("uint4", Blocked(1, 5)))
-    q = q.replace(zero_point=rng.integers(0, 16, (1, 16, 1)).astype(q.values.dtype))  # shared in another way
-    whole = array_text.values(np.asarray(q.values), widened(q.scale, q), widened(q.zero_point, q), F32)
+    q = q.replace(zero_point=rng.integers(0, 16, (1, 16, 1)).astype(q.codes.dtype))  # shared in another way
+    whole = array_text.values(np.asarray(q.codes), widened(q.scale, q), widened(q.zero_point, q), F32)
     views = {n: f for n, (f, free) in VIEWS.items() if kind is AxisType.Auto or axis in free}
 
     @jax.jit

@@ -115,7 +115,7 @@ def arrays(draw: Any) -> tuple[jq.QuantizedArray, np.ndarray]:
 def told(q: jq.QuantizedArray) -> np.ndarray:
     """What an array stands for, in numpy: to compile each shape would tell no more."""
     point = None if q.zero_point is None else wide(q.zero_point, q)
-    return array_text.values(np.asarray(q.values), wide(q.scale, q), point, F32)
+    return array_text.values(np.asarray(q.codes), wide(q.scale, q), point, F32)
 
 
 @st.composite

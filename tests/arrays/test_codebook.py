@@ -18,7 +18,7 @@ from ..oracles import array_text, onnx_text
 from ..support import transforms
 
 F32 = np.float32
-TERNARY = jq.CodeBook("ternary and a half", (-1.0, 0.0, 0.5, 1.0))
+TERNARY = jq.Codebook("ternary and a half", (-1.0, 0.0, 0.5, 1.0))
 P: Any = functools.partial
 
 
@@ -36,7 +36,7 @@ def test_nf4_is_the_table_of_the_paper() -> None:
     assert (jq.nf4.levels[0], jq.nf4.levels[7], jq.nf4.levels[-1]) == (-1.0, 0.0, 1.0)
 
 
-def drawn(rng: np.random.Generator, book: jq.CodeBook, scale: np.ndarray) -> np.ndarray:
+def drawn(rng: np.random.Generator, book: jq.Codebook, scale: np.ndarray) -> np.ndarray:
     """Entries, values half way between two and one float to either side of that, times the scale; and the rest."""
     middles = np.array([(a + b) / 2 for a, b in itertools.pairwise(book.levels)])
     picked = rng.choice(np.concatenate([middles, middles, book.levels]), scale.shape)
@@ -49,7 +49,7 @@ def drawn(rng: np.random.Generator, book: jq.CodeBook, scale: np.ndarray) -> np.
 
 def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
     """Exactly: with a scale of 4 or 1 a tie in x is a tie of the table, and its neighbours are none."""
-    for book in (jq.nf4, TERNARY, jq.CodeBook("all", tuple(range(-100, 156)))):
+    for book in (jq.nf4, TERNARY, jq.Codebook("all", tuple(range(-100, 156)))):
         x = drawn(rng, book, np.full(500, 4.0)) if book.levels[-1] == 1 else drawn(rng, book, np.full(500, 1.0))
         span = 4.0 if book.levels[-1] == 1 else 155.0
         spec = jq.QuantSpec(book)
@@ -58,8 +58,8 @@ def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(q.scale, [scale])
             value = onnx_text.quotient(x, np.full(x.shape, scale), np.dtype(F32))
             want = array_text.nearest_level(value, book.levels)
-            assert q.values.dtype == book.carrier
-            np.testing.assert_array_equal(np.asarray(q.values).astype(np.int64), want)
+            assert q.codes.dtype == book.carrier
+            np.testing.assert_array_equal(np.asarray(q.codes).astype(np.int64), want)
             entries = np.asarray(book.levels, F32)[want]
             np.testing.assert_array_equal(q.dequantize(), entries * scale)
 
@@ -78,7 +78,7 @@ def test_blocks_of_nf4(rng: np.random.Generator, scale_dtype: str) -> None:
     values = np.asarray(jq.nf4.levels, F32)[codes] * wide
     loop = jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, jq.quantize(row[None], spec)), None, x)[1])(x)
     for q in (jq.quantize(x, spec), jax.jit(lambda x: jq.quantize(x, spec))(x)):
-        np.testing.assert_array_equal(np.asarray(q.values).astype(np.int64), codes)
+        np.testing.assert_array_equal(np.asarray(q.codes).astype(np.int64), codes)
         assert transforms.mismatches(np.asarray(q.scale), scale) == 0
         assert transforms.mismatches(np.asarray(q.dequantize()), values) == 0
         assert transforms.mismatches(np.asarray(q[1:, 16:].dequantize()), values[1:, 16:]) == 0
@@ -100,7 +100,7 @@ def test_repr_and_nbytes() -> None:
 
 
 def test_equal_books_are_one_static_value() -> None:
-    other = jq.CodeBook("ternary and a half", [-1, 0, np.float32(0.5), 1])  # type: ignore[arg-type]
+    other = jq.Codebook("ternary and a half", [-1, 0, np.float32(0.5), 1])  # type: ignore[arg-type]
     assert other == TERNARY
     assert hash(other) == hash(TERNARY)
     x = jnp.array([0.1, 1.0])
@@ -110,23 +110,23 @@ def test_equal_books_are_one_static_value() -> None:
 
 
 ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
-    ("name", P(jq.CodeBook, 3, (0, 1, 2, 3)), TypeError, "name", "a string", "3"),
-    ("levels none", P(jq.CodeBook, "a", None), TypeError, "levels", "a sequence of numbers", "None"),
-    ("levels text", P(jq.CodeBook, "a", "0123"), TypeError, "levels", "a sequence of numbers", "'0123'"),
-    ("levels of rank 0", P(jq.CodeBook, "a", np.array(3.0)), TypeError, "levels", "a sequence of numbers", "an array"),
-    ("larger than floats", P(jq.CodeBook, "a", (0, 1, 2, 10**400)), ValueError, "levels", "a finite number", "an int"),
-    ("a text", P(jq.CodeBook, "a", (0, 1, 2, "3")), TypeError, "levels", "a static Python number", "'3'"),
-    ("a bool", P(jq.CodeBook, "a", (False, 1, 2, 3)), TypeError, "levels", "a static Python number", "False"),
-    ("a nan", P(jq.CodeBook, "a", (0, 1, 2, float("nan"))), ValueError, "levels", "a finite number", "nan"),
-    ("too large", P(jq.CodeBook, "a", (0, 1, 2, 1e39)), ValueError, "levels", "a finite number of float32", "1e\\+39"),
-    ("three", P(jq.CodeBook, "a", (0, 1, 2)), ValueError, "levels", "4, 16 or 256 numbers", "3"),
-    ("descending", P(jq.CodeBook, "a", (3, 2, 1, 0)), ValueError, "levels", "ascending numbers", "3, 2, 1, 0"),
-    ("equal in float32", P(jq.CodeBook, "a", (0, 1, 1 + 1e-12, 2)), ValueError, "levels", "ascending numbers", "1.0"),
+    ("name", P(jq.Codebook, 3, (0, 1, 2, 3)), TypeError, "name", "a string", "3"),
+    ("levels none", P(jq.Codebook, "a", None), TypeError, "levels", "a sequence of numbers", "None"),
+    ("levels text", P(jq.Codebook, "a", "0123"), TypeError, "levels", "a sequence of numbers", "'0123'"),
+    ("levels of rank 0", P(jq.Codebook, "a", np.array(3.0)), TypeError, "levels", "a sequence of numbers", "an array"),
+    ("larger than floats", P(jq.Codebook, "a", (0, 1, 2, 10**400)), ValueError, "levels", "a finite number", "an int"),
+    ("a text", P(jq.Codebook, "a", (0, 1, 2, "3")), TypeError, "levels", "a static Python number", "'3'"),
+    ("a bool", P(jq.Codebook, "a", (False, 1, 2, 3)), TypeError, "levels", "a static Python number", "False"),
+    ("a nan", P(jq.Codebook, "a", (0, 1, 2, float("nan"))), ValueError, "levels", "a finite number", "nan"),
+    ("too large", P(jq.Codebook, "a", (0, 1, 2, 1e39)), ValueError, "levels", "a finite number of float32", "1e\\+39"),
+    ("three", P(jq.Codebook, "a", (0, 1, 2)), ValueError, "levels", "4, 16 or 256 numbers", "3"),
+    ("descending", P(jq.Codebook, "a", (3, 2, 1, 0)), ValueError, "levels", "ascending numbers", "3, 2, 1, 0"),
+    ("equal in float32", P(jq.Codebook, "a", (0, 1, 1 + 1e-12, 2)), ValueError, "levels", "ascending numbers", "1.0"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].replace(" ", "_") for row in ROWS])
 def test_refusals(row: tuple[str, Any, type[Exception], str, str, str]) -> None:
     _, call, error, argument, wanted, got = row
-    with pytest.raises(error, match=rf"jaxquant\.CodeBook: {argument}: expected .*{wanted}.*, got .*{got}"):
+    with pytest.raises(error, match=rf"jaxquant\.Codebook: {argument}: expected .*{wanted}.*, got .*{got}"):
         call()

@@ -36,7 +36,7 @@ def make(
 
 def spread(q: jq.QuantizedArray) -> np.ndarray:
     """The values, in numpy: what so many shapes would take to compile tells no more."""
-    codes = np.asarray(q.values)
+    codes = np.asarray(q.codes)
     parts = [None if p is None else np.asarray(p) for p in (q.scale, q.zero_point)]
     wide = [None if p is None else array_text.aligned(p, codes.shape, q.block_size) for p in parts]
     assert wide[0] is not None
@@ -44,9 +44,9 @@ def spread(q: jq.QuantizedArray) -> np.ndarray:
 
 
 def check(got: jq.QuantizedArray, arrays: list[jq.QuantizedArray], axis: int) -> None:
-    codes = np.concatenate([np.asarray(q.values) for q in arrays], axis)
-    assert got.values.dtype == codes.dtype
-    np.testing.assert_array_equal(np.asarray(got.values), codes)
+    codes = np.concatenate([np.asarray(q.codes) for q in arrays], axis)
+    assert got.codes.dtype == codes.dtype
+    np.testing.assert_array_equal(np.asarray(got.codes), codes)
     assert transforms.mismatches(spread(got), np.concatenate([spread(q) for q in arrays], axis)) == 0
     assert (got.dtype, got.codebook) == (arrays[0].dtype, arrays[0].codebook)
 
@@ -145,7 +145,7 @@ def test_every_dtype_of_codes(rng: np.random.Generator, name: str) -> None:
     want = np.concatenate([np.asarray(q.dequantize()) for q in arrays])
     for joined, values in (jax.jit(both)(arrays), (jq.concatenate(host), want)):
         assert joined.codebook == SPECS[name].codebook
-        np.testing.assert_array_equal(np.asarray(joined.values), np.concatenate([np.asarray(q.values) for q in arrays]))
+        np.testing.assert_array_equal(np.asarray(joined.codes), np.concatenate([np.asarray(q.codes) for q in arrays]))
         got = np.asarray(joined.dequantize())
         assert got.dtype == np.float16
         assert transforms.mismatches(got, np.asarray(values)) == 0
@@ -161,7 +161,7 @@ def test_under_vmap_and_grad(rng: np.random.Generator) -> None:
     one, two = (jax.tree.map(lambda part: part[0], q) for q in stacks)
     shared = one.replace(scale=one.scale[:1], zero_point=one.zero_point[:1])
     pull = jax.grad(lambda scale: jq.concatenate([shared.replace(scale=scale), two], 0).dequantize().sum())
-    steps = np.asarray(shared.values, np.float64) - np.asarray(shared.zero_point, np.float64)
+    steps = np.asarray(shared.codes, np.float64) - np.asarray(shared.zero_point, np.float64)
     np.testing.assert_allclose(pull(shared.scale), steps.sum().reshape(1, 1), rtol=1e-6)
 
 
@@ -204,9 +204,9 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     ),
     (functools.partial(join, [Q, Q[0]]), ValueError, r"arrays\[1\]: expected the shape of .*, got shape \(6,\)"),
     (
-        functools.partial(join, [Q, Q.replace(values=np.ones((4, 6), np.uint8))]),
+        functools.partial(join, [Q, Q.replace(codes=np.ones((4, 6), np.uint8))]),
         TypeError,
-        r"arrays\[1\]\.values: expected int8, that of arrays\[0\], got uint8",
+        r"arrays\[1\]\.codes: expected int8, that of arrays\[0\], got uint8",
     ),
     (
         functools.partial(join, [Q, Q.replace(scale=np.ones((4, 1), np.float16))]),
@@ -226,7 +226,7 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     (
         functools.partial(join, [Q, Q.replace(scale=np.ones((3, 1), F32))]),
         ValueError,
-        r"arrays\[1\]\.scale: expected the rank of the values",
+        r"arrays\[1\]\.scale: expected the rank of the codes",
     ),
 ]
 

@@ -46,7 +46,7 @@ def same(got: jq.QuantizedArray, want: np.ndarray) -> None:
 
 def told(got: jq.QuantizedArray, want: np.ndarray) -> None:
     """The same of the parts, spread in numpy: what so many shapes would take to compile tells no more."""
-    codes = np.asarray(got.values)
+    codes = np.asarray(got.codes)
     assert codes.shape == want.shape
     parts = [None if p is None else np.asarray(p) for p in (got.scale, got.zero_point)]
     wide = [None if p is None else array_text.aligned(p, codes.shape, got.block_size) for p in parts]

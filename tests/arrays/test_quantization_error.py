@@ -53,7 +53,7 @@ def oracle(x: np.ndarray, q: jq.QuantizedArray, spec: jq.QuantSpec) -> list[floa
     else:
         outside = (value < low * (1 + 2**-22)) | (value > high * (1 + 2**-22))
     bits = {"nf4": 4}.get(str(spec.dtype)) or int(str(spec.dtype).strip("uintfloa").split("_")[0])
-    codes = np.asarray(q.values)
+    codes = np.asarray(q.codes)
     codes = codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes
     return [
         10 * math.log10(signal / noise), np.abs(wide - y).max(), (wide * y).sum() / math.sqrt(signal * size),
@@ -97,7 +97,7 @@ def test_at_the_ends_of_the_range() -> None:
     narrow = jq.QuantizedArray(np.array([-127, -127, -126], np.int8), np.ones(1, F32))
     assert jq.quantization_error(floats([-128, -127.5, -129]), narrow).saturated == F32(1) / F32(3)
     x = floats([-1.0, 1.0, 1.0625, 0.3])
-    for book in (jq.nf4, jq.CodeBook("uneven", (-0.3, 0.0, 0.1, 0.7))):
+    for book in (jq.nf4, jq.Codebook("uneven", (-0.3, 0.0, 0.1, 0.7))):
         q = jq.quantize(x * F32(0.7), jq.QuantSpec(book))  # the largest lands on the last entry, rounded or not
         beyond = 0 if book is jq.nf4 else 1  # -1 has no entry there
         assert jq.quantization_error(x * F32(0.7), q).saturated == F32(beyond) / 4
@@ -116,12 +116,12 @@ def test_where_a_ratio_has_no_value() -> None:
         assert tuple(map(float, found)) == (np.inf, 0, 1, 0, used)
     ones = jq.QuantizedArray(np.ones(4, np.int8), np.ones(1, F32))
     assert tuple(jq.quantization_error(np.zeros(4, F32), ones))[:3] == (-np.inf, 1, 0)
-    zeros = ones.replace(values=np.zeros(4, np.int8))
+    zeros = ones.replace(codes=np.zeros(4, np.int8))
     assert tuple(jq.quantization_error(np.ones(4, F32), zeros))[:3] == (0, 1, 0)
     for wrong in (np.nan, np.inf, -np.inf):
         x = np.ones(5000, F32)  # XLA's own maximum loses a NaN in so many
         x[4321] = wrong
-        found = jq.quantization_error(x, ones.replace(values=np.ones(5000, np.int8)))
+        found = jq.quantization_error(x, ones.replace(codes=np.ones(5000, np.int8)))
         assert np.isnan([found.sqnr_db, found.cosine]).all()
         assert np.isnan(found.max_abs) if np.isnan(wrong) else found.max_abs == np.inf
         spoilt = jq.QuantizedArray(np.ones(2, np.int8), np.full(1, wrong, F32)) if wrong != -np.inf else None
@@ -171,7 +171,7 @@ REFUSALS = [
     (Q, Q, TypeError, "x: expected an array, got QuantizedArray"),
     (np.ones((4, 3), F32), Q, ValueError, r"x: expected shape \(3, 4\) \(q's\), got shape \(4, 3\)"),
     (1.0, Q, ValueError, r"x: expected shape \(3, 4\) \(q's\), got shape \(\)"),
-    (np.ones(4, F32), Q.replace(scale=np.ones((2, 1), F32)), ValueError, "q.scale: expected the rank of the values"),
+    (np.ones(4, F32), Q.replace(scale=np.ones((2, 1), F32)), ValueError, "q.scale: expected the rank of the codes"),
 ]
 
 

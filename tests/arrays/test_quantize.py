@@ -45,7 +45,7 @@ def test_the_integers_are_those_of_the_text_and_of_the_operators(rng: np.random.
             output_dtype=view.x.dtype, precision=jnp.float32,
         )  # fmt: skip
         alike = compared(want, spec)
-        same(np.asarray(operator)[alike], np.asarray(q.values)[alike])
+        same(np.asarray(operator)[alike], np.asarray(q.codes)[alike])
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def test_per_tensor_is_dynamic_quantize_linear(rng: np.random.Generator, size: i
             x[rng.integers(size)] = extreme
         want = jq.dynamic_quantize_linear(x, dtype=name)
         for q in (jq.quantize(x, spec), compiled(x)):
-            same(q.values, want.y)
+            same(q.codes, want.y)
             same(q.scale.reshape(()), want.y_scale)
             same(q.zero_point.reshape(()), want.y_zero_point)
         text = onnx_text.dynamic_quantize_linear(x, (0, 255) if name == "uint8" else (-127, 127))
-        same(q.values, text[0].astype(name))
+        same(q.codes, text[0].astype(name))
         if name == "uint8":
             feeds = {"y": np.uint8, "y_scale": np.float32, "y_zero_point": np.uint8}
             found = onnx_runtime.run("DynamicQuantizeLinear", {"x": x}, feeds, 11)
             if size and np.isfinite(x).all():
-                same(q.values, found[0])
+                same(q.codes, found[0])
                 same(q.scale.reshape(()), found[1])
 
 
@@ -244,9 +244,9 @@ def test_a_given_range(rng: np.random.Generator) -> None:
     for q in (jq.quantize(x, spec, *bounds), jax.jit(lambda x, lo, hi: jq.quantize(x, spec, lo, hi))(x, *bounds)):
         same(q.scale, scale)
         same(q.zero_point, point.astype(np.uint8))
-        same(q.values, want)
+        same(q.codes, want)
     shared = jq.quantize(x, spec, low, np.full((1, 1, 1), 2.5, F32))
-    same(shared.values, jq.quantize(x, spec, low, np.full((1, 6, 1), 2.5, F32)).values)
+    same(shared.codes, jq.quantize(x, spec, low, np.full((1, 6, 1), 2.5, F32)).codes)
     ends = jq.quantize(x, spec, -1, 2.5)
     for lo, hi in (
         (F32(-1), F32(2.5)),
@@ -254,7 +254,7 @@ def test_a_given_range(rng: np.random.Generator) -> None:
         (np.float64(-1), np.full((1, 1, 1), 2.5, F32)),
     ):
         other = jq.quantize(x, spec, lo, hi)
-        same(other.values, ends.values)
+        same(other.codes, ends.codes)
         same(other.scale, ends.scale)
     away = jq.quantize(x, spec, 1.0, 2.0)  # widened to hold 0
     same(away.scale, np.full((1, 6, 1), F32(2) / F32(255)))
@@ -329,7 +329,7 @@ def test_eight_devices_give_the_same(rng: np.random.Generator, granularity: str,
     for axis in (0, 2):
         place = NamedSharding(mesh, PartitionSpec(*("d" if a == axis else None for a in range(3))))
         got = jax.jit(lambda x: jq.quantize(x, spec))(jax.device_put(x, place))
-        assert len(got.values.sharding.device_set) == 8
+        assert len(got.codes.sharding.device_set) == 8
         for leaf, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             same(leaf, w)
         same(got.dequantize(), want.dequantize())
@@ -364,5 +364,23 @@ def test_one_element_is_a_range_for_every_rank(rng: np.random.Generator) -> None
     x = rng.normal(size=(2, 3, 4)).astype(np.float32)
     spec = jq.QuantSpec(jnp.uint8)
     found = jq.quantize(x, spec, np.full((1, 1), -2, np.float32), np.full((1, 1), 2, np.float32))
-    np.testing.assert_array_equal(found.values, jq.quantize(x, spec, -2.0, 2.0).values)
+    np.testing.assert_array_equal(found.codes, jq.quantize(x, spec, -2.0, 2.0).codes)
     assert found.scale.shape == (1, 1, 1)
+
+
+def test_a_range_is_given_in_one_argument_or_in_two() -> None:
+    x, spec = jnp.array([-1.0, 0.3, 2.0]), jq.QuantSpec(jnp.uint8)
+    pairs: Any = ((-1.0, 1.55), [-1.0, 1.55], jq.Range(jnp.float32(-1), jnp.float32(1.55)))
+    same_parts = [jq.quantize(x, spec, -1.0, 1.55), *(jq.quantize(x, spec, range=ends) for ends in pairs)]
+    for q in same_parts[1:]:
+        for part, other in zip(jax.tree.leaves(q), jax.tree.leaves(same_parts[0]), strict=True):
+            np.testing.assert_array_equal(part, other)
+    for ends, more, error, text in (
+        (1.0, (), TypeError, r"quantize: range: expected a pair \(lo, hi\), .*, got 1\.0"),
+        ((1.0,), (), TypeError, r"range: expected a pair"),
+        ((-1.0, 1.0), (-1.0, 1.0), ValueError, r"range: expected either range=\(lo, hi\), or lo and hi, got both"),
+        ((-1.0, None), (), ValueError, r"hi: expected a range of two ends"),
+        ((2.0, 1.0), (), ValueError, r"lo: expected no more than hi"),
+    ):
+        with pytest.raises(error, match=text):
+            jq.quantize(x, spec, *more, range=ends)  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def test_quantize_gives_no_scale_of_zero(scale_dtype: str) -> None:
         for spec, q, rows_apart, ranged in zip(specs, found, each, given, strict=True):
             check_array(q, x, spec)
             check_array(ranged, x, spec)
-            np.testing.assert_array_equal(np.asarray(rows_apart.values), np.asarray(q.values))
+            np.testing.assert_array_equal(np.asarray(rows_apart.codes), np.asarray(q.codes))
             np.testing.assert_array_equal(np.asarray(rows_apart.scale).ravel(), np.asarray(q.scale).ravel())
     for spec in (specs[0], specs[3]):
         check_array(jq.quantize(rows[BOTH], spec), rows[BOTH], spec)
@@ -154,7 +154,7 @@ def test_a_learned_scale_that_float16_rounds_to_zero() -> None:
     """It is the least number of float16, which a product with codes survives."""
     flax = pytest.importorskip("jaxquant.flax")
     linen = pytest.importorskip("jaxquant.flax.linen")
-    layer = linen.Dense(2, weight=QuantSpec("int8", scale_dtype="float16"), weight_range=flax.Learned())
+    layer = linen.Dense(2, weight_spec=QuantSpec("int8", scale_dtype="float16"), weight_range=flax.Learned())
     x = jnp.ones((1, 3))
     variables = layer.init(jax.random.key(0), x)
     kernel = jnp.array([[1.0, -1.0], [1.0, 0.0], [0.5, 0.0]])

@@ -66,7 +66,7 @@ def test_equal_however_they_were_written() -> None:
 
 
 def test_it_is_static_and_immutable() -> None:
-    compiled = jax.jit(lambda x, spec: jq.quantize(x, spec).values, static_argnames="spec")
+    compiled = jax.jit(lambda x, spec: jq.quantize(x, spec).codes, static_argnames="spec")
     x = jnp.array([1.0, -2.0])
     np.testing.assert_array_equal(compiled(x, spec=S("int8")), [64, -127])
     np.testing.assert_array_equal(compiled(x, spec=S("uint8")), [255, 0])

@@ -131,7 +131,7 @@ def test_least_squared_error_of_other_scales(fixed_rng: np.random.Generator) -> 
         jq.QuantSpec(jnp.int16, jq.PerAxis(0)),
         jq.QuantSpec(jnp.uint8, jq.PerAxis(0), symmetric=True),
         jq.QuantSpec(jnp.float8_e5m2, jq.PerAxis(0)),
-        jq.QuantSpec(jq.CodeBook("no zero", (-3.0, -1.0, 1.0, 3.0)), jq.PerAxis(0)),
+        jq.QuantSpec(jq.Codebook("no zero", (-3.0, -1.0, 1.0, 3.0)), jq.PerAxis(0)),
     ):
         cal = jq.mse(spec, grid=20)
         found = cal.finalize(cal.update(cal.init(x), x))

@@ -135,7 +135,9 @@ def test_the_time_steps_of_a_recurrent_layer(fixed_rng: np.random.Generator) -> 
     want = jax.jit(plain.apply)(params, x[-1])
 
     def find_error(source: Observed) -> float:
-        dense = functools.partial(qnn.Dense, weight=COLUMNS, activation=jq.QuantSpec(jnp.int8), activation_range=source)
+        dense = functools.partial(
+            qnn.Dense, weight_spec=COLUMNS, activation_spec=jq.QuantSpec(jnp.int8), activation_range=source
+        )
         cell = Cell(dense)
         ranges = jax.jit(cell.init)(jax.random.key(0), jnp.zeros((8, 16), F32), x[0, :, 0])["ranges"]
         observing = nn.RNN(cell, variable_broadcast="params", variable_carry="ranges")

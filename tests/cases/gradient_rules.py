@@ -16,7 +16,7 @@ from ..oracles.array_text import F32
 from ..support import inputs
 
 SHAPE = (5, 6, 7)
-TABLE = jq.CodeBook("uneven", (-0.75, -0.25, 0.25, 1.0))
+TABLE = jq.Codebook("uneven", (-0.75, -0.25, 0.25, 1.0))
 BOOKS = {"nf4": jq.nf4, "uneven": TABLE}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "int8": ("int8", "tensor", {}),

@@ -86,7 +86,7 @@ def agrees(q: jq.QuantizedArray, x: np.ndarray, spec: jq.QuantSpec, granularity:
     assert (q.zero_point is None) == (point is None)
     if point is not None:
         same(q.zero_point, point)
-    same(q.values, codes)
+    same(q.codes, codes)
     wide = [None if p is None else array_text.spread(p, each, x.shape) for p in (scale, point)]
     assert wide[0] is not None
     assert q.dtype == x.dtype

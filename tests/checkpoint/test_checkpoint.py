@@ -87,7 +87,7 @@ class Layer:
 
 jax.tree_util.register_dataclass(Layer, ["weight", "bias"], ["name"])
 
-TERNARY = jq.CodeBook("ternary and a tenth", (-1.0, 0.0, 0.1, 1.0))
+TERNARY = jq.Codebook("ternary and a tenth", (-1.0, 0.0, 0.1, 1.0))
 SPECS: dict[str, jq.QuantSpec] = {
     "int8": jq.QuantSpec("int8", jq.PerAxis(0)),
     "uint4": jq.QuantSpec(jnp.uint4, jq.Blocked(1, 4), scale_dtype=jnp.bfloat16),
@@ -134,7 +134,7 @@ def test_arrays_that_every_library_knows(rng: np.random.Generator) -> None:
         text = json.loads(np.asarray(stored["quantized_array"]).tobytes())
         assert text["format"] == "jaxquant.QuantizedArray"
         assert text["version"] == 1
-        assert text["parts"]["values"] == {"dtype": str(q.values.dtype), "shape": list(q.shape)}
+        assert text["parts"]["codes"] == {"dtype": str(q.codes.dtype), "shape": list(q.shape)}
     tree = tree_of(rng)
     stored = checkpoint.to_arrays(tree)
     assert isinstance(stored["layers"][0], Layer)
@@ -212,9 +212,9 @@ def test_safetensors_of_others(rng: np.random.Generator, tmp_path: pathlib.Path)
     # What is written here is read by others: names, and bfloat16 as such.
     checkpoint.save_safetensors(path, {"x": {"y": jnp.ones(3, jnp.bfloat16), "q": arrays(rng)["int8"]}})
     found = library.load_file(path)
-    assert sorted(found) == ["x/q/quantized_array", "x/q/scale", "x/q/values", "x/y"]
+    assert sorted(found) == ["x/q/codes", "x/q/quantized_array", "x/q/scale", "x/y"]
     assert found["x/y"].dtype == jnp.bfloat16
-    assert found["x/q/values"].dtype == np.int8
+    assert found["x/q/codes"].dtype == np.int8
 
 
 def test_orbax(rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,11 +328,11 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("a traced text", P(jax.jit(FROM), STORED), TypeError,
      r"expected an array of uint8 that is not traced, got a traced"),
     ("a part missing", lambda: FROM(without("scale")), ValueError,
-     r"from_arrays: tree: expected the arrays values, scale, quan"),
+     r"from_arrays: tree: expected the arrays codes, scale, quan"),
     ("a part more", P(FROM, {**STORED,
-     "more": B}), ValueError, r"from_arrays: tree: expected the arrays values.*, got .*more"),
-    ("too few codes", P(FROM, {**STORED, "values": B[:7]}), ValueError,
-     r"from_arrays: tree\['values'\]: expected uint8\[8\], as described for int4\[3, 5\], got uint8\[7\]"),
+     "more": B}), ValueError, r"from_arrays: tree: expected the arrays codes.*, got .*more"),
+    ("too few codes", P(FROM, {**STORED, "codes": B[:7]}), ValueError,
+     r"from_arrays: tree\['codes'\]: expected uint8\[8\], as described for int4\[3, 5\], got uint8\[7\]"),
     ("a scale of 64 bits", P(FROM, {**STORED,
      "scale": np.ones((4, 1), F32)}), ValueError,
      r"from_arrays: tree\['scale'\]: expected float32\[3, 1\], as described, got float32\[4, 1\]"),

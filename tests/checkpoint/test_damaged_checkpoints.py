@@ -35,7 +35,7 @@ JUNK: list[Any] = [
     "", "float33", "float32", "float64", "int4", "int8", "uint8", "__path__", "sum", "codebook", "\ud800", "x" * 500,
     [], [0], [1], [-1, 8], [3, 8], [3, -8], [3.0, 8.0], [True, True], [3, [8]], ["3", 8], [None], [2**40, 2**40],
     [0, 2**62], [0, 2**40, 2**40], [1] * 100, [3, 8] + [1] * 62, list(range(16)), [1e39] * 16, [0.1] * 4, [{}] * 16,
-    {}, {"dtype": "int4"}, {"shape": [3, 8]}, {"dtype": "int4", "shape": [3, 8]}, {"values": {}, "scale": {}},
+    {}, {"dtype": "int4"}, {"shape": [3, 8]}, {"dtype": "int4", "shape": [3, 8]}, {"codes": {}, "scale": {}},
     {"dtype": {}, "block_size": [], "codebook": {"name": [], "levels": {}}}, {"name": "nf4", "levels": "0123"},
 ]  # fmt: skip
 
@@ -78,7 +78,7 @@ def cut(text: bytes) -> Iterator[bytes]:
     for opening in (
         b"[",
         b'{"parts":',
-        b'{"format": "jaxquant.QuantizedArray", "version": 1, "parts": ' + b'{"values":',
+        b'{"format": "jaxquant.QuantizedArray", "version": 1, "parts": ' + b'{"codes":',
     ):
         yield opening * 10_000
     yield b"[" * 10_000 + b"]" * 10_000
@@ -102,11 +102,11 @@ def check(loaded: Any, name: str) -> None:
     """What a damaged description loads is whole, and has the codes that are stored."""
     if isinstance(loaded, jq.QuantizedArray):
         assert loaded.shape == X.shape
-        assert loaded.values.dtype.itemsize == 1
+        assert loaded.codes.dtype.itemsize == 1
         assert repr(loaded).startswith("QuantizedArray(")
         jax.eval_shape(lambda q: q.dequantize(), loaded)
         np.testing.assert_array_equal(
-            checkpoint.pack(loaded.values) if name != "uint8" else loaded.values, STORED[name]["values"]
+            checkpoint.pack(loaded.codes) if name != "uint8" else loaded.codes, STORED[name]["codes"]
         )
 
 
@@ -165,10 +165,8 @@ def test_errors_name_the_place() -> None:
     text = rf"checkpoint\.from_arrays: {place}\['{KEY}'\]\['parts'\]\['scale'\]\['dtype'\]: expected the name of a dtype.*33"
     with pytest.raises(ValueError, match=text):
         checkpoint.from_arrays(tree)
-    tree = {"layers": [{"w": {**STORED["int4"], "values": STORED["int4"]["values"][:-1]}}]}
-    with pytest.raises(
-        ValueError, match=rf"{place}\['values'\]: expected uint8\[12\], as described.*, got uint8\[11\]"
-    ):
+    tree = {"layers": [{"w": {**STORED["int4"], "codes": STORED["int4"]["codes"][:-1]}}]}
+    with pytest.raises(ValueError, match=rf"{place}\['codes'\]: expected uint8\[12\], as described.*, got uint8\[11\]"):
         checkpoint.from_arrays(tree)
     tree = {"layers": [{"w": {**STORED["uint8"], "scale": np.zeros((3, 1), F32)}}]}
     with pytest.raises(ValueError, match=rf"{place}\.scale: expected positive numbers, got 0\.0"):
@@ -235,7 +233,7 @@ def test_orbax(tmp_path: pathlib.Path) -> None:
     found["static"]["dtype"] = "float33"
     damage: dict[str, dict[str, Any]] = {
         "description": {**STORED["int4"], KEY: np.frombuffer(write(found), np.uint8)},
-        "bytes": {**STORED["int4"], "values": STORED["int4"]["values"][:-1]},
+        "bytes": {**STORED["int4"], "codes": STORED["int4"]["codes"][:-1]},
         "part": {k: v for k, v in STORED["int4"].items() if k != "scale"},
     }
     for name, tree in damage.items():

@@ -69,7 +69,7 @@ def test_integers_then_scales(name: str, rng: np.random.Generator) -> None:
     lhs, rhs, numbers, length = case(rng, name)
     wanted = product(lhs, rhs, numbers, length) if name != "outer" else None
     if wanted is None:
-        left, right = (np.asarray(q.values).astype(int) - np.asarray(q.zero_point).astype(int) for q in (lhs, rhs))
+        left, right = (np.asarray(q.codes).astype(int) - np.asarray(q.zero_point).astype(int) for q in (lhs, rhs))
         scale = np.multiply.outer(np.asarray(lhs.scale), np.asarray(rhs.scale))
         wanted = np.multiply.outer(left, right).astype(np.float32) * scale
     dot = functools.partial(jq.dot_general, dimension_numbers=numbers)
@@ -117,7 +117,7 @@ def test_matmul_has_numpy_s_shapes(shapes: Any, rng: np.random.Generator) -> Non
     sides = [drawn(rng, shape, dtype, (1,) * len(shape)) for shape, dtype in zip(shapes, (U8, I8), strict=True)]
     exact = []
     for q in sides:
-        exact.append(np.asarray(q.values).astype(np.int64) - np.asarray(q.zero_point).astype(np.int64))
+        exact.append(np.asarray(q.codes).astype(np.int64) - np.asarray(q.zero_point).astype(np.int64))
     scale = np.float32(sides[0].scale.reshape(()) * sides[1].scale.reshape(()))
     wanted = np.matmul(*exact).astype(np.float32) * scale
     np.testing.assert_array_equal(jq.matmul(*sides), wanted)
@@ -180,7 +180,7 @@ def test_gradients_of_scales(name: str, rng: np.random.Generator) -> None:
         point = wide(np.asarray(q.zero_point).astype(np.float64), q.shape, q.block_size)
         codes.append(
             (
-                np.asarray(q.values).astype(np.float64) - point,
+                np.asarray(q.codes).astype(np.float64) - point,
                 wide(np.asarray(q.scale, np.float64), q.shape, q.block_size),
             )
         )

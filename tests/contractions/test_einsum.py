@@ -82,7 +82,7 @@ def test_two_operands(subscripts: str, rng: np.random.Generator) -> None:
     """Both quantized, exactly where the scales are 1; then one of them as floats."""
     shapes = TWO[subscripts][: subscripts.count(",") + 1]
     exact = [quantized(rng, "int8", shape, exact=True) for shape in shapes]
-    want = np.einsum(subscripts, *(np.asarray(q.values, np.int64) for q in exact))
+    want = np.einsum(subscripts, *(np.asarray(q.codes, np.int64) for q in exact))
     got = jq.einsum(subscripts, *exact)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(got), want)
@@ -183,7 +183,7 @@ def test_gradients(rng: np.random.Generator) -> None:
 def test_under_vmap(rng: np.random.Generator) -> None:
     a = quantized(rng, "uint8", (6, 3, 4))
     b = quantized(rng, "int8", (4, 5))
-    parts = [a.replace(values=a.values[i : i + 1][0], scale=a.scale[0], zero_point=a.zero_point[0]) for i in range(6)]
+    parts = [a.replace(codes=a.codes[i : i + 1][0], scale=a.scale[0], zero_point=a.zero_point[0]) for i in range(6)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     got = jax.vmap(functools.partial(jq.einsum, "ij,jk->ki"), in_axes=(0, None))(stacked, b)
     check(got, "nij,jk->nki", a, b)

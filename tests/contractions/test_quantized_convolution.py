@@ -39,7 +39,7 @@ def plain(lhs: Any, rhs: Any, *positional: Any, **keywords: Any) -> np.ndarray:
 
 
 def steps(q: jq.QuantizedArray) -> np.ndarray:
-    values = np.asarray(q.values).astype(np.int32)
+    values = np.asarray(q.codes).astype(np.int32)
     return values if q.zero_point is None else values - expanded(q.zero_point, q.shape, q.block_size).astype(np.int32)
 
 
@@ -193,7 +193,7 @@ def test_under_vmap_and_sharded(rng: np.random.Generator) -> None:
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
         place = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("d",), (), (), (), ()))
-        parts = (stack[0].values, stack[0].scale, stack[0].zero_point, rhs, rhs)
+        parts = (stack[0].codes, stack[0].scale, stack[0].zero_point, rhs, rhs)
         values, scale, point, kernel, _ = (jax.device_put(p, s) for p, s in zip(parts, place, strict=True))
         same_bits(jax.jit(call)(jq.QuantizedArray(values, scale, point), kernel), want[0])
 
@@ -243,23 +243,23 @@ FLOATS = np.ones((2, 3, 4, 4), np.float32)
 
 
 def parts(q: jq.QuantizedArray, name: str, shape: Shape) -> jq.QuantizedArray:
-    return q.replace(**{name: np.ones(shape, np.float32 if name == "scale" else q.values.dtype)})
+    return q.replace(**{name: np.ones(shape, np.float32 if name == "scale" else q.codes.dtype)})
 
 
 def long(terms: int) -> tuple[jq.QuantizedArray, jq.QuantizedArray]:
     """The two sides of a sum of so many products: 255 * 255 each, and as much below 0."""
     one, shape = np.ones((1, 1, 1), np.float32), (1, terms, 1)
     q = jq.QuantizedArray(np.full(shape, 255, np.uint8), one, np.zeros((1, 1, 1), np.uint8))
-    return q, q.replace(values=np.zeros(shape, np.uint8), zero_point=np.full((1, 1, 1), 255, np.uint8))
+    return q, q.replace(codes=np.zeros(shape, np.uint8), zero_point=np.full((1, 1, 1), 255, np.uint8))
 
 
-I16 = X.replace(values=np.ones(X.shape, np.int16))
+I16 = X.replace(codes=np.ones(X.shape, np.int16))
 NF4 = jq.quantize(np.ones(W.shape, np.float32), jq.QuantSpec(jq.nf4))
 FLOAT8 = jq.quantize(np.ones(W.shape, np.float32), jq.QuantSpec("float8_e5m2"))
 IN_LHS, IN_RHS = r"or lhs\.dequantize\(\), got", r"or rhs\.dequantize\(\), got"
 REFUSALS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (FLOATS, FLOATS, {}, TypeError, "lhs, rhs: expected a QuantizedArray on one side at least"),
-    (X, W.values.tolist(), {}, TypeError, "rhs: expected an array, got list"),
+    (X, W.codes.tolist(), {}, TypeError, "rhs: expected an array, got list"),
     (np.ones(X.shape, np.int8), W, {}, TypeError, "lhs: expected dtype float32, float16 or bfloat16, got int8"),
     (I16, W, {}, TypeError, f"lhs: expected .*{IN_LHS} int16"),
     (X, NF4, {}, TypeError, f"rhs: expected .*{IN_RHS} nf4"),
@@ -269,7 +269,7 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (parts(X, "zero_point", (2, 1, 1, 1)), W, {}, ValueError, rf"lhs\.zero_point: expected one zero_point, {IN_LHS}"),
     (X, parts(W, "scale", (6, 3, 1, 1)), {}, ValueError, rf"rhs\.scale: expected .* each output feature, {IN_RHS}"),
     (X, parts(W, "zero_point", (1, 1, 2, 2)), {}, ValueError, rf"rhs\.zero_point: .*{IN_RHS} shape"),
-    (X, parts(W, "scale", (5, 1, 1, 1)), {}, ValueError, r"rhs\.scale: expected the rank of the values"),
+    (X, parts(W, "scale", (5, 1, 1, 1)), {}, ValueError, r"rhs\.scale: expected the rank of the codes"),
     (*long(33026), {"window_strides": (1,)}, ValueError, "rhs: expected 33025 products of two codes.*, got 33026"),
     (X, W, {"window_strides": (1,)}, ValueError, "window_strides: expected 2 positive ints"),
     (X[0, 0], W[0, 0], {}, ValueError, "lhs: expected an array of rank 3 or more"),

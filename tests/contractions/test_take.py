@@ -114,7 +114,7 @@ def test_the_cotangent_of_the_scale(rng: np.random.Generator) -> None:
     indices = np.array([0, 9, 9, -1, 3, 10, -11, 5], np.int32)
     g = rng.standard_normal((8, 3)).astype(np.float32)
     _, pull = jax.vjp(lambda scale: jq.take(q.replace(scale=scale), indices), q.scale)
-    steps = np.asarray(q.values, np.float64) - expanded(q.zero_point, q.shape, q.block_size)
+    steps = np.asarray(q.codes, np.float64) - expanded(q.zero_point, q.shape, q.block_size)
     want = np.zeros(q.scale.shape)
     for row, index in zip(g.astype(np.float64), indices, strict=True):
         if -10 <= index < 10:
@@ -132,7 +132,7 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
     for cut in ((None, "d"), ("d", None))[: 2 if kind == AxisType.Auto else 1]:
         place = NamedSharding(mesh, PartitionSpec(*cut))
         placed = q.replace(
-            values=jax.device_put(q.values, place), scale=jax.device_put(q.scale, NamedSharding(mesh, PartitionSpec()))
+            codes=jax.device_put(q.codes, place), scale=jax.device_put(q.scale, NamedSharding(mesh, PartitionSpec()))
         )
         same_bits(jax.jit(jq.take)(placed, indices), want)
 
@@ -180,7 +180,7 @@ REFUSALS = [
     (
         functools.partial(take, Q.replace(scale=np.ones((2, 1), np.float32)), ONE),
         ValueError,
-        "q.scale: expected the rank of the values",
+        "q.scale: expected the rank of the codes",
     ),
 ]
 

@@ -34,7 +34,7 @@ class Net(nn.Module):
         """Returns 3 features."""
         x = nn.Dropout(0.5, deterministic=not train)(x)
         x = nn.BatchNorm(use_running_average=not train)(x)
-        return qnn.Dense(3, weight=W, activation=A, activation_range=self.activation_range)(x)
+        return qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=self.activation_range)(x)
 
 
 class Model(nnx.Module):
@@ -43,7 +43,7 @@ class Model(nnx.Module):
     def __init__(self, activation_range: Any = MINMAX) -> None:
         rngs = nnx.Rngs(0)
         self.dropout, self.norm = nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
-        self.layer = qnnx.Linear(4, 3, weight=W, activation=A, activation_range=activation_range, rngs=rngs)
+        self.layer = qnnx.Linear(4, 3, weight_spec=W, activation_spec=A, activation_range=activation_range, rngs=rngs)
 
     def __call__(self, x: Any, scale: Any = 1.0) -> Any:
         """Returns 3 features."""

@@ -25,17 +25,19 @@ BATCHES = list(np.random.default_rng(5).normal(0.2, 1, (3, 2, 4)).astype(F32))
 
 
 def dense(**given: Any) -> Any:
-    return qnn.Dense(3, **{"weight": W, "activation": A, "activation_range": MINMAX, **given})
+    return qnn.Dense(3, **{"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **given})
 
 
 def linear(features: int = 4, **given: Any) -> Any:
     rngs = nnx.Rngs(0)
-    return qnnx.Linear(features, 4, rngs=rngs, **{"weight": W, "activation": A, "activation_range": MINMAX, **given})
+    return qnnx.Linear(
+        features, 4, rngs=rngs, **{"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **given}
+    )
 
 
 OTHERS: list[dict[str, Any]] = [
-    {"weight": jq.QuantSpec("int4", jq.PerFeature())},
-    {"activation": jq.QuantSpec("uint4")},
+    {"weight_spec": jq.QuantSpec("int4", jq.PerFeature())},
+    {"activation_spec": jq.QuantSpec("uint4")},
     {"activation_range": Observed(jq.absmax)},
     {"activation_range": Observed(jq.minmax, freeze_after=2)},
 ]

@@ -37,16 +37,16 @@ def weights(dtype: str) -> jq.QuantSpec:
 
 # how the layers of a model are quantized
 WAYS: dict[str, dict[str, Any]] = {
-    "int8": {"weight": weights("int8"), "activation": A},
+    "int8": {"weight_spec": weights("int8"), "activation_spec": A},
     "int4, learned": {
-        "weight": weights("int4"),
-        "activation": A,
+        "weight_spec": weights("int4"),
+        "activation_spec": A,
         "weight_range": Learned(jq.LSQ()),
         "activation_range": Learned(jq.LSQPlus()),
     },
     "int2, learned": {
-        "weight": weights("int2"),
-        "activation": A,
+        "weight_spec": weights("int2"),
+        "activation_spec": A,
         "weight_range": Learned(jq.LSQ()),
         "activation_range": Learned(jq.PACT()),
     },
@@ -134,7 +134,7 @@ def activation_codes(variables: Any, path: str, x: Any) -> np.ndarray:
     scales = variables.get("scales")
     if scales is None:
         state = at(variables["ranges"], path)["activation"]["state"]
-        return np.asarray(jq.quantize(x, A, *jq.moving_average(A).finalize(state)).values)
+        return np.asarray(jq.quantize(x, A, *jq.moving_average(A).finalize(state)).codes)
     found = at(scales, path)
     scale = np.abs(np.asarray(found["activation_scale"], F32))
     point = np.rint(np.asarray(found.get("activation_zero_point", 0.0), np.float64)).clip(0, 255)
@@ -172,8 +172,8 @@ def test_no_code_differs(name: str, is_convolutional: bool) -> None:
             bound = 7 if name.startswith("int4") else 1
             want = np.rint(np.asarray(kernel, F32) / scale).clip(-bound, bound)
         else:
-            want = np.asarray(jq.quantize(kernel, WAYS[name]["weight"]).values)
-        assert (np.asarray(q.values).astype(np.float64) != want).sum() == 0
+            want = np.asarray(jq.quantize(kernel, WAYS[name]["weight_spec"]).codes)
+        assert (np.asarray(q.codes).astype(np.float64) != want).sum() == 0
         assert len(np.unique(codes)) > 10
 
 
@@ -182,11 +182,11 @@ class Mixed(nn.Module):
 
     def setup(self) -> None:
         """Makes the parts."""
-        self.table = qnn.Embed(12, 8, weight=jq.QuantSpec("int4", jq.PerAxis(0)))
+        self.table = qnn.Embed(12, 8, weight_spec=jq.QuantSpec("int4", jq.PerAxis(0)))
         self.norm = nn.LayerNorm()
         parts = (qnn.Dense(16, **WAYS["int8"]), nn.relu, nn.Dense(8), qnn.Dense(8, **WAYS["int4, learned"]))
         self.block = nn.Sequential(parts)
-        self.head = qnn.Einsum((8, 3), "...i,ij->...j", weight=jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)))
+        self.head = qnn.Einsum((8, 3), "...i,ij->...j", weight_spec=jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)))
 
     def __call__(self, tokens: Any) -> Any:
         """Returns [n, m, 3]."""
@@ -207,7 +207,7 @@ def test_no_float_kernel_is_left() -> None:
     module, variables, serving, tokens = mixed()
     quantized = [q for q in jax.tree.leaves(serving, is_leaf=lambda v: isinstance(v, jq.QuantizedArray))
                  if isinstance(q, jq.QuantizedArray)]  # fmt: skip
-    dtypes = {(str(q.codebook and q.codebook.name), str(q.values.dtype), q.shape) for q in quantized}
+    dtypes = {(str(q.codebook and q.codebook.name), str(q.codes.dtype), q.shape) for q in quantized}
     assert dtypes == {("None", "int4", (12, 8)), ("None", "int8", (8, 16)), ("None", "int4", (8, 8)),
                       ("nf4", "uint4", (8, 3))}  # fmt: skip
     floats = [v.shape for v in jax.tree.leaves(serving) if v.dtype == F32 and v.ndim == 2 and 1 not in v.shape]

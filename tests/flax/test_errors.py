@@ -76,35 +76,35 @@ INT8 = jq.QuantSpec("int8")
 ROUNDED = jq.QuantSpec("int4", power_of_two=True)
 # what is made, the error, what it says after the path
 SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
-    "no weight": (dense(), TypeError, r"flax\.linen: weight: expected a QuantSpec .*, got None"),
-    "no spec": (dense(weight="int8"), TypeError, r"flax\.linen: weight: expected a QuantSpec .*, got 'int8'"),
-    "activation": (dense(weight=W, activation=8), TypeError, r"activation: expected a QuantSpec, or None .*, got 8"),
-    "nf4": (dense(weight=jq.QuantSpec(jq.nf4), activation=A), TypeError, r"weight: expected codes of int8.*, got nf4"),
-    "int16": (conv(weight=jq.QuantSpec("int16"), activation=A), TypeError, r"weight: expected codes of .*, got int16"),
-    "float8": (dense(weight=W, activation=jq.QuantSpec("float8_e5m2")), TypeError, r"activation: .*, got float8_e5m2"),
-    "observed weights": (dense(weight=W, weight_range=Observed()), TypeError, r"weight_range: expected Dynamic\(\) or L"),
-    "no range": (conv(weight=W, activation_range="minmax"), TypeError, r"activation_range: expected Observed\(\), D"),
-    "unsigned weights": (dense(weight=A, weight_range=Learned()), ValueError, r"weight: expected a signed dtype, sym"),
-    "powers": (dense(weight=ROUNDED, weight_range=Learned()), ValueError, r"weight: expected a spec without power_of"),
-    "promoted": (embed(weight=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: expected jq\.flax"),
-    "embedding": (embed(weight=None), TypeError, r"flax\.linen: weight: expected a QuantSpec"),
-    "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight: expected a Quant"),
-    "mask": (conv(weight=W, mask=jnp.ones((3, 6, 4))), ValueError, r"flax\.linen: mask: expected None"),
-    "contraction": (dense(weight=W, dot_general=LAX), ValueError, r"dot_general: expected None: this layer brings"),
-    "class": (dense(weight=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: expected None: this layer"),
+    "no weight": (dense(), TypeError, r"flax\.linen: weight_spec: expected a QuantSpec .*, got None"),
+    "no spec": (dense(weight_spec="int8"), TypeError, r"flax\.linen: weight_spec: expected a QuantSpec .*, got 'int8'"),
+    "activation": (dense(weight_spec=W, activation_spec=8), TypeError, r"activation_spec: expected a QuantSpec, or None .*, got 8"),
+    "nf4": (dense(weight_spec=jq.QuantSpec(jq.nf4), activation_spec=A), TypeError, r"weight_spec: expected codes of int8.*, got nf4"),
+    "int16": (conv(weight_spec=jq.QuantSpec("int16"), activation_spec=A), TypeError, r"weight_spec: expected codes of .*, got int16"),
+    "float8": (dense(weight_spec=W, activation_spec=jq.QuantSpec("float8_e5m2")), TypeError, r"activation_spec: .*, got float8_e5m2"),
+    "observed weights": (dense(weight_spec=W, weight_range=Observed()), TypeError, r"weight_range: expected Dynamic\(\) or L"),
+    "no range": (conv(weight_spec=W, activation_range="minmax"), TypeError, r"activation_range: expected Observed\(\), D"),
+    "unsigned weights": (dense(weight_spec=A, weight_range=Learned()), ValueError, r"weight_spec: expected a signed dtype, sym"),
+    "powers": (dense(weight_spec=ROUNDED, weight_range=Learned()), ValueError, r"weight_spec: expected a spec without power_of"),
+    "promoted": (embed(weight_spec=W, promote_dtype=jnp.asarray), ValueError, r"promote_dtype: expected jq\.flax"),
+    "embedding": (embed(weight_spec=None), TypeError, r"flax\.linen: weight_spec: expected a QuantSpec"),
+    "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight_spec: expected a Quant"),
+    "mask": (conv(weight_spec=W, mask=jnp.ones((3, 6, 4))), ValueError, r"flax\.linen: mask: expected None"),
+    "contraction": (dense(weight_spec=W, dot_general=LAX), ValueError, r"dot_general: expected None: this layer brings"),
+    "class": (dense(weight_spec=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: expected None: this layer"),
 }  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
-    "inputs": (dense(weight=jq.QuantSpec("int8", jq.PerAxis(0)), activation=A), ValueError,
+    "inputs": (dense(weight_spec=jq.QuantSpec("int8", jq.PerAxis(0)), activation_spec=A), ValueError,
                r"quantized_dot_general: rhs: expected one scale along the contracted dimension 0"),
-    "features": (dense(weight=W, activation=jq.QuantSpec("int8", jq.PerAxis(-1))), ValueError,
+    "features": (dense(weight_spec=W, activation_spec=jq.QuantSpec("int8", jq.PerAxis(-1))), ValueError,
                  r"quantized_dot_general: lhs: expected one scale along the contracted dimension"),
-    "no axis": (dense(weight=jq.QuantSpec("int8", jq.PerAxis(2)), activation=A), ValueError, r"axis"),
-    "blocked": (conv(weight=jq.QuantSpec("int8", jq.Blocked(1, 2)), activation=A), ValueError,
+    "no axis": (dense(weight_spec=jq.QuantSpec("int8", jq.PerAxis(2)), activation_spec=A), ValueError, r"axis"),
+    "blocked": (conv(weight_spec=jq.QuantSpec("int8", jq.Blocked(1, 2)), activation_spec=A), ValueError,
                 r"quantized_conv_general_dilated: rhs.scale: expected one scale, or one for each output feature"),
-    "backward": (dense(weight=W, backward=True), TypeError, r"backward: expected FloatBackward\(\) or Int8Backward\(\)"),
-    "int8 back": (dense(weight=W, backward=jq.Int8Backward()), ValueError, r"backward: expected FloatBackward\(\), or"),
-    "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight=W), ValueError, r"einsum_str: expected two"),
-    "no integers": (embed(weight=W), TypeError, r"flax\.linen: inputs: expected an integer dtype, got float32"),
+    "backward": (dense(weight_spec=W, backward=True), TypeError, r"backward: expected FloatBackward\(\) or Int8Backward\(\)"),
+    "int8 back": (dense(weight_spec=W, backward=jq.Int8Backward()), ValueError, r"backward: expected FloatBackward\(\), or"),
+    "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight_spec=W), ValueError, r"einsum_str: expected two"),
+    "no integers": (embed(weight_spec=W), TypeError, r"flax\.linen: inputs: expected an integer dtype, got float32"),
     "bfloat16": (functools.partial(nn.Dense, 5, dtype=jnp.bfloat16, dot_general=qflax.dot_general(W)), TypeError,
                  r"kernel: expected promote_dtype=jq\.flax\.promote_dtype .*, got bfloat16 of float32"),
 }  # fmt: skip
@@ -127,10 +127,10 @@ def test_a_spec_that_no_layer_serves(case: str) -> None:
 
 def test_arguments_that_there_are_not() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'bits'"):
-        qnn.Dense(5, weight=W, bits=8)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight: expected a QuantSpec"):
+        qnn.Dense(5, weight_spec=W, bits=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight_spec: expected a QuantSpec"):
         qflax.dot_general(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation: expected codes of"):
+    with pytest.raises(TypeError, match=r"jaxquant\.flax\.conv_general_dilated: activation_spec: expected codes of"):
         qflax.conv_general_dilated(W, jq.QuantSpec("int16"))
     with pytest.raises(
         TypeError, match=r"jaxquant\.Observed: calibrator: expected a function from a spec to a calibrator.*, got None"
@@ -157,7 +157,7 @@ def test_arguments_that_there_are_not() -> None:
 @functools.cache
 def trained(**way: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """(module, its variables, these converted)."""
-    module = Net(dense(weight=W, activation=A, **way))
+    module = Net(dense(weight_spec=W, activation_spec=A, **way))
     variables = module.init(jax.random.key(0), X)
     _, seen = module.apply(variables, X, mutable=["ranges"])
     variables = {**variables, **seen}
@@ -236,10 +236,10 @@ def test_checkpoints_of_other_shapes() -> None:
     kernel = serving["params"]["block"]["head"]["kernel"]
     for run in (module.apply, jax.jit(module.apply)):
         with pytest.raises(
-            ValueError, match=r"^block/head: .*weight: expected scales of shape \(1, 5\).*, got shape \(1, 4\)"
+            ValueError, match=r"^block/head: .*weight_spec: expected scales of shape \(1, 5\).*, got shape \(1, 4\)"
         ):
             run(with_kernel(serving, kernel.replace(scale=jnp.ones((1, 4)))), X)
-        with pytest.raises(TypeError, match=r"^block/head: .*weight: expected codes of int8, .*, got int4"):
+        with pytest.raises(TypeError, match=r"^block/head: .*weight_spec: expected codes of int8, .*, got int4"):
             run(with_kernel(serving, jq.quantize(jnp.ones((6, 5)), jq.QuantSpec("int4"))), X)
     constants = {"scale": jnp.ones((1, 1, 6)), "zero_point": jnp.zeros((1, 1, 6), jnp.uint8)}
     other = {"block": {"head": {"DotGeneral_0": {"activation": constants}}}}
@@ -260,7 +260,7 @@ def test_checkpoints_of_other_shapes() -> None:
 
 def test_a_draw_without_a_key() -> None:
     _, variables, serving = trained()
-    module = Net(dense(weight=W, activation=A, backward=jq.Int8Backward(stochastic_rounding=True)))
+    module = Net(dense(weight_spec=W, activation_spec=A, backward=jq.Int8Backward(stochastic_rounding=True)))
     assert "params" in module.init(jax.random.key(0), X)
     y = module.apply(variables, X)  # nothing is drawn on the way forward
     np.testing.assert_array_equal(module.apply(serving, X), y)
@@ -295,7 +295,7 @@ def test_a_normalisation_that_does_not_fit() -> None:
 
 def test_what_cannot_be_shipped() -> None:
     """A kernel that training lost, a learned scale that it brought to 0, and constants that a module does not take."""
-    layer = qnn.Dense(4, weight=W, activation=A, weight_range=qflax.Learned())
+    layer = qnn.Dense(4, weight_spec=W, activation_spec=A, weight_range=qflax.Learned())
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x)
     variables = {**variables, **layer.apply(variables, x, mutable=["ranges"])[1]}
@@ -308,8 +308,10 @@ def test_what_cannot_be_shipped() -> None:
     with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: expected finite numbers"):
         qflax.convert(layer, lost)
     serving = qflax.convert(layer, variables)
-    with pytest.raises(ValueError, match=r"Dense.*activation: expected what the variables were converted with: .*None"):
-        qnn.Dense(4, weight=W).apply(serving, x)
+    with pytest.raises(
+        ValueError, match=r"Dense.*activation_spec: expected what the variables were converted with: .*None"
+    ):
+        qnn.Dense(4, weight_spec=W).apply(serving, x)
 
 
 def test_variables_of_another_spec() -> None:
@@ -317,12 +319,12 @@ def test_variables_of_another_spec() -> None:
     _, variables, serving = trained()
     whole, narrow = jq.QuantSpec("int8"), jq.QuantSpec("int8", jq.PerAxis(-1), narrow_range=False)
     others: list[tuple[str, Any]] = [
-        ("weight", {"weight": whole}), ("weight", {"weight": narrow}), ("weight", {"weight_range": Dynamic(jq.mse)}),
-        ("activation", {"activation": jq.QuantSpec("int8")}), ("activation", {"activation_range": Observed(jq.minmax)}),
-        ("activation", {"activation": None}), ("activation", {"activation_range": Dynamic()}),
+        ("weight_spec", {"weight_spec": whole}), ("weight_spec", {"weight_spec": narrow}), ("weight_spec", {"weight_range": Dynamic(jq.mse)}),
+        ("activation_spec", {"activation_spec": jq.QuantSpec("int8")}), ("activation_spec", {"activation_range": Observed(jq.minmax)}),
+        ("activation_spec", {"activation_spec": None}), ("activation_spec", {"activation_range": Dynamic()}),
     ]  # fmt: skip
     for name, way in others:
-        other = Net(dense(**{"weight": W, "activation": A, **way}))
+        other = Net(dense(**{"weight_spec": W, "activation_spec": A, **way}))
         for run in (other.apply, jax.jit(other.apply)):
             with pytest.raises(ValueError, match=rf"^block/head: .*{name}: expected what the variables were made with"):
                 run(variables, X)
@@ -332,43 +334,49 @@ def test_variables_of_another_spec() -> None:
         wanted = other.apply(fresh, X)
         np.testing.assert_array_equal(other.apply(qflax.convert(other, fresh), X), wanted)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"^block/head: .*weight: expected scales of shape \(1, 1\).*, got shape \(1, 5\)"
+        ValueError, match=r"^block/head: .*weight_spec: expected scales of shape \(1, 1\).*, got shape \(1, 5\)"
     ):  # without what convert wrote of the specs, the arrays tell
-        Net(dense(weight=whole)).apply({"params": serving["params"]}, X)
+        Net(dense(weight_spec=whole)).apply({"params": serving["params"]}, X)
     blocks = jq.QuantSpec("int4", jq.Blocked(0, 3))
-    layer = qnn.Dense(5, weight=blocks)
+    layer = qnn.Dense(5, weight_spec=blocks)
     served = qflax.convert(layer, layer.init(jax.random.key(0), X))
     assert layer.apply(served, X) is not None
-    with pytest.raises(ValueError, match=r"weight: expected what the variables were converted with: .*size=3"):
-        qnn.Dense(5, weight=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply(served, X)
-    with pytest.raises(ValueError, match=r"weight: expected block_size=4, got 3"):
-        qnn.Dense(5, weight=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply({"params": served["params"]}, X)
-    same = Net(dense(weight=W, activation=A, activation_range=Observed(freeze_after=9), backward=jq.Int8Backward()))
+    with pytest.raises(ValueError, match=r"weight_spec: expected what the variables were converted with: .*size=3"):
+        qnn.Dense(5, weight_spec=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply(served, X)
+    with pytest.raises(ValueError, match=r"weight_spec: expected block_size=4, got 3"):
+        qnn.Dense(5, weight_spec=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply({"params": served["params"]}, X)
+    same = Net(
+        dense(weight_spec=W, activation_spec=A, activation_range=Observed(freeze_after=9), backward=jq.Int8Backward())
+    )
     np.testing.assert_array_equal(same.apply(variables, X), trained()[0].apply(variables, X))
 
 
 def test_what_a_learned_scale_cannot_hold() -> None:
     """LSQ's zero point of unsigned codes is 0; PACT clips there by intent, LSQ+ learns it."""
-    layer = functools.partial(qnn.Dense, 5, weight=W, activation=A)
+    layer = functools.partial(qnn.Dense, 5, weight_spec=W, activation_spec=A)
     with pytest.raises(ValueError, match=r"Dense: .*activation: expected values that are not negative.*, got -1 among"):
         layer(activation_range=Learned()).init(jax.random.key(0), X)
     for source, x in ((Learned(), X + 1), (Learned(jq.PACT()), X), (Learned(jq.LSQPlus()), X)):
         assert "scales" in layer(activation_range=source).init(jax.random.key(0), x)
-    signed = functools.partial(qnn.Dense, 5, weight=W, activation=jq.QuantSpec("int8"), activation_range=Learned())
+    signed = functools.partial(
+        qnn.Dense, 5, weight_spec=W, activation_spec=jq.QuantSpec("int8"), activation_range=Learned()
+    )
     assert "scales" in signed().init(jax.random.key(0), X)
     traced = jax.jit(layer(activation_range=Learned()).init)(jax.random.key(0), X)  # where nobody can look
     assert "scales" in traced
-    lost = qnn.Dense(5, weight=A, weight_range=Learned(jq.LSQPlus())).init(jax.random.key(0), X)
+    lost = qnn.Dense(5, weight_spec=A, weight_range=Learned(jq.LSQPlus())).init(jax.random.key(0), X)
     assert "weight_zero_point" in lost["scales"]["DotGeneral_0"]
 
 
 def test_what_a_user_mixes_up() -> None:
     with pytest.raises(ValueError, match=r"DotGeneral: expected a layer of Linen's .*jaxquant\.flax\.nnx\.dot_general"):
         qflax.dot_general(W)(X[0], jnp.ones((6, 5)), (((1,), (0,)), ((), ())))
-    table = qnn.Embed(5, 6, weight=W, activation=A)
+    table = qnn.Embed(5, 6, weight_spec=W, activation_spec=A)
     variables = table.init(jax.random.key(0), jnp.arange(3))
     _, seen = table.apply(variables, jnp.arange(3), mutable=["ranges"])
-    with pytest.raises(ValueError, match=r"Embed: .*a method that calls attend; or activation=None.*, got no data"):
+    with pytest.raises(
+        ValueError, match=r"Embed: .*a method that calls attend; or activation_spec=None.*, got no data"
+    ):
         qflax.convert(table, {**variables, **seen})
     scanned = nn.scan(Stacked, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
     with pytest.raises(ValueError, match=r'"ranges".*\(nn\.scan and nn\.vmap have to be told of it in variable_axes\)'):
@@ -381,11 +389,11 @@ class Stacked(nn.Module):
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
         """Returns the layer of x, as a carry."""
-        return qnn.Dense(6, weight=W, activation=A)(x), None
+        return qnn.Dense(6, weight_spec=W, activation_spec=A)(x), None
 
 
 def test_an_empty_batch_is_none() -> None:
-    layer = qnn.Dense(4, weight=W, activation=A, activation_range=qflax.Observed(freeze_after=1))
+    layer = qnn.Dense(4, weight_spec=W, activation_spec=A, activation_range=qflax.Observed(freeze_after=1))
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x[:0])
     for batch in (x[:0], x):

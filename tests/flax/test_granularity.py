@@ -47,16 +47,17 @@ def test_no_axis_is_named() -> None:
         jq.quantize(1.0, TOKENS)
 
 
+SPECS: Any = {"weight_spec": W, "activation_spec": A}
 # what is made, its inputs, and the shape of the scale of its kernel
 KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
-    "dense": (lambda: qnn.Dense(3, weight=W, activation=A), (2, 4), (1, 3)),
-    "general": (lambda: qnn.DenseGeneral((2, 3), weight=W, activation=A), (2, 4), (1, 2, 3)),
-    "general, axes": (lambda: qnn.DenseGeneral(3, axis=(-2, -1), weight=W, activation=A), (2, 4, 5), (1, 1, 3)),
-    "general, batches": (lambda: qnn.DenseGeneral(3, batch_dims=(0,), weight=W, activation=A), (2, 4, 5), (2, 1, 3)),
-    "einsum": (lambda: qnn.Einsum((3, 4), "bd,hd->bh", use_bias=False, weight=W, activation=A), (2, 4), (3, 1)),
-    "einsum, dots": (lambda: qnn.Einsum((4, 3), "...d,dh->...h", use_bias=False, weight=W, activation=A), (2, 5, 4),
+    "dense": (lambda: qnn.Dense(3, **SPECS), (2, 4), (1, 3)),
+    "general": (lambda: qnn.DenseGeneral((2, 3), **SPECS), (2, 4), (1, 2, 3)),
+    "general, axes": (lambda: qnn.DenseGeneral(3, axis=(-2, -1), **SPECS), (2, 4, 5), (1, 1, 3)),
+    "general, batches": (lambda: qnn.DenseGeneral(3, batch_dims=(0,), **SPECS), (2, 4, 5), (2, 1, 3)),
+    "einsum": (lambda: qnn.Einsum((3, 4), "bd,hd->bh", use_bias=False, **SPECS), (2, 4), (3, 1)),
+    "einsum, dots": (lambda: qnn.Einsum((4, 3), "...d,dh->...h", use_bias=False, **SPECS), (2, 5, 4),
                      (1, 3)),
-    "conv": (lambda: qnn.Conv(6, (3,), feature_group_count=2, weight=W, activation=A), (2, 5, 4), (1, 1, 6)),
+    "conv": (lambda: qnn.Conv(6, (3,), feature_group_count=2, **SPECS), (2, 5, 4), (1, 1, 6)),
     "flax's": (lambda: nn.Dense(3, dot_general=qflax.dot_general(W, A), promote_dtype=PROMOTE), (2, 4),
                (1, 3)),
 }  # fmt: skip
@@ -74,13 +75,13 @@ def test_linen_weights_have_a_scale_for_each_output_feature(case: str) -> None:
 
 R = nnx.Rngs(0)
 NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
-    "linear": (lambda: qnnx.Linear(4, 3, weight=W, activation=A, rngs=R), (2, 4), (1, 3)),
-    "learned": (lambda: qnnx.Linear(4, 3, weight=W, activation=A, weight_range=Learned(), rngs=R), (2, 4), (1, 3)),
-    "general": (lambda: qnnx.LinearGeneral(4, (2, 3), weight=W, activation=A, rngs=R), (2, 4), (1, 2, 3)),
-    "general, batches": (lambda: qnnx.LinearGeneral(5, 3, axis=(2,), batch_axis={0: 2}, weight=W, activation=A, rngs=R),
+    "linear": (lambda: qnnx.Linear(4, 3, **SPECS, rngs=R), (2, 4), (1, 3)),
+    "learned": (lambda: qnnx.Linear(4, 3, **SPECS, weight_range=Learned(), rngs=R), (2, 4), (1, 3)),
+    "general": (lambda: qnnx.LinearGeneral(4, (2, 3), **SPECS, rngs=R), (2, 4), (1, 2, 3)),
+    "general, batches": (lambda: qnnx.LinearGeneral(5, 3, axis=(2,), batch_axis={0: 2}, **SPECS, rngs=R),
                          (2, 4, 5), (2, 1, 3)),
-    "einsum": (lambda: qnnx.Einsum("bd,hd->bh", (3, 4), weight=W, activation=A, rngs=R), (2, 4), (3, 1)),
-    "conv": (lambda: qnnx.Conv(4, 6, (3,), weight=W, activation=A, rngs=R), (2, 5, 4), (1, 1, 6)),
+    "einsum": (lambda: qnnx.Einsum("bd,hd->bh", (3, 4), **SPECS, rngs=R), (2, 4), (3, 1)),
+    "conv": (lambda: qnnx.Conv(4, 6, (3,), **SPECS, rngs=R), (2, 5, 4), (1, 1, 6)),
     "flax's": (lambda: nnx.Linear(4, 3, dot_general=qnnx.dot_general(W, A), promote_dtype=qnnx.promote_dtype, rngs=R),
                (2, 4), (1, 3)),
 }  # fmt: skip
@@ -101,7 +102,7 @@ def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
 
 def test_tables_have_a_scale_for_each_row() -> None:
     tokens, query = jnp.arange(6), draw(2, 4)
-    layer = qnn.Embed(6, 4, weight=W, activation=A)
+    layer = qnn.Embed(6, 4, weight_spec=W, activation_spec=A)
     variables = layer.init(jax.random.key(0), tokens)
     variables = qflax.calibrate(layer, variables, [query], method="attend")
     serving = qflax.convert(layer, variables)
@@ -109,14 +110,14 @@ def test_tables_have_a_scale_for_each_row() -> None:
     for method, given in (("attend", query), (None, tokens)):
         np.testing.assert_array_equal(layer.apply(serving, given, method=method),
                                       layer.apply(variables, given, method=method))  # fmt: skip
-    model = qnnx.Embed(6, 4, weight=W, activation=A, rngs=nnx.Rngs(0))
+    model = qnnx.Embed(6, 4, weight_spec=W, activation_spec=A, rngs=nnx.Rngs(0))
     qnnx.calibrate(model, [query], method="attend")
     table: Any = qnnx.convert(model).embedding.get_value()
     assert table.scale.shape == (6, 1)
 
 
 def test_a_scale_per_token_at_any_rank() -> None:
-    layer = qnn.Dense(3, weight=W, activation=TOKENS, activation_range=Dynamic())
+    layer = qnn.Dense(3, weight_spec=W, activation_spec=TOKENS, activation_range=Dynamic())
     variables = layer.init(jax.random.key(0), draw(2, 4))
     serving = qflax.convert(layer, variables)
     x = draw(2, 5, 4)
@@ -130,14 +131,14 @@ def test_static_ranges_fit_every_batch() -> None:
         spec = jq.QuantSpec("uint8", granularity)
         for source in (Observed(), Learned(jq.LSQPlus())):
             with pytest.raises(ValueError, match=rf"^Dense: jaxquant\.flax\.linen: {text}"):
-                qnn.Dense(3, weight=W, activation=spec, activation_range=source)
+                qnn.Dense(3, weight_spec=W, activation_spec=spec, activation_range=source)
             with pytest.raises(ValueError, match=rf"^Linear.*: jaxquant\.flax\.nnx: {text}"):
-                qnnx.Linear(4, 3, weight=W, activation=spec, activation_range=source, rngs=nnx.Rngs(0))
-        qnn.Dense(3, weight=W, activation=spec, activation_range=Dynamic())
+                qnnx.Linear(4, 3, weight_spec=W, activation_spec=spec, activation_range=source, rngs=nnx.Rngs(0))
+        qnn.Dense(3, weight_spec=W, activation_spec=spec, activation_range=Dynamic())
     # A range per feature, of an axis that is not contracted, at another batch size and another rank.
     spec = jq.QuantSpec("int8", jq.PerFeature())
-    layer = qnn.Einsum((3, 2), "...td,ts->...sd", use_bias=False, weight=jq.QuantSpec("int8"), activation=spec,
-                       activation_range=Observed(jq.minmax))  # fmt: skip
+    specs: Any = {"weight_spec": jq.QuantSpec("int8"), "activation_spec": spec}
+    layer = qnn.Einsum((3, 2), "...td,ts->...sd", use_bias=False, **specs, activation_range=Observed(jq.minmax))
     x = draw(2, 3, 4)
     variables = qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x, x[0], draw(5, 3, 4)])
     serving = qflax.convert(layer, variables)
@@ -150,8 +151,8 @@ def test_static_ranges_fit_every_batch() -> None:
 
 # kernels of which a block is as long as the axis, or longer
 SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
-    "dense": (lambda spec: qnn.Dense(3, weight=spec, activation=A), (2, 4), 0),
-    "attention's out": (lambda spec: qnn.DenseGeneral(3, axis=(-2, -1), weight=spec), (2, 4, 8), 1),
+    "dense": (lambda spec: qnn.Dense(3, weight_spec=spec, activation_spec=A), (2, 4), 0),
+    "attention's out": (lambda spec: qnn.DenseGeneral(3, axis=(-2, -1), weight_spec=spec), (2, 4, 8), 1),
 }
 
 
@@ -166,8 +167,8 @@ def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
     serving = qflax.convert(module, variables)
     np.testing.assert_array_equal(module.apply(serving, x), module.apply(variables, x))
     model = (
-        qnnx.Linear(4, 3, weight=jq.QuantSpec("int4", jq.Blocked(0, size)), rngs=R) if case == "dense" else
-        qnnx.LinearGeneral((4, 8), 3, axis=(-2, -1), weight=jq.QuantSpec("int4", jq.Blocked(1, size)), rngs=R)
+        qnnx.Linear(4, 3, weight_spec=jq.QuantSpec("int4", jq.Blocked(0, size)), rngs=R) if case == "dense" else
+        qnnx.LinearGeneral((4, 8), 3, axis=(-2, -1), weight_spec=jq.QuantSpec("int4", jq.Blocked(1, size)), rngs=R)
     )  # fmt: skip
     np.testing.assert_array_equal(qnnx.convert(model)(x), model(x))
 
@@ -175,24 +176,24 @@ def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
 def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
     """Another activation spec or range source: a different number, which no array would tell."""
     x = draw(2, 4)
-    layer = qnn.Dense(3, weight=W, activation=jq.QuantSpec("int8"), activation_range=Observed(jq.minmax))
+    layer = qnn.Dense(3, weight_spec=W, activation_spec=jq.QuantSpec("int8"), activation_range=Observed(jq.minmax))
     serving = qflax.convert(layer, qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x]))
     others: list[tuple[str, dict[str, Any]]] = [
-        ("activation", {"activation": jq.QuantSpec("int4")}),
-        ("activation", {"activation": jq.QuantSpec("int8", narrow_range=False)}),
-        ("activation", {"activation_range": Dynamic()}), ("activation", {"activation": None}),
-        ("weight", {"weight": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)}),
+        ("activation_spec", {"activation_spec": jq.QuantSpec("int4")}),
+        ("activation_spec", {"activation_spec": jq.QuantSpec("int8", narrow_range=False)}),
+        ("activation_spec", {"activation_range": Dynamic()}), ("activation_spec", {"activation_spec": None}),
+        ("weight_spec", {"weight_spec": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)}),
     ]  # fmt: skip
     checkpoint.save_safetensors(tmp_path / "a", serving)
     state = serialization.to_state_dict(serving)
     for name, way in others:
         other = layer.clone(**way)
         fresh = other.init(jax.random.key(0), x)
-        if isinstance(other.activation_range, Observed) and other.activation is not None:
+        if isinstance(other.activation_range, Observed) and other.activation_spec is not None:
             fresh = qflax.calibrate(other, fresh, [x])
         target = qflax.convert(other, fresh)
         loaded = [serving, checkpoint.load_safetensors(tmp_path / "a"), pickle.loads(pickle.dumps(serving))]
-        if "activation_range" not in way and way.get("activation", x) is not None:
+        if "activation_range" not in way and way.get("activation_spec", x) is not None:
             loaded.append(serialization.from_state_dict(target, state))
         for variables in loaded:
             for run in (other.apply, jax.jit(other.apply)):
@@ -201,14 +202,14 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
                 ):
                     run(variables, x)
     # Observed and learned ranges are the same constants once converted.
-    same = layer.clone(activation_range=Learned(), weight=jq.QuantSpec("int8", jq.PerAxis(-1)))
+    same = layer.clone(activation_range=Learned(), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
     np.testing.assert_array_equal(same.apply(serving, x), layer.apply(serving, x))
     # Variables without the texts: the arrays still tell a static range.
     bare = jax.tree.map(lambda v: None if isinstance(v, StaticText) else v, serving,
                         is_leaf=lambda v: isinstance(v, StaticText))  # fmt: skip
     np.testing.assert_array_equal(layer.apply(bare, x), layer.apply(serving, x))
     with pytest.raises(
-        ValueError, match=r"activation: expected a spec with activation_range=Observed\(\).*, got Dynamic"
+        ValueError, match=r"activation_spec: expected a spec with activation_range=Observed\(\).*, got Dynamic"
     ):
         layer.clone(activation_range=Dynamic()).apply(bare, x)
 
@@ -229,7 +230,7 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     x = draw(2, 4)
 
     def make(**given: Any) -> Any:
-        own = {"weight": W, "activation": A, "activation_range": Observed(jq.minmax), **given}
+        own = {"weight_spec": W, "activation_spec": A, "activation_range": Observed(jq.minmax), **given}
         model = Around(qnnx.Linear(4, 3, rngs=nnx.Rngs(0), **own))
         if isinstance(own["activation_range"], Learned):
             qnnx.start(model, x)
@@ -243,8 +244,8 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     checkpoint.save_safetensors(tmp_path / "a", checkpoint.to_arrays(pure))
     read = checkpoint.from_arrays(checkpoint.load_safetensors(tmp_path / "a"))
     others: list[dict[str, Any]] = [
-        {"activation": jq.QuantSpec("uint8", narrow_range=True)},
-        {"weight": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)},
+        {"activation_spec": jq.QuantSpec("uint8", narrow_range=True)},
+        {"weight_spec": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)},
     ]
     for given in others:
         for way in ("update", "pure", "file"):
@@ -257,10 +258,10 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
                 nnx.update(other, target)
             for run in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
                 with pytest.raises(
-                    ValueError, match=r"^layer: .*nnx: specs: expected the weight and activation that th"
+                    ValueError, match=r"^layer: .*nnx: specs: expected the weight_spec and activation_sp"
                 ):
                     run(other, x)
-    same = make(activation_range=Learned(jq.LSQPlus()), weight=jq.QuantSpec("int8", jq.PerAxis(-1)))
+    same = make(activation_range=Learned(jq.LSQPlus()), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
     nnx.update(same, state)
     np.testing.assert_array_equal(same(x), serving(x))
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(serving))(x), serving(x))

@@ -71,7 +71,7 @@ def observed(module: Any, variables: Any, x: Any) -> tuple[Any, Any]:
 def steps(q: jq.QuantizedArray) -> np.ndarray:
     """What codes stand for, in float64."""
     scale = array_text.aligned(np.asarray(q.scale), q.shape, q.block_size)
-    return np.asarray(q.values).astype(np.float64) * scale.astype(np.float64)
+    return np.asarray(q.codes).astype(np.float64) * scale.astype(np.float64)
 
 
 def rounded(x: Any, scale: Any, zero_point: Any) -> np.ndarray:
@@ -91,7 +91,7 @@ def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Gene
     layer, arguments, shape = CASES[case]
     x = drawn(fixed_rng, layer, shape)
     plain = getattr(nn, layer)(**arguments)
-    module = getattr(qnn, layer)(**arguments, weight=W, activation=None if layer == "Embed" else A)
+    module = getattr(qnn, layer)(**arguments, weight_spec=W, activation_spec=None if layer == "Embed" else A)
 
     @jax.jit
     def trained(key: Any, x: Any) -> Any:
@@ -134,7 +134,7 @@ def test_ranges_move_while_they_are_mutable(rng: np.random.Generator, name: str)
         CALIBRATORS[name],
         jnp.asarray(rng.normal(0.5, [[[1.0]], [[3.0]], [[2.0]], [[9.0]]], (4, 5, 6)), F32),
     )
-    module = qnn.Dense(3, weight=W, activation=A, activation_range=Observed(factory, freeze_after=3))
+    module = qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=Observed(factory, freeze_after=3))
     variables = module.init(jax.random.key(0), 100 * batches[0])
     assert variables["ranges"]["DotGeneral_0"]["activation"]["batches"] == 0, "init is no batch"
     step = jax.jit(functools.partial(module.apply, mutable=["ranges"]))
@@ -161,7 +161,7 @@ class Anew(nn.Module):
     def __call__(self, x: Any) -> Any:
         """Returns the layer of x."""
         own = Observed(functools.partial(jq.moving_average, decay=0.5))
-        return qnn.Dense(3, weight=W, activation=A, activation_range=own)(x)
+        return qnn.Dense(3, weight_spec=W, activation_spec=A, activation_range=own)(x)
 
 
 def test_a_step_is_compiled_once(rng: np.random.Generator) -> None:
@@ -189,7 +189,9 @@ DYNAMIC = {
 @pytest.mark.parametrize("name", list(DYNAMIC))
 def test_dynamic_ranges_are_found_at_each_call(rng: np.random.Generator, name: str) -> None:
     activation, source, weight, weight_source = DYNAMIC[name]
-    module = qnn.Dense(3, weight=weight, activation=activation, activation_range=source, weight_range=weight_source)
+    module = qnn.Dense(
+        3, weight_spec=weight, activation_spec=activation, activation_range=source, weight_range=weight_source
+    )
     x = jnp.asarray(rng.normal(size=(5, 6)), F32)  # four do not divide it
     variables = module.init(jax.random.key(0), x)
     serving = qflax.convert(module, variables)
@@ -212,13 +214,13 @@ def test_dynamic_ranges_are_found_at_each_call(rng: np.random.Generator, name: s
 def test_learned_scales_start_from_the_checkpoint(fixed_rng: np.random.Generator) -> None:
     x = jnp.asarray(fixed_rng.uniform(0, 3, (5, 6)), F32)
     source: dict[str, Any] = {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
-    module: Any = qnn.Dense(3, weight=jq.QuantSpec("int4", jq.PerAxis(-1)), activation=A, **source)
+    module: Any = qnn.Dense(3, weight_spec=jq.QuantSpec("int4", jq.PerAxis(-1)), activation_spec=A, **source)
     variables = module.init(jax.random.key(0), x)
     loaded = {"params": jax.tree.map(lambda p: 5 * p, variables["params"])}
     y, variables = observed(module, loaded, x)
     found = variables["scales"]["DotGeneral_0"]
     kernel = loaded["params"]["kernel"]
-    scale, _ = jq.LSQ().initial(kernel, module.weight)
+    scale, _ = jq.LSQ().initial(kernel, module.weight_spec)
     np.testing.assert_allclose(found["weight_scale"], scale, rtol=1e-6)
     np.testing.assert_allclose(scale, 2 * np.abs(kernel).mean(axis=0, keepdims=True) / np.sqrt(7), rtol=1e-6)
     starts: Any = jq.LSQPlus().initial(x, A)
@@ -242,8 +244,8 @@ class Tied(nn.Module):
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
         """Returns logits."""
-        table = qnn.Embed(11, 6, weight=jq.QuantSpec("int4", jq.PerAxis(0)), activation=A)
-        again = qnn.Dense(6, weight=W, activation=A)
+        table = qnn.Embed(11, 6, weight_spec=jq.QuantSpec("int4", jq.PerAxis(0)), activation_spec=A)
+        again = qnn.Dense(6, weight_spec=W, activation_spec=A)
         return table.attend(again(nn.relu(again(table(tokens)))))
 
 
@@ -267,10 +269,10 @@ def test_weights_that_are_used_twice(fixed_rng: np.random.Generator) -> None:
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
-    "weights alone": {"weight": jq.QuantSpec("int4", jq.PerAxis(-1))},
+    "weights alone": {"weight_spec": jq.QuantSpec("int4", jq.PerAxis(-1))},
     "both asymmetric": {
-        "weight": jq.QuantSpec("uint4", jq.PerAxis(-1)),
-        "activation": jq.QuantSpec("int8", symmetric=False),
+        "weight_spec": jq.QuantSpec("uint4", jq.PerAxis(-1)),
+        "activation_spec": jq.QuantSpec("int8", symmetric=False),
     },
 }
 
@@ -292,9 +294,9 @@ def test_groups_of_channels_are_trained(rng: np.random.Generator, name: str) -> 
     # Of the first batch nothing saturates: the gradient is that of the float layer on what the codes stand for.
     kernel = serving["params"]["kernel"].dequantize()
     steps = x
-    if module.activation is not None:
+    if module.activation_spec is not None:
         found = serving["ranges"]["ConvGeneralDilated_0"]["activation"]
-        steps = jq.fake_quantize(x, module.activation, **found)
+        steps = jq.fake_quantize(x, module.activation_spec, **found)
     plain = nn.Conv(8, (3, 3), feature_group_count=4)
     _, pull = jax.vjp(lambda p, x: plain.apply({"params": p}, x), {**serving["params"], "kernel": kernel}, steps)
     for got, want in zip(jax.tree.leaves((dparams, dx)), jax.tree.leaves(pull(g)), strict=True):

@@ -22,7 +22,7 @@ from jaxquant.flax import nnx as qnnx
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
-SPECS: Any = {"weight": W, "activation": A}
+SPECS: Any = {"weight_spec": W, "activation_spec": A}
 # layer, its arguments, Linen's layer, what Linen's is told, the shape of what they are called on
 CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str, dict[str, Any], tuple[int, ...]]] = {
     "linear": ("Linear", (6, 5), {}, "Dense", {"features": 5}, (4, 6)),
@@ -104,7 +104,7 @@ def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str)
 
 
 def test_embed_and_attend(rng: np.random.Generator) -> None:
-    specs: Any = {"weight": jq.QuantSpec("int8", jq.PerAxis(0)), "activation": A}  # a scale for each row
+    specs: Any = {"weight_spec": jq.QuantSpec("int8", jq.PerAxis(0)), "activation_spec": A}  # a scale for each row
     for rows, dtype in ((7, None), (1, BF16)):
         layer = qnnx.Embed(rows, 6, **specs, dtype=dtype, rngs=rngs(rng))
         assert jax.tree.structure(nnx.state(layer, nnx.Param)) == jax.tree.structure(
@@ -181,7 +181,7 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
 
 def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
     """Not over a flat activation, which XLA:CPU reduces element by element: none is in the program."""
-    layer = qnnx.Linear(64, 8, weight=W, activation=A, rngs=nnx.Rngs(0))
+    layer = qnnx.Linear(64, 8, weight_spec=W, activation_spec=A, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     @jax.jit
@@ -209,7 +209,7 @@ def test_ranges_freeze(rng: np.random.Generator) -> None:
 
 def test_dynamic_ranges_have_no_variables(rng: np.random.Generator) -> None:
     per_row = jq.QuantSpec("int8", jq.PerAxis(0))
-    layer = qnnx.Linear(6, 5, weight=W, activation=per_row, activation_range=Dynamic(), rngs=rngs(rng))
+    layer = qnnx.Linear(6, 5, weight_spec=W, activation_spec=per_row, activation_range=Dynamic(), rngs=rngs(rng))
     assert not jax.tree.leaves(nnx.state(layer, (qnnx.Ranges, qnnx.Scale)))
     x = drawn(rng, (4, 6))
     q = (jq.quantize(x, per_row), jq.quantize(layer.kernel[...], W))
@@ -313,23 +313,23 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
 
 def test_refusals(rng: np.random.Generator) -> None:
     made = rngs(rng)
-    with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight: expected a QuantSpec"):
-        qnnx.Linear(6, 5, weight="int8", rngs=made)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight_spec: expected a QuantSpec"):
+        qnnx.Linear(6, 5, weight_spec="int8", rngs=made)  # type: ignore[arg-type]
     for name in ("dot_general", "promote_dtype"):
         given: Any = {name: None}
         with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: expected none"):
-            qnnx.Linear(6, 5, weight=W, **given, rngs=made)
+            qnnx.Linear(6, 5, weight_spec=W, **given, rngs=made)
     with pytest.raises(ValueError, match=r"Conv: jaxquant.flax.nnx: mask: expected None"):
-        qnnx.Conv(3, 4, (3,), weight=W, mask=jnp.ones((3, 3, 4)), rngs=made)
-    with pytest.raises(TypeError, match=r"activation: expected codes of .* got int16"):
-        qnnx.Linear(6, 5, weight=W, activation=jq.QuantSpec("int16"), rngs=made)
+        qnnx.Conv(3, 4, (3,), weight_spec=W, mask=jnp.ones((3, 3, 4)), rngs=made)
+    with pytest.raises(TypeError, match=r"activation_spec: expected codes of .* got int16"):
+        qnnx.Linear(6, 5, weight_spec=W, activation_spec=jq.QuantSpec("int16"), rngs=made)
     rows = jq.QuantSpec("uint8", jq.PerAxis(0))
     with pytest.raises(
-        ValueError, match=r"Linear\(6, 5\).* activation: expected PerTensor\(\), PerFeature\(\), or act"
+        ValueError, match=r"Linear\(6, 5\).* activation_spec: expected PerTensor\(\), PerFeature\(\), or act"
     ):
-        qnnx.Linear(6, 5, weight=W, activation=rows, rngs=made)
+        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, rngs=made)
     with pytest.raises(TypeError, match=r"use_running_average: expected True or False, got 'yes'"):
-        qnnx.Linear(6, 5, weight=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
+        qnnx.Linear(6, 5, weight_spec=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kernel_shape: expected that of the kernel: its scales are learned"):
         qnnx.dot_general(W, A, weight_range=Learned())
     turned = qnnx.dot_general(W, A, weight_range=Learned(), kernel_shape=(5, 6))
@@ -338,10 +338,10 @@ def test_refusals(rng: np.random.Generator) -> None:
         ValueError, match=r"weight: expected scales of shape \(1, 6\): is kernel_shape that of the kernel"
     ):
         qnnx.start(layer, drawn(rng, (2, 6)))
-    draws: Any = {"weight": W, "activation": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
+    draws: Any = {"weight_spec": W, "activation_spec": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
     with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: expected rngs, whose stream "rounding"'):
         qnnx.Linear(6, 5, **draws, rngs=nnx.Rngs(params=0))
-    started = qnnx.Linear(6, 5, weight=W, weight_range=Learned(), rngs=made)
+    started = qnnx.Linear(6, 5, weight_spec=W, weight_range=Learned(), rngs=made)
     qnnx.start(started, drawn(rng, (2, 6)))
     with pytest.raises(ValueError, match=r"start: model: expected a layer with Learned\(\) in it.*, got none"):
         qnnx.start(qnnx.convert(started), drawn(rng, (2, 6)))
@@ -356,7 +356,7 @@ def test_refusals(rng: np.random.Generator) -> None:
         qnnx.start(layer, jnp.ones((2, 6)))
     with pytest.raises(TypeError, match=r"flax.nnx.start: model: expected a flax.nnx.Module"):
         qnnx.start(nn.Dense(5), jnp.ones((2, 6)))  # type: ignore[arg-type]
-    table = qnnx.Embed(7, 6, weight=W, rngs=made)
+    table = qnnx.Embed(7, 6, weight_spec=W, rngs=made)
     with pytest.raises(TypeError, match=r"Embed\(7, 6\): jaxquant.flax.nnx: inputs: expected an integer dtype"):
         table(jnp.ones(2))
 

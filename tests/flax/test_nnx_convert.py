@@ -32,12 +32,12 @@ def weights(dtype: str) -> jq.QuantSpec:
     return jq.QuantSpec(dtype, jq.PerAxis(-1))
 
 
-LEARNED: Any = {"activation": A, "weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
+LEARNED: Any = {"activation_spec": A, "weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
 WAYS: dict[str, Any] = {
-    "int8": {"weight": weights("int8"), "activation": A},
-    "int4, learned": {"weight": weights("int4"), **LEARNED},
-    "int4, clipped": {"weight": weights("int4"), **LEARNED, "activation_range": Learned(jq.PACT())},
-    "int2, learned": {"weight": weights("int2"), **LEARNED, "activation_range": Learned()},
+    "int8": {"weight_spec": weights("int8"), "activation_spec": A},
+    "int4, learned": {"weight_spec": weights("int4"), **LEARNED},
+    "int4, clipped": {"weight_spec": weights("int4"), **LEARNED, "activation_range": Learned(jq.PACT())},
+    "int2, learned": {"weight_spec": weights("int2"), **LEARNED, "activation_range": Learned()},
 }
 
 
@@ -130,10 +130,10 @@ def test_no_code_differs(name: str) -> None:
             kernel = coded(layer.kernel[...], training.weight_scale[...], 0, (-bound, bound))
         else:
             ends = jq.moving_average(A).finalize(training.activation_range.get_value())
-            want = np.asarray(jq.quantize(given, A, *ends).values)
-            kernel = np.asarray(jq.quantize(layer.kernel[...], WAYS[way]["weight"]).values)
+            want = np.asarray(jq.quantize(given, A, *ends).codes)
+            kernel = np.asarray(jq.quantize(layer.kernel[...], WAYS[way]["weight_spec"]).codes)
         assert (codes != want).sum() == 0
-        assert (np.asarray(converted.kernel.get_value().values).astype(F32) != kernel.astype(F32)).sum() == 0
+        assert (np.asarray(converted.kernel.get_value().codes).astype(F32) != kernel.astype(F32)).sum() == 0
         assert len(np.unique(codes)) > 10
 
 
@@ -141,14 +141,14 @@ class Mixed(nnx.Module):
     """Modules in modules, some of them in floats."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.table = qnnx.Embed(12, 8, weight=jq.QuantSpec("int4", jq.PerAxis(0)), rngs=rngs)
+        self.table = qnnx.Embed(12, 8, weight_spec=jq.QuantSpec("int4", jq.PerAxis(0)), rngs=rngs)
         self.norm = nnx.LayerNorm(8, rngs=rngs)
         self.plain = nnx.Linear(8, 8, rngs=rngs)
         self.block = nnx.Dict(
             wide=qnnx.Linear(8, 16, **WAYS["int8"], rngs=rngs),
             narrow=qnnx.Linear(16, 8, **WAYS["int4, clipped"], rngs=rngs),
         )
-        self.head = qnnx.Einsum("...i,ij->...j", (8, 3), weight=jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), rngs=rngs)
+        self.head = qnnx.Einsum("...i,ij->...j", (8, 3), weight_spec=jq.QuantSpec(jq.nf4, jq.Blocked(0, 4)), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.plain(self.norm(self.table(tokens)))
@@ -287,7 +287,7 @@ def test_a_folded_normalisation(rng: np.random.Generator) -> None:
         if isinstance(folded, qnnx.Conv):
             np.testing.assert_array_equal(qnnx.convert(folded)(x), (folded.eval() or folded)(x))
     with pytest.raises(ValueError, match=r"fold_batch_norm: layer: expected a layer with a float kernel"):
-        qnnx.fold_batch_norm(qnnx.convert(qnnx.Linear(2, 5, weight=weights("int8"), rngs=made)), norm)
+        qnnx.fold_batch_norm(qnnx.convert(qnnx.Linear(2, 5, weight_spec=weights("int8"), rngs=made)), norm)
     with pytest.raises(ValueError, match=r"norm.axis: expected that of the features, the last, got 1"):
         qnnx.fold_batch_norm(layer, nnx.BatchNorm(5, axis=1, rngs=made))
     with pytest.raises(ValueError, match=r"stats\[\"mean\"\]: expected shape \(5,\)"):

@@ -19,11 +19,11 @@ F32 = np.float32
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
 LEARNED: Any = {
-    "weight": jq.QuantSpec("int4", jq.PerAxis(-1)), "activation": A, "weight_range": Learned(),
+    "weight_spec": jq.QuantSpec("int4", jq.PerAxis(-1)), "activation_spec": A, "weight_range": Learned(),
     "activation_range": Learned(jq.LSQPlus()),
 }  # fmt: skip
-BOTH: Any = {"weight": W, "activation": A, "weight_range": Learned()}
-OBSERVED: Any = {"weight": W, "activation": A}
+BOTH: Any = {"weight_spec": W, "activation_spec": A, "weight_range": Learned()}
+OBSERVED: Any = {"weight_spec": W, "activation_spec": A}
 TRAINED = nnx.Any(nnx.Param, qnnx.Scale)
 
 
@@ -148,7 +148,7 @@ def test_scan_over_layers(rng: np.random.Generator) -> None:
     stack.eval()
     serving = qnnx.convert(stack)
     kernel: Any = serving.blocks.linear.kernel.get_value()
-    assert kernel.values.shape == (depth, 6, 6)
+    assert kernel.codes.shape == (depth, 6, 6)
     assert kernel.scale.shape == (depth, 1, 6)
     run = nnx.jit(lambda stack, x: stack(x))
     same(run(serving, x), run(stack, x))
@@ -245,11 +245,11 @@ def test_partitioned_kernels(rng: np.random.Generator) -> None:
         y = nnx.jit(lambda layer, x: layer(x))(layer, x)
     serving = qnnx.convert(layer)
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(serving)))
-    assert specs["kernel"] == {"values": PartitionSpec("data", "model"), "scale": PartitionSpec(None, "model")}
+    assert specs["kernel"] == {"codes": PartitionSpec("data", "model"), "scale": PartitionSpec(None, "model")}
     with jax.set_mesh(mesh):
         placed = jax.device_put(nnx.state(serving), nnx.get_named_sharding(nnx.state(serving), mesh))
         nnx.update(serving, placed)
-        assert serving.kernel.values[...].sharding == NamedSharding(mesh, PartitionSpec("data", "model"))
+        assert serving.kernel.codes[...].sharding == NamedSharding(mesh, PartitionSpec("data", "model"))
         np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(serving, x), y, rtol=1e-6)
 
 

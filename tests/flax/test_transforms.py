@@ -24,7 +24,7 @@ from ..support.matrix import mark_others_full
 F32, BF16 = np.float32, jnp.bfloat16
 W = jq.QuantSpec("int8", jq.PerAxis(-1))
 A = jq.QuantSpec("uint8")
-STATIC: dict[str, Any] = {"weight": W, "activation": A}
+STATIC: dict[str, Any] = {"weight_spec": W, "activation_spec": A}
 LEARNED: dict[str, Any] = {**STATIC, "weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
 OWN: Any = {"params": 0, "ranges": 0, "scales": 0}
 
@@ -86,7 +86,7 @@ def test_layers_under_scan(rng: np.random.Generator, way: Any) -> None:
     variables = fed(module, x)
     serving = serves_what_it_trained(module, variables, x)
     kernel = serving["params"]["blocks"]["layer"]["kernel"]
-    assert (kernel.values.shape, kernel.scale.shape) == ((3, 8, 8), (3, 1, 8))
+    assert (kernel.codes.shape, kernel.scale.shape) == ((3, 8, 8), (3, 1, 8))
     parts = {
         name: {f"block{i}": jax.tree.map(lambda v, i=i: v[i], tree["blocks"]) for i in range(3)}
         for name, tree in variables.items()
@@ -197,8 +197,8 @@ def test_partitioned_kernels_have_partitioned_codes(rng: np.random.Generator, wa
     serving = qflax.convert(module, variables)
     specs = nn.get_partition_spec(serving)["params"]
     up, down = specs["up"]["kernel"], specs["down"]["kernel"]
-    assert (up.values, up.scale) == (PartitionSpec(None, "model"), PartitionSpec(None, "model"))
-    assert (down.values, down.scale) == (PartitionSpec("model", None), PartitionSpec(None, None))
+    assert (up.codes, up.scale) == (PartitionSpec(None, "model"), PartitionSpec(None, "model"))
+    assert (down.codes, down.scale) == (PartitionSpec("model", None), PartitionSpec(None, None))
     if "scales" in variables:
         found = nn.get_partition_spec(variables)["scales"]
         assert found["up"]["DotGeneral_0"]["weight_scale"] == PartitionSpec(None, "model")
@@ -216,7 +216,7 @@ def test_partitioned_kernels_have_partitioned_codes(rng: np.random.Generator, wa
         if tree is serving:
             np.testing.assert_array_equal(got, want)
             kernel = placed["params"]["up"]["kernel"]
-            assert {s.data.shape for s in kernel.values.addressable_shards} == {(8, 4)}
+            assert {s.data.shape for s in kernel.codes.addressable_shards} == {(8, 4)}
             assert {s.data.shape for s in kernel.scale.addressable_shards} == {(1, 4)}
 
 
@@ -225,8 +225,11 @@ WAYS: dict[str, Any] = {
     "bfloat16, learned": ({**LEARNED, "dtype": BF16}, BF16),
     "int8 back": ({**STATIC, "backward": jq.Int8Backward()}, F32),
     "int8 back, by chance": ({**STATIC, "backward": jq.Int8Backward(stochastic_rounding=True)}, F32),
-    "both asymmetric": ({"weight": jq.QuantSpec("uint4", jq.PerAxis(-1)), "activation": A}, F32),
-    "rows": ({"weight": W, "activation": jq.QuantSpec("int8", jq.PerAxis(0)), "activation_range": Dynamic()}, F32),
+    "both asymmetric": ({"weight_spec": jq.QuantSpec("uint4", jq.PerAxis(-1)), "activation_spec": A}, F32),
+    "rows": (
+        {"weight_spec": W, "activation_spec": jq.QuantSpec("int8", jq.PerAxis(0)), "activation_range": Dynamic()},
+        F32,
+    ),
 }
 
 
@@ -283,7 +286,7 @@ def test_flax_s_own_layers_are_given_the_contraction(fixed_rng: np.random.Genera
     variables = fed(Attention(), x)
     assert len(variables["ranges"]) == 4, "one object, but each layer has its own range"
     serving = serves_what_it_trained(Attention(), variables, x)
-    assert {str(layer["kernel"].values.dtype) for layer in serving["params"].values()} == {"int4"}
+    assert {str(layer["kernel"].codes.dtype) for layer in serving["params"].values()} == {"int4"}
     dot = qflax.dot_general(W, A)
     attention: Any = nn.MultiHeadDotProductAttention(2, qkv_dot_general=dot, out_dot_general_cls=dot)
     variables = fed(attention, x)

@@ -320,7 +320,7 @@ SHAPES: list[Any] = [
         ("quantize: lo", lambda: jq.quantize(X, SPEC, jax.random.PRNGKey(0), 1.0)),
         ("quantize_linear: x", lambda: jq.quantize_linear(ENDLESS, 0.5)),
         ("quantize_linear: x", lambda: jq.quantize_linear(np.int64(2**40), 0.5)),
-        ("QuantizedArray.dequantize: self.values", lambda: jq.QuantizedArray(masked(CODES), X[:1, :1]).dequantize()),
+        ("QuantizedArray.dequantize: self.codes", lambda: jq.QuantizedArray(masked(CODES), X[:1, :1]).dequantize()),
         ("QuantSpec: dtype", lambda: jq.QuantSpec("nonsense")),
         ("QuantSpec: scale_dtype", lambda: jq.QuantSpec("int8", scale_dtype="nonsense")),
         ("QuantizedArray.astype: dtype", lambda: quantized(np.int8, 2).astype("nonsense")),

@@ -34,8 +34,8 @@ CHECKPOINT = {
     "load_orbax": ["path", "like"],
 }
 FLAX = {
-    "dot_general": ["weight", "activation", "weight_range", "activation_range", "backward"],
-    "conv_general_dilated": ["weight", "activation", "weight_range", "activation_range", "backward"],
+    "dot_general": ["weight_spec", "activation_spec", "weight_range", "activation_range", "backward"],
+    "conv_general_dilated": ["weight_spec", "activation_spec", "weight_range", "activation_range", "backward"],
     "promote_dtype": ["inputs", "kernel", "bias", "dtype", "inexact"],
     "calibrate": ["module", "variables", "batches", "method", "rngs", "checkpoint", "progress", "arguments"],
     "check_calibrated": ["variables"],
@@ -44,7 +44,7 @@ FLAX = {
 }
 NNX = {
     "dot_general": [
-        *("weight", "activation", "rngs", "weight_range", "activation_range", "backward"),
+        *("weight_spec", "activation_spec", "rngs", "weight_range", "activation_range", "backward"),
         *("use_running_average", "kernel_shape"),
     ],
     "promote_dtype": ["operands", "dtype", "inexact"],
@@ -60,8 +60,14 @@ POLICIES = ("save_codes",)  # what jax.checkpoint calls, not a user
 MODULE_HOOKS = ("__getattr__", "__dir__")  # PEP 562
 PUBLIC = {
     **{n: f for n, f in vars(jq).items() if inspect.isfunction(f) and n not in (*POLICIES, *MODULE_HOOKS)},
-    **{f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f)},
-    **{f"integer.{name}": f for name, f in vars(jq.integer).items() if inspect.isfunction(f)},
+    **{
+        f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f) and name not in MODULE_HOOKS
+    },
+    **{
+        f"integer.{name}": f
+        for name, f in vars(jq.integer).items()
+        if inspect.isfunction(f) and name not in MODULE_HOOKS
+    },
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
     **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f) and n not in MODULE_HOOKS},
     **{f"flax.nnx.{n}": f for n, f in vars(qnnx).items() if inspect.isfunction(f) and n in NNX},
@@ -192,7 +198,7 @@ def test_the_public_names_are_the_issue_s() -> None:
         "matmul_nbits": ["a", "b", "scales", "zero_points", "bias", "K", "N", "bits", "block_size"],
         "integer.dot_general": [*DOT, "lhs_zero_point", "rhs_zero_point", "out_sharding"],
         "integer.conv_general_dilated": [*CONV, "lhs_zero_point", "rhs_zero_point"],
-        "quantize": ["x", "spec", "lo", "hi"],
+        "quantize": ["x", "spec", "lo", "hi", "range"],
         "onnx_view": ["q"],
         "from_onnx": ["x", "x_scale", "x_zero_point", "axis", "block_size", "output_dtype"],
         "dot_general": [*DOT, "precision", "preferred_element_type", "out_sharding"],

@@ -128,7 +128,7 @@ def test_same_bits_and_dtypes(name: str) -> None:
 )
 def test_layers_train_and_serve(source: Any) -> None:
     with jax.enable_x64(True):
-        options: dict[str, Any] = {"weight": I8, "activation": U8, "activation_range": source}
+        options: dict[str, Any] = {"weight_spec": I8, "activation_spec": U8, "activation_range": source}
         layer: nn.Module = qnn.Dense(4, **options)
         variables = layer.init(jax.random.key(0), X)
         y, moved = layer.apply(variables, X, mutable=["ranges", "scales"])

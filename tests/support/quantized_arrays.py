@@ -23,7 +23,7 @@ def expanded(part: Any, shape: tuple[int, ...], block_size: int | None) -> np.nd
 
 def dequantized(q: jq.QuantizedArray) -> np.ndarray:
     """What the codes stand for, in numpy's float32 and then in q's dtype."""
-    values, scale = np.asarray(q.values), expanded(q.scale, q.shape, q.block_size).astype(np.float32)
+    values, scale = np.asarray(q.codes), expanded(q.scale, q.shape, q.block_size).astype(np.float32)
     if q.codebook is not None:
         steps = np.asarray(q.codebook.levels, np.float32)[values.astype(np.int32)]
     elif q.zero_point is not None:
@@ -46,7 +46,7 @@ def product(lhs: QuantizedArray, rhs: QuantizedArray, numbers: Any, length: int 
     (left, right), (batch_l, batch_r) = numbers
     sides = []
     for q, contracted, batch in ((lhs, left, batch_l), (rhs, right, batch_r)):
-        codes = np.asarray(q.values).astype(np.int64)
+        codes = np.asarray(q.codes).astype(np.int64)
         if q.zero_point is not None:
             codes = codes - wide(np.asarray(q.zero_point).astype(np.int64), q.shape, q.block_size)
         scale = wide(np.asarray(q.scale).astype(np.float32), q.shape, q.block_size)

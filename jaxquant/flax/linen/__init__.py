@@ -1,7 +1,9 @@
 """Flax Linen's layers with quantized weights and activations: same names, same arguments, same parameters."""
 
-from .layers import Conv as Conv
-from .layers import Dense as Dense
-from .layers import DenseGeneral as DenseGeneral
-from .layers import Einsum as Einsum
-from .layers import Embed as Embed
+from .layers import Conv, Dense, DenseGeneral, Einsum, Embed
+
+__all__ = ["Conv", "Dense", "DenseGeneral", "Einsum", "Embed"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -59,7 +59,7 @@ def calibrate(
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight=jq.QuantSpec(jnp.int8), activation=jq.QuantSpec(jnp.uint8))
+        >>> layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=jq.QuantSpec(jnp.uint8))
         >>> batches = [jnp.array([[-1.0, 0.5, 1.55]]), jnp.array([[0.0, 0.0, 1.55]])]
         >>> variables = layer.init(jax.random.key(0), batches[0])
         >>> calibrated = jq.flax.calibrate(layer, variables, batches)
@@ -124,7 +124,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight=jq.QuantSpec(jnp.int8), activation=jq.QuantSpec(jnp.uint8))
+        >>> layer = qnn.Dense(2, weight_spec=jq.QuantSpec(jnp.int8), activation_spec=jq.QuantSpec(jnp.uint8))
         >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 3)))
         >>> try:
         ...     jq.flax.check_calibrated(variables)

@@ -71,16 +71,16 @@ class Contraction(nn.Module):
     """The base class of the modules that contract.
 
     Attributes:
-        weight: how the weights are quantized.
-        activation: how the activations are, or None.
+        weight_spec: how the weights are quantized.
+        activation_spec: how the activations are, or None.
         weight_range: where the range of the weights comes from.
         activation_range: where that of the activations comes from.
         backward: how the gradient is contracted.
         kernel_name: what the weights are called in "params", in the module around this.
     """
 
-    weight: QuantSpec
-    activation: QuantSpec | None = None
+    weight_spec: QuantSpec
+    activation_spec: QuantSpec | None = None
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
@@ -95,7 +95,7 @@ class Contraction(nn.Module):
     def sites(self) -> tuple[Site, Site | None]:
         """Returns where something is quantized."""
         return _layer_operand.check_layer(
-            "flax", self.weight, self.activation, self.weight_range, self.activation_range
+            "flax", self.weight_spec, self.activation_spec, self.weight_range, self.activation_range
         )
 
     @nn.nowrap
@@ -128,14 +128,14 @@ class Contraction(nn.Module):
             entry = f"{name}_spec"
             record = self.get_variable(RANGES, entry) if self.has_variable(RANGES, entry) else None
             known = record.text if isinstance(record, StaticText) else text
-            checks.require(known == text, "flax", name, f"what the variables were converted with: {known}", text)
+            checks.require(known == text, "flax", entry, f"what the variables were converted with: {known}", text)
         _layer_operand.check_converted(weight, kernel)
         # Variables without those texts, as another program may write them, must fit as far as their arrays tell.
         is_stored = self.has_variable(RANGES, "activation")
         is_static = activation is not None and not isinstance(activation.source, Dynamic)
         expected = "a spec with activation_range=Observed() or Learned(): the variables hold a static range"
         got = "None" if activation is None else "Dynamic()"
-        checks.require(is_static or not is_stored, "flax", "activation", expected, got)
+        checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
 
     @nn.nowrap
     def _quantizer(self, site: Site | None, x: jax.Array) -> Quantizer | None:
@@ -219,7 +219,7 @@ class Contraction(nn.Module):
         for site, name in ((weight, "weight"), (activation, "activation")):
             known = getattr(record, name, site)
             expected = f'what the variables were made with (a call with mutable=["{RANGES}"] makes them anew)'
-            checks.require(_layer_operand.is_alike(site, known), "flax", name, f"{expected}: {known}", site)
+            checks.require(_layer_operand.is_alike(site, known), "flax", f"{name}_spec", f"{expected}: {known}", site)
 
     @nn.nowrap
     def _served(self, site: Site, x: jax.Array) -> QuantizedArray:
@@ -297,15 +297,17 @@ class Injected:
     """
 
     module: type[Contraction]
-    weight: QuantSpec
-    activation: QuantSpec | None
+    weight_spec: QuantSpec
+    activation_spec: QuantSpec | None
     weight_range: Source
     activation_range: Source
     backward: Backward
 
     def __call__(self, *operands: Any, **static: Any) -> Any:
         """Returns the contraction of the operands; without operands the module that contracts."""
-        made = self.module(self.weight, self.activation, self.weight_range, self.activation_range, self.backward)
+        made = self.module(
+            self.weight_spec, self.activation_spec, self.weight_range, self.activation_range, self.backward
+        )
         expected = "a layer of Linen's to call it (of NNX: jaxquant.flax.nnx.dot_general, conv_general_dilated)"
         checks.require(made.scope is not None or not operands, "flax", self.module.__name__, expected, "none")
         return made(*operands, **static) if operands else made

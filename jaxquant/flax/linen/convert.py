@@ -50,12 +50,12 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> specs = {"weight": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnn.Conv(4, (3, 3), **specs)
         >>> x = jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2)
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
-        >>> serving["params"]["kernel"].values.dtype, serving["params"]["bias"].dtype
+        >>> serving["params"]["kernel"].codes.dtype, serving["params"]["bias"].dtype
         (dtype(int4), dtype('float32'))
         >>> {name: float(v.squeeze()) for name, v in serving["ranges"]["ConvGeneralDilated_0"]["activation"].items()}
         {'scale': 0.009999999776482582, 'zero_point': 100.0}
@@ -162,7 +162,7 @@ def _quantize_kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> t
         own = _layer_operand.find_part_names(names, value.shape)
         return meta.replace_boxed(boxed, value).replace(names=own)  # type: ignore[attr-defined]
 
-    return q.replace(values=part(q.values), scale=part(q.scale), zero_point=part(q.zero_point)), depth
+    return q.replace(codes=part(q.codes), scale=part(q.scale), zero_point=part(q.zero_point)), depth
 
 
 def _find_constants(record: Record, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _find_constants(record: Record, state: Mapping[str, Any], scales: Mapping[st
         seen = state.get(site.of)
         expected = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
         if record.kernel == "embedding":
-            expected += ", by a method that calls attend; or activation=None where none does"
+            expected += ", by a method that calls attend; or activation_spec=None where none does"
         batches = None if seen is None else seen["batches"]
         holds = batches is not None and (checks.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
         checks.require(holds, _NAME, site.of, expected, "no data")

@@ -10,8 +10,8 @@ from .contraction import ConvGeneralDilated, DotGeneral, Injected
 
 
 def dot_general(
-    weight: QuantSpec,
-    activation: QuantSpec | None = None,
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
     *,
     weight_range: Source = Dynamic(),
     activation_range: Source = Observed(),
@@ -24,8 +24,8 @@ def dot_general(
     quantized. `nn.MultiHeadDotProductAttention` does not pass one on: it trains so, and is not converted.
 
     Args:
-        weight: how the kernel, the right operand, is quantized.
-        activation: how the left operand is, or None.
+        weight_spec: how the kernel, the right operand, is quantized.
+        activation_spec: how the left operand is, or None.
         weight_range: Static. `Dynamic()` or `Learned()`.
         activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
         backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
@@ -50,13 +50,13 @@ def dot_general(
 
     Source: flax.linen.Dense, `dot_general`.
     """
-    _layer_operand.check_layer("flax.dot_general", weight, activation, weight_range, activation_range)
-    return Injected(DotGeneral, weight, activation, weight_range, activation_range, backward)
+    _layer_operand.check_layer("flax.dot_general", weight_spec, activation_spec, weight_range, activation_range)
+    return Injected(DotGeneral, weight_spec, activation_spec, weight_range, activation_range, backward)
 
 
 def conv_general_dilated(
-    weight: QuantSpec,
-    activation: QuantSpec | None = None,
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
     *,
     weight_range: Source = Dynamic(),
     activation_range: Source = Observed(),
@@ -67,8 +67,8 @@ def conv_general_dilated(
     As `dot_general`, for flax's convolutions.
 
     Args:
-        weight: how the kernel is quantized.
-        activation: how the images are, or None.
+        weight_spec: how the kernel is quantized.
+        activation_spec: how the images are, or None.
         weight_range: Static. `Dynamic()` or `Learned()`.
         activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
         backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
@@ -91,5 +91,7 @@ def conv_general_dilated(
 
     Source: flax.linen.Conv, `conv_general_dilated`.
     """
-    _layer_operand.check_layer("flax.conv_general_dilated", weight, activation, weight_range, activation_range)
-    return Injected(ConvGeneralDilated, weight, activation, weight_range, activation_range, backward)
+    _layer_operand.check_layer(
+        "flax.conv_general_dilated", weight_spec, activation_spec, weight_range, activation_range
+    )
+    return Injected(ConvGeneralDilated, weight_spec, activation_spec, weight_range, activation_range, backward)

@@ -38,7 +38,7 @@ def _inject_contraction(layer: Any, field: str, module: type[Contraction]) -> No
 
 def _check_specs(layer: Any) -> tuple[Any, ...]:
     """Holds the specs of a layer to their contract, and returns what a module of `_contraction` is made of."""
-    specs = (layer.weight, layer.activation, layer.weight_range, layer.activation_range)
+    specs = (layer.weight_spec, layer.activation_spec, layer.weight_range, layer.activation_range)
     with _layer_operand.prefix_errors(_find_path(layer)):
         _layer_operand.check_layer(_NAME, *specs)
     return *specs, layer.backward
@@ -63,9 +63,9 @@ class Dense(nn.Dense):
     value, it returns NaN: call `jq.flax.check_calibrated(variables)` once before. The same holds for all layers here.
 
     Attributes:
-        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output feature,
-            whatever the layer's kernel looks like.
-        activation: how the inputs are, or None for weights only. `PerTensor()` by default; `PerToken()` with
+        weight_spec: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output
+            feature, whatever the layer's kernel looks like.
+        activation_spec: how the inputs are, or None for weights only. `PerTensor()` by default; `PerToken()` with
             `Dynamic()` has a scale for each token, at any rank.
         weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
         activation_range: `Observed()`, static, found by `jq.flax.calibrate`; `Dynamic()`; or `Learned()`. Static and
@@ -73,7 +73,8 @@ class Dense(nn.Dense):
         backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, whose gradient draws from the rng "rounding" if told to.
 
     Raises:
-        TypeError: at construction: weight is no QuantSpec, or an argument or a spec is none that a layer can serve.
+        TypeError: at construction: weight_spec is no QuantSpec, or a spec or another argument is none that a layer can
+            serve.
         ValueError: at construction: specs contradict their ranges. When it is called, after the path of the layer: a
             range that is missing, variables that were converted with other specs, an activation that cannot be
             contracted in integers.
@@ -81,7 +82,8 @@ class Dense(nn.Dense):
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant.flax import linen as qnn
-        >>> layer = qnn.Dense(2, weight=jq.QuantSpec(jnp.int8, jq.PerFeature()), activation=jq.QuantSpec(jnp.uint8))
+        >>> weight_spec, activation_spec = jq.QuantSpec(jnp.int8, jq.PerFeature()), jq.QuantSpec(jnp.uint8)
+        >>> layer = qnn.Dense(2, weight_spec=weight_spec, activation_spec=activation_spec)
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
@@ -91,8 +93,8 @@ class Dense(nn.Dense):
         True
     """
 
-    weight: QuantSpec | None = None
-    activation: QuantSpec | None = None
+    weight_spec: QuantSpec | None = None
+    activation_spec: QuantSpec | None = None
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
@@ -111,8 +113,8 @@ class DenseGeneral(nn.DenseGeneral):
     scale for each index of all but the contracted ones.
     """
 
-    weight: QuantSpec | None = None
-    activation: QuantSpec | None = None
+    weight_spec: QuantSpec | None = None
+    activation_spec: QuantSpec | None = None
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
@@ -131,8 +133,8 @@ class Conv(nn.Conv):
     refused: multiply the kernel by it, once.
     """
 
-    weight: QuantSpec | None = None
-    activation: QuantSpec | None = None
+    weight_spec: QuantSpec | None = None
+    activation_spec: QuantSpec | None = None
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
@@ -149,8 +151,8 @@ class Conv(nn.Conv):
 class Einsum(nn.Einsum):
     """y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias: `flax.linen.Einsum`, as `Dense`."""
 
-    weight: QuantSpec | None = None
-    activation: QuantSpec | None = None
+    weight_spec: QuantSpec | None = None
+    activation_spec: QuantSpec | None = None
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
@@ -215,12 +217,12 @@ class _Table(Contraction):
 class Embed(nn.Embed):
     """y = take(quantize(embedding), indices): `flax.linen.Embed` with a quantized table, as `Dense`.
 
-    A converted table is looked up in its codes. `attend` quantizes the query, too, where `activation` says how; its
-    range is the only one that there is.
+    A converted table is looked up in its codes. `attend` quantizes the query too, where `activation_spec` says how. The
+    range of the query is the layer's only activation range.
     """
 
-    weight: QuantSpec | None = None
-    activation: QuantSpec | None = None
+    weight_spec: QuantSpec | None = None
+    activation_spec: QuantSpec | None = None
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()

@@ -40,12 +40,12 @@ class Record:
 
 
 def _get_array_state(q: QuantizedArray) -> dict[str, Any]:
-    parts = {"values": q.values, "scale": q.scale, "zero_point": q.zero_point}
+    parts = {"codes": q.codes, "scale": q.scale, "zero_point": q.zero_point}
     return {name: serialization.to_state_dict(part) for name, part in parts.items() if part is not None}
 
 
 def _restore_array(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
-    parts = {"values": q.values, "scale": q.scale, "zero_point": q.zero_point}
+    parts = {"codes": q.codes, "scale": q.scale, "zero_point": q.zero_point}
     restored = {
         name: serialization.from_state_dict(part, state[name], name=name) for name, part in parts.items()
         if part is not None

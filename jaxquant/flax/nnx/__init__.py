@@ -1,19 +1,30 @@
 """Flax NNX's layers with quantized weights and activations: same names, same arguments, same parameters."""
 
-from .calibrate import calibrate as calibrate
-from .calibrate import calibration_view as calibration_view
-from .calibrate import check_calibrated as check_calibrated
-from .contraction import Codes as Codes
-from .contraction import Ranges as Ranges
-from .contraction import Scale as Scale
-from .contraction import promote_dtype as promote_dtype
-from .convert import convert as convert
-from .convert import fold_batch_norm as fold_batch_norm
-from .convert import start as start
-from .layers import Conv as Conv
-from .layers import Einsum as Einsum
-from .layers import Embed as Embed
-from .layers import Linear as Linear
-from .layers import LinearGeneral as LinearGeneral
-from .layers import conv_general_dilated as conv_general_dilated
-from .layers import dot_general as dot_general
+from .calibrate import calibrate, calibration_view, check_calibrated
+from .contraction import Codes, Ranges, Scale, promote_dtype
+from .convert import convert, fold_batch_norm, start
+from .layers import Conv, Einsum, Embed, Linear, LinearGeneral, conv_general_dilated, dot_general
+
+__all__ = [
+    "Codes",
+    "Conv",
+    "Einsum",
+    "Embed",
+    "Linear",
+    "LinearGeneral",
+    "Ranges",
+    "Scale",
+    "calibrate",
+    "calibration_view",
+    "check_calibrated",
+    "conv_general_dilated",
+    "convert",
+    "dot_general",
+    "fold_batch_norm",
+    "promote_dtype",
+    "start",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -55,7 +55,7 @@ def calibrate(
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int8), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(1)))
         >>> qnnx.calibrate(model, [jnp.array([[-1.0, 0.5, 1.55]])])
         >>> serving = qnnx.convert(model)
@@ -117,7 +117,7 @@ def calibration_view(model: Model) -> Model:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int8), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> y = qnnx.calibration_view(layer)(jnp.array([[-1.0, 0.5, 1.55]]))
         >>> int(layer.dot_general.activation_batches[...])
@@ -154,7 +154,7 @@ def check_calibrated(model: nnx.Module) -> None:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int8), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> qnnx.calibrate(layer, [jnp.ones((1, 3))])
         >>> qnnx.check_calibrated(layer)

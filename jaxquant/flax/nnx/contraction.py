@@ -86,12 +86,12 @@ class Partitioned(nnx.Pytree):
     """What `convert` puts in the place of a partitioned kernel: its codes and its scale lie on devices each as it is.
 
     Attributes:
-        values: `Codes` with an array; likewise `scale`, and `zero_point` or None.
+        codes: `Codes` with an array; likewise `scale`, and `zero_point` or None.
         static: Static. What the QuantizedArray is beside its arrays.
     """
 
     def __init__(self, q: QuantizedArray, box: Callable[[jax.Array], nnx.Variable]) -> None:
-        self.values, self.scale = box(q.values), box(q.scale)
+        self.codes, self.scale = box(q.codes), box(q.scale)
         self.zero_point = nnx.data(None if q.zero_point is None else box(q.zero_point))
         self.static = (q.dtype, q.block_size, q.codebook)
 
@@ -99,7 +99,7 @@ class Partitioned(nnx.Pytree):
         """Returns the QuantizedArray."""
         dtype, size, book = self.static
         point = None if self.zero_point is None else self.zero_point[...]
-        return QuantizedArray(self.values[...], self.scale[...], point, dtype=dtype, block_size=size, codebook=book)
+        return QuantizedArray(self.codes[...], self.scale[...], point, dtype=dtype, block_size=size, codebook=book)
 
     def __getitem__(self, index: Any) -> QuantizedArray:
         """Returns what the index picks, all of it for `...`, as a variable does."""
@@ -109,8 +109,8 @@ class Partitioned(nnx.Pytree):
 class How(NamedTuple):
     """What a layer is told of quantization."""
 
-    weight: QuantSpec
-    activation: QuantSpec | None
+    weight_spec: QuantSpec
+    activation_spec: QuantSpec | None
     weight_range: Source
     activation_range: Source
     backward: Backward
@@ -201,7 +201,7 @@ class Contraction(nnx.Module):
         """Requires the specs and the range sources with which the state of this layer was converted."""
         own = self.describe_specs().text
         known = own if self.converted_specs is None else self.converted_specs.get_value().text
-        expected = f"the weight and activation that the state was converted with: {known}"
+        expected = f"the weight_spec and activation_spec that the state was converted with: {known}"
         checks.require(known == own, _NAME, "specs", expected, own)
         _layer_operand.check_converted(weight, kernel)
 
@@ -232,10 +232,10 @@ class Contraction(nnx.Module):
         is_one = spec.granularity == spec.zero_point_granularity == PerTensor()
         if site.of == "activation":
             expected = "PerTensor(), or activation_range=Dynamic(): the variables have one shape, whatever the inputs"
-            checks.require(is_one, _NAME, site.of, expected, spec)
+            checks.require(is_one, _NAME, site.argument, expected, spec)
         elif self.kernel_shape is not None:
             expected = "PerAxis(...): of this layer it is not known yet which axes of the kernel are output features"
-            checks.require(PerFeature() != spec.granularity, _NAME, site.of, expected, spec)
+            checks.require(PerFeature() != spec.granularity, _NAME, site.argument, expected, spec)
             shape, dtype = self.kernel_shape, dtype if kernel is None else kernel[...].dtype
         else:
             checks.require(is_one, _NAME, "kernel_shape", "that of the kernel: its scales are learned", "None")

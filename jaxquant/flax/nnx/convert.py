@@ -47,7 +47,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int4), "activation": jq.QuantSpec(jnp.int8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4), "activation_spec": jq.QuantSpec(jnp.int8)}
         >>> layer = qnnx.Linear(2, 1, **specs, activation_range=jq.flax.Learned(jq.PACT()), rngs=nnx.Rngs(0))
         >>> qnnx.start(layer, jnp.array([[-127.0, 63.5]]))  # 63.5 is half a step
         >>> layer.dot_general.activation_scale[...]
@@ -100,11 +100,11 @@ def convert(model: Model) -> Model:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int4, jq.PerAxis(-1)), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnnx.Conv(2, 4, (3, 3), **specs, rngs=nnx.Rngs(0))
         >>> y = layer(jnp.linspace(-1.0, 1.55, 98).reshape(1, 7, 7, 2))
         >>> serving = qnnx.convert(layer)
-        >>> serving.kernel.get_value().values.dtype, serving.bias.dtype
+        >>> serving.kernel.get_value().codes.dtype, serving.bias.dtype
         (dtype(int4), dtype('float32'))
         >>> constants = serving.conv_general_dilated
         >>> constants.activation_scale[...], constants.activation_zero_point[...]
@@ -312,7 +312,7 @@ def _find_weight_site(layer: _Layer, rank: int) -> Site:
     if axes is not None:
         return _layer_operand.resolve_features(site, axes)
     expected = f"PerAxis(...): it is not known which axes of the kernel of {type(layer.module).__name__} are features"
-    checks.require(site.spec.granularity != PerFeature(), _CONVERT, "weight", expected, site.spec)
+    checks.require(site.spec.granularity != PerFeature(), _CONVERT, "weight_spec", expected, site.spec)
     return site
 
 

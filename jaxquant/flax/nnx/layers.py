@@ -36,8 +36,8 @@ _OWN = ("dot_general", "dot_general_cls", "conv_general_dilated", "einsum_op", "
 
 
 def dot_general(
-    weight: QuantSpec,
-    activation: QuantSpec | None = None,
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
     rngs: nnx.Rngs | None = None,
     *,
     weight_range: Source = Dynamic(),
@@ -52,8 +52,8 @@ def dot_general(
     own rounds a kernel to bfloat16 before it is quantized, and takes no converted one.
 
     Args:
-        weight: how the kernel, the right operand, is quantized.
-        activation: how the left operand is, or None.
+        weight_spec: how the kernel, the right operand, is quantized.
+        activation_spec: how the left operand is, or None.
         rngs: for Int8Backward(stochastic_rounding=True), which draws from its stream "rounding" in training mode.
         weight_range: Static. `Dynamic()` or `Learned()`.
         activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
@@ -80,13 +80,13 @@ def dot_general(
 
     Source: flax.nnx.Linear, `dot_general`.
     """
-    how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+    how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
     return DotGeneral("flax.nnx.dot_general", how, rngs, None, kernel_shape)
 
 
 def conv_general_dilated(
-    weight: QuantSpec,
-    activation: QuantSpec | None = None,
+    weight_spec: QuantSpec,
+    activation_spec: QuantSpec | None = None,
     rngs: nnx.Rngs | None = None,
     *,
     weight_range: Source = Dynamic(),
@@ -100,8 +100,8 @@ def conv_general_dilated(
     As `dot_general`, for flax's convolutions.
 
     Args:
-        weight: how the kernel is quantized.
-        activation: how the images are, or None.
+        weight_spec: how the kernel is quantized.
+        activation_spec: how the images are, or None.
         rngs: for Int8Backward(stochastic_rounding=True).
         weight_range: Static. `Dynamic()` or `Learned()`.
         activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
@@ -128,7 +128,7 @@ def conv_general_dilated(
 
     Source: flax.nnx.Conv, `conv_general_dilated`.
     """
-    how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+    how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
     return ConvGeneralDilated("flax.nnx.conv_general_dilated", how, rngs, None, kernel_shape)
 
 
@@ -164,9 +164,9 @@ class Linear(nnx.Linear):
     Args:
         in_features: as of flax's layer.
         out_features: likewise.
-        weight: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output feature,
-            whatever the layer's kernel looks like.
-        activation: how the inputs are, or None for weights only.
+        weight_spec: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output
+            feature, whatever the layer's kernel looks like.
+        activation_spec: how the inputs are, or None for weights only.
         weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
         activation_range: `Observed()`, static; `Dynamic()`, for example `PerToken()`; or `Learned()`. The first and
             the last are `PerTensor()`.
@@ -184,7 +184,7 @@ class Linear(nnx.Linear):
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from flax import nnx
         >>> from jaxquant.flax import nnx as qnnx
-        >>> specs = {"weight": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation": jq.QuantSpec(jnp.uint8)}
+        >>> specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": jq.QuantSpec(jnp.uint8)}
         >>> layer = qnnx.Linear(3, 2, **specs, rngs=nnx.Rngs(0))
         >>> x = jnp.array([[-1.0, 0.0, 1.55]])
         >>> qnnx.calibrate(layer, [x])
@@ -197,13 +197,13 @@ class Linear(nnx.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, weight: QuantSpec, activation: QuantSpec | None = None,
+        self, in_features: int, out_features: int, *, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, given)
         super().__init__(in_features, out_features, promote_dtype=promote_dtype, rngs=rngs, **given)
-        how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+        how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
         self.dot_general = nnx.data(_make_contraction(self, DotGeneral, self.kernel, how, rngs))
 
 
@@ -215,13 +215,14 @@ class LinearGeneral(nnx.LinearGeneral):
     """
 
     def __init__(
-        self, in_features: int | Sequence[int], out_features: int | Sequence[int], *, weight: QuantSpec,
-        activation: QuantSpec | None = None, weight_range: Source = Dynamic(), activation_range: Source = Observed(),
+        self, in_features: int | Sequence[int], out_features: int | Sequence[int], *, weight_spec: QuantSpec,
+        activation_spec: QuantSpec | None = None, weight_range: Source = Dynamic(),
+        activation_range: Source = Observed(),
         backward: Backward = FloatBackward(), use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, given)
         super().__init__(in_features, out_features, promote_dtype=promote_dtype, rngs=rngs, **given)
-        how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+        how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
         self.dot_general = nnx.data(_make_contraction(self, DotGeneral, self.kernel, how, rngs))
 
 
@@ -230,14 +231,14 @@ class Einsum(nnx.Einsum):
 
     def __init__(
         self, einsum_str: str, kernel_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
-        weight: QuantSpec, activation: QuantSpec | None = None, weight_range: Source = Dynamic(),
+        weight_spec: QuantSpec, activation_spec: QuantSpec | None = None, weight_range: Source = Dynamic(),
         activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, given)
         shapes = (tuple(kernel_shape), None if bias_shape is None else tuple(bias_shape))
         super().__init__(einsum_str, *shapes, promote_dtype=promote_dtype, rngs=rngs, **given)
-        how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+        how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
         self.einsum_op = nnx.data(_make_contraction(self, Product, self.kernel, how, rngs))
 
 
@@ -250,32 +251,32 @@ class Conv(nnx.Conv):
 
     def __init__(
         self, in_features: int, out_features: int, kernel_size: int | Sequence[int],
-        strides: int | Sequence[int] | None = 1, *, weight: QuantSpec, activation: QuantSpec | None = None,
+        strides: int | Sequence[int] | None = 1, *, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, given)
         sizes = (in_features, out_features, kernel_size, strides)
         super().__init__(*sizes, promote_dtype=promote_dtype, rngs=rngs, **given)
-        how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+        how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
         self.conv_general_dilated = nnx.data(_make_contraction(self, ConvGeneralDilated, self.kernel, how, rngs))
 
 
 class Embed(nnx.Embed):
     """y = take(quantize(embedding), indices): `flax.nnx.Embed` with a quantized table, as `Linear`.
 
-    A converted table is looked up in its codes. `attend` quantizes the query, too, where `activation` says how; its
+    A converted table is looked up in its codes. `attend` quantizes the query too, where `activation_spec` says how; its
     range is the only one that there is.
     """
 
     def __init__(
-        self, num_embeddings: int, features: int, *, weight: QuantSpec, activation: QuantSpec | None = None,
+        self, num_embeddings: int, features: int, *, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
         use_running_average: bool = False, rngs: nnx.Rngs, **given: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, given)
         super().__init__(num_embeddings, features, rngs=rngs, **given)
-        how = How(weight, activation, weight_range, activation_range, backward, use_running_average)
+        how = How(weight_spec, activation_spec, weight_range, activation_range, backward, use_running_average)
         self.table = nnx.data(_make_contraction(self, Table, self.embedding, how, rngs))
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
