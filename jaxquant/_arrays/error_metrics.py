@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +12,11 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, min_max, small_floats
 from .._core.affine import divide_by_scale
+from .._core.entry_point import compile_entry_point
 from . import quantized_array
 from .quantized_array import QuantizedArray, mark_checked
 
 _NAME = "quantization_error"
-_ARGUMENTS = ("x", "q.codes", "q.scale", "q.zero_point")
 _DECIBELS = np.float32(10 / np.log(10))  # of a natural logarithm
 _OCTAVE = np.float32(20 * np.log10(2))  # decibels in a factor of two
 
@@ -72,19 +71,18 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
     q = quantized_array.check_array(_NAME, "q", q)
-    found = _enter(
+    found = _quantization_error(
         checks.convert_number(x), q.codes, q.scale, q.zero_point,
         dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
     )  # fmt: skip
     return QuantizationError(*found)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook"))
+@compile_entry_point(_NAME)
 def _quantization_error(
     x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, block_size: int | None, codebook: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    x, values, scale, zero_point = checks.convert_numpy(x, values, scale, zero_point)
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_shape(_NAME, "x", x, values.shape, "q's")
     x, scale = lax.stop_gradient((x, scale))
@@ -101,9 +99,6 @@ def _quantization_error(
     sqnr, cosine = (jnp.where(whole, v, np.float32(np.nan)) for v in measures)
     saturated = jnp.sum(_is_saturated(x, q), dtype=jnp.float32) / np.float32(max(x.size, 1))
     return sqnr, largest, cosine, saturated, _measure_used(q)
-
-
-_enter = checks.wrap_entry_point(_NAME, _quantization_error, _ARGUMENTS)
 
 
 def _find_largest(value: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, granularity
+from .._core.entry_point import compile_entry_point
 
 DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.find_width(d) <= 8)
 _PACK, _UNPACK = "checkpoint.pack", "checkpoint.unpack"
@@ -41,12 +42,11 @@ def pack(values: ArrayLike) -> jax.Array:
 
     Source: ONNX TensorProto, "int4, int2 packing"; onnx.numpy_helper.
     """
-    return _enter_pack(values)
+    return _pack(values)
 
 
-@jax.jit
+@compile_entry_point(_PACK)
 def _pack(values: jax.Array) -> jax.Array:
-    (values,) = checks.convert_numpy(values)
     checks.check_array(_PACK, "values", values, DTYPES)
     width = dtypes.find_width(values.dtype)
     flat = granularity.place_whole(values).reshape(-1)
@@ -58,9 +58,6 @@ def _pack(values: jax.Array) -> jax.Array:
     count = 8 // width
     codes = jnp.pad(codes, (0, -codes.size % count)).reshape(-1, count)
     return functools.reduce(jnp.bitwise_or, [codes[:, i] << np.uint8(width * i) for i in range(count)])
-
-
-_enter_pack = checks.wrap_entry_point(_PACK, _pack, ("values",))
 
 
 def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
@@ -93,12 +90,11 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
         checks.check_integer(_UNPACK, "shape", length)
         if length < 0:
             checks.require(False, _UNPACK, "shape", "ints that are not negative", shape)
-    return _enter_unpack(packed, dtype=found, shape=tuple(map(int, shape)))
+    return _unpack(packed, dtype=found, shape=tuple(map(int, shape)))
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "shape"))
+@compile_entry_point(_UNPACK)
 def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> jax.Array:
-    (packed,) = checks.convert_numpy(packed)
     size, width = math.prod(shape), dtypes.find_width(dtype)
     checks.check_array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
     count = -(-size * width // 8)
@@ -113,6 +109,3 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
         return lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype)
     sign = np.int8(0 if dtypes.find_bounds(dtype)[0] == 0 else 2 ** (width - 1))
     return ((codes ^ sign) - sign).astype(dtype)
-
-
-_enter_unpack = checks.wrap_entry_point(_UNPACK, _unpack, ("packed",))

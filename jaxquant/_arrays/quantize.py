@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, known_values
 from .._core.affine import divide_by_scale, quantize_affine
+from .._core.entry_point import compile_entry_point
 from . import scale_from_range
 from .quantized_array import QuantizedArray, mark_checked
 from .spec import QuantSpec
@@ -85,7 +85,7 @@ def quantize(
     lo, hi = checks.convert_number(lo), checks.convert_number(hi)
     if lo is not None:
         _check_known_range(lo, hi)
-    given = _enter(checks.convert_number(x), lo, hi, spec=spec)
+    given = _quantize(checks.convert_number(x), lo, hi, spec=spec)
     return mark_checked(given)
 
 
@@ -112,18 +112,14 @@ def _check_known_range(lo: Any, hi: Any) -> None:
         checks.require(bool((low <= high).all()), _NAME, "lo", "no more than hi", "more")
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("spec",))
+@compile_entry_point(_NAME)
 def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec) -> QuantizedArray:
-    x, lo, hi = checks.convert_numpy(x, lo, hi)
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
     scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
     values = encode_array(x, scale, zero_point, spec)
     size = scale_from_range.find_stored_block_size(_NAME, spec, x.shape)
     return QuantizedArray(values, scale, zero_point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
-
-
-_enter = checks.wrap_entry_point(_NAME, _quantize, ("x", "lo", "hi"))
 
 
 def find_parameters(

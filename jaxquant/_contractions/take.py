@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -15,10 +14,10 @@ from jax.typing import ArrayLike
 from .._arrays import indexing, quantized_array
 from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import checks, granularity
+from .._core.entry_point import compile_entry_point
 
 _NAME = "take"
 _MODES = ("fill", "clip", "wrap")
-_ARGUMENTS = ("q.codes", "q.scale", "q.zero_point", "indices")
 
 
 def take(
@@ -71,7 +70,7 @@ def take(
     mode = "fill" if mode is None else mode
     checks.check_option(_NAME, "mode", mode, _MODES)
     granularity.check_out_sharding(_NAME, out_sharding)
-    return _enter(
+    return _take(
         q.codes, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, dtype=q.dtype,
         block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
     )  # fmt: skip
@@ -86,14 +85,11 @@ def _read_index(indices: Any) -> Any:
     return checks.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
 
 
-@functools.partial(
-    jax.jit, inline=True, static_argnames=("axis", "mode", "dtype", "block_size", "codebook", "out_sharding")
-)
+@compile_entry_point(_NAME)
 def _take(
     values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
     axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
-    values, scale, zero_point, indices = checks.convert_numpy(values, scale, zero_point, indices)
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
     checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
     length = values.shape[axis]
@@ -119,9 +115,6 @@ def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_shard
     given = f"q {granularity.describe_placement(q.codes)} and indices {granularity.describe_placement(indices)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
     checks.require(False, _NAME, "out_sharding", expected, None)
-
-
-_enter = checks.wrap_entry_point(_NAME, _take, _ARGUMENTS)
 
 
 def _look_up(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:

@@ -6,10 +6,9 @@ Contracts of shape, of axis and of one exact dtype are chex assertions with a pl
 
 from __future__ import annotations
 
-import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import chex
 import jax
@@ -20,7 +19,6 @@ from jax.core import Tracer
 
 from .dtypes import find_dtype, is_float6, is_known, list_names
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float)
 
 
@@ -204,47 +202,6 @@ class _Description:
         return f"{value!r} ({type(value).__name__})"
 
 
-def wrap_entry_point(function: str, compiled: _F, arguments: tuple[str, ...]) -> _F:
-    """Wraps a jitted operator: what JAX cannot even trace gets a named error, or is converted as JAX would.
-
-    Only numpy's 64-bit integers and masked arrays are looked for beforehand, for JAX takes them in a program that is
-    compiled already; all else is seen to after JAX refused, so that a good call pays nothing for it.
-    """
-
-    @functools.wraps(compiled)
-    def call(*given: Any, **statics: Any) -> Any:
-        for value in given:
-            if isinstance(value, np.ndarray | np.integer) and _is_lossy(value):
-                given = _narrow_integers(function, dict(zip(arguments, given, strict=False)), given)
-                break
-        try:
-            return compiled(*given, **statics)
-        except (TypeError, ValueError, OverflowError):
-            foreign = [not isinstance(v, jax.Array) and hasattr(v, "__jax_array__") for v in given]
-            if any(foreign):  # a flax.nnx.Param, for one
-                return call(*(v.__jax_array__() if f else v for v, f in zip(given, foreign, strict=True)), **statics)
-            _explain_refusal(function, dict(zip(arguments, given, strict=False)), statics)
-            raise
-
-    return call  # type: ignore[return-value]
-
-
-def _is_lossy(value: np.ndarray | np.integer) -> bool:
-    """Whether JAX would lose something of an array of numpy's: what is masked, or the upper bits of an integer."""
-    return (value.dtype.itemsize == 8 and value.dtype.kind in "iu") or isinstance(value, np.ma.MaskedArray)
-
-
-def _narrow_integers(function: str, named: dict[str, Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments with numpy's 64-bit integers as int32, which JAX would make of them, wrapped or not."""
-    result = []
-    for argument, value in named.items():
-        if isinstance(value, np.ndarray | np.integer) and _is_lossy(value):
-            check_readable(function, argument, value)
-            value = narrow_to_int32(function, argument, value)
-        result.append(value)
-    return (*result, *given[len(result) :])
-
-
 def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     """Returns a numpy array or scalar of 64-bit integers as int32, which has to hold them; anything else as it came.
 
@@ -286,11 +243,11 @@ def convert_numpy(*values: Any) -> tuple[Any, ...]:
 def convert_arrays(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """Returns what `arrays` does of arguments by their names; what JAX cannot read gets a named error."""
     if any(isinstance(value, np.ma.MaskedArray) for value in given.values()):
-        _explain_refusal(function, given, {})
+        explain_refusal(function, given, {})
     try:
         return convert_numpy(*given.values())
     except (TypeError, ValueError, OverflowError):
-        _explain_refusal(function, given, {})
+        explain_refusal(function, given, {})
         raise
 
 
@@ -312,7 +269,8 @@ def check_readable(function: str, argument: str, value: Any) -> None:
         ) from None
 
 
-def _explain_refusal(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
+def explain_refusal(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
+    """Raise a named error for the first argument that JAX cannot read as an array, or that cannot be static."""
     for argument, value in arrays.items():
         check_readable(function, argument, value)
     for argument, value in statics.items():

@@ -9,7 +9,6 @@ import jax
 from .._core import checks
 from ..integer.conv_general_dilated import Geometry, check_placement, check_positive, check_window
 
-STATICS = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 
 
@@ -24,10 +23,12 @@ class Attributes(NamedTuple):
     strides: Any
 
 
-def check_attributes(function: str, **attributes: Any) -> dict[str, Any]:
-    """Returns the attributes as static arguments, integers held to be integers."""
-    numbers = {n: checks.check_integers(function, n, v) for n, v in attributes.items() if n != "auto_pad"}
-    return {**attributes, **numbers}
+def check_attributes(function: str, **attributes: Any) -> Attributes:
+    """Return the attributes as one static argument. Require hashable values, and integers where there are numbers."""
+    checked = {n: v if n == "auto_pad" else checks.check_integers(function, n, v) for n, v in attributes.items()}
+    for name, value in checked.items():
+        checks.check_hashable(function, name, value)
+    return Attributes(**checked)
 
 
 def find_geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) -> Geometry:

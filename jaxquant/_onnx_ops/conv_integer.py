@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
 from .._core import checks
+from .._core.entry_point import compile_entry_point
 from ..integer import _operands
 from ..integer.conv_general_dilated import check_zero_points, convolve_planned
-from ._conv_attributes import STATICS, Attributes, check_attributes, find_geometry
+from ._conv_attributes import Attributes, check_attributes, find_geometry
 
 _NAME = "conv_integer"
 
@@ -74,18 +73,17 @@ def conv_integer(
         strides=strides,
     )  # fmt: skip
     centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
-    return _enter(x, w, x_zero_point, w_zero_point, **attributes, centred=centred)
+    return _conv_integer(x, w, x_zero_point, w_zero_point, attributes=attributes, centred=centred)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=(*STATICS, "centred"))
+@compile_entry_point(_NAME)
 def _conv_integer(
     x: jax.Array, w: jax.Array, x_zero_point: jax.Array | None, w_zero_point: jax.Array | None, *,
-    centred: tuple[bool, bool], **attributes: Any,
+    attributes: Attributes, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    x, w, x_zero_point, w_zero_point = checks.convert_numpy(x, w, x_zero_point, w_zero_point)
     checks.check_array(_NAME, "x", x, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "w", w, _operands.EIGHT_BITS)
-    found = find_geometry(_NAME, x, w, Attributes(**attributes))
+    found = find_geometry(_NAME, x, w, attributes)
     check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
     steps = (
         _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
@@ -94,6 +92,3 @@ def _conv_integer(
     return convolve_planned(
         _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, lambda acc, _: acc
     )
-
-
-_enter = checks.wrap_entry_point(_NAME, _conv_integer, ("x", "w", "x_zero_point", "w_zero_point"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
 from .._core.affine import dequantize_affine
+from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.number_arguments import check_float_zero_point, convert_scale_number
 
@@ -72,15 +72,14 @@ def dequantize_linear(
         x_zero_point = _convert_zero_point_number(x_zero_point, x, x_scale)
     if x_zero_point is not None:
         check_float_zero_point(_NAME, "x_zero_point", x_zero_point)
-    return _enter(x, x_scale, x_zero_point, axis=axis, block_size=block_size, output_dtype=output_dtype)
+    return _dequantize_linear(x, x_scale, x_zero_point, axis=axis, block_size=block_size, output_dtype=output_dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("axis", "block_size", "output_dtype"))
+@compile_entry_point(_NAME)
 def _dequantize_linear(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, *,
     axis: int, block_size: int, output_dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    x, x_scale, x_zero_point = checks.convert_numpy(x, x_scale, x_zero_point)
     checks.check_array(_NAME, "x", x, _X)
     checks.check_array(_NAME, "x_scale", x_scale, _SCALE)
     if output_dtype is None:
@@ -93,9 +92,6 @@ def _dequantize_linear(
         checks.check_same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")
         check_matching(_NAME, "x_zero_point", x_zero_point, x_scale, "x_scale")
     return dequantize_affine(x, x_scale, x_zero_point, granularity, dtype)
-
-
-_enter = checks.wrap_entry_point(_NAME, _dequantize_linear, ("x", "x_scale", "x_zero_point"))
 
 
 def _convert_zero_point_number(value: Any, x: Any, scale: Any) -> Any:

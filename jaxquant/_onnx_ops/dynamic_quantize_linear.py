@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, min_max, rounding, toolkit_attributes
 from .._core.affine import quantize_affine
+from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, find_reduced_axes, find_slices, place_like, sum_to_scale
 
 _NAME = "dynamic_quantize_linear"
@@ -89,25 +90,21 @@ def dynamic_quantize_linear(
     positive, minus that at the smallest where it is negative; equal elements share it. y and y_zero_point are
     integers and carry none.
     """
-    return _enter(
+    return _dynamic_quantize_linear(
         checks.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
+@compile_entry_point(_NAME)
 def _dynamic_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
-    (x,) = checks.convert_numpy(x)
     found, granularity = check_dynamic(_NAME, x, dtype, axis)
     toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
     config = _Config(granularity, found, bool(training), float(lda_coeff))
     with toolkit_attributes.name_scope(name):
         return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
-
-
-_enter = checks.wrap_entry_point(_NAME, _dynamic_quantize_linear, ("x",))
 
 
 class _Config(NamedTuple):

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity, matmul_shapes
+from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns
@@ -65,15 +66,14 @@ def dynamic_quantize_matmul(
     b_scale = convert_plain_scale(_NAME, "b_scale", b_scale)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
-    return _enter(checks.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
+    return _dynamic_quantize_matmul(checks.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+@compile_entry_point(_NAME)
 def _dynamic_quantize_matmul(
     a: jax.Array, b: jax.Array, b_scale: jax.Array, b_zero_point: jax.Array | None, bias: jax.Array | None, *,
     centred: bool,
 ) -> jax.Array:  # fmt: skip
-    a, b, b_scale, b_zero_point, bias = checks.convert_numpy(a, b, b_scale, b_zero_point, bias)
     checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
@@ -87,9 +87,6 @@ def _dynamic_quantize_matmul(
         b_scale = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
     y: Any = _multiply(of, a, b, steps, b_scale)
     return _scaling.add_bias(y, bias).reshape(of.out)
-
-
-_enter = checks.wrap_entry_point(_NAME, _dynamic_quantize_matmul, ("a", "b", "b_scale", "b_zero_point", "bias"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

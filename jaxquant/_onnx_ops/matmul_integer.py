@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 from jax.typing import ArrayLike
 
 from .._core import checks, matmul_shapes
+from .._core.entry_point import compile_entry_point
 from ..integer import _operands
 from . import _rows_and_columns
 
@@ -49,22 +48,18 @@ def matmul_integer(
     """
     a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
-    return _enter(
+    return _matmul_integer(
         a, b, a_zero_point, b_zero_point, centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point))
     )
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+@compile_entry_point(_NAME)
 def _matmul_integer(
     a: jax.Array, b: jax.Array, a_zero_point: jax.Array | None, b_zero_point: jax.Array | None, *,
     centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    a, b, a_zero_point, b_zero_point = checks.convert_numpy(a, b, a_zero_point, b_zero_point)
     checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     of = matmul_shapes.find_shapes(_NAME, a, b)
     steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
     return _rows_and_columns.multiply_matrices(a, b, *steps, of).reshape(of.out)
-
-
-_enter = checks.wrap_entry_point(_NAME, _matmul_integer, ("a", "b", "a_zero_point", "b_zero_point"))

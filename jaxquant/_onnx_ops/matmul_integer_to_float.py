@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,12 +11,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, rounding
+from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _layout, _operands, _scaling
 from . import _rows_and_columns
 
 _NAME = "matmul_integer_to_float"
-_ARGUMENTS = ("a", "b", "a_scale", "b_scale", "a_zero_point", "b_zero_point", "bias")
 
 
 def matmul_integer_to_float(
@@ -70,19 +69,17 @@ def matmul_integer_to_float(
     a_scale, b_scale = convert_plain_scale(_NAME, "a_scale", a_scale), convert_plain_scale(_NAME, "b_scale", b_scale)
     a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
-    return _enter(
+    return _matmul_integer_to_float(
         a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias,
         centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+@compile_entry_point(_NAME)
 def _matmul_integer_to_float(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, a_zero_point: jax.Array | None,
     b_zero_point: jax.Array | None, bias: jax.Array | None, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    given = (a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias)
-    a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias = checks.convert_numpy(*given)
     checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
@@ -103,9 +100,6 @@ def _matmul_integer_to_float(
             _rows_and_columns.multiply_matrices(a, b, *steps, of), _scaling.multiply_scales(rows, columns)
         )
     return _scaling.add_bias(y, bias).reshape(of.out)
-
-
-_enter = checks.wrap_entry_point(_NAME, _matmul_integer_to_float, _ARGUMENTS)
 
 
 def count_blocks(b_scale: jax.Array, of: matmul_shapes.Shapes) -> int:

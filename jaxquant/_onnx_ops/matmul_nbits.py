@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import barriers, checks, dtypes, rounding
+from .._core.entry_point import compile_entry_point
 
 _NAME = "matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
@@ -73,7 +74,7 @@ def matmul_nbits(
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
-    return _enter(checks.convert_number(a), b, scales, zero_points, bias, **statics)
+    return _matmul_nbits(checks.convert_number(a), b, scales, zero_points, bias, **statics)
 
 
 class _Config(NamedTuple):
@@ -93,12 +94,11 @@ class _Config(NamedTuple):
         return 8 // self.bits
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("K", "N", "bits", "block_size"))
+@compile_entry_point(_NAME)
 def _matmul_nbits(
     a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None, bias: jax.Array | None, *,
     K: int, N: int, bits: int, block_size: int,
 ) -> jax.Array:  # fmt: skip
-    a, b, scales, zero_points, bias = checks.convert_numpy(a, b, scales, zero_points, bias)
     config = _check_attributes(K, N, bits, block_size)
     _check_operands(config, a, b, scales, zero_points, bias)
     if zero_points is not None:
@@ -113,9 +113,6 @@ def _matmul_nbits(
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)
-
-
-_enter = checks.wrap_entry_point(_NAME, _matmul_nbits, ("a", "b", "scales", "zero_points", "bias"))
 
 
 def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +10,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, granularity
+from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands
 from ..integer.conv_general_dilated import check_zero_points, convolve_planned
 from . import requantize
-from ._conv_attributes import STATICS, Attributes, check_attributes, find_geometry
+from ._conv_attributes import Attributes, check_attributes, find_geometry
 
 _NAME = "qlinear_conv"
-_ARGUMENTS = ("x", "x_scale", "x_zero_point", "w", "w_scale", "w_zero_point", "y_scale", "y_zero_point", "b")
 
 
 def qlinear_conv(
@@ -91,24 +90,32 @@ def qlinear_conv(
         strides=strides,
     )  # fmt: skip
     centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
-    return _enter(
-        x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, **attributes, centred=centred
+    return _qlinear_conv(
+        x,
+        x_scale,
+        x_zero_point,
+        w,
+        w_scale,
+        w_zero_point,
+        y_scale,
+        y_zero_point,
+        b,
+        attributes=attributes,
+        centred=centred,
     )
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=(*STATICS, "centred"))
+@compile_entry_point(_NAME)
 def _qlinear_conv(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array, w: jax.Array, w_scale: jax.Array,
     w_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, b: jax.Array | None, *,
-    centred: tuple[bool, bool], **attributes: Any,
+    attributes: Attributes, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    given = (x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b)
-    x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b = checks.convert_numpy(*given)
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     for argument, code in (("x", x), ("w", w), ("y_zero_point", y_zero_point)):
         checks.check_array(_NAME, argument, code, _operands.EIGHT_BITS)
-    found = find_geometry(_NAME, x, w, Attributes(**attributes))
+    found = find_geometry(_NAME, x, w, attributes)
     check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
     scale = requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
@@ -128,9 +135,6 @@ def _qlinear_conv(
     return convolve_planned(
         _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, epilogue
     )
-
-
-_enter = checks.wrap_entry_point(_NAME, _qlinear_conv, _ARGUMENTS)
 
 
 def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:

@@ -12,13 +12,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, small_floats
+from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import check_float_zero_point, convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns, requantize
 
 _NAME = "qlinear_matmul"
 _DTYPES = (*_operands.EIGHT_BITS, *dtypes.FLOAT8)
-_ARGUMENTS = ("a", "a_scale", "a_zero_point", "b", "b_scale", "b_zero_point", "y_scale", "y_zero_point")
 
 
 def qlinear_matmul(
@@ -77,19 +77,17 @@ def qlinear_matmul(
     y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_NAME, f"{argument}_zero_point", point)
-    return _enter(
+    return _qlinear_matmul(
         a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point,
         centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("centred",))
+@compile_entry_point(_NAME)
 def _qlinear_matmul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    given = (a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point)
-    a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point = checks.convert_numpy(*given)
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     checks.check_array(_NAME, "a", a, _DTYPES)
@@ -116,9 +114,6 @@ def _qlinear_matmul(
     return requantize.requantize_accumulator(
         acc, _scaling.spread_over_product(scale, acc), wide, y_zero_point.dtype
     ).reshape(of.out)
-
-
-_enter = checks.wrap_entry_point(_NAME, _qlinear_matmul, _ARGUMENTS)
 
 
 def _align_scales(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, ...]:

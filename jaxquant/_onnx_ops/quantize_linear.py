@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
 from .._core.affine import quantize_affine
+from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.number_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 
@@ -87,20 +87,17 @@ def quantize_linear(
         y_zero_point = convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, dtype, y_scale)
     if y_zero_point is not None:
         check_float_zero_point(_NAME, "y_zero_point", y_zero_point)
-    return _enter(
+    return _quantize_linear(
         checks.convert_number(x), y_scale, y_zero_point,
         axis=axis, block_size=block_size, saturate=saturate, output_dtype=output_dtype, precision=precision,
     )  # fmt: skip
 
 
-@functools.partial(
-    jax.jit, inline=True, static_argnames=("axis", "block_size", "saturate", "output_dtype", "precision")
-)
+@compile_entry_point(_NAME)
 def _quantize_linear(
     x: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array | None, *,
     axis: int, block_size: int, saturate: bool, output_dtype: Any, precision: Any,
 ) -> jax.Array:  # fmt: skip
-    x, y_scale, y_zero_point = checks.convert_numpy(x, y_scale, y_zero_point)
     checks.check_array(_NAME, "x", x, _X)
     checks.check_array(_NAME, "y_scale", y_scale, _SCALE)
     checks.check_flag(_NAME, "saturate", saturate)
@@ -111,9 +108,6 @@ def _quantize_linear(
         check_matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
     return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
-
-
-_enter = checks.wrap_entry_point(_NAME, _quantize_linear, ("x", "y_scale", "y_zero_point"))
 
 
 def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:

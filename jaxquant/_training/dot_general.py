@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.dot import contract_checked
 from .._core import checks, dtypes, granularity
+from .._core.entry_point import compile_entry_point
 from ..integer.dot_general import DotDimensionNumbers, find_roles
 from . import contraction_vjp, quantizer
 from .backward import Backward, FloatBackward, check_backward, find_dimensions
@@ -93,14 +93,13 @@ def quantized_dot_general(
         quantizer.read_quantizer(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))
     ]
     check_backward(_NAME, backward, key, specs)
-    return _enter(lhs, rhs, *specs, key, operation=operation, backward=backward)
+    return _quantized_dot_general(lhs, rhs, *specs, key, operation=operation, backward=backward)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
+@compile_entry_point(_NAME)
 def _quantized_dot_general(
     lhs: Any, rhs: Any, lhs_spec: Any, rhs_spec: Any, key: Any, *, operation: Dot, backward: Any
 ) -> jax.Array:
-    lhs, rhs = checks.convert_numpy(lhs, rhs)
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
     find_roles(_NAME, lhs, rhs, operation.numbers)
@@ -108,9 +107,6 @@ def _quantized_dot_general(
     return contraction_vjp.contract_with_gradient(
         _NAME, names, operation, (lhs, rhs), (lhs_spec, rhs_spec), backward, key
     )
-
-
-_enter = checks.wrap_entry_point(_NAME, _quantized_dot_general, ("lhs", "rhs"))
 
 
 class Dot(NamedTuple):

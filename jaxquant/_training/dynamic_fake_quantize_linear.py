@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, toolkit_attributes
+from .._core.entry_point import compile_entry_point
 from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
 from .fake_quantize_linear import Config, fake_quantize_parts
 
@@ -61,23 +61,19 @@ def dynamic_fake_quantize_linear(
     Cotangent of x: lda_coeff * g * m, with m 1 where rounding alone lands on a code and 0 elsewhere (a rounded
     zero point can push an extreme half a step out).
     """
-    return _enter(
+    return _dynamic_fake_quantize_linear(
         checks.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "axis", "training", "lda_coeff", "name"))
+@compile_entry_point(_NAME)
 def _dynamic_fake_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
-    (x,) = checks.convert_numpy(x)
     found, granularity = check_dynamic(_NAME, x, dtype, axis)
     toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
     config = Config(granularity, found, dtypes.find_narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
     with toolkit_attributes.name_scope(name):
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, found)
         return fake_quantize_parts(config, x, scale, zero_point)
-
-
-_enter = checks.wrap_entry_point(_NAME, _dynamic_fake_quantize_linear, ("x",))

@@ -19,6 +19,7 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_c
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
+from .._core.entry_point import compile_entry_point
 from . import estimators
 from .estimators import Rule, StochasticRounding, StraightThrough
 
@@ -78,16 +79,13 @@ def fake_quantize(
     scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)
     estimators.check_estimator(_NAME, "gradient", gradient, spec, zero_point)
     rule, key = split_key(gradient)
-    return _enter(checks.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
+    return _fake_quantize(checks.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("spec", "rule"))
+@compile_entry_point(_NAME)
 def _fake_quantize(x: Any, scale: Any, zero_point: Any, key: Any, *, spec: QuantSpec, rule: Rule) -> jax.Array:
     found = read_parts(_NAME, ("x", "scale", "zero_point"), x, scale, zero_point, spec)
     return _quantize_and_back(Config(spec, rule), *found, key)
-
-
-_enter = checks.wrap_entry_point(_NAME, _fake_quantize, ("x", "scale", "zero_point", "key"))
 
 
 class Config(NamedTuple):

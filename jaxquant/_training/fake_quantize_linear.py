@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, known_values, rounding, toolkit_attributes
 from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
+from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, check_matching, resolve_onnx, sum_to_scale
 from .._core.number_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
 
@@ -97,20 +98,17 @@ def fake_quantize_linear(
         if found in dtypes.INTEGERS:
             known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(found))
         check_float_zero_point(_NAME, "zero_point", zero_point)
-    return _enter(
+    return _fake_quantize_linear(
         checks.convert_number(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 
-@functools.partial(
-    jax.jit, inline=True, static_argnames=("dtype", "axis", "block_size", "training", "lda_coeff", "name")
-)
+@compile_entry_point(_NAME)
 def _fake_quantize_linear(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, axis: int, block_size: int, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
-    x, scale, zero_point = checks.convert_numpy(x, scale, zero_point)
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_array(_NAME, "scale", scale, dtypes.FLOATS)
     found = _find_dtype(zero_point, dtype)
@@ -123,9 +121,6 @@ def _fake_quantize_linear(
     config = Config(granularity, found, None, bool(training), float(lda_coeff), _NAME)
     with toolkit_attributes.name_scope(name):
         return fake_quantize_parts(config, x, scale, zero_point)
-
-
-_enter = checks.wrap_entry_point(_NAME, _fake_quantize_linear, ("x", "scale", "zero_point"))
 
 
 def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core import checks, granularity
+from .._core.entry_point import compile_entry_point
 from . import _conv_kernel, _layout, _operands
 
 _NAME = "integer.conv_general_dilated"
@@ -72,7 +73,7 @@ def conv_general_dilated(
     rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
     centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     ints = functools.partial(checks.check_integers, _NAME)
-    return _enter(
+    return _conv_general_dilated(
         lhs, rhs, lhs_zero_point, rhs_zero_point,
         window_strides=ints("window_strides", window_strides), padding=ints("padding", padding),
         lhs_dilation=ints("lhs_dilation", lhs_dilation), rhs_dilation=ints("rhs_dilation", rhs_dilation),
@@ -91,19 +92,12 @@ def _check_static(given: Any) -> Any:
     return given
 
 
-_STATICS = (
-    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
-    *("feature_group_count", "batch_group_count", "centred"),
-)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=_STATICS)
+@compile_entry_point(_NAME)
 def _conv_general_dilated(
     lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
     window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any, dimension_numbers: Any,
     feature_group_count: int, batch_group_count: int, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.convert_numpy(lhs, rhs, lhs_zero_point, rhs_zero_point)
     checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
     checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
     plan = plan_convolution(
@@ -117,9 +111,6 @@ def _conv_general_dilated(
         _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
     return arrange_layout(lhs, rhs, *steps, plan, lambda acc, _: acc)
-
-
-_enter = checks.wrap_entry_point(_NAME, _conv_general_dilated, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
 
 
 class Geometry(NamedTuple):

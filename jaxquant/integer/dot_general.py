@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._core import checks, granularity
+from .._core.entry_point import compile_entry_point
 from . import _dot_kernel, _layout, _operands
 
 _NAME = "integer.dot_general"
@@ -69,18 +70,17 @@ def dot_general(
     rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
     centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
     granularity.check_out_sharding(_NAME, out_sharding)
-    return _enter(
+    return _dot_general(
         lhs, rhs, lhs_zero_point, rhs_zero_point, out_sharding=out_sharding,
         dimension_numbers=checks.check_integers(_NAME, "dimension_numbers", dimension_numbers), centred=centred,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dimension_numbers", "centred", "out_sharding"))
+@compile_entry_point(_NAME)
 def _dot_general(
     lhs: jax.Array, rhs: jax.Array, lhs_zero_point: jax.Array | None, rhs_zero_point: jax.Array | None, *,
     dimension_numbers: Any, centred: tuple[bool, bool], out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
-    lhs, rhs, lhs_zero_point, rhs_zero_point = checks.convert_numpy(lhs, rhs, lhs_zero_point, rhs_zero_point)
     checks.check_array(_NAME, "lhs", lhs, _operands.DTYPES)
     checks.check_array(_NAME, "rhs", rhs, _operands.DTYPES)
     left, right = find_roles(_NAME, lhs, rhs, dimension_numbers)
@@ -94,9 +94,6 @@ def _dot_general(
     return contract_roles(
         _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs), *steps, left, right, out_sharding
     )
-
-
-_enter = checks.wrap_entry_point(_NAME, _dot_general, ("lhs", "rhs", "lhs_zero_point", "rhs_zero_point"))
 
 
 class Role(NamedTuple):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes
+from .._core.entry_point import compile_entry_point
 from . import _arithmetic
 
 _NAME = "onednn.dequantize"
@@ -51,12 +50,11 @@ def dequantize(
     """
     scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
     zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
-    return _enter(src, scales, zps, qtype=qtype, axis=axis)
+    return _dequantize(src, scales, zps, qtype=qtype, axis=axis)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis"))
+@compile_entry_point(_NAME)
 def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int) -> jax.Array:
-    src, scales, zps = checks.convert_numpy(src, scales, zps)
     checks.check_array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
     checks.check_array(_NAME, "scales", scales, (dtypes.FLOAT32,))
     checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))
@@ -66,6 +64,3 @@ def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qty
         checks.require(src.dtype not in dtypes.FLOAT8, _NAME, "zps", expected, "an array")
     granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.dequantize_codes(src, scales, zps, granularity)
-
-
-_enter = checks.wrap_entry_point(_NAME, _dequantize, ("src", "scales", "zps"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core import checks, dtypes
+from .._core.entry_point import compile_entry_point
 from .._core.granularity import Groups
 from . import _arithmetic
 
@@ -65,15 +65,14 @@ def dynamic_dequantize(
     scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
     zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
     groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape
-    return _enter(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
+    return _dynamic_dequantize(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "group_shape"))
+@compile_entry_point(_NAME)
 def _dynamic_dequantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *,
     qtype: str, axis: int, group_shape: tuple[int, ...] | None,
 ) -> jax.Array:  # fmt: skip
-    src, scales, zps = checks.convert_numpy(src, scales, zps)
     checks.check_array(_NAME, "src", src, (*_arithmetic.EIGHT_BIT, *_arithmetic.FOUR_BIT))
     checks.check_array(_NAME, "scales", scales, dtypes.FLOATS)
     checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel", "per_group"))
@@ -85,9 +84,6 @@ def _dynamic_dequantize(
     checks.require(group_shape is None, _NAME, "group_shape", expected, group_shape)
     granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.dequantize_codes(src, scales, zps, granularity)
-
-
-_enter = checks.wrap_entry_point(_NAME, _dynamic_dequantize, ("src", "scales", "zps"))
 
 
 def _find_groups(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
+from .._core.entry_point import compile_entry_point
 from . import _arithmetic
 
 _NAME = "onednn.dynamic_quantize"
@@ -57,17 +57,13 @@ def dynamic_quantize(
     """
     scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
     zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
-    return _enter(checks.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+    return _dynamic_quantize(checks.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "dtype"))
+@compile_entry_point(_NAME)
 def _dynamic_quantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
 ) -> jax.Array:
-    src, scales, zps = checks.convert_numpy(src, scales, zps)
     found = checks.check_dtype(_NAME, "dtype", dtype, _arithmetic.EIGHT_BIT)
     granularity = _arithmetic.check_quantize(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, found)
-
-
-_enter = checks.wrap_entry_point(_NAME, _dynamic_quantize, ("src", "scales", "zps"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes
+from .._core.entry_point import compile_entry_point
 from . import _arithmetic
 
 _NAME = "onednn.quantize"
@@ -56,20 +56,16 @@ def quantize(
     """
     scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
     zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
-    return _enter(checks.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+    return _quantize(checks.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("qtype", "axis", "dtype"))
+@compile_entry_point(_NAME)
 def _quantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
 ) -> jax.Array:
-    src, scales, zps = checks.convert_numpy(src, scales, zps)
     found = checks.check_dtype(_NAME, "dtype", dtype, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
     if zps is not None:
         expected = "None: float8 has no zero points"
         checks.require(found not in dtypes.FLOAT8, _NAME, "zps", expected, "an array")
     granularity = _arithmetic.check_quantize(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, found)
-
-
-_enter = checks.wrap_entry_point(_NAME, _quantize, ("src", "scales", "zps"))

@@ -173,8 +173,8 @@ def others() -> list[Call]:
     parts = {"scale": ones(F, 1, 1), "zero_point": ones(I8, 1, 1)}
     return [
         *(Call(f"{f.__name__}.update", calibrator(f), {"batch": X}, ("batch",)) for f in factories),
-        Call("QuantizedArray.dequantize", lambda values, **parts: jq.QuantizedArray(values, **parts).dequantize(),
-             {"values": CODES, **parts}, ("values",), ("scale", "zero_point"), ("dtype",)),
+        Call("QuantizedArray.dequantize", lambda codes, **parts: jq.QuantizedArray(codes, **parts).dequantize(),
+             {"codes": CODES, **parts}, ("codes",), ("scale", "zero_point"), ("dtype",)),
         Call("checkpoint.pack", checkpoint.pack, {"values": CODES}, ("values",)),
         Call("checkpoint.unpack", checkpoint.unpack, {"packed": ones(U8, 12), "dtype": jnp.int4, "shape": (4, 6)},
              ("packed",), (), ("dtype",)),
