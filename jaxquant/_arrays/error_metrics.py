@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, granularity, min_max, small_floats
+from .._core import checks, dtypes, entry_point, granularity, min_max, sharding, small_floats
 from .._core.affine import divide_by_scale
 from .._core.entry_point import compile_entry_point
 from . import quantized_array
@@ -72,7 +72,7 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     """
     q = quantized_array.check_array(_NAME, "q", q)
     found = _quantization_error(
-        checks.convert_number(x), q.codes, q.scale, q.zero_point,
+        entry_point.convert_number(x), q.codes, q.scale, q.zero_point,
         dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
     )  # fmt: skip
     return QuantizationError(*found)
@@ -149,6 +149,6 @@ def _measure_used(q: QuantizedArray) -> jax.Array:
         index = small_floats.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
         index = values.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
-    index = granularity.place_whole(index)
+    index = sharding.place_whole(index)
     seen = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
     return jnp.mean(seen, dtype=jnp.float32)

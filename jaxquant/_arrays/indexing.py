@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core import checks, granularity
+from .._core import checks, entry_point, granularity, sharding
 
 if TYPE_CHECKING:
     from .quantized_array import QuantizedArray
@@ -42,7 +42,7 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
     found = {_find_sizes(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
     block_size = q.block_size or (found.pop() if len(found) == 1 else None)
     values = _index_part(q.codes, items, out_sharding)
-    own = None if out_sharding is None else granularity.set_partition(out_sharding, ())
+    own = None if out_sharding is None else sharding.set_partition(out_sharding, ())
     scale, zero_point = (
         None if p is None else _pick_part(q, p, items, block_size, own) for p in (q.scale, q.zero_point)
     )
@@ -132,7 +132,7 @@ def _convert_index(item: Any) -> Any:
         known = not checks.is_traced(item) and item.ndim > 0
         checks.require_type(known, _ITEM, "index", expected, checks.describe_value(item))
         return item
-    item = checks.narrow_to_int32(_ITEM, "index", item)
+    item = entry_point.narrow_to_int32(_ITEM, "index", item)
     if item.dtype.kind == "u" and item.dtype.itemsize > 2:  # JAX takes the upper half of uint32 for negative numbers
         item = jnp.minimum(item, item.dtype.type(np.iinfo(np.int32).max))
     elif item.dtype.itemsize > 2:

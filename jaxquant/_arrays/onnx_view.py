@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, known_values
+from .._core import checks, dtypes, entry_point, known_values
 from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, check_matching, resolve_onnx
 from .._core.number_arguments import check_float_zero_point
 from . import quantized_array
@@ -158,8 +158,10 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
-    given = {"x": x, "x_scale": checks.convert_number(x_scale), "x_zero_point": x_zero_point}
-    return _from_onnx(*checks.convert_arrays(_BACK, given), axis=axis, block_size=block_size, output_dtype=output_dtype)
+    given = {"x": x, "x_scale": entry_point.convert_number(x_scale), "x_zero_point": x_zero_point}
+    return _from_onnx(
+        *entry_point.convert_arrays(_BACK, given), axis=axis, block_size=block_size, output_dtype=output_dtype
+    )
 
 
 def _from_onnx(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point
 
 DTYPES = tuple(d for d in (*dtypes.QUANTIZED, dtypes.E8M0) if dtypes.find_width(d) <= 8)
@@ -49,7 +49,7 @@ def pack(values: ArrayLike) -> jax.Array:
 def _pack(values: jax.Array) -> jax.Array:
     checks.check_array(_PACK, "values", values, DTYPES)
     width = dtypes.find_width(values.dtype)
-    flat = granularity.place_whole(values).reshape(-1)
+    flat = sharding.place_whole(values).reshape(-1)
     if width == 8:
         return lax.bitcast_convert_type(flat, jnp.uint8)
     if flat.dtype in dtypes.FLOAT4:

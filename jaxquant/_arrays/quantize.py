@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, granularity, known_values
+from .._core import checks, dtypes, entry_point, granularity, known_values
 from .._core.affine import divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from . import scale_from_range
@@ -82,10 +82,10 @@ def quantize(
         lo, hi = _split_range(range, lo, hi)
     missing = "lo" if lo is None else "hi"
     checks.require((lo is None) == (hi is None), _NAME, missing, "a range of two ends, or none", "None")
-    lo, hi = checks.convert_number(lo), checks.convert_number(hi)
+    lo, hi = entry_point.convert_number(lo), entry_point.convert_number(hi)
     if lo is not None:
         _check_known_range(lo, hi)
-    given = _quantize(checks.convert_number(x), lo, hi, spec=spec)
+    given = _quantize(entry_point.convert_number(x), lo, hi, spec=spec)
     return mark_checked(given)
 
 

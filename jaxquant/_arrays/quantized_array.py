@@ -13,7 +13,7 @@ import numpy as np
 from jax import export
 from jax.typing import DTypeLike
 
-from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
+from .._core import barriers, checks, dtypes, entry_point, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine
 from . import indexing, serialization
 from .codebook import Codebook
@@ -339,7 +339,7 @@ def check_array(function: str, argument: str, q: Any) -> QuantizedArray:
     for name, part in zip(names, given, strict=True):
         if isinstance(part, float):  # of no rank
             checks.check_array(function, name, part, ())
-    codes, scale, zero_point = checks.convert_arrays(function, dict(zip(names, given, strict=True)))
+    codes, scale, zero_point = entry_point.convert_arrays(function, dict(zip(names, given, strict=True)))
     allowed = dtypes.QUANTIZED if q.codebook is None else (q.codebook.carrier,)
     checks.check_array(function, f"{argument}.codes", codes, allowed)
     checks.check_array(function, f"{argument}.scale", scale, _SCALES)
@@ -395,5 +395,5 @@ def _dequantize_parts(
     if codebook is None:
         return dequantize_affine(codes, scale, zero_point, aligned, dtype)
     wide = small_floats.scale_as_float32(scale)
-    product = rounding.round_result(codebook.decode(codes) * aligned.expand(wide, codes))
+    product = barriers.round_result(codebook.decode(codes) * aligned.expand(wide, codes))
     return rounding.round_to_dtype(product, dtype).astype(dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, min_max, rounding, small_floats
+from .._core import checks, division, dtypes, min_max, rounding, sharding, small_floats
 from .._core import granularity as granularities
 from .spec import QuantSpec
 
@@ -91,7 +91,7 @@ def _find_extremes_of_blocks(
     """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
     size, length = sizes[axis], x.shape[axis]
     whole = length // size
-    x = granularities.gather_axes(x, (axis,))  # a run must lie on one device to be cut out
+    x = sharding.gather_axes(x, (axis,))  # a run must lie on one device to be cut out
     parts = []
     for start, runs, run in ((0, whole, size), (whole * size, 1, length - whole * size)):
         if runs == 0 or run == 0:
@@ -150,7 +150,7 @@ def find_scale_and_zero_point(
 
 
 def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
-    return granularities.place_like(jnp.broadcast_to(value, like.shape), like)
+    return sharding.place_like(jnp.broadcast_to(value, like.shape), like)
 
 
 def _widen_to_zero(bound: jax.Array, sign: int) -> jax.Array:
@@ -167,13 +167,13 @@ def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Arra
 
 
 def _divide_by_number(x: jax.Array, by: float) -> jax.Array:
-    return rounding.divide(x, granularities.place_like(jnp.full(x.shape, by, jnp.float32), x))
+    return division.divide(x, sharding.place_like(jnp.full(x.shape, by, jnp.float32), x))
 
 
 def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
     """Returns bound / steps, and 0 for no steps: a bound of 0 needs none."""
     none = steps == 0
-    return jnp.where(none, _ZERO, rounding.divide(bound, jnp.where(none, _ONE, steps)))
+    return jnp.where(none, _ZERO, division.divide(bound, jnp.where(none, _ONE, steps)))
 
 
 def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
@@ -213,7 +213,7 @@ def find_least_scale(dtype: np.dtype) -> np.float32:
 
 def _find_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
     qmin, qmax = (int(b) for b in spec.bounds)
-    start = np.float32(qmin) - rounding.divide(low, scale)
+    start = np.float32(qmin) - division.divide(low, scale)
     # As ONNX Runtime's DynamicQuantizeLinear: its clamp takes a NaN to the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
     return rounding.encode_steps(start, None, spec.carrier, (qmin, qmax))

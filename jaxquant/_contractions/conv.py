@@ -13,9 +13,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, dtypes, granularity, rounding, small_floats
+from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
 from ..integer import _operands, _scaling
-from ..integer.conv_general_dilated import Plan, arrange_layout, plan_convolution
+from ..integer._conv_geometry import Plan, plan_convolution
+from ..integer.conv_general_dilated import arrange_layout
 from . import dot_integer
 from .dot import Operand, check_operand
 
@@ -183,8 +184,8 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
-        wide = granularity.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
-        y = rounding.round_result(acc.astype(jnp.float32) * wide)
+        wide = sharding.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
+        y = barriers.round_result(acc.astype(jnp.float32) * wide)
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 
     return arrange_layout(lhs.codes, rhs.codes, lhs_steps, rhs_steps, plan, epilogue)

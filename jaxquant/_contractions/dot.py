@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, dtypes, granularity, matmul_shapes
+from .._core import checks, dtypes, entry_point, matmul_shapes, sharding
 from ..integer.dot_general import DotDimensionNumbers, check_placement, find_roles
 from . import dot_integer
 from .dot_integer import Axes
@@ -87,7 +87,7 @@ def contract_checked(
     caller_axes: Axes | None = None,
 ) -> jax.Array:  # fmt: skip
     """Returns `dot_general`, with errors that name another function."""
-    granularity.check_out_sharding(function, out_sharding)
+    sharding.check_out_sharding(function, out_sharding)
     lhs, rhs = check_operands(function, lhs, rhs)
     numbers = checks.check_integers(function, "dimension_numbers", numbers)
     checks.check_hashable(function, "dimension_numbers", numbers)
@@ -135,7 +135,7 @@ def check_operand(function: str, argument: str, x: Any) -> Any:
         x = x.__jax_array__()  # a flax.nnx.Param, for one
     if isinstance(x, QuantizedArray):
         return quantized_array.check_array(function, argument, x)
-    (x,) = checks.convert_arrays(function, {argument: x})
+    (x,) = entry_point.convert_arrays(function, {argument: x})
     checks.check_array(function, argument, x, dtypes.FLOATS)
     return x
 
@@ -186,14 +186,14 @@ def matmul(
     """
     a, b = check_operands("matmul", lhs, rhs)
     shapes = matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
-    granularity.check_out_sharding("matmul", out_sharding)
+    sharding.check_out_sharding("matmul", out_sharding)
     partition = _find_matrix_partition("matmul", a, b, shapes, out_sharding)
     # What is contracted may be reshaped: an error names the dimensions that the operands came with.
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
 
     def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
         rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
-        inner = granularity.set_partition(out_sharding, partition and partition[len(partition) - rank :])
+        inner = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
         return contract_checked("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
 
     if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
@@ -210,7 +210,7 @@ def _find_matrix_partition(
     function: str, a: Any, b: Any, of: matmul_shapes.Shapes, out_sharding: Any
 ) -> tuple[Any, ...] | None:
     """Returns the mesh axes of the product while vectors are still matrices, whose own dimension has none."""
-    partition = granularity.find_out_partition(function, out_sharding, len(of.out))
+    partition = sharding.find_out_partition(function, out_sharding, len(of.out))
     if partition is None:
         return None
     batch, own = partition[: len(of.product) - 2], list(partition[len(of.product) - 2 :])

@@ -13,8 +13,8 @@ from jax import lax
 
 from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray, mark_checked
-from .._core import checks, dtypes, granularity, rounding, small_floats
-from ..integer import _layout, _operands, _scaling
+from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
+from ..integer import _operands, _scaling
 from ..integer.dot_general import Role, contract_roles
 
 
@@ -59,11 +59,11 @@ def plan_contraction(
     axes, length = _find_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
-            whole = granularity.find_partition(q.codes)[axis] is None
+            whole = sharding.find_partition(q.codes)[axis] is None
             expected = (
                 f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
             )
-            got = granularity.describe_placement(q.codes)
+            got = sharding.describe_placement(q.codes)
             checks.require(whole, function, "out_sharding", expected, f"None, for {got}")
     return Plan(left, right, axes, length, out_sharding)
 
@@ -140,9 +140,9 @@ def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, pref
 
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
     """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
-    if not granularity.is_placed(q.codes):
+    if not sharding.is_placed(q.codes):
         return q
-    return mark_checked(jax.tree.map(lambda part: granularity.gather_axes(part, (axis,)), q))
+    return mark_checked(jax.tree.map(lambda part: sharding.gather_axes(part, (axis,)), q))
 
 
 class _Side(NamedTuple):
@@ -189,7 +189,7 @@ def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
     scales = (_spread_outward(lhs.scale, lhs.role, 0, frees[1]), _spread_outward(rhs.scale, rhs.role, frees[0], 0))
-    if granularity.is_placed(acc):  # the scales of rows and of columns may be sharded differently
+    if sharding.is_placed(acc):  # the scales of rows and of columns may be sharded differently
         scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
     return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
 
@@ -227,11 +227,11 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
         )
         y = block(first) + np.float32(0)
         if whole > 1:
-            y = lax.scan(lambda y, parts: (rounding.round_result(y + block(parts)), None), y, others)[0]
+            y = lax.scan(lambda y, parts: (barriers.round_result(y + block(parts)), None), y, others)[0]
     if rest:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
         last = _contract_whole(tails, plan.out_sharding)
-        y = last if y is None else rounding.round_result(y + last)
+        y = last if y is None else barriers.round_result(y + last)
     assert y is not None
     return y
 
@@ -243,7 +243,7 @@ def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any,
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
     order = (axis, *(a for a in range(len(shape)) if a != axis))
     # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
-    values = _layout.pin_layout(lax.transpose(values.reshape(shape), order))
+    values = barriers.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
     parts = []
     for part, runs in zip((side.steps, side.scale), side.runs, strict=True):

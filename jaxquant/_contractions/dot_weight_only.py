@@ -11,7 +11,7 @@ from jax import lax
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._core import barriers, dtypes, granularity, rounding
+from .._core import barriers, dtypes, rounding, sharding
 from ..integer.dot_general import Role
 
 # As in `_matmul_nbits`: dequantized weights of so many elements stay in the cache until the contraction reads them.
@@ -52,7 +52,7 @@ def _plan_chunks(config: _Product, x: jax.Array, values: jax.Array) -> int | Non
     """Returns the dimension of the codes along which they are dequantized a piece at a time, or None."""
     role = (config.left, config.right)[config.quantized]
     axis = max(role.free, key=lambda a: values.shape[a], default=None)
-    is_placed = config.out_sharding is not None or granularity.is_placed(x) or granularity.is_placed(values)
+    is_placed = config.out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(values)
     whole = values.size <= _CHUNK or is_placed
     return None if whole else axis
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, mark_checked
-from .._core import checks, granularity, rounding
+from .._core import checks, rounding, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
@@ -85,7 +85,7 @@ def einsum(
         checks.require_type(False, _NAME, "operands", "a QuantizedArray among them", got)
     if preferred_element_type is not None:
         preferred_element_type = checks.check_dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
-    granularity.check_out_sharding(_NAME, out_sharding)
+    sharding.check_out_sharding(_NAME, out_sharding)
     return contract_operands(_NAME, subscripts, given, precision, preferred_element_type, out_sharding)
 
 
@@ -101,7 +101,7 @@ def contract_operands(
     dtypes = {x.dtype for x in given}
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     terms, out = parse_subscripts(function, subscripts, [x.ndim for x in given])
-    granularity.find_out_partition(function, out_sharding, len(out))
+    sharding.find_out_partition(function, out_sharding, len(out))
     sizes = _find_sizes(function, given, terms)
     parts = [
         _check_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))
@@ -232,11 +232,11 @@ class _How(NamedTuple):
 
     def out_sharding_of(self, labels: _Labels) -> Any:
         """Returns the out_sharding of a result with the indices of the output, and perhaps more, in another order."""
-        partition = granularity.find_out_partition(self.function, self.out_sharding, len(self.out))
+        partition = sharding.find_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
         places = dict(zip(self.out, partition, strict=True))
-        return granularity.set_partition(self.out_sharding, [places.get(label) for label in labels])
+        return sharding.set_partition(self.out_sharding, [places.get(label) for label in labels])
 
 
 def _contract(how: _How, parts: list[_Part], path: Sequence[tuple[int, ...]]) -> _Part:

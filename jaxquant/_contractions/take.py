@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .._arrays import indexing, quantized_array
 from .._arrays.quantized_array import QuantizedArray, mark_checked
-from .._core import checks, granularity
+from .._core import checks, entry_point, sharding
 from .._core.entry_point import compile_entry_point
 
 _NAME = "take"
@@ -69,7 +69,7 @@ def take(
     axis = checks.check_axis(_NAME, axis, q.ndim)
     mode = "fill" if mode is None else mode
     checks.check_option(_NAME, "mode", mode, _MODES)
-    granularity.check_out_sharding(_NAME, out_sharding)
+    sharding.check_out_sharding(_NAME, out_sharding)
     return _take(
         q.codes, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, dtype=q.dtype,
         block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
@@ -82,7 +82,7 @@ def _read_index(indices: Any) -> Any:
         bounds = np.iinfo(np.int32)
         checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
         return np.asarray(indices, np.int32)
-    return checks.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
+    return entry_point.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
 
 
 @compile_entry_point(_NAME)
@@ -102,17 +102,17 @@ def _take(
     if inside is None:
         return taken
     wide = lax.broadcast_in_dim(inside, taken.shape, tuple(range(axis, axis + inside.ndim)))
-    return jnp.where(granularity.place_like(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
+    return jnp.where(sharding.place_like(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
 
 
 def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_sharding: Any) -> None:
     """Requires an out_sharding that fits the result, or shardings that determine it."""
     rank = q.ndim - 1 + indices.ndim
-    if granularity.find_out_partition(_NAME, out_sharding, rank) is not None:
+    if sharding.find_out_partition(_NAME, out_sharding, rank) is not None:
         return
-    if granularity.find_partition(q.codes)[axis] is None and not any(granularity.find_partition(indices)):
+    if sharding.find_partition(q.codes)[axis] is None and not any(sharding.find_partition(indices)):
         return
-    given = f"q {granularity.describe_placement(q.codes)} and indices {granularity.describe_placement(indices)}"
+    given = f"q {sharding.describe_placement(q.codes)} and indices {sharding.describe_placement(indices)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
     checks.require(False, _NAME, "out_sharding", expected, None)
 

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import dtypes, rounding, small_floats
+from . import barriers, division, dtypes, rounding, small_floats
 from .granularity import Granularity
 
 
 def divide_by_scale(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
     """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
     if carrier == dtypes.INT32:
-        return rounding.divide_integers(x, scale)
+        return division.divide_integers(x, scale)
     values = small_floats.scale_as_float32(scale)
-    return rounding.divide_in_precision(x.astype(jnp.float32), values, carrier)
+    return division.divide_in_precision(x.astype(jnp.float32), values, carrier)
 
 
 def quantize_affine(
@@ -57,5 +57,5 @@ def dequantize_affine(
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         steps = codes.astype(jnp.float32)
     values = small_floats.scale_as_float32(scale)
-    product = rounding.round_result(steps * granularity.expand(values, x))
+    product = barriers.round_result(steps * granularity.expand(values, x))
     return rounding.round_to_dtype(product, dtype).astype(dtype)

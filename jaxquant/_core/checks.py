@@ -202,55 +202,6 @@ class _Description:
         return f"{value!r} ({type(value).__name__})"
 
 
-def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
-    """Returns a numpy array or scalar of 64-bit integers as int32, which has to hold them; anything else as it came.
-
-    JAX drops the upper 32 bits without a word: 2**32 + 1 becomes 1.
-    """
-    is_wide = isinstance(value, np.ndarray | np.integer) and value.dtype.kind in "iu" and value.dtype.itemsize == 8
-    if not is_wide:
-        return value
-    narrow = value.astype(np.int32)
-    wrong = np.asarray(value)[narrow != value]
-    if wrong.size:
-        require(False, function, argument, "integers that int32 holds", f"{wrong.flat[0]}, of {value.dtype}")
-    return narrow
-
-
-def unwrap_array(value: Any) -> Any:
-    """Returns the array inside an object that stands for one, a flax.nnx.Param for one; anything else as it came."""
-    if isinstance(value, jax.Array) or not hasattr(value, "__jax_array__"):
-        return value
-    return value.__jax_array__()
-
-
-def convert_number(value: Any) -> Any:
-    """Returns a Python number as a float32; anything else, and an int beyond float64, as it came."""
-    if type(value) not in (int, float):
-        return value
-    with np.errstate(over="ignore"):  # what is too large is an infinity, without numpy's warning
-        try:
-            return np.float32(value)
-        except OverflowError:  # refused by name where an array is required
-            return value
-
-
-def convert_numpy(*values: Any) -> tuple[Any, ...]:
-    """Returns numpy's arrays and scalars as JAX's, as they come under `jax.disable_jit`; anything else as it came."""
-    return tuple(jnp.asarray(v) if isinstance(v, np.ndarray | np.generic | float) else v for v in values)
-
-
-def convert_arrays(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what `arrays` does of arguments by their names; what JAX cannot read gets a named error."""
-    if any(isinstance(value, np.ma.MaskedArray) for value in given.values()):
-        explain_refusal(function, given, {})
-    try:
-        return convert_numpy(*given.values())
-    except (TypeError, ValueError, OverflowError):
-        explain_refusal(function, given, {})
-        raise
-
-
 def check_readable(function: str, argument: str, value: Any) -> None:
     """Requires None or something that JAX reads as an array: no text, no object, no mask, no endless int."""
     if isinstance(value, jax.Array) or value is None:
@@ -267,14 +218,6 @@ def check_readable(function: str, argument: str, value: Any) -> None:
         raise ContractValueError(
             format_message(function, argument, "a number that JAX can hold", describe_value(value))
         ) from None
-
-
-def explain_refusal(function: str, arrays: dict[str, Any], statics: dict[str, Any]) -> None:
-    """Raise a named error for the first argument that JAX cannot read as an array, or that cannot be static."""
-    for argument, value in arrays.items():
-        check_readable(function, argument, value)
-    for argument, value in statics.items():
-        check_hashable(function, argument, value)
 
 
 def is_key(value: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import granularity
+from . import sharding
 
 _ZERO = np.float32(0)
 _NOTHING = np.int32(0)  # the key of 0
@@ -21,7 +21,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 def find_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Returns (min(x, 0), max(x, 0)) over `axes`, float32; NaN where there is one. Nothing at all has (0, 0)."""
-    if x.size == 0 or granularity.is_placed(x):
+    if x.size == 0 or sharding.is_placed(x):
         return _reduce_plain(x, axes)
     last = tuple(range(x.ndim - len(axes), x.ndim))
     on_cpu = functools.partial(_find_at_once if axes == last else _reduce_guarded, axes=axes)

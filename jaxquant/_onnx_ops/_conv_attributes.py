@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core import checks
-from ..integer.conv_general_dilated import Geometry, check_placement, check_positive, check_window
+from ..integer._conv_geometry import Geometry, check_placement, check_positive, check_window
 
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 

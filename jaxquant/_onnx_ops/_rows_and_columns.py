@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, sharding
 from .._core.matmul_shapes import Shapes
 from ..integer import _operands
 from ..integer.dot_general import Role, contract_roles, determines_sharding
@@ -77,10 +77,10 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, of
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
     """Requires shardings that determine that of the product: an ONNX operator takes no out_sharding."""
-    if not (granularity.is_placed(a) or granularity.is_placed(b)) or determines_sharding(a, b, left, right):
+    if not (sharding.is_placed(a) or sharding.is_placed(b)) or determines_sharding(a, b, left, right):
         return
     expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
-    got = f"shape {a.shape} sharded as {granularity.find_placement(a)}, {b.shape} as {granularity.find_placement(b)}"
+    got = f"shape {a.shape} sharded as {sharding.find_placement(a)}, {b.shape} as {sharding.find_placement(b)}"
     checks.require(False, function, "a, b", f"{expected}(..., out_sharding=...)", got)
 
 

@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 from .._core import checks
 from .._core.entry_point import compile_entry_point
 from ..integer import _operands
-from ..integer.conv_general_dilated import check_zero_points, convolve_planned
+from ..integer._conv_geometry import check_zero_points
+from ..integer.conv_general_dilated import convolve_planned
 from ._conv_attributes import Attributes, check_attributes, find_geometry
 
 _NAME = "conv_integer"

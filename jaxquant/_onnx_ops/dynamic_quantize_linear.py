@@ -11,10 +11,11 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, min_max, rounding, toolkit_attributes
+from .._core import checks, division, dtypes, entry_point, min_max, rounding, toolkit_attributes
 from .._core.affine import quantize_affine
 from .._core.entry_point import compile_entry_point
-from .._core.granularity import Granularity, find_reduced_axes, find_slices, place_like, sum_to_scale
+from .._core.granularity import Granularity, find_reduced_axes, find_slices, sum_to_scale
+from .._core.sharding import place_like
 
 _NAME = "dynamic_quantize_linear"
 _TINY = np.finfo(np.float32).tiny
@@ -91,7 +92,7 @@ def dynamic_quantize_linear(
     integers and carry none.
     """
     return _dynamic_quantize_linear(
-        checks.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 
@@ -162,11 +163,11 @@ def find_dynamic_range(
     qmin, qmax = dtypes.find_narrow_bounds(dtype)
     width = high - low
     steps = place_like(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
-    scale = rounding.divide(width, steps)
+    scale = division.divide(width, steps)
     # XLA:CPU takes subnormal numbers for 0. Compared, not a maximum, which may lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
-    start = np.float32(qmin) - rounding.divide(low, scale)
+    start = np.float32(qmin) - division.divide(low, scale)
     # ONNX Runtime's clamp takes a NaN to the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
     zero_point = rounding.encode_steps(start, None, dtype, (qmin, qmax))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, granularity, matmul_shapes
+from .._core import checks, dtypes, entry_point, granularity, matmul_shapes
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
@@ -66,7 +66,7 @@ def dynamic_quantize_matmul(
     b_scale = convert_plain_scale(_NAME, "b_scale", b_scale)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
     centred = _operands.is_centred(b_zero_point, getattr(b, "dtype", None))
-    return _dynamic_quantize_matmul(checks.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
+    return _dynamic_quantize_matmul(entry_point.convert_number(a), b, b_scale, b_zero_point, bias, centred=centred)
 
 
 @compile_entry_point(_NAME)

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, matmul_shapes, rounding
+from .._core import barriers, checks, dtypes, matmul_shapes
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _layout, _operands, _scaling
+from ..integer import _operands, _scaling
 from . import _rows_and_columns
 
 _NAME = "matmul_integer_to_float"
@@ -141,13 +141,13 @@ def multiply_blocks(
     length = of.b[0] // blocks
     part = of._replace(a=(*of.a[:-1], length), b=(length, of.b[1]))
     # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
-    a_blocks = _layout.pin_layout(jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0))
+    a_blocks = barriers.pin_layout(jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0))
     own_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
 
     def step(y: jax.Array, block: Any) -> tuple[jax.Array, None]:
         rows, filters, steps, scale = block
         acc = _rows_and_columns.multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, part)
-        return rounding.round_result(y + _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))), None
+        return barriers.round_result(y + _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))), None
 
     each = (a_blocks, b.reshape(blocks, length, of.b[1]), own_steps, b_scale[:, None])
     first, rest = (jax.tree.map(lambda v, run=run: v[run], each) for run in (0, slice(1, None)))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, dtypes, rounding
+from .._core import barriers, checks, dtypes, entry_point, rounding
 from .._core.entry_point import compile_entry_point
 
 _NAME = "matmul_nbits"
@@ -74,7 +74,7 @@ def matmul_nbits(
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
-    return _matmul_nbits(checks.convert_number(a), b, scales, zero_points, bias, **statics)
+    return _matmul_nbits(entry_point.convert_number(a), b, scales, zero_points, bias, **statics)
 
 
 class _Config(NamedTuple):

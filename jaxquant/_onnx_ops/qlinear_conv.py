@@ -13,7 +13,8 @@ from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands
-from ..integer.conv_general_dilated import check_zero_points, convolve_planned
+from ..integer._conv_geometry import check_zero_points
+from ..integer.conv_general_dilated import convolve_planned
 from . import requantize
 from ._conv_attributes import Attributes, check_attributes, find_geometry
 

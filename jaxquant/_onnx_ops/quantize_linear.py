@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes
+from .._core import checks, dtypes, entry_point
 from .._core.affine import quantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
@@ -88,7 +88,7 @@ def quantize_linear(
     if y_zero_point is not None:
         check_float_zero_point(_NAME, "y_zero_point", y_zero_point)
     return _quantize_linear(
-        checks.convert_number(x), y_scale, y_zero_point,
+        entry_point.convert_number(x), y_scale, y_zero_point,
         axis=axis, block_size=block_size, saturate=saturate, output_dtype=output_dtype, precision=precision,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import rounding
+from .._core import barriers, division, rounding
 
 
 def find_multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array) -> jax.Array:
@@ -15,7 +15,7 @@ def find_multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array) 
     a, b, y = (s.astype(jnp.float32) for s in (a_scale, b_scale, y_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape, y.shape)
     a, b, y = (jnp.broadcast_to(s, shape) for s in (a, b, y))
-    return rounding.divide(rounding.round_result(a * b), y)
+    return division.divide(barriers.round_result(a * b), y)
 
 
 def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -27,4 +27,4 @@ def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Arr
         zero_point: int32, of acc's shape. It is added after rounding.
         dtype: int8 or uint8.
     """
-    return rounding.encode_steps(rounding.round_result(acc.astype(jnp.float32) * scale), zero_point, dtype)
+    return rounding.encode_steps(barriers.round_result(acc.astype(jnp.float32) * scale), zero_point, dtype)

@@ -16,7 +16,7 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, granularity, sharding, small_floats
 from .._core.granularity import PerAxis, PerTensor
 from . import estimators
 from .fake_quantize import Config, make_array
@@ -111,7 +111,7 @@ def fold_key(
     flat = lax.transpose(scale, [*order, *(a for a in range(q.ndim) if a not in order)])
     flat = flat.reshape([q.shape[a] for a in order])
     spread = lax.broadcast_in_dim(flat, g.shape, [places[a] or 0 for a in order])
-    return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * granularity.place_like(spread, g)
+    return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * sharding.place_like(spread, g)
 
 
 def find_dimensions(
@@ -135,8 +135,8 @@ def find_dimensions(
     texts = ["".join(letters[label] for label in labels) for labels in (out, other, there)]
     pair = (quantized_gradient(g, kept, key), q)
     out_sharding = None
-    if granularity.is_placed(qs[which].codes):  # a cotangent is sharded as its operand
-        places = granularity.find_partition(qs[which].codes)
+    if sharding.is_placed(qs[which].codes):  # a cotangent is sharded as its operand
+        places = sharding.find_partition(qs[which].codes)
         mesh = jax.typeof(qs[which].codes).sharding.mesh
         out_sharding = NamedSharding(mesh, PartitionSpec(*(places[own.index(label)] for label in there)))
     d = contract_operands(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)

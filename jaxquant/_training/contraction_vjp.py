@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_checked
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, granularity, sharding
 from .._core.affine import divide_by_scale
 from . import estimators
 from .backward import Backward, Int8Backward, split_keys
@@ -121,7 +121,7 @@ def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], .
     found = []
     for *parts, key in operands:
         for like in xs:
-            parts = [None if part is None else granularity.vary_like(part, like) for part in parts]
+            parts = [None if part is None else sharding.vary_like(part, like) for part in parts]
         found.append((*parts, key))
     return tuple(found)
 
@@ -277,7 +277,7 @@ def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, 
 
 def _pack_mask(mask: jax.Array) -> jax.Array:
     """Returns a mask with eight elements in a byte: those a whole eighth of a row apart, which vectors like."""
-    if granularity.is_placed(mask) or mask.size < 8:
+    if sharding.is_placed(mask) or mask.size < 8:
         return mask
     rows, columns = _find_rows(mask.shape)
     length = -(-columns // 8)

@@ -16,9 +16,9 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.conv import convolve_checked, convolve_floats, plan_array_convolution
 from .._contractions.dot import contract_checked
-from .._core import checks, dtypes
+from .._core import checks, dtypes, entry_point
+from ..integer._conv_geometry import Plan
 from ..integer._operands import EIGHT_BITS
-from ..integer.conv_general_dilated import Plan
 from . import contraction_vjp, quantizer
 from .backward import Backward, FloatBackward, check_backward, fold_key, quantized_gradient
 from .quantizer import Quantizer
@@ -94,8 +94,8 @@ def quantized_conv_general_dilated(
         quantizer.read_quantizer(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))
     ]
     check_backward(_NAME, backward, key, specs)
-    lhs, rhs = map(checks.unwrap_array, (lhs, rhs))
-    lhs, rhs = checks.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
+    lhs, rhs = map(entry_point.unwrap_array, (lhs, rhs))
+    lhs, rhs = entry_point.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
     if preferred_element_type is not None:

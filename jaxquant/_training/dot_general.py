@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.dot import contract_checked
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point
 from ..integer.dot_general import DotDimensionNumbers, find_roles
 from . import contraction_vjp, quantizer
@@ -87,7 +87,7 @@ def quantized_dot_general(
         preferred_element_type = checks.check_dtype(
             _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
         )
-    granularity.check_out_sharding(_NAME, out_sharding)
+    sharding.check_out_sharding(_NAME, out_sharding)
     operation = Dot(_NAME, numbers, precision, preferred_element_type, out_sharding)
     specs = [
         quantizer.read_quantizer(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, toolkit_attributes
+from .._core import dtypes, entry_point, toolkit_attributes
 from .._core.entry_point import compile_entry_point
 from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
 from .fake_quantize_linear import Config, fake_quantize_parts
@@ -62,7 +62,7 @@ def dynamic_fake_quantize_linear(
     zero point can push an extreme half a step out).
     """
     return _dynamic_fake_quantize_linear(
-        checks.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 
 

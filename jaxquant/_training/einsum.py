@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands, parse_subscripts
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, entry_point, sharding
 from . import contraction_vjp, quantizer
 from .backward import Backward, FloatBackward, check_backward, find_dimensions
 from .quantizer import Quantizer
@@ -73,8 +73,8 @@ def quantized_einsum(
 
     Cotangents: as of `quantized_dot_general`.
     """
-    named = {f"operands[{i}]": checks.unwrap_array(x) for i, x in enumerate(operands)}
-    given = checks.convert_arrays(_NAME, named)
+    named = {f"operands[{i}]": entry_point.unwrap_array(x) for i, x in enumerate(operands)}
+    given = entry_point.convert_arrays(_NAME, named)
     for i, x in enumerate(given):
         checks.check_array(_NAME, f"operands[{i}]", x, dtypes.FLOATS)
     counts = isinstance(specs, list | tuple) and len(specs) == len(given)
@@ -88,7 +88,7 @@ def quantized_einsum(
         )
     checks.check_precision(_NAME, precision)
     parse_subscripts(_NAME, subscripts, [x.ndim for x in given])
-    granularity.check_out_sharding(_NAME, out_sharding)
+    sharding.check_out_sharding(_NAME, out_sharding)
     operation = Einsum(subscripts, precision, preferred_element_type, out_sharding)
     return _quantized_einsum(given, opened, key, operation=operation, backward=backward)
 

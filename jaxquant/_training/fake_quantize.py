@@ -17,7 +17,7 @@ from .._arrays import scale_from_range
 from .._arrays.quantize import encode_array, find_parameters
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, known_values, rounding, small_floats
+from .._core import checks, dtypes, entry_point, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
 from .._core.entry_point import compile_entry_point
 from . import estimators
@@ -79,7 +79,7 @@ def fake_quantize(
     scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)
     estimators.check_estimator(_NAME, "gradient", gradient, spec, zero_point)
     rule, key = split_key(gradient)
-    return _fake_quantize(checks.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
+    return _fake_quantize(entry_point.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
 
 
 @compile_entry_point(_NAME)
@@ -106,7 +106,7 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
     """Requires what is known of a scale and a zero point to fit the spec, and returns them with numbers as arrays."""
     if scale is None and zero_point is None:
         return None, None
-    scale = checks.convert_number(scale)
+    scale = entry_point.convert_number(scale)
     zero_point = convert_zero_point_number(function, names[1], zero_point, spec)
     for argument, part in zip(names, (scale, zero_point), strict=True):
         if not hasattr(part, "__jax_array__"):
@@ -121,7 +121,7 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
 def convert_zero_point_number(function: str, argument: str, value: Any, spec: QuantSpec) -> Any:
     """Returns an int as a zero point in the spec's dtype, which must hold it; anything else as it came."""
     if not isinstance(value, int | np.integer) or checks.has_dtype(value, dtypes.QUANTIZED):
-        return checks.convert_number(value)
+        return entry_point.convert_number(value)
     checks.check_integer(function, argument, value)
     low, high = spec.bounds if spec.dtype in dtypes.INTEGERS else (0, 0)
     if not low <= value <= high:
@@ -134,7 +134,7 @@ def read_parts(
     function: str, names: tuple[str, str, str], x: Any, scale: Any, zero_point: Any, spec: QuantSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Requires what can be quantized, and returns (x, scale, zero_point), the latter two of x's rank."""
-    x, scale, zero_point = checks.convert_numpy(x, scale, zero_point)
+    x, scale, zero_point = entry_point.convert_numpy(x, scale, zero_point)
     checks.check_array(function, names[0], x, dtypes.FLOATS)
     if scale is None:
         if zero_point is not None:

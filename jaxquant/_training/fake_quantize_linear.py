@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, known_values, rounding, toolkit_attributes
+from .._core import checks, dtypes, entry_point, known_values, rounding, toolkit_attributes
 from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, check_matching, resolve_onnx, sum_to_scale
@@ -93,13 +93,13 @@ def fake_quantize_linear(
         zero_point = convert_zero_point_number(_NAME, "zero_point", zero_point, expected, scale)
     known_values.check_positive(_NAME, "scale", scale)
     if zero_point is not None:
-        zero_point = checks.convert_number(zero_point)
+        zero_point = entry_point.convert_number(zero_point)
         found = _find_dtype(zero_point, dtype)
         if found in dtypes.INTEGERS:
             known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(found))
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(
-        checks.convert_number(x), scale, zero_point,
+        entry_point.convert_number(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
     )  # fmt: skip
 

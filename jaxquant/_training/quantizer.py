@@ -9,7 +9,7 @@ import jax
 from jax.typing import ArrayLike
 
 from .._arrays.spec import QuantSpec
-from .._core import checks
+from .._core import checks, entry_point
 from . import estimators
 from .estimators import Rule, StochasticRounding, StraightThrough
 from .fake_quantize import Config, check_parts, fake_quantize, split_key
@@ -70,7 +70,7 @@ def read_quantizer(function: str, argument: str, given: Any) -> Quantizer | None
     is_one = isinstance(quantizer, Quantizer) and isinstance(quantizer.spec, QuantSpec)
     expected = "a QuantSpec, a Quantizer or None"
     checks.require_type(is_one, function, argument, expected, checks.describe_value(given))
-    scale, point = (checks.unwrap_array(part) for part in (quantizer.scale, quantizer.zero_point))
+    scale, point = (entry_point.unwrap_array(part) for part in (quantizer.scale, quantizer.zero_point))
     scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
     estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
     return dataclasses.replace(quantizer, scale=scale, zero_point=point)

@@ -13,7 +13,7 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, granularity
+from .._core import checks, sharding
 from .slices import check_floats
 
 _NAN, _INFINITE, _NOTHING, _ZEROS = 1, 2, 3, 4
@@ -102,7 +102,7 @@ def _init(parts: Parts, example: Any) -> Any:
     checks.require_type(has_shape, name, "example", expected, type(example).__name__)
     state = parts.nothing(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
     if checks.is_traced(example):  # a loop under jax.shard_map takes no carry that does not vary as its data do
-        state = jax.tree.map(lambda part: granularity.vary_like(part, example), state)
+        state = jax.tree.map(lambda part: sharding.vary_like(part, example), state)
     return state
 
 

@@ -19,7 +19,7 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, granularity, uint64
+from .._core import checks, sharding, uint64
 from .._core.uint64 import Words
 from . import running
 from . import slices as data_slices
@@ -136,7 +136,7 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
     steps = jnp.minimum(steps, find_bins(state).bit_length())  # then all that there is lies in the two bins beside 0
-    parts = jax.tree.map(lambda part: granularity.vary_like(part, steps), (state.counts, state.least, state.most))
+    parts = jax.tree.map(lambda part: sharding.vary_like(part, steps), (state.counts, state.least, state.most))
 
     def halve(carry: Any) -> Any:
         left, parts = carry
@@ -214,7 +214,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
     and if asked for the least and the largest magnitude."""
     shape, block = per_width.shape, scale_from_range.find_block_size(settings.spec)
     is_padded = data_slices.is_padded(batch, shape, block)
-    x = _sample(data_slices.arrange_slices(granularity.place_whole(batch), shape, block, np.nan), settings.every)
+    x = _sample(data_slices.arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]
     per_width = per_width.reshape(entries)
     slots = settings.bins + _SPARE
@@ -222,7 +222,7 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
     def fill(x: jax.Array, per_width: jax.Array, chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
         empty = [0, _NONE, 0] if settings.has_ends else [0]
         tables = tuple(jnp.full(entries * slots, np.int32(v)) for v in empty)
-        tables = tuple(granularity.vary_like(table, per_width) for table in tables)
+        tables = tuple(sharding.vary_like(table, per_width) for table in tables)
         counts = [-(-n // size) for n, size in zip(x.shape, chunk, strict=True)]
         slot = lax.broadcasted_iota(jnp.int32, chunk, 1) * slots
         # Neighbours that are 0 get different slots: adding to one that was just written to has to wait.

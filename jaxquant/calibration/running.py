@@ -12,7 +12,7 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, min_max, rounding
+from .._core import barriers, checks, division, min_max
 from . import calibrator, slices
 from .calibrator import Calibrator, Parts, Range
 
@@ -221,11 +221,11 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
         return state
     new = slices.find_slice_extremes(batch, state.low.shape, block)
     share = np.float32(1 - decay)
-    weight = rounding.round_result(np.float32(decay) * state.weight) + share
-    rate = rounding.divide(jnp.full_like(weight, share), weight)
+    weight = barriers.round_result(np.float32(decay) * state.weight) + share
+    rate = division.divide(jnp.full_like(weight, share), weight)
 
     def moved(old: jax.Array, found: jax.Array) -> jax.Array:
-        step = rounding.round_result(rate * (found - old))
+        step = barriers.round_result(rate * (found - old))
         later = jnp.where(jnp.isinf(old), old, old + step)  # an infinity stays one
         return jnp.where(state.weight == 0, found, later)  # the first batch as it is, also -0 and denormal numbers
 
@@ -239,7 +239,7 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
     shares = [_find_share(state.weight, weight) for state in (a, b)]
 
     def mean(of_a: jax.Array, of_b: jax.Array) -> jax.Array:
-        parts = (rounding.round_result(v * w) for v, w in zip((of_a, of_b), shares, strict=True))
+        parts = (barriers.round_result(v * w) for v, w in zip((of_a, of_b), shares, strict=True))
         return functools.reduce(lax.add, parts)
 
     return AverageState(mean(a.low, b.low), mean(a.high, b.high), weight)
@@ -247,7 +247,7 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
 
 def _find_share(weight: jax.Array, total: jax.Array) -> jax.Array:
     """Returns weight / total, and 0 where nothing was seen."""
-    return rounding.divide(weight, jnp.where(total == 0, np.float32(1), total))
+    return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
 def _reduce_averages(state: AverageState, axis_name: Any) -> AverageState:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, granularity, min_max
+from .._core import checks, dtypes, entry_point, granularity, min_max, sharding
 
 _FIRST, _LAST = np.int32(-(2**31)), np.int32(2**31 - 1)
 _FOLDED = 2**14  # elements that stay in the cache
@@ -74,7 +74,7 @@ def find_slice_extremes(x: jax.Array, shape: tuple[int, ...], block: int | None)
     """
     if x.size == 0:
         return jnp.full(shape, np.float32(np.inf)), jnp.full(shape, np.float32(-np.inf))
-    x = granularity.place_whole(x)  # what follows cuts across it
+    x = sharding.place_whole(x)  # what follows cuts across it
     if is_padded(x, shape, block):
         keys = min_max.encode_order(x)
         parts = (arrange_slices(keys, shape, block, _LAST), arrange_slices(keys, shape, block, _FIRST))
@@ -127,9 +127,9 @@ def check_floats(function: str, argument: str, value: Any) -> jax.Array:
     """Requires a batch of floats and returns it as JAX's."""
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # a flax.nnx.Param, for one
-    value = checks.convert_number(value)
+    value = entry_point.convert_number(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
         value = value.astype(np.float32)  # as JAX takes it
-    (value,) = checks.convert_arrays(function, {argument: value})
+    (value,) = entry_point.convert_arrays(function, {argument: value})
     checks.check_array(function, argument, value, dtypes.FLOATS)
     return lax.stop_gradient(value)

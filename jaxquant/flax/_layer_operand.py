@@ -17,7 +17,7 @@ from .._arrays import scale_from_range
 from .._arrays.quantize import find_parameters, quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, small_floats
+from .._core import checks, dtypes, sharding, small_floats
 from .._core.granularity import PerAxis, PerFeature, PerTensor
 from .._training.estimators import LSQ, LSQPlus, StraightThrough
 from .._training.fake_quantize import Config, make_array, read_parts, round_zero_point
@@ -155,7 +155,7 @@ def update_state(site: Site, state: dict[str, Any], x: jax.Array) -> dict[str, A
     if x.size == 0:  # no batch
         return state
     shape = _find_observed_shape(site, x.shape)
-    rows = x if shape == x.shape else granularity.place_whole(x).reshape(shape)
+    rows = x if shape == x.shape else sharding.place_whole(x).reshape(shape)
     new = _make_calibrator(site).update(state["state"], jax.lax.stop_gradient(rows))
     batches = state["batches"]
     if source.freeze_after is None:

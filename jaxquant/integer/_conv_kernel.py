@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from .._core import barriers
 from . import _layout
 from ._dot_kernel import batch_all, contract_integers
 
@@ -299,7 +300,7 @@ def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array,
     wide = jnp.stack(seen, axis=-2)  # [N, *out, H, W, groups, positions, channels / groups]
     flat = wide.reshape(x.shape[0] * math.prod(out), *x.shape[rank - 1 : rank + 1], x.shape[-1] * len(seen))
     filters = jnp.moveaxis(w, 1, rank - 1).reshape(w.shape[0], w.shape[1] * len(seen), *w.shape[rank:])
-    return _layout.pin_layout(flat), filters, planar
+    return barriers.pin_layout(flat), filters, planar
 
 
 def _convolve_planes(x: jax.Array, w: jax.Array, window: Window) -> jax.Array:

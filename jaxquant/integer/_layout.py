@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
+from .._core import barriers
+
 
 def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a transpose moves anything: dimensions of 1 may stand anywhere."""
@@ -24,13 +26,4 @@ def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
     if not is_moving(permutation, x.shape):
         return lax.reshape(x, tuple(x.shape[axis] for axis in permutation))
     turned = lax.transpose(x, tuple(permutation))
-    return pin_layout(turned)
-
-
-def _pin_layout(x: jax.Array) -> jax.Array:
-    return lax.optimization_barrier(x.reshape(1, *x.shape)).reshape(x.shape)
-
-
-def pin_layout(x: jax.Array) -> jax.Array:
-    """Returns x, in memory before anything that follows reads it, on a CPU."""
-    return lax.platform_dependent(x, cpu=_pin_layout, default=lambda v: v)
+    return barriers.pin_layout(turned)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, granularity
-from . import _layout
+from .._core import barriers, checks, dtypes, sharding
 
 DTYPES: tuple[np.dtype, ...] = tuple(
     np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
@@ -34,7 +33,7 @@ def unpack_to_int8(codes: jax.Array) -> jax.Array:
     the fast kernel of a transpose.
     """
     unpacked = codes.astype(jnp.int8)
-    return unpacked if granularity.is_placed(codes) else _layout.pin_layout(unpacked)
+    return unpacked if sharding.is_placed(codes) else barriers.pin_layout(unpacked)
 
 
 def find_offset(dtype: Any) -> int:

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import granularity, rounding
+from .._core import barriers, sharding
 
 
 def spread_over_product(value: jax.Array, acc: jax.Array) -> jax.Array:
     """Returns what belongs to rows or columns in the shape and placement of the product."""
-    return granularity.place_like(lax.broadcast_in_dim(value, acc.shape, range(acc.ndim - value.ndim, acc.ndim)), acc)
+    return sharding.place_like(lax.broadcast_in_dim(value, acc.shape, range(acc.ndim - value.ndim, acc.ndim)), acc)
 
 
 def scale_product(acc: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns float32(acc) * scale, as product of the two rounded once, whatever follows."""
-    return rounding.round_result(lax.mul(lax.convert_element_type(acc, jnp.float32), spread_over_product(scale, acc)))
+    return barriers.round_result(lax.mul(lax.convert_element_type(acc, jnp.float32), spread_over_product(scale, acc)))
 
 
 def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
     a, b = (lax.expand_dims(s, range(rank - s.ndim)) if s.ndim < rank else s for s in (a_scale, b_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape)
     a, b = (s if s.shape == shape else lax.broadcast_in_dim(s, shape, range(rank)) for s in (a, b))
-    return rounding.round_result(lax.mul(a, b))
+    return barriers.round_result(lax.mul(a, b))
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

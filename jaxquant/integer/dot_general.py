@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._core import checks, granularity
+from .._core import checks, granularity, sharding
 from .._core.entry_point import compile_entry_point
 from . import _dot_kernel, _layout, _operands
 
@@ -69,7 +69,7 @@ def dot_general(
     lhs_zero_point = _operands.convert_zero_point_number(_NAME, "lhs_zero_point", lhs_zero_point, lhs)
     rhs_zero_point = _operands.convert_zero_point_number(_NAME, "rhs_zero_point", rhs_zero_point, rhs)
     centred = _operands.find_centred((lhs, rhs), (lhs_zero_point, rhs_zero_point))
-    granularity.check_out_sharding(_NAME, out_sharding)
+    sharding.check_out_sharding(_NAME, out_sharding)
     return _dot_general(
         lhs, rhs, lhs_zero_point, rhs_zero_point, out_sharding=out_sharding,
         dimension_numbers=checks.check_integers(_NAME, "dimension_numbers", dimension_numbers), centred=centred,
@@ -107,11 +107,11 @@ class Role(NamedTuple):
 def check_placement(function: str, lhs: jax.Array, rhs: jax.Array, left: Role, right: Role, out_sharding: Any) -> None:
     """Requires an out_sharding that fits the result, or operands whose shardings determine it."""
     rank = len(left.batch) + len(left.free) + len(right.free)
-    if granularity.find_out_partition(function, out_sharding, rank) is not None:
+    if sharding.find_out_partition(function, out_sharding, rank) is not None:
         return
-    if not (granularity.is_placed(lhs) or granularity.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
+    if not (sharding.is_placed(lhs) or sharding.is_placed(rhs)) or determines_sharding(lhs, rhs, left, right):
         return
-    operands = f"lhs {granularity.describe_placement(lhs)} and rhs {granularity.describe_placement(rhs)}"
+    operands = f"lhs {sharding.describe_placement(lhs)} and rhs {sharding.describe_placement(rhs)}"
     expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
     checks.require(False, function, "out_sharding", expected, None)
 
@@ -120,7 +120,7 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
     """Whether JAX infers the sharding of a contraction: no contracted dimension is sharded on both sides, batch
     dimensions are sharded alike, and no mesh axis occurs twice in the result.
     """
-    places = [granularity.find_partition(x) for x in (lhs, rhs)]
+    places = [sharding.find_partition(x) for x in (lhs, rhs)]
     batches = [[place[a] for a in role.batch] for place, role in zip(places, (left, right), strict=True)]
     pairs = zip(left.contracted, right.contracted, strict=True)
     contracted = any(places[0][a] is not None and places[1][b] is not None for a, b in pairs)
@@ -133,7 +133,7 @@ def contract_roles(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any = None
 ) -> jax.Array:
     """Returns the int32 contraction of two int8 operands; steps are int32 scalars, of the operand's rank, or None."""
-    if out_sharding is not None or granularity.is_placed(lhs) or granularity.is_placed(rhs):
+    if out_sharding is not None or sharding.is_placed(lhs) or sharding.is_placed(rhs):
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
     left, right = (r._replace(contracted=tuple(r.contracted[i] for i in order)) for r in (left, right))
@@ -200,7 +200,7 @@ def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[i
     kept = lax.transpose(value, (*role.batch, *role.free, *role.contracted))
     kept = lax.squeeze(kept, tuple(range(len(places), value.ndim)))
     full = jnp.broadcast_to(kept, tuple(x.shape[a] for a in (*role.batch, *role.free)))
-    return granularity.place_like(lax.broadcast_in_dim(full, like.shape, places), like)
+    return sharding.place_like(lax.broadcast_in_dim(full, like.shape, places), like)
 
 
 def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:

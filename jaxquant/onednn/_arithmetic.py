@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, dtypes, rounding, small_floats
+from .._core import barriers, checks, division, dtypes, rounding, small_floats
 from .._core.granularity import Granularity, PerAxis, PerTensor
 
 EIGHT_BIT = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
@@ -75,13 +75,13 @@ def quantize_by_reciprocal(
 ) -> jax.Array:
     """Returns saturate(round_half_even(src * (1 / scale) + zp)), each operation rounded to float32."""
     src, scales = lax.stop_gradient((src, scales))
-    inverse = rounding.divide(jnp.ones_like(scales), scales)
-    value = rounding.round_result(src * found.expand(inverse, src))
+    inverse = division.divide(jnp.ones_like(scales), scales)
+    value = barriers.round_result(src * found.expand(inverse, src))
     if dtype in dtypes.FLOAT8:
         return small_floats.encode_small_float(value, dtype, saturate=False)
     if zps is not None:
         # XLA adds constants up first, this one and the one that rounds.
-        value = rounding.round_result(value + found.expand(zps.astype(jnp.float32), src))
+        value = barriers.round_result(value + found.expand(zps.astype(jnp.float32), src))
     return rounding.encode_steps(value, None, dtype)
 
 
@@ -95,5 +95,5 @@ def dequantize_codes(
     steps = small_floats.decode_small_float(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
         steps = steps - found.expand(zps.astype(jnp.float32), src)
-    product = rounding.round_result(steps * found.expand(scales.astype(jnp.float32), src))
+    product = barriers.round_result(steps * found.expand(scales.astype(jnp.float32), src))
     return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)

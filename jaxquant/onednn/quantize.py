@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes
+from .._core import checks, dtypes, entry_point
 from .._core.entry_point import compile_entry_point
 from . import _arithmetic
 
@@ -56,7 +56,7 @@ def quantize(
     """
     scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
     zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
-    return _quantize(checks.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
+    return _quantize(entry_point.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
 
 @compile_entry_point(_NAME)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxquant._core import rounding
+from jaxquant._core import barriers, division, rounding
 
 from ..oracles import onnx_text
 from ..support import transforms
@@ -38,7 +38,7 @@ def test_quotient_by_a_scalar(operands: tuple[np.ndarray, np.ndarray]) -> None:
     scale = np.float32(0.037)
 
     def op(x: jax.Array, s: jax.Array) -> jax.Array:
-        return rounding.divide(x, jnp.broadcast_to(s, x.shape))
+        return division.divide(x, jnp.broadcast_to(s, x.shape))
 
     args = x.reshape(4, -1), np.full(4, scale)
     want = x.reshape(4, -1) / scale
@@ -50,13 +50,13 @@ def test_quotient_of_a_quotient(operands: tuple[np.ndarray, np.ndarray]) -> None
     """XLA reassociates (a / b) / s and a / (b / c); the operands are shielded from both sides."""
     x, s = operands
     b = np.roll(s, 1)
-    got = jax.jit(lambda x, b, s: rounding.divide(x / b, s))(x, b, s)
-    inner = np.asarray(jax.jit(lambda x, b: rounding.divide(x, b))(x, b))
+    got = jax.jit(lambda x, b, s: division.divide(x / b, s))(x, b, s)
+    inner = np.asarray(jax.jit(lambda x, b: division.divide(x, b))(x, b))
     np.testing.assert_array_equal(np.asarray(got), inner / s)
-    scale = jax.jit(lambda x, m: rounding.divide(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
+    scale = jax.jit(lambda x, m: division.divide(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
     m = np.float32(3.3)
-    division = np.asarray(jax.jit(lambda m: m / jnp.float32(127))(m))
-    np.testing.assert_array_equal(np.asarray(scale(x, m)), x / division)
+    quotient = np.asarray(jax.jit(lambda m: m / jnp.float32(127))(m))
+    np.testing.assert_array_equal(np.asarray(scale(x, m)), x / quotient)
 
 
 @pytest.mark.parametrize("error", range(-3, 4))
@@ -66,7 +66,7 @@ def test_correction_restores_the_quotient(operands: tuple[np.ndarray, np.ndarray
     exact = x / s
     usable = np.abs(exact) > 1e-30
     approximate = np.where(usable, ulps(exact, error), exact)
-    got = np.asarray(jax.jit(rounding.correct_quotient)(approximate, x, s))
+    got = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
     np.testing.assert_array_equal(got, exact)
 
 
@@ -77,7 +77,7 @@ def test_correction_around_powers_of_two(rng: np.random.Generator) -> None:
     x = ulps(s * power, rng.integers(-3, 4, s.shape))
     exact = x / s
     approximate = ulps(exact, rng.integers(-3, 4, s.shape))
-    got = np.asarray(jax.jit(rounding.correct_quotient)(approximate, x, s))
+    got = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
     np.testing.assert_array_equal(got, exact)
 
 
@@ -86,13 +86,13 @@ def test_correction_leaves_the_rest_alone() -> None:
     s = np.array([0, 0, 2, 1, 5, np.inf, 1e-9, 3e38], np.float32)
     with np.errstate(all="ignore"):
         native = x / s
-    got = np.asarray(jax.jit(rounding.correct_quotient)(native, x, s))
+    got = np.asarray(jax.jit(division.correct_quotient)(native, x, s))
     assert transforms.mismatches(got, native) == 0
 
 
 def test_the_cpu_program_divides() -> None:
     """One true division in the compiled program, and no reciprocal."""
-    compiled = jax.jit(lambda x, s: rounding.divide(x, jnp.broadcast_to(s, x.shape)))
+    compiled = jax.jit(lambda x, s: division.divide(x, jnp.broadcast_to(s, x.shape)))
     text = compiled.lower(jnp.ones(1024, jnp.float32), jnp.float32(3)).compile().as_text() or ""
     assert text.count(" divide(") == 1
     assert "f32[] divide(" not in text
@@ -103,20 +103,20 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
     a, b, c = (rng.normal(size=100_000).astype(np.float32) for _ in range(3))
     plain = jax.jit(lambda a, b, c: a * b + c)(a, b, c)
     assert (np.asarray(plain) != a * b + c).any(), "XLA no longer fuses: this canary has nothing to watch"
-    got = jax.jit(lambda a, b, c: rounding.round_result(a * b) + c)(a, b, c)
+    got = jax.jit(lambda a, b, c: barriers.round_result(a * b) + c)(a, b, c)
     np.testing.assert_array_equal(np.asarray(got), a * b + c)
-    loop = jax.jit(lambda a, b, c: lax.map(lambda t: rounding.round_result(t[0] * t[1]) + t[2], (a, b, c)))
+    loop = jax.jit(lambda a, b, c: lax.map(lambda t: barriers.round_result(t[0] * t[1]) + t[2], (a, b, c)))
     rows = tuple(v.reshape(10, -1) for v in (a, b, c))
     np.testing.assert_array_equal(np.asarray(loop(*rows)).ravel(), a * b + c)
-    by_scalar = jax.jit(lambda a, c: rounding.round_result(a * jnp.float32(0.037)) + c)
+    by_scalar = jax.jit(lambda a, c: barriers.round_result(a * jnp.float32(0.037)) + c)
     np.testing.assert_array_equal(np.asarray(by_scalar(a, c)), a * np.float32(0.037) + c)
 
 
 def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> None:
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 1e-38], np.float32)
     x = np.concatenate([special, rng.integers(0, 2**32, 100_000).astype(np.uint32).view(np.float32)])
-    assert transforms.mismatches(np.asarray(jax.jit(rounding.round_result)(x)), x) == 0
-    gradients = jax.grad(lambda a, b: rounding.round_result(a * b).sum(), (0, 1))(
+    assert transforms.mismatches(np.asarray(jax.jit(barriers.round_result)(x)), x) == 0
+    gradients = jax.grad(lambda a, b: barriers.round_result(a * b).sum(), (0, 1))(
         jnp.array([2.0, -3.0], jnp.float32), jnp.array([5.0, 0.0], jnp.float32)
     )
     np.testing.assert_array_equal(gradients, [[5, 0], [2, -3]])
@@ -124,7 +124,7 @@ def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> N
 
 def test_constants_are_added_one_after_the_other(rng: np.random.Generator) -> None:
     x = rng.uniform(-1e-3, 1e-3, 10_000).astype(np.float32)
-    got = jax.jit(lambda x: rounding.round_result(x + jnp.float32(1)) + jnp.float32(2**20))(x)
+    got = jax.jit(lambda x: barriers.round_result(x + jnp.float32(1)) + jnp.float32(2**20))(x)
     np.testing.assert_array_equal(np.asarray(got), (x + np.float32(1)) + np.float32(2**20))
 
 
@@ -144,7 +144,7 @@ def test_integer_quotient_is_exact(rng: np.random.Generator) -> None:
     x, s = np.meshgrid(edge, edge)
     x = np.concatenate([x.ravel(), rng.integers(-(2**31), 2**31, 50_000), rng.integers(-999, 999, 50_000)])
     s = np.concatenate([s.ravel(), rng.integers(-(2**20), 2**20, 50_000), rng.integers(-20, 20, 50_000)])
-    got = np.asarray(jax.jit(rounding.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
+    got = np.asarray(jax.jit(division.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
     with np.errstate(all="ignore"):
         want = np.rint(x.astype(np.float64) / s)
     finite = np.isfinite(want)

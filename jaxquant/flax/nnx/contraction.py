@@ -19,7 +19,7 @@ from ..._contractions.conv import conv_general_dilated
 from ..._contractions.dot import dot_general
 from ..._contractions.einsum import einsum
 from ..._contractions.take import take
-from ..._core import checks, granularity
+from ..._core import checks, sharding
 from ..._core.granularity import PerFeature, PerTensor
 from ..._training.backward import Backward, Int8Backward
 from ..._training.conv_general_dilated import quantized_conv_general_dilated
@@ -253,7 +253,7 @@ class Contraction(nnx.Module):
         state = {"state": self.activation_range.get_value(), "batches": self.activation_batches[...]}
         if self.calibrating or not self.use_running_average:
             # One range for all of it: the variables need not know its rank.
-            state = _layer_operand.update_state(site, state, _flatten_rows(granularity.place_whole(x)))
+            state = _layer_operand.update_state(site, state, _flatten_rows(sharding.place_whole(x)))
             self.activation_range.set_value(state["state"])
             self.activation_batches.set_value(state["batches"])
         batches = state["batches"]
