@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, entry_point, known_values
 from .._core.granularity import Aligned, Blocked, Granularity, PerAxis, PerTensor, check_matching, resolve_onnx
-from .._core.number_arguments import check_float_zero_point
+from .._core.known_values import check_float_zero_point
 from . import quantized_array
 from .quantized_array import QuantizedArray
 

@@ -61,3 +61,14 @@ def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int
     if wrong.any():
         expected = f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is cut to them)"
         checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")
+
+
+def check_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
+    """Raise ContractValueError if a zero point of a small float dtype is known and not zero."""
+    is_array = isinstance(zero_point, jax.Array | np.ndarray | np.generic)
+    if not is_array or zero_point.dtype not in dtypes.SMALL_FLOATS or checks.is_traced(zero_point):
+        return
+    known = np.asarray(zero_point).astype(np.float32)
+    if np.any(known):
+        expected = f"0, the only zero point of {zero_point.dtype}"
+        checks.require(False, function, argument, expected, known.tolist())

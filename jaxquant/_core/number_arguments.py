@@ -1,51 +1,66 @@
-"""Python numbers as scales and zero points, and what is known of a zero point of floats."""
+"""Conversion of Python numbers that are given as scales and zero points."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import jax
 import numpy as np
 
 from . import checks, dtypes
 
 
-def convert_scale_number(function: str, argument: str, value: float, x: Any) -> Any:
-    """Returns a Python number as a scale of x's float dtype, float32 where x is none; it must survive that."""
-    dtype = getattr(x, "dtype", None)
-    with np.errstate(over="ignore"):  # what is lost is an error below
-        try:
-            scale = np.asarray(float(value), dtype if dtype in dtypes.FLOATS else np.float32)
-        except OverflowError:  # an int beyond float64
-            scale = np.asarray(np.inf, np.float32)
-    expected = f"a number that {scale.dtype} can hold"
-    lost = (np.isinf(scale) and abs(value) != np.inf) or (scale == 0 and value != 0)
+def fit_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
+    """Return a Python number as an array of `dtype`, which must hold it; return anything else unchanged.
+
+    A float dtype holds what it can round: infinities and NaN too, but no finite number that would become infinite and
+    no other number that would become 0. An integer dtype holds the ints of its range. A float8 or float4 dtype holds 0
+    only, because the number is then a zero point.
+    """
+    if not isinstance(value, int | float):
+        return value
+    if dtype in dtypes.FLOATS:
+        return _round_to_float(function, argument, value, dtype)
+    checks.check_integer(function, argument, value)
+    if dtype in dtypes.SMALL_FLOATS:
+        if value != 0:
+            checks.require(False, function, argument, f"0, the only zero point of {dtype}", value)
+    else:
+        low, high = dtypes.find_bounds(dtype)
+        if not low <= value <= high:
+            checks.require(False, function, argument, f"an int in [{low}, {high}], the range of {dtype}", value)
+    return np.asarray(value, dtype)
+
+
+def _round_to_float(function: str, argument: str, value: float, dtype: np.dtype) -> np.ndarray:
+    """Return a number as an array of a float dtype; raise if it overflows or becomes 0."""
     checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.describe_value(value))
-    checks.require(not lost, function, argument, expected, value)
-    return scale
+    try:
+        with np.errstate(over="ignore"):  # an overflow is an error below, without numpy's warning
+            result = np.asarray(float(value), dtype)
+    except OverflowError:  # an int beyond float64
+        result = np.asarray(np.inf, dtype)
+    rounded = float(result)
+    overflows = math.isinf(rounded) and abs(value) != math.inf
+    if overflows or (rounded == 0 and value != 0):
+        checks.require(False, function, argument, f"a number that {dtype} can hold", value)
+    return result
+
+
+def convert_scale_number(function: str, argument: str, value: Any, x: Any) -> Any:
+    """Return a Python number as a scale of x's float dtype, or of float32; return anything else unchanged."""
+    dtype = getattr(x, "dtype", None)
+    return fit_number(function, argument, value, dtype if dtype in dtypes.FLOATS else dtypes.FLOAT32)
 
 
 def convert_plain_scale(function: str, argument: str, value: Any) -> Any:
-    """Returns a Python number as a float32 scale; anything else as it came."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return convert_scale_number(function, argument, value, None) if is_number else value
+    """Return a Python number as a float32 scale; return anything else unchanged."""
+    return fit_number(function, argument, value, dtypes.FLOAT32)
 
 
 def convert_zero_point_number(function: str, argument: str, value: Any, dtype: Any, scale: Any) -> Any:
-    """Returns an int as a zero point of scale's shape and the given dtype, which must hold it."""
-    found = checks.check_dtype(function, f"the dtype of {argument}", dtype, dtypes.QUANTIZED)
+    """Return an int as a zero point of scale's shape and the given dtype, which must hold it."""
+    dtype = checks.check_dtype(function, f"the dtype of {argument}", dtype, dtypes.QUANTIZED)
     checks.check_integer(function, argument, value)
-    low, high = dtypes.find_bounds(found) if found in dtypes.INTEGERS else (0, 0)
-    if not low <= value <= high:
-        expected = f"an int in [{low}, {high}], for {found}, the output's dtype"
-        checks.require(False, function, argument, expected, value)
-    return np.full(np.shape(scale), value, found)
-
-
-def check_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
-    """Requires a known zero point of a small float dtype to be zero; a traced one cannot be looked at."""
-    known = isinstance(zero_point, jax.Array | np.ndarray | np.generic) and not checks.is_traced(zero_point)
-    if known and zero_point.dtype in dtypes.SMALL_FLOATS:
-        zero = not np.any(np.asarray(zero_point).astype(np.float32))
-        expected = f"0, the only zero point of {zero_point.dtype}"
-        checks.require(zero, function, argument, expected, np.asarray(zero_point).astype(np.float32).tolist())
+    zero_point, shape = fit_number(function, argument, int(value), dtype), np.shape(scale)
+    return zero_point if shape == () else np.full(shape, zero_point)

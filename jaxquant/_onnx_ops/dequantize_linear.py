@@ -12,7 +12,8 @@ from .._core import checks, dtypes
 from .._core.affine import dequantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
-from .._core.number_arguments import check_float_zero_point, convert_scale_number
+from .._core.known_values import check_float_zero_point
+from .._core.number_arguments import convert_scale_number, fit_number
 
 _NAME = "dequantize_linear"
 _X = (*dtypes.QUANTIZED, dtypes.INT32)
@@ -95,13 +96,9 @@ def _dequantize_linear(
 
 
 def _convert_zero_point_number(value: Any, x: Any, scale: Any) -> Any:
+    """Return an int as a zero point of x's dtype and scale's shape."""
     checks.check_integer(_NAME, "x_zero_point", value)
     dtype = getattr(x, "dtype", None)
-    if dtype is None:  # the contract of x will say so
+    if dtype not in _X:  # the check of x raises
         return value
-    integers = (*dtypes.INTEGERS, dtypes.INT32)
-    low, high = dtypes.find_bounds(dtype) if dtype in integers else (0, 0)
-    if not low <= value <= high:
-        expected = f"an int in [{low}, {high}], for {dtype}, the dtype of x"
-        checks.require(False, _NAME, "x_zero_point", expected, value)
-    return np.full(np.shape(scale), value, dtype)
+    return np.full(np.shape(scale), fit_number(_NAME, "x_zero_point", int(value), dtype))

@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, small_floats
 from .._core.entry_point import compile_entry_point
-from .._core.number_arguments import check_float_zero_point, convert_plain_scale
+from .._core.known_values import check_float_zero_point
+from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns, requantize
 

@@ -14,7 +14,8 @@ from .._core import checks, dtypes, entry_point, known_values, rounding, toolkit
 from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, check_matching, resolve_onnx, sum_to_scale
-from .._core.number_arguments import check_float_zero_point, convert_scale_number, convert_zero_point_number
+from .._core.known_values import check_float_zero_point
+from .._core.number_arguments import convert_scale_number, convert_zero_point_number
 
 _NAME = "fake_quantize_linear"
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._core import barriers, checks, dtypes, sharding
+from .._core.number_arguments import fit_number
 
 DTYPES: tuple[np.dtype, ...] = tuple(
     np.dtype(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.int2, jnp.uint2)
@@ -65,16 +66,12 @@ def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) 
 
 
 def convert_zero_point_number(function: str, argument: str, value: Any, operand: Any) -> Any:
-    """Returns an int as a zero point of the operand's dtype, which must hold it; anything else as it came."""
+    """Return an int as a zero point of the operand's dtype, which must hold it; return anything else unchanged."""
     dtype: Any = getattr(operand, "dtype", None)
+    # A float falls through: the check of the zero point's dtype refuses it.
     if not isinstance(value, int) or dtype not in (*DTYPES, *dtypes.FLOAT8):
         return value
-    checks.check_integer(function, argument, value)
-    low, high = dtypes.find_bounds(np.dtype(dtype)) if dtype in DTYPES else (0, 0)
-    if not low <= value <= high:
-        expected = f"an int in [{low}, {high}], for {np.dtype(dtype)}"
-        checks.require(False, function, argument, expected, value)
-    return np.asarray(value, dtype)
+    return fit_number(function, argument, value, np.dtype(dtype))
 
 
 def find_centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:

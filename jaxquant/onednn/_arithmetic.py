@@ -3,8 +3,6 @@ of them."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,23 +15,6 @@ EIGHT_BIT = (np.dtype(jnp.uint8), np.dtype(jnp.int8))
 FOUR_BIT = (np.dtype(jnp.uint4), np.dtype(jnp.int4))
 FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 ZERO_POINTS = (*EIGHT_BIT, dtypes.INT32)
-
-
-def convert_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
-    """Returns a Python number as an array of `dtype`, which must hold it; anything else as it came."""
-    if not isinstance(value, int | float):
-        return value
-    if dtype == dtypes.INT32:
-        checks.check_integer(function, argument, value)
-        low, high = dtypes.find_bounds(dtype)
-        checks.require(low <= value <= high, function, argument, f"an int32 in [{low}, {high}]", value)
-    else:
-        checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.describe_value(value))
-        single = np.finfo(np.float32)
-        size, most, least = abs(value), float(single.max), float(single.smallest_subnormal)
-        lost = most < size < np.inf or 0 < size < least  # Python compares an int of any length
-        checks.require(not lost, function, argument, "a number that float32 can hold", value)
-    return np.asarray(value, dtype)
 
 
 def find_granularity(

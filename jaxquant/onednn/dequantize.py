@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
+from .._core.number_arguments import convert_plain_scale, fit_number
 from . import _arithmetic
 
 _NAME = "onednn.dequantize"
@@ -48,8 +49,8 @@ def dequantize(
 
     Cotangent of scales: sum over its slice of g * (src - zps). Of a float8 src: g * scales. Integers have none.
     """
-    scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
-    zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
+    scales = convert_plain_scale(_NAME, "scales", scales)
+    zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
     return _dequantize(src, scales, zps, qtype=qtype, axis=axis)
 
 

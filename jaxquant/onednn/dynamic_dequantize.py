@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Groups
+from .._core.number_arguments import convert_plain_scale, fit_number
 from . import _arithmetic
 
 _NAME = "onednn.dynamic_dequantize"
@@ -62,8 +63,8 @@ def dynamic_dequantize(
 
     Cotangent of scales: sum over its slice of g * (src - zps). Integers have none.
     """
-    scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
-    zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
+    scales = convert_plain_scale(_NAME, "scales", scales)
+    zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
     groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape
     return _dynamic_dequantize(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
 

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks, dtypes, entry_point
 from .._core.entry_point import compile_entry_point
+from .._core.number_arguments import convert_plain_scale, fit_number
 from . import _arithmetic
 
 _NAME = "onednn.dynamic_quantize"
@@ -55,8 +56,8 @@ def dynamic_quantize(
     Source: oneDNN Graph DynamicQuantize-1; the arithmetic is that of oneDNN's CPU kernels. oneDNN itself refuses
     zero points per channel and slips on negative axes: there the text decides.
     """
-    scales = _arithmetic.convert_number(_NAME, "scales", scales, dtypes.FLOAT32)
-    zps = _arithmetic.convert_number(_NAME, "zps", zps, dtypes.INT32)
+    scales = convert_plain_scale(_NAME, "scales", scales)
+    zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
     return _dynamic_quantize(entry_point.convert_number(src), scales, zps, qtype=qtype, axis=axis, dtype=dtype)
 
 

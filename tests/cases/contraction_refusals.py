@@ -116,7 +116,7 @@ def zero_points() -> Iterable[Row]:
         yield row(op, {argument: 1.0}, T, argument, dtype, "float32")
         yield row(op, {argument: True}, T, argument, "an int", "True")
         for number in (high + 1, low - 1, 2**40):
-            bounds = rf"an int in \[{low}, {high}\], for {np.dtype(own).name}"
+            bounds = rf"an int in \[{low}, {high}\], the range of {np.dtype(own).name}"
             yield row(op, {argument: number}, V, argument, bounds, str(number))
         for shape in ((0,), (7,), (1, 7), (7, 1), (1, 1, 1, 1, 1)):
             yield row(op, {argument: of(own, *shape)}, V, argument, "a scalar", rf"shape \({shape[0]},")
@@ -161,7 +161,7 @@ def scales() -> Iterable[Row]:
         for argument in (f"{name}_scale" for name in names):
             for dtype in (I8, I32, *(() if op is QM else (F16, ml_dtypes.bfloat16))):
                 yield row(op, {argument: of(dtype)}, T, argument, "dtype float32", np.dtype(dtype).name)
-            yield row(op, {argument: True}, T, argument, "dtype float32", "bool")
+            yield row(op, {argument: True}, T, argument, "a number", "True")
             for number in (1e60, 1e-60, np.float64(1e-60), 2**200):
                 named = repr(float(number)).replace("+", "[+]")
                 yield row(op, {argument: number}, V, argument, "a number that float32 can hold", f"{named}|{2**200}")
@@ -187,7 +187,7 @@ def quantized() -> Iterable[Row]:
     for op in (QM, QC):
         for value in (of(I32), of(F), of(I4), np.zeros((), E5)[()]):
             yield row(op, {"y_zero_point": value}, T, "y_zero_point", "dtype int8", str(value.dtype))
-        yield row(op, {"y_zero_point": 256}, V, "y_zero_point", r"an int in \[0, 255\], for uint8", "256")
+        yield row(op, {"y_zero_point": 256}, V, "y_zero_point", r"an int in \[0, 255\], the range of uint8", "256")
         yield row(op, {"y_zero_point": True}, T, "y_zero_point", "an int", "True")
     small = {n: of(E4, *np.shape(v)) if v.dtype != F else v for n, v in GOOD[QM].items()}
     zeros = {n: np.zeros((), E4)[()] for n in small if n.endswith("zero_point")}
