@@ -1,7 +1,8 @@
-"""Checks of arguments, and the text of the error where one fails. Only this module imports chex.
+"""Checks of the arguments of a call, and the errors that they raise.
 
-Contracts of shape, of axis and of one exact dtype are chex assertions with a plain check behind each:
-`chex.disable_asserts()` silences the first and never the second, so that no wrong input becomes a wrong answer.
+This is the only module that imports chex. Checks of a shape, of an axis and of one exact dtype are chex assertions,
+and each of them is followed by a plain check. `chex.disable_asserts()` silences the assertion but not the plain check,
+so that a wrong input never becomes a wrong answer.
 """
 
 from __future__ import annotations
@@ -19,104 +20,111 @@ from jax.core import Tracer
 
 from .dtypes import find_dtype, is_float6, is_known, list_names
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float)
+_ARRAYS = (jax.Array, np.ndarray)
+_NUMBERS = (int, float)
+_LONG_INT = 1024  # bits; Python refuses to print an int of some thousand digits
 
 
 class ContractValueError(AssertionError, ValueError):
-    """An argument of a wrong shape, rank, length or value."""
+    """The error for an argument with a wrong shape, rank, length or value."""
 
 
 class ContractTypeError(AssertionError, TypeError):
-    """An argument of a wrong type or dtype."""
+    """The error for an argument with a wrong type or dtype."""
 
 
 _Error = type[ContractValueError] | type[ContractTypeError]
 
 
 def format_message(function: str, argument: str, expected: str, got: object) -> str:
-    """Returns the text of an error: the function, the argument, what was expected and what was given."""
-    if isinstance(got, int) and got.bit_length() > 1024:  # Python refuses to print the longest
+    """Return the text of an error: the function, the argument, what was expected and what the call gave."""
+    if isinstance(got, int) and got.bit_length() > _LONG_INT:
         got = describe_value(got)
     return f"jaxquant.{function}: {argument}: expected {expected}, got {got}"
 
 
 def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) -> None:
-    """Raises an error whose cause is chex's, unless chex is switched off, or takes the value."""
+    """Raise an error with the given text, whose cause is the failure of a chex assertion."""
     try:
         assertion(*args, exception_type=error)
-    except error as chex_error:  # the reader's sentence first, chex's behind it as the cause
+    except error as chex_error:  # the reader sees our sentence; chex's is its cause
         raise error(text) from chex_error
+    # The assertion did not fail: chex is disabled, or accepts the value. The caller has found it wrong all the same.
     raise error(text)
 
 
 def require(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
-    """Raises ContractValueError unless `holds`."""
+    """Raise ContractValueError unless `holds`."""
     if not holds:
         raise ContractValueError(format_message(function, argument, expected, got))
 
 
 def require_type(holds: bool, function: str, argument: str, expected: str, got: object) -> None:
-    """Raises ContractTypeError unless `holds`."""
+    """Raise ContractTypeError unless `holds`."""
     if not holds:
         raise ContractTypeError(format_message(function, argument, expected, got))
 
 
 def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:
-    """Requires an array of one of the allowed dtypes."""
-    if not isinstance(value, jax.Array | np.ndarray):
-        check_readable(function, argument, value)
-        require_type(False, function, argument, "an array", type(value).__name__)
+    """Raise ContractTypeError unless `value` is an array of one of the allowed dtypes."""
+    _check_is_array(function, argument, value)
     if value.dtype not in allowed:
         require_type(False, function, argument, f"dtype {list_names(tuple(allowed))}", value.dtype)
 
 
 def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
-    """Requires exactly `dtype`."""
-    is_array = isinstance(value, jax.Array | np.ndarray)
-    require_type(is_array, function, argument, "an array", type(value).__name__)
+    """Raise ContractTypeError unless `value` is an array of exactly this dtype; `reason` says why it must be."""
+    _check_is_array(function, argument, value)
     if value.dtype != dtype:
         text = format_message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
         _fail(ContractTypeError, text, chex.assert_type, value, dtype)
 
 
+def _check_is_array(function: str, argument: str, value: Any) -> None:
+    if not isinstance(value, _ARRAYS):
+        check_readable(function, argument, value)
+        require_type(False, function, argument, "an array", type(value).__name__)
+
+
 def check_shape(function: str, argument: str, value: Any, expected: tuple[int, ...], reason: str) -> None:
-    """Requires exactly the shape `expected`."""
+    """Raise ContractValueError unless `value` has exactly this shape; `reason` says why it must."""
     if value.shape != expected:
         text = format_message(function, argument, f"shape {expected} ({reason})", f"shape {value.shape}")
         _fail(ContractValueError, text, chex.assert_shape, value, expected)
 
 
 def check_axis(function: str, value: Any, rank: int) -> int:
-    """Requires an axis of an array of this rank and returns it counted from the front."""
+    """Return an axis counted from the front; raise unless it is an axis of an array of this rank."""
     check_integer(function, "axis", value)
-    require(rank > 0, function, "axis", "an array of rank 1 or more to have an axis", "rank 0")
+    require(rank > 0, function, "axis", "an array of rank 1 or more", "rank 0")
     if not -rank <= value < rank:
-        expected = f"an integer in [{-rank}, {rank - 1}], the array has rank {rank}"
+        expected = f"an integer in [{-rank}, {rank - 1}], because the array has rank {rank}"
         text = format_message(function, "axis", expected, value)
         _fail(ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
 
 
 def check_integer(function: str, argument: str, value: Any) -> None:
-    """Requires a static integer; a bool is none."""
+    """Raise ContractTypeError unless `value` is a static integer; a bool is refused."""
     holds = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require_type(holds, function, argument, "an int", describe_value(value))
 
 
 def check_integers(function: str, argument: str, value: Any) -> Any:
-    """Requires every number, in sequences too, to be an integer; returns lists as tuples, all else as it came.
+    """Return a value with its lists as tuples; raise if a number in it, at any depth, is not an integer.
 
-    Before a cache of compiled programs sees them: to it True is 1 and 1.0 is 1.
+    This check must run before the value reaches a cache of compiled programs, because there True, 1.0 and 1 are equal:
+    a call with True would run the program that a call with 1 compiled.
     """
     if isinstance(value, list | tuple):
-        return tuple(check_integers(function, argument, each) for each in value)
+        return tuple(check_integers(function, argument, entry) for entry in value)
     if isinstance(value, numbers.Number):
         check_integer(function, argument, value)
     return value
 
 
 def check_hashable(function: str, argument: str, value: Any) -> None:
-    """Requires a value that can be static in a compiled program."""
+    """Raise ContractTypeError unless `value` is hashable, as a static argument of a compiled program must be."""
     try:
         hash(value)
     except TypeError:
@@ -125,65 +133,69 @@ def check_hashable(function: str, argument: str, value: Any) -> None:
 
 
 def check_real(function: str, argument: str, value: Any) -> None:
-    """Requires a static finite real number; a bool is none, a traced value neither."""
+    """Raise unless `value` is a static real number that float32 can hold; bools and traced values are refused."""
     holds = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require_type(holds, function, argument, "a static Python number", describe_value(value))
-    magnitude: Any = abs(value)  # not of float(value): an int may be too large for a float
+    # Python compares an int of any length with a float, while float(value) would overflow.
+    magnitude: Any = abs(value)
     finite = bool(magnitude <= float(np.finfo(np.float32).max))
     require(finite, function, argument, "a finite number of float32", value)
 
 
 def check_flag(function: str, argument: str, value: Any) -> None:
-    """Requires True or False; 0 and 1 pass for them, as ONNX spells them."""
+    """Raise ContractTypeError unless `value` is True or False; 0 and 1 are accepted, because ONNX writes them so."""
     holds = isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
     require_type(holds, function, argument, "True or False", describe_value(value))
 
 
 def check_name(function: str, value: Any) -> None:
-    """Requires None or a non-empty string."""
+    """Raise ContractTypeError unless `value` is None or a non-empty string."""
     holds = value is None or (isinstance(value, str) and bool(value))
     require_type(holds, function, "name", "None or a non-empty string", describe_value(value))
 
 
 def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> np.dtype:
-    """Requires something that names one of the allowed dtypes and returns that dtype."""
+    """Return the dtype that `value` names; raise ContractTypeError unless it is one of the allowed dtypes."""
     try:
-        found = find_dtype(value)
-    except (TypeError, ValueError):  # ValueError: of a tuple or a dict that numpy takes for fields
-        found = None
-    if found is None or found not in allowed:
+        dtype = find_dtype(value)
+    except (TypeError, ValueError):  # numpy reads a tuple or a dict as fields, and raises ValueError for bad ones
+        dtype = None
+    if dtype is None or dtype not in allowed:
         expected = f"dtype {list_names(tuple(allowed))}"
-        if found is not None and is_float6(found):
+        if dtype is not None and is_float6(dtype):
             expected += " (float6 is in ONNX 28, but the installed jaxlib cannot carry it)"
-        raise ContractTypeError(
-            format_message(function, argument, expected, describe_value(value) if found is None else found)
-        )
-    return found
+        got = describe_value(value) if dtype is None else dtype
+        raise ContractTypeError(format_message(function, argument, expected, got))
+    return dtype
 
 
 def check_option(function: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Requires one of the given strings."""
-    expected = " or ".join(repr(a) for a in allowed)
-    require(isinstance(value, str) and value in allowed, function, argument, expected, repr(value))
+    """Raise ContractValueError unless `value` is one of the allowed strings."""
+    if not isinstance(value, str) or value not in allowed:
+        require(False, function, argument, " or ".join(repr(option) for option in allowed), repr(value))
 
 
 def is_traced(value: Any) -> bool:
-    """Whether the elements of `value` are unknown because JAX is tracing."""
+    """Return whether the elements of `value` are unknown because JAX is tracing."""
     return isinstance(value, Tracer)
 
 
 def has_dtype(value: Any, dtypes: Sequence[np.dtype]) -> bool:
-    """Whether `value` carries one of the dtypes; a Python number carries none."""
+    """Return whether `value` has one of the dtypes; a Python number has no dtype."""
     return getattr(value, "dtype", None) in dtypes
 
 
 def describe_value(value: Any) -> object:
-    """Returns what a reader needs to know of a rejected value, without printing an array; a text once it is printed."""
+    """Return an object that prints as a description of a rejected value, without the elements of an array."""
     return _Description(value)
 
 
 class _Description:
-    """A text that is made where it is printed: to make it of every value that is accepted would take too long."""
+    """A description that is built when it is printed.
+
+    Many checks describe their value before they know whether it is wrong. The repr of a large value costs more than
+    the check, so that a good call must not pay for it.
+    """
 
     __slots__ = ("_value",)
 
@@ -191,61 +203,78 @@ class _Description:
         self._value = value
 
     def __str__(self) -> str:
-        """Returns the text."""
+        """Return the description: dtype and shape of an array, the length of a long int, or repr and type."""
         value = self._value
         if isinstance(value, np.ma.MaskedArray):
             return f"a masked array of {value.dtype}{list(value.shape)}"
-        if isinstance(value, jax.Array | np.ndarray):
+        if isinstance(value, _ARRAYS):
             return f"{'a traced' if is_traced(value) else 'an'} array of {value.dtype}{list(value.shape)}"
-        if isinstance(value, int) and value.bit_length() > 1024:
+        if isinstance(value, int) and value.bit_length() > _LONG_INT:
             return f"an int of {value.bit_length()} bits"
         return f"{value!r} ({type(value).__name__})"
 
 
 def check_readable(function: str, argument: str, value: Any) -> None:
-    """Requires None or something that JAX reads as an array: no text, no object, no mask, no endless int."""
+    """Raise unless `value` is None or something that JAX reads as an array without losing anything.
+
+    Refused are texts, objects, numpy's dates and records, masked arrays, and ints beyond 32 bits.
+    """
     if isinstance(value, jax.Array) or value is None:
         return
+    error: _Error = ContractTypeError
+    expected, got = "an array", describe_value(value)
     if isinstance(value, np.ma.MaskedArray):
-        expected = "an array without a mask, which would be lost: x.filled(value), or x.data"
-        raise ContractTypeError(format_message(function, argument, expected, describe_value(value))) from None
-    if isinstance(value, np.ndarray | np.generic):
-        if value.dtype.kind in "OSUMmV" and not is_known(value.dtype):
-            raise ContractTypeError(format_message(function, argument, "an array", f"dtype {value.dtype}")) from None
-    elif not isinstance(value, _ARRAYS):
-        raise ContractTypeError(format_message(function, argument, "an array", type(value).__name__)) from None
+        expected = "an array without a mask, which JAX would drop (pass x.filled(value) or x.data)"
+    elif isinstance(value, np.ndarray | np.generic):
+        # numpy files the dtypes of ml_dtypes, bfloat16 for example, under "V" (void) as it does records.
+        if value.dtype.kind not in "OSUMmV" or is_known(value.dtype):
+            return
+        got = f"dtype {value.dtype}"
+    elif not isinstance(value, _NUMBERS):
+        got = type(value).__name__
     elif isinstance(value, int) and not -(2**31) <= value < 2**31:
-        raise ContractValueError(
-            format_message(function, argument, "a number that JAX can hold", describe_value(value))
-        ) from None
+        error, expected = ContractValueError, "a number that JAX can hold"
+    else:
+        return
+    # `from None`: this is called while JAX's own error is handled, which this one replaces.
+    raise error(format_message(function, argument, expected, got)) from None
 
 
 def is_key(value: Any) -> bool:
-    """Whether `value` is one key of `jax.random`, of the new style or the old."""
-    if not isinstance(value, jax.Array | np.ndarray):
+    """Return whether `value` is one key of `jax.random`, typed or raw uint32."""
+    if not isinstance(value, _ARRAYS):
         return False
     is_typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return value.ndim == 0 if is_typed else value.ndim == 1 and value.dtype == np.uint32
 
 
 def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -> None:
-    """Requires what `jax.lax` takes as a precision, also where integers leave nothing to choose."""
+    """Raise ContractTypeError unless `value` is a precision that `jax.lax` accepts.
+
+    A contraction of integers checks its precision too, although it does not change the result.
+
+    Args:
+        function: the name of the public function, for the error.
+        value: the precision.
+        has_algorithms: whether `jax.lax`'s function also accepts a DotAlgorithm or a DotAlgorithmPreset.
+    """
     if value is None or isinstance(value, lax.Precision):
         return
     check_hashable(function, "precision", value)
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-    texts = all(isinstance(each, str) and _is_precision(each) for each in pair)
-    holds = texts or all(isinstance(each, lax.Precision) for each in pair)
+    # A pair is two names or two Precisions: jax.lax refuses a mixed one.
+    are_names = all(isinstance(side, str) and _is_precision_name(side) for side in pair)
+    holds = are_names or all(isinstance(side, lax.Precision) for side in pair)
     if has_algorithms:
         holds |= isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset)
         holds |= isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__
     if not holds:
-        expected = "None, a jax.lax.Precision, its name, or two of them"
+        expected = "None, a jax.lax.Precision, the name of one, or a pair of them"
         expected += ", or a jax.lax.DotAlgorithmPreset or DotAlgorithm" if has_algorithms else ""
         raise ContractTypeError(format_message(function, "precision", expected, describe_value(value)))
 
 
-def _is_precision(name: str) -> bool:
+def _is_precision_name(name: str) -> bool:
     try:
         lax.Precision(name)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ def count_bits(dtype: np.dtype) -> int:
     return jnp.iinfo(dtype).bits
 
 
+@functools.cache
 def find_bounds(dtype: np.dtype) -> tuple[int, int]:
     """Returns (qmin, qmax) of an integer dtype: everything that it can hold."""
     info = jnp.iinfo(dtype)

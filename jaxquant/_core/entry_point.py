@@ -1,4 +1,4 @@
-"""What every operator does with the arguments of a call before it computes anything: one decorator."""
+"""The conversion and checking of the arguments of a call, before an operator computes anything."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy as np
 from . import checks
 
 _Output = TypeVar("_Output")
+# A tuple: isinstance with a union that is built for each argument of each call is measurably slower.
+_NUMPY_INTEGERS = (np.ndarray, np.integer)
 
 
 def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Callable[..., _Output]]:
@@ -23,9 +25,9 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
     arrays in place of numpy's, under `jax.disable_jit` too. What JAX cannot trace gets a named error, or is converted
     as JAX would convert it (a `flax.nnx.Param`, for example).
 
-    Only numpy's 64-bit integers and masked arrays are looked for before the call, because a program that is already
-    compiled takes them without an error. Everything else is examined after JAX refused, so that a good call pays
-    nothing for it.
+    A call checks its arguments in two places. Before the call it searches only for numpy's 64-bit integers and masked
+    arrays, because a compiled program accepts them without an error. It examines everything else after JAX has
+    refused the call, so that a good call does not pay for it.
 
     Args:
         function: the name of the public function, without "jaxquant.".
@@ -37,26 +39,26 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
         statics = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
         @functools.wraps(operator)
-        def convert_and_call(*given: Any, **options: Any) -> Any:
-            return operator(*convert_numpy(*given), **options)
+        def convert_and_call(*arguments: Any, **options: Any) -> Any:
+            return operator(*convert_numpy(*arguments), **options)
 
         compiled = jax.jit(convert_and_call, inline=True, static_argnames=statics)
 
         @functools.wraps(operator)
-        def call(*given: Any, **options: Any) -> Any:
-            for value in given:
-                if isinstance(value, np.ndarray | np.integer) and _loses_elements(value):
-                    given = _narrow_integers(function, arrays, given)
+        def call(*arguments: Any, **options: Any) -> Any:
+            for value in arguments:
+                if isinstance(value, _NUMPY_INTEGERS) and _loses_elements(value):
+                    arguments = _narrow_integers(function, arrays, arguments)
                     break
             try:
-                return compiled(*given, **options)
+                return compiled(*arguments, **options)
             except (TypeError, ValueError, OverflowError):
-                unwrapped = tuple(unwrap_array(value) for value in given)
-                if any(a is not b for a, b in zip(unwrapped, given, strict=True)):
+                unwrapped = tuple(unwrap_array(value) for value in arguments)
+                if any(a is not b for a, b in zip(unwrapped, arguments, strict=True)):
                     return call(*unwrapped, **options)
-                named = {name: v for name, v in zip(arrays, given, strict=False) if not _is_tree(v)}
-                explain_refusal(function, named, options)
-                raise
+                pairs = zip(arrays, arguments, strict=False)
+                explain_refusal(function, {name: value for name, value in pairs if not _is_tree(value)}, options)
+                raise  # an error of the operator itself, which already names the function and the argument
 
         return call
 
@@ -64,72 +66,79 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether a value is a pytree of its own, as a Quantizer is, whose arrays the operator checks."""
+    """Return whether a value is a pytree of a class, such as a Quantizer, whose leaves the operator checks."""
     return not isinstance(value, list | tuple | dict) and not jax.tree_util.all_leaves([value])
 
 
 def _loses_elements(value: np.ndarray | np.integer) -> bool:
-    """Return whether JAX would lose something of a numpy array: its mask, or the upper bits of its integers."""
+    """Return whether JAX would lose a part of a numpy array: its mask, or the upper bits of its integers."""
     return (value.dtype.itemsize == 8 and value.dtype.kind in "iu") or isinstance(value, np.ma.MaskedArray)
 
 
-def _narrow_integers(function: str, arguments: tuple[str, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with numpy's 64-bit integers as int32; JAX would convert them, wrapped around or not."""
+def _narrow_integers(function: str, names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with numpy's 64-bit integers as int32; raise for integers beyond int32 and for a mask."""
     result = []
-    for argument, value in zip(arguments, given, strict=False):
-        if isinstance(value, np.ndarray | np.integer) and _loses_elements(value):
-            checks.check_readable(function, argument, value)
-            value = narrow_to_int32(function, argument, value)
+    for name, value in zip(names, arguments, strict=False):
+        if isinstance(value, _NUMPY_INTEGERS) and _loses_elements(value):
+            checks.check_readable(function, name, value)
+            value = narrow_to_int32(function, name, value)
         result.append(value)
-    return (*result, *given[len(result) :])
+    return (*result, *arguments[len(result) :])
 
 
 def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
-    """Returns a numpy array or scalar of 64-bit integers as int32, which has to hold them; anything else as it came.
+    """Return a numpy array or scalar of 64-bit integers as int32, which must hold them; return anything else unchanged.
 
-    JAX drops the upper 32 bits without a word: 2**32 + 1 becomes 1.
+    JAX drops the upper 32 bits without an error: 2**32 + 1 becomes 1.
     """
-    is_wide = isinstance(value, np.ndarray | np.integer) and value.dtype.kind in "iu" and value.dtype.itemsize == 8
+    is_wide = isinstance(value, _NUMPY_INTEGERS) and value.dtype.kind in "iu" and value.dtype.itemsize == 8
     if not is_wide:
         return value
     narrow = value.astype(np.int32)
-    wrong = np.asarray(value)[narrow != value]
-    if wrong.size:
-        checks.require(False, function, argument, "integers that int32 holds", f"{wrong.flat[0]}, of {value.dtype}")
+    lost = np.asarray(value)[narrow != value]
+    if lost.size:
+        checks.require(False, function, argument, "integers that int32 holds", f"{lost.flat[0]}, of {value.dtype}")
     return narrow
 
 
 def unwrap_array(value: Any) -> Any:
-    """Returns the array inside an object that stands for one, a flax.nnx.Param for one; anything else as it came."""
+    """Return the array inside an object that wraps one, such as a flax.nnx.Param; return anything else unchanged."""
     if isinstance(value, jax.Array) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
 def convert_number(value: Any) -> Any:
-    """Returns a Python number as a float32; anything else, and an int beyond float64, as it came."""
-    if type(value) not in (int, float):
+    """Return a Python number as a float32 scalar, infinite if it overflows; return anything else unchanged.
+
+    This is for numbers given as values. Numbers given as scales and zero points must fit their dtype:
+    `number_arguments` converts them.
+    """
+    if type(value) not in (int, float):  # the exact types: a bool and a numpy scalar keep their dtype
         return value
-    with np.errstate(over="ignore"):  # what is too large is an infinity, without numpy's warning
+    with np.errstate(over="ignore"):  # an overflow becomes an infinity, without numpy's warning
         try:
             return np.float32(value)
-        except OverflowError:  # refused by name where an array is required
+        except OverflowError:  # an int beyond float64: the check for an array refuses it by name
             return value
 
 
 def convert_numpy(*values: Any) -> tuple[Any, ...]:
-    """Returns numpy's arrays and scalars as JAX's, as they come under `jax.disable_jit`; anything else as it came."""
+    """Return the values with numpy's arrays and scalars as JAX arrays.
+
+    A compiled function receives JAX arrays anyway; under `jax.disable_jit` it receives what the caller passed.
+    """
     return tuple(jnp.asarray(v) if isinstance(v, np.ndarray | np.generic | float) else v for v in values)
 
 
-def convert_arrays(function: str, given: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns what `arrays` does of arguments by their names; what JAX cannot read gets a named error."""
-    if any(isinstance(value, np.ma.MaskedArray) for value in given.values()):
-        explain_refusal(function, given, {})
+def convert_arrays(function: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return named arguments as `convert_numpy` does; raise a named error for the first that JAX cannot read."""
+    if any(isinstance(value, np.ma.MaskedArray) for value in arguments.values()):
+        explain_refusal(function, arguments, {})  # JAX would accept a masked array and drop its mask
     try:
-        return convert_numpy(*given.values())
+        return convert_numpy(*arguments.values())
     except (TypeError, ValueError, OverflowError):
-        explain_refusal(function, given, {})
+        explain_refusal(function, arguments, {})
         raise
 
 

@@ -9,6 +9,9 @@ import numpy as np
 
 from . import checks, dtypes
 
+# Every float dtype here holds magnitudes in this range, so that an ordinary scale needs no other check.
+_SMALLEST, _LARGEST = 2.0**-14, 2.0**15
+
 
 def fit_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
     """Return a Python number as an array of `dtype`, which must hold it; return anything else unchanged.
@@ -34,7 +37,10 @@ def fit_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any
 
 def _round_to_float(function: str, argument: str, value: float, dtype: np.dtype) -> np.ndarray:
     """Return a number as an array of a float dtype; raise if it overflows or becomes 0."""
-    checks.require_type(not isinstance(value, bool), function, argument, "a number", checks.describe_value(value))
+    if isinstance(value, bool):
+        checks.require_type(False, function, argument, "a number", checks.describe_value(value))
+    if _SMALLEST <= abs(value) <= _LARGEST:
+        return np.asarray(value, dtype)
     try:
         with np.errstate(over="ignore"):  # an overflow is an error below, without numpy's warning
             result = np.asarray(float(value), dtype)

@@ -396,7 +396,7 @@ MORE: list[tuple[str, Any, type[Exception], str]] = [
     ("x None", P(jq.quantize, None, jq.QuantSpec("int8")), TypeError, r"quantize: x: expected an array, got None"),
     ("x quantized", P(jq.quantize, Q, jq.QuantSpec("int8")), TypeError, r"quantize: x: expected an array, got Quantized"),
     ("axis", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis(2))), ValueError,
-     r"quantize: axis: expected an integer in \[-2, 1\], the array has rank 2, got 2"),
+     r"quantize: axis: expected an integer in \[-2, 1\], because the array has rank 2, got 2"),
     ("axis of rank 0", P(jq.quantize, 1.0, jq.QuantSpec("int8", jq.PerAxis(0))), ValueError,
      r"quantize: axis: .*rank 0"),
     ("axes alike", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis((0, -2)))), ValueError,
