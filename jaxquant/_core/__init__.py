@@ -1,1 +1,1 @@
-"""What every other part builds on: dtypes, checks of arguments, granularity, exact arithmetic. No public type."""
+"""Private foundations of all other packages: dtypes, checks of arguments, granularity and exact arithmetic."""

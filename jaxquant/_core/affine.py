@@ -1,6 +1,6 @@
-"""From real numbers to codes and back, for a scale and a zero point of any granularity.
+"""Quantization of real numbers to codes and back, with a scale and a zero point of any granularity.
 
-Every argument has been checked by the caller.
+The callers have checked every argument.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from . import barriers, division, dtypes, rounding, small_floats
 from .granularity import Granularity
 
 
-def divide_by_scale(x: jax.Array, scale: jax.Array, carrier: np.dtype) -> jax.Array:
-    """Returns x / scale, of one shape, in the precision `carrier`, as float32."""
-    if carrier == dtypes.INT32:
+def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
+    """Return x / scale, two arrays of one shape, rounded to the dtype `precision` and carried in float32."""
+    if precision == dtypes.INT32:
         return division.divide_integers(x, scale)
     values = small_floats.scale_as_float32(scale)
-    return division.divide_in_precision(x.astype(jnp.float32), values, carrier)
+    return division.divide_in_precision(x.astype(jnp.float32), values, precision)
 
 
 def quantize_affine(
@@ -27,14 +27,28 @@ def quantize_affine(
     zero_point: jax.Array | None,
     granularity: Granularity,
     dtype: np.dtype,
-    carrier: np.dtype,
+    precision: np.dtype,
     saturate: bool = True,
     bounds: tuple[int, int] | None = None,
 ) -> jax.Array:
-    """Returns the codes of x; every argument has passed its contract."""
-    value = divide_by_scale(x, granularity.expand(scale, x), carrier)
+    """Return the codes of x.
+
+    code = saturate(round_half_even(x / scale) + zero_point)
+
+    Args:
+        x: values, of any float dtype or int32.
+        scale: value per step, in the shape that `granularity` expands.
+        zero_point: steps, of the scale's shape, or None for 0. For a small float dtype it is 0.
+        granularity: which elements of x share a scale.
+        dtype: the dtype of the codes.
+        precision: the dtype whose precision the quotient has; int32 divides integers exactly.
+        saturate: whether an overflow of a float8 dtype becomes its largest finite value.
+        bounds: (qmin, qmax), by default the bounds of the dtype.
+    """
+    value = divide_by_scale(x, granularity.expand(scale, x), precision)
     if dtype in dtypes.FLOAT4 and zero_point is not None:
-        value = jnp.where(value == 0, np.float32(0), value)  # float4 adds its zero point, 0: -0 + 0 is +0
+        # The operator adds the zero point, 0, and -0 + 0 is +0. Without a zero point -0 keeps its sign.
+        value = jnp.where(value == 0, np.float32(0), value)
     if dtype in dtypes.SMALL_FLOATS:
         return small_floats.encode_small_float(value, dtype, saturate)
     steps = None if zero_point is None else granularity.expand(zero_point.astype(jnp.int32), x)
@@ -48,11 +62,16 @@ def dequantize_affine(
     granularity: Granularity,
     dtype: np.dtype,
 ) -> jax.Array:
-    """Returns the values of the codes x; every argument has passed its contract."""
+    """Return the values of the codes x.
+
+    y = (x - zero_point) * scale
+
+    The product is rounded to float32 and then to `dtype`.
+    """
     if x.dtype in dtypes.SMALL_FLOATS:
         steps = small_floats.decode_small_float(x)
     else:
-        codes = x.astype(jnp.int32)
+        codes = x.astype(jnp.int32)  # the difference of two codes may need one bit more than a code
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         steps = codes.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What a quantized dtype is: its bounds and its family. Knows nothing of arrays, scales or operators."""
+"""The dtypes that jaxquant supports: their families, their bounds and their sizes."""
 
 from __future__ import annotations
 
@@ -27,58 +27,58 @@ FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 
 
 def find_dtype(dtype: Any) -> np.dtype:
-    """Returns the numpy dtype that `dtype` names; TypeError where it names none."""
+    """Return the numpy dtype that `dtype` names; raise TypeError if it names none."""
     if dtype is None:
-        raise TypeError("None is not a dtype")
+        raise TypeError("None is not a dtype")  # to numpy None is float64
     return np.dtype(dtype)
 
 
 def is_float6(dtype: np.dtype) -> bool:
-    """Whether `dtype` is one of the two 6-bit floats, which jaxlib cannot carry (it compiles none on CPU)."""
+    """Return whether `dtype` is one of the two 6-bit floats, which jaxlib cannot compile on a CPU."""
     return dtype.name.startswith("float6_")
 
 
 def is_known(dtype: np.dtype) -> bool:
-    """Whether an operator has this dtype; numpy counts those of ml_dtypes among its void types."""
+    """Return whether some operator accepts this dtype; numpy itself classifies those of ml_dtypes as void."""
     return dtype in (*QUANTIZED, *FLOATS, E8M0, INT32)
 
 
 def list_names(dtypes: tuple[np.dtype, ...]) -> str:
-    """Returns the dtypes as a reader wants them in an error: 'int8, uint8 or int16'."""
-    listed = [d.name for d in dtypes]
-    return listed[0] if len(listed) == 1 else ", ".join(listed[:-1]) + " or " + listed[-1]
+    """Return the names of dtypes as one text for an error: 'int8, uint8 or int16'."""
+    names = [dtype.name for dtype in dtypes]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
 def count_bits(dtype: np.dtype) -> int:
-    """Returns the bits of an integer dtype: 2, 4, 8 or 16."""
+    """Return the number of bits of an integer dtype: 2, 4, 8, 16 or 32."""
     return jnp.iinfo(dtype).bits
 
 
 @functools.cache
 def find_bounds(dtype: np.dtype) -> tuple[int, int]:
-    """Returns (qmin, qmax) of an integer dtype: everything that it can hold."""
+    """Return (qmin, qmax) of an integer dtype: its lowest and its highest value."""
     info = jnp.iinfo(dtype)
     return int(info.min), int(info.max)
 
 
 def find_narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
-    """Returns (qmin, qmax) without the lowest code of a signed dtype: int8 is [-127, 127], uint8 stays [0, 255]."""
+    """Return (qmin, qmax) without the lowest code of a signed dtype: (-127, 127) for int8, (0, 255) for uint8."""
     low, high = find_bounds(dtype)
     return (-high, high) if low < 0 else (low, high)
 
 
 def find_largest(dtype: np.dtype) -> float:
-    """Returns the largest finite value of a small float dtype: 448 for float8_e4m3fn, 6 for float4_e2m1fn."""
+    """Return the largest finite value of a small float dtype: 448 for float8_e4m3fn, 6 for float4_e2m1fn."""
     return float(jnp.finfo(dtype).max)
 
 
 def find_width(dtype: np.dtype) -> int:
-    """Returns the bits that an element takes where it is packed."""
+    """Return the number of bits of a packed element."""
     if dtype in FLOAT4:
         return 4
     return count_bits(dtype) if dtype in INTEGERS else 8 * dtype.itemsize
 
 
 def find_wider(left: np.dtype, right: np.dtype) -> np.dtype:
-    """Returns the dtype of two floats that meet: theirs where it is one, else float32."""
+    """Return the dtype of a result of two float operands: their common dtype, or float32 if they differ."""
     return left if left == right else FLOAT32

@@ -1,4 +1,4 @@
-"""Checks of the elements of scales and zero points, where they are known and a look at them costs little."""
+"""Checks of the elements of scales and zero points, which run if the elements are known and cheap to read."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import numpy as np
 
 from . import checks, dtypes
 
-_KNOWN = 2**16  # an array of so many elements is looked at; a longer one would cost more than it tells
+# A longer array is not read: the check would cost more time than the error message saves.
+_MOST_ELEMENTS = 2**16
 
 
 def find_known(value: Any, *, is_awaited: bool = False) -> np.ndarray | None:
-    """Returns the elements of an array of numbers where they are known and few; None where they are not.
+    """Return the elements of an array of numbers if they are known and few, and None otherwise.
 
     Args:
-        value: anything; None for what is traced, is no array of numbers, or lies on the devices of another host.
-        is_awaited: whether an accelerator is waited for. Otherwise only what is in the memory of this host is known.
+        value: anything. The elements of a traced array, of an array on devices of another host and of what is not an
+            array of numbers are unknown.
+        is_awaited: whether to wait for an accelerator. If not, only the arrays in the memory of this host are known.
     """
     if isinstance(value, jax.Array):
-        if checks.is_traced(value) or value.size > _KNOWN or not value.is_fully_addressable:
+        if checks.is_traced(value) or value.size > _MOST_ELEMENTS or not value.is_fully_addressable:
             return None
         if not is_awaited and any(device.platform != "cpu" for device in value.devices()):
             return None
-    elif not isinstance(value, np.ndarray | np.generic) or isinstance(value, np.ma.MaskedArray) or value.size > _KNOWN:
+    elif (
+        not isinstance(value, np.ndarray | np.generic)
+        or isinstance(value, np.ma.MaskedArray)
+        or value.size > _MOST_ELEMENTS
+    ):
         return None
-    dtype = value.dtype  # that of a key is none of numpy's
+    dtype = value.dtype  # a key of jax.random has a dtype that is not a numpy dtype
     is_number = isinstance(dtype, np.dtype) and (dtype.kind in "iuf" or dtypes.is_known(dtype))
     return np.asarray(value) if is_number else None
 
@@ -34,13 +40,22 @@ def find_known(value: Any, *, is_awaited: bool = False) -> np.ndarray | None:
 def check_positive(
     function: str, argument: str, scale: Any, *, allow_overflow: bool = False, is_awaited: bool = False
 ) -> None:
-    """Requires a scale to be positive, as far as `find_known` knows it; NaN and infinity pass only where allowed."""
+    """Raise ContractValueError if a known element of a scale is not positive, or is NaN or infinite.
+
+    Args:
+        function: the name of the public function, for the error.
+        argument: the name of the scale, for the error.
+        scale: value per step, of any type; the elements that `find_known` returns are checked.
+        allow_overflow: whether NaN and infinity are accepted.
+        is_awaited: whether to wait for an accelerator.
+    """
     known = find_known(scale, is_awaited=is_awaited)
+    # The usual case, one float32 number, without the cost of numpy's reductions.
     if known is None or (known.size == 1 and known.dtype == dtypes.FLOAT32 and 0 < known.item() < np.inf):
-        return  # most often so, and soon seen
-    if known.dtype not in (*dtypes.FLOATS, dtypes.E8M0, np.float64):  # the contract of the dtype will say so
         return
-    known = known.astype(np.float32, copy=False)  # what that makes of a float64 counts
+    if known.dtype not in (*dtypes.FLOATS, dtypes.E8M0, np.float64):  # the check of the dtype raises
+        return
+    known = known.astype(np.float32, copy=False)  # JAX reads a float64 as float32, where it may become 0
     if known.size and known.min() > 0 and known.max() < np.inf:
         return
     wrong = known <= 0 if allow_overflow else ~((known > 0) & (known < np.inf))
@@ -50,7 +65,7 @@ def check_positive(
 
 
 def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int, int]) -> None:
-    """Requires a float zero point to round to a code in `bounds`, as far as `find_known` knows it."""
+    """Raise ContractValueError if a known element of a float zero point does not round to a code in `bounds`."""
     if getattr(zero_point, "dtype", None) != dtypes.FLOAT32:
         return
     known = find_known(zero_point)
@@ -59,7 +74,9 @@ def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int
     steps = np.rint(known)
     wrong = ~((steps >= bounds[0]) & (steps <= bounds[1]))
     if wrong.any():
-        expected = f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is cut to them)"
+        expected = (
+            f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is clipped to them)"
+        )
         checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")
 
 

@@ -1,4 +1,4 @@
-"""The parameters of the LabVIEW toolkit's node, which three operators take. Knows none of them."""
+"""The parameters `training`, `lda_coeff` and `name` of the LabVIEW toolkit's node, which three operators accept."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from . import checks
 
 
 def check_attributes(function: str, training: bool, lda_coeff: float, name: str | None) -> None:
-    """Holds the toolkit node's parameters to their contracts."""
+    """Raise unless the parameters of the toolkit's node have the right types and values."""
     checks.check_flag(function, "training", training)
     checks.check_real(function, "lda_coeff", lda_coeff)
     checks.check_name(function, name)
 
 
 def refuse_backward(function: str, training: bool) -> None:
-    """Raises where a call made with training=False is differentiated."""
-    expected = "True where the call is differentiated (nothing was kept for the backward pass)"
+    """Raise ContractValueError if a call with training=False is differentiated."""
+    expected = "True where the call is differentiated (with False nothing is stored for the backward pass)"
     checks.require(training, function, "training", expected, False)
 
 
 def name_scope(name: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns the named scope of an operation, or none."""
+    """Return a context in which JAX names the operations, or one that does nothing if the name is None."""
     return contextlib.nullcontext() if name is None else jax.named_scope(name)

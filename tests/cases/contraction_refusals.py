@@ -132,7 +132,7 @@ def products() -> Iterable[Row]:
             yield row(op, {"b": of(dtype, 6, 5)}, T, "b", "dtype int8", np.dtype(dtype).name)
         yield row(op, {"a": of(own)}, V, "a", "an array of rank 1 or more", "rank 0")
         yield row(op, {"b": of(I8)}, V, "b", "an array of rank 1 or more", "rank 0")
-        yield row(op, {"b": of(I8, 7, 5)}, V, "b", "6 rows, as a has columns", r"\(4, 6\) and \(7, 5\)")
+        yield row(op, {"b": of(I8, 7, 5)}, V, "b", "6 rows, as many as a has columns", r"\(4, 6\) and \(7, 5\)")
         yield row(op, {"b": of(I8, 5)}, V, "b", "6 rows", r"\(4, 6\) and \(5,\)")
         yield row(op, {"a": of(own, 5)}, V, "b", "5 rows", r"\(5,\) and \(6, 5\)")
         batches = {"a": of(own, 3, 4, 6), "b": of(I8, 2, 6, 5)}

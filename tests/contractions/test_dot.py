@@ -286,7 +286,7 @@ def test_bad_input_is_named(row: Any) -> None:
 
 def test_bad_input_of_matmul_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"jaxquant\.matmul: rhs: expected 6 rows, as lhs has columns, got shapes \(4, 6\)"
+        ValueError, match=r"jaxquant\.matmul: rhs: expected 6 rows, as many as lhs has columns, got shapes \(4, 6\)"
     ):
         jq.matmul(Q, Q)
     with pytest.raises(TypeError, match=r"jaxquant\.matmul: preferred_element_type: expected dtype float32"):
