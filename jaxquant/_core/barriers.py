@@ -1,4 +1,4 @@
-"""Where XLA must not merge, reorder or overlap operations. Knows nothing of what is computed."""
+"""Identity functions that keep XLA from merging, reordering or overlapping operations."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from . import sharding
 
 
 def make_false() -> jax.Array:
-    """A False that no compiler pass can see through."""
+    """Return False in a form that the compiler cannot replace by the constant.
+
+    A `select` on it always returns the same operand, but XLA must keep the select.
+    """
     return lax.optimization_barrier(np.zeros((), np.bool_))
 
 
 @jax.custom_jvp
 def round_result(result: jax.Array) -> jax.Array:
-    """Returns its float32 argument, and keeps the operation that made it from merging with the one that uses it.
+    """Return a float32 array unchanged, and keep its last operation from merging with the one that uses the result.
 
-    XLA fuses a multiplication with an addition that follows, in the same operator or in the user's code, and jax
-    0.10 adds two constants in a row as one; both round once where a runtime rounds twice. As integers the bits of
-    no float but some NaN are above those of the plain NaN: this minimum does nothing, but no compiler can tell.
+    XLA contracts a multiplication and a following addition into one fused operation, inside an operator or with the
+    user's code. With jax 0.10 it also folds the addition of two constants in a row into one. Both round once where a
+    runtime rounds twice.
     """
+    # The bits of every float, read as a signed integer, are at most those of the plain NaN (0x7FC00000); only NaNs
+    # with other payloads are above. The minimum therefore changes no number and keeps every NaN a NaN, but the
+    # compiler does not know that, and it cannot contract float operations across an integer one.
     bits = lax.bitcast_convert_type(result, jnp.int32)
     return lax.bitcast_convert_type(lax.min(bits, np.int32(0x7FC00000)), jnp.float32)
 
@@ -33,10 +39,11 @@ def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> 
 
 
 def wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
-    """Returns an integer array unchanged, on a CPU not before `done` is computed.
+    """Return an integer array unchanged; on a CPU, only after `done` has been computed.
 
-    A loop would say the same, but XLA:CPU runs element-wise work in a loop's body on one thread; and chunks that do
-    not depend on each other it computes one behind the other before it uses the first, out of the cache again.
+    This orders the chunks of a computation whose intermediate results should stay in the cache. Without the order
+    XLA:CPU computes the intermediate results of all chunks before it uses the first, which has then left the cache.
+    A loop would order them too, but XLA:CPU runs element-wise work in the body of a loop on one thread.
     """
     return lax.platform_dependent(value, done, cpu=_wait_for, default=sharding.vary_like)
 
@@ -46,15 +53,18 @@ def _wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
         return value
     first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
     bits = lax.bitcast_convert_type(first, jnp.int32)
-    # Never negative, so that the minimum is 0 always; no pass of XLA knows.
+    # Without the sign bit the integer is never negative, so that the minimum is always 0 and the exclusive or changes
+    # nothing. XLA does not find that out, and must compute `done` first.
     zero = jnp.minimum(bits & 0x7FFFFFFF, 0).astype(value.dtype)
     return value ^ jnp.broadcast_to(zero, value.shape)
 
 
-def _pin_layout(x: jax.Array) -> jax.Array:
-    return lax.optimization_barrier(x.reshape(1, *x.shape)).reshape(x.shape)
-
-
 def pin_layout(x: jax.Array) -> jax.Array:
-    """Returns x, in memory before anything that follows reads it, on a CPU."""
-    return lax.platform_dependent(x, cpu=_pin_layout, default=lambda v: v)
+    """Return an array unchanged; on a CPU, written to memory in this layout before another operation reads it."""
+    return lax.platform_dependent(x, cpu=_pin_layout, default=lambda value: value)
+
+
+def _pin_layout(x: jax.Array) -> jax.Array:
+    # XLA folds a transpose into the operation that reads it, but not through a barrier around a reshape. The reshape
+    # adds a dimension of 1, which leaves a transpose before it its fast kernel; a flattening reshape would not.
+    return lax.optimization_barrier(x.reshape(1, *x.shape)).reshape(x.shape)

@@ -1,6 +1,6 @@
-"""Exact quotients of float32 and of int32, on every backend.
+"""Correctly rounded quotients of float32 and int32 arrays on every backend.
 
-Written in `lax` for the reason that `rounding` gives.
+The functions use `lax` where `jnp` would read better, for the reason given in `rounding`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns x / scale, float32 of one shape, rounded once as IEEE 754 has it, on every backend.
+    """Return x / scale of two float32 arrays of one shape, rounded once as in IEEE 754.
 
-    CPUs divide exactly once XLA is kept from multiplying by a reciprocal. No other backend is trusted to: there
-    the quotient is corrected by its exact residual.
+    A CPU rounds a division correctly as long as XLA does not replace it by a multiplication with the reciprocal. Other
+    backends may divide approximately, so that there the quotient is corrected with its exact residual.
     """
     return lax.platform_dependent(x, scale, cpu=_divide, default=_divide_and_correct)
 
 
 def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-    # XLA turns x / broadcast(s) into x * broadcast(1 / s), and (a / b) / s into a / (b * s). Neither pattern
-    # matches once both operands come out of a select.
+    # XLA rewrites x / broadcast(s) as x * broadcast(1 / s), and (a / b) / s as a / (b * s). Both round differently.
+    # Neither pattern matches if each operand is the result of a select.
     never = make_false()
     return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 
@@ -39,11 +39,13 @@ def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Moves an approximate float32 quotient (a few ulp off) to the correctly rounded one.
+    """Return the correctly rounded quotient x / scale, given an approximate one that is a few ulp off.
 
-    The residual x - quotient * scale is taken on the integer mantissas, modulo 2**32. It is small, so 32 bits
-    hold it exactly, whatever the backend fuses, contracts or flushes. A quotient that is zero, subnormal,
-    infinite or NaN is left alone.
+    The residual x - quotient * scale tells how many ulp the quotient must move. It is computed with the integer
+    mantissas, modulo 2**32: it is small, so that 32 bits hold it exactly although they do not hold the two products.
+    Integer arithmetic is exact whatever float operations a backend fuses, contracts or flushes.
+
+    A quotient that is zero, subnormal, infinite or NaN is returned unchanged, and so is one of such operands.
     """
     mantissa_x, exponent_x = _split_mantissa(x)
     mantissa_s, exponent_s = _split_mantissa(scale)
@@ -51,21 +53,27 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     as_int = functools.partial(lax.convert_element_type, new_dtype=jnp.int32)
     distance = lax.add(lax.sub(exponent_x, exponent_s), np.int32(150))
     result = approximate
-    for _ in range(3):  # a step over a power of two lands beside its aim; the next one mends it
+    # The spacing of floats changes at a power of two, so that a step across one misses the target; the next step
+    # corrects that.
+    for _ in range(3):
         mantissa_q, exponent_q = _split_mantissa(result)
-        shift = lax.sub(distance, exponent_q)  # 23 or 24 where the quotient is near
-        shift = lax.clamp(np.int32(20), shift, np.int32(27))
+        # 23 or 24 for a quotient close to the right one. The clamp keeps the shift of any other within 32 bits.
+        shift = lax.clamp(np.int32(20), lax.sub(distance, exponent_q), np.int32(27))
         residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
+        # First the whole number of ulp, from a float division that only needs to be close; then what remains of the
+        # residual, doubled, decides between this ulp and its neighbours.
         coarse = as_int(lax.round(lax.div(as_float(residual), as_float(mantissa_s))))
         rest = lax.sub(residual, lax.mul(coarse, mantissa_s))
         rest = lax.add(rest, rest)
-        # Floats lie twice as dense below a power of two, so there a quarter of a step is half way.
+        # Below a power of two floats are twice as dense: halfway to the next lower one is a quarter of a step.
         power = lax.eq(mantissa_q, np.int32(0x800000))
         power = lax.bitwise_and(power, lax.eq(coarse, np.int32(0)))
         half = lax.shift_right_logical(mantissa_s, np.int32(1))
         below = lax.select(power, half, mantissa_s)
+        # A rest of exactly half a step, a tie, does not occur: no quotient of two normal floats is halfway between two.
         step = lax.add(coarse, as_int(lax.gt(rest, mantissa_s)))
         step = lax.sub(step, as_int(lax.lt(rest, lax.neg(below))))
+        # The bits of floats of one sign are in the order of their magnitudes: adding n to them moves n ulp.
         moved = lax.add(lax.bitcast_convert_type(result, jnp.int32), step)
         result = lax.bitcast_convert_type(moved, jnp.float32)
     ordinary = _is_ordinary(approximate, 2 * _TINY)
@@ -75,38 +83,41 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
 
 
 def _is_ordinary(value: jax.Array, least: np.float32) -> jax.Array:
-    """Returns where a float32 is finite and its magnitude `least` or more."""
+    """Return a mask of the float32 values that are finite and whose magnitude is at least `least`."""
     large = lax.ge(lax.abs(value), np.float32(least))
     return lax.bitwise_and(lax.is_finite(value), large)
 
 
 def _split_mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the 24-bit integer mantissa and the biased exponent of a normal float32, both int32."""
+    """Return the 24-bit integer mantissa and the biased exponent of normal float32 values, both int32."""
     bits = lax.bitcast_convert_type(value, jnp.int32)
     mantissa = lax.bitwise_or(lax.bitwise_and(bits, np.int32(0x7FFFFF)), np.int32(0x800000))
     return mantissa, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(23)), np.int32(0xFF))
 
 
 def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
-    """Returns x / scale as an array of `precision` would hold it, carried in float32.
+    """Return the quotient that a division in the dtype `precision` gives, as float32.
 
-    float32 has more than twice the digits of float16 and bfloat16, so rounding twice rounds as once.
+    float32 has more than twice the digits of float16 and bfloat16. Therefore rounding the quotient to float32 and then
+    to the narrower dtype gives the same result as rounding it once.
     """
     return round_to_dtype(divide(round_to_dtype(x, precision), round_to_dtype(scale, precision)), precision)
 
 
 def divide_integers(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns x / scale of two int32 arrays, rounded half to even and cut to +-2**20, as float32.
+    """Return x / scale of two int32 arrays, rounded half to even and clipped to [-2**20, 2**20], as float32.
 
-    x / 0 is infinite, 0 / 0 is NaN.
+    The bound is beyond every code, and float32 holds each integer below it. x / 0 is infinite, 0 / 0 is NaN.
     """
     divisor = jnp.where(scale == 0, 1, scale)
     negative = (x < 0) ^ (divisor < 0)
-    # -2**31 has no int32 magnitude: the magnitudes are uint32.
+    # The magnitudes are uint32, because int32 does not hold that of -2**31. abs returns
+    # -2**31 unchanged, and its bits as uint32 are 2**31.
     size_x, size_d = (lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) for v in (x, divisor))
     whole, rest = lax.div(size_x, size_d), lax.rem(size_x, size_d)
-    beyond = size_d - rest
-    up = (rest > beyond) | ((rest == beyond) & (whole & 1 == 1))
+    # 2 * rest > divisor, without the overflow of 2 * rest.
+    gap = size_d - rest
+    up = (rest > gap) | ((rest == gap) & (whole & 1 == 1))
     size = jnp.minimum(whole + up.astype(jnp.uint32), jnp.uint32(2**20)).astype(jnp.float32)
-    zero = jnp.where(x == 0, jnp.float32(jnp.nan), jnp.where(x < 0, -jnp.float32(jnp.inf), jnp.float32(jnp.inf)))
-    return jnp.where(scale == 0, zero, jnp.where(negative, -size, size))
+    by_zero = jnp.where(x == 0, jnp.float32(jnp.nan), jnp.where(x < 0, -jnp.float32(jnp.inf), jnp.float32(jnp.inf)))
+    return jnp.where(scale == 0, by_zero, jnp.where(negative, -size, size))

@@ -1,5 +1,8 @@
-"""Which elements share a scale. ONNX's scalar, 1-D and blocked scales, and those of x's rank that arrays carry, become
-one thing here: a scale of x's shape. Knows nothing of arithmetic."""
+"""Granularities: which elements of an array share a scale.
+
+Each granularity expands a scale to the shape of x. ONNX's scalar, 1-D and blocked scales and the scales of x's rank
+that arrays carry all become this one form.
+"""
 
 from __future__ import annotations
 
@@ -18,56 +21,64 @@ class PerTensor:
     """One scale for the whole array."""
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns a `scale` of one element in the shape and sharding of `like`."""
+        """Return a `scale` of one element in the shape and sharding of `like`."""
         return sharding.place_like(lax.broadcast(scale.reshape(()), like.shape), like)
 
 
 @dataclasses.dataclass(frozen=True)
 class PerAxis:
-    """One scale per index of the axis, or of the axes, that are kept; the others share it.
+    """One scale per index of the kept axis or axes; the elements along all other axes share it.
 
     Attributes:
-        axis: an int, negative from the back, or several.
+        axis: an int, negative from the back, or a tuple of several.
+
+    Raises:
+        TypeError: an axis is not an int.
+        ValueError: the tuple is empty, or names an axis twice.
     """
 
     axis: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Takes a list for a tuple; refuses what is no axis."""
+        """Check the axes, and store a list as a tuple."""
         object.__setattr__(self, "axis", _check_static_axes("PerAxis", self.axis))
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns `scale`, of the kept axes' shape, in the shape and sharding of `like`."""
+        """Return `scale`, which has the shape of the kept axes, in the shape and sharding of `like`."""
         return sharding.place_like(lax.broadcast_in_dim(scale, like.shape, _list_axes(self.axis)), like)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """One scale per run of `size` indices along the axis; elsewhere a scale per index. The last run may be short.
+    """One scale per run of `size` indices along the axis, and per index of all other axes. The last run may be short.
 
     Attributes:
-        axis: an int, negative from the back; or several, each cut into runs of the same size.
-        size: how many indices make a run.
+        axis: an int, negative from the back, or a tuple of several, each of which is cut into runs of the same size.
+        size: the number of indices in a run.
+
+    Raises:
+        TypeError: an axis or the size is not an int.
+        ValueError: the size is not positive; the tuple of axes is empty, or names an axis twice.
     """
 
     axis: int | tuple[int, ...]
     size: int
 
     def __post_init__(self) -> None:
-        """Takes a list for a tuple; refuses what is no axis or no size."""
+        """Check the axes and the size, and store a list as a tuple."""
         object.__setattr__(self, "axis", _check_static_axes("Blocked", self.axis))
         checks.check_integer("Blocked", "size", self.size)
         checks.require(self.size > 0, "Blocked", "size", "a positive int", self.size)
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns `scale` with every entry along the axis repeated `size` times, in the shape of `like`."""
+        """Return `scale` with each entry along the axis repeated `size` times, in the shape of `like`."""
         axes = _list_axes(self.axis)
-        return Groups(tuple(self.size if a in axes else 1 for a in range(like.ndim))).expand(scale, like)
+        return Groups(tuple(self.size if axis in axes else 1 for axis in range(like.ndim))).expand(scale, like)
 
 
 @dataclasses.dataclass(frozen=True)
 class PerToken:
-    """One scale per index of all axes but the last, whatever the rank: a token's features share a scale.
+    """One scale per index of all axes except the last, for any rank: the features of a token share a scale.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -79,11 +90,11 @@ class PerToken:
 
 @dataclasses.dataclass(frozen=True)
 class PerFeature:
-    """One scale per index of the last axis, whatever the rank. In a Flax layer's weights: one per output feature.
+    """One scale per index of the last axis, for any rank; in the weights of a Flax layer, one per output feature.
 
-    A layer knows which axes of its kernel are output features: those that the contraction keeps. That is the last axis
-    of a dense layer or a convolution, several axes of `DenseGeneral` and `Einsum`, and the rows of an embedding, which
-    are the outputs of `attend`.
+    A layer knows which axes of its kernel are output features: the axes that the contraction keeps. That is the last
+    axis of a dense layer or a convolution, several axes in `DenseGeneral` and `Einsum`, and the rows of an embedding,
+    which are the outputs of `attend`.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -94,35 +105,38 @@ class PerFeature:
 
 @dataclasses.dataclass(frozen=True)
 class Aligned:
-    """A scale of x's rank that says it by its shape: a dimension is 1 and shared, x's with a scale per index, or
-    counts runs.
+    """The granularity of a scale of x's rank, read from its shape.
+
+    A dimension of 1 is shared by all indices, a dimension as long as x's has one scale per index, and any other counts
+    the runs of indices that share a scale.
 
     Attributes:
-        block_size: the length of a run. Without one the runs are equally long.
+        block_size: the length of a run. If it is None, all runs have the same length.
     """
 
     block_size: int | None = None
 
     def sizes(self, scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns how many indices of each dimension share an entry, or None where the shapes do not fit."""
+        """Return how many indices of each dimension share an entry, or None if the shapes do not fit."""
         if len(scale) != len(shape):
             return None
-        found = []
+        sizes = []
         for entries, length in zip(scale, shape, strict=True):
             if entries == 1:
-                found.append(length)
+                sizes.append(length)
             elif entries == length:
-                found.append(1)
+                sizes.append(1)
             elif self.block_size is not None and -(-length // self.block_size) == entries:
-                found.append(self.block_size)
+                sizes.append(self.block_size)
             elif self.block_size is None and entries and length % entries == 0:
-                found.append(length // entries)
+                sizes.append(length // entries)
             else:
                 return None
-        return tuple(found)
+        return tuple(sizes)
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns `scale` in the shape and sharding of `like`."""
+        """Return `scale` in the shape and sharding of `like`."""
+        # Without runs a plain broadcast is enough, which keeps the sharding that a reshape would lose.
         if all(entries in (1, length) for entries, length in zip(scale.shape, like.shape, strict=True)):
             return sharding.place_like(lax.broadcast_in_dim(scale, like.shape, range(like.ndim)), like)
         sizes = self.sizes(scale.shape, like.shape)
@@ -132,15 +146,16 @@ class Aligned:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """One scale per box of `sizes` indices, one entry for each dimension. The last boxes may be short."""
+    """One scale per box of elements, whose `sizes` have one entry for each dimension. The last boxes may be short."""
 
     sizes: tuple[int, ...]
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
-        """Returns `scale` with every entry repeated `sizes` times, cut to the shape of `like`."""
-        scale = sharding.place_whole(scale)  # a reshape does not say where its result lies
-        # A box longer than its dimension repeats no more often than that is long.
+        """Return `scale` with each entry repeated over its box, in the shape and sharding of `like`."""
+        scale = sharding.place_whole(scale)  # JAX cannot infer the sharding of the reshape below
+        # A box may be longer than its dimension: repeating more often than needed would only waste memory.
         sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
+        # Broadcast [blocks, ...] to [blocks, size, ...], merge the pairs of dimensions, and cut off a short last box.
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
         repeated = lax.broadcast_in_dim(scale, interleaved, tuple(range(0, 2 * scale.ndim, 2)))
         merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
@@ -148,31 +163,19 @@ class Groups:
 
 
 Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned
-Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # what a user chooses from
-
-
-def _list_axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (axis,) if isinstance(axis, int) else axis
-
-
-def _check_static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
-    if not isinstance(axis, list | tuple):
-        checks.check_integer(function, "axis", axis)
-        return int(axis)
-    for each in axis:
-        checks.check_integer(function, "axis", each)
-    checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
-    return int(axis[0]) if len(axis) == 1 else tuple(int(each) for each in axis)  # one axis, however it was written
+Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # the granularities that a user can choose
 
 
 def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape, of x's rank, of a scale chosen for an x of this shape."""
+    """Return the shape of a scale, which has x's rank, for a granularity and an x of the given shape."""
     if isinstance(granularity, PerTensor):
         return (1,) * len(shape)
     if isinstance(granularity, PerToken | PerFeature):
         last = checks.check_axis(function, -1, len(shape))
-        return tuple(n if (a == last) == isinstance(granularity, PerFeature) else 1 for a, n in enumerate(shape))
-    axes = tuple(checks.check_axis(function, a, len(shape)) for a in _list_axes(granularity.axis))
+        if isinstance(granularity, PerFeature):
+            return (*(1,) * last, shape[last])
+        return (*shape[:last], 1)
+    axes = tuple(checks.check_axis(function, axis, len(shape)) for axis in _list_axes(granularity.axis))
     checks.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
     if isinstance(granularity, PerAxis):
         return tuple(n if a in axes else 1 for a, n in enumerate(shape))
@@ -187,10 +190,10 @@ def resolve_onnx(
     axis: int,
     block_size: int,
 ) -> Granularity:
-    """Reads ONNX's granularity off a scale's shape, strictly, or raises a contract error.
+    """Return the granularity of an ONNX operator's scale, read from its shape; raise for any other shape.
 
-    A scalar, or a 1-D scale of one element, is per tensor and `axis` is not looked at; any other 1-D scale is
-    per axis; a scale of x's rank with a `block_size` is blocked. Nothing else is let through.
+    A scalar or a 1-D scale of one element is per tensor, and `axis` is ignored. Any other 1-D scale is per axis. With a
+    `block_size`, the scale must have x's rank and is blocked.
     """
     checks.check_integer(function, "block_size", block_size)
     checks.require(block_size >= 0, function, "block_size", "0 or a positive integer", block_size)
@@ -203,7 +206,7 @@ def resolve_onnx(
         scale.ndim == 1,
         function,
         argument,
-        "a scalar, a 1-D array (squeeze what keepdims kept), or a block_size for an array of x's rank",
+        "a scalar, a 1-D array (squeeze the dimensions of 1), or a block_size for an array of x's rank",
         f"shape {scale.shape} with block_size=0",
     )
     kept = checks.check_axis(function, axis, len(shape))
@@ -229,7 +232,7 @@ def _resolve_blocked(
 
 
 def check_matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
-    """Requires a zero point of its scale's shape; () and (1,) pass for each other, as in ONNX Runtime."""
+    """Raise ContractValueError unless a zero point has its scale's shape; () and (1,) match, as in ONNX Runtime."""
     single = ((), (1,))
     if not (zero_point.shape in single and scale.shape in single):
         reason = f"the shape of {scale_name}"
@@ -237,20 +240,39 @@ def check_matching(function: str, argument: str, zero_point: jax.Array, scale: j
 
 
 def find_slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Granularity:
-    """Reads the `axis=` of an operator that finds its own scale: None is per tensor."""
+    """Return the granularity that an operator's argument `axis` means if the operator computes the scale itself."""
     return PerTensor() if axis is None else PerAxis(checks.check_axis(function, axis, len(shape)))
 
 
 def find_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
-    """Returns the axes that share one scale under a per-tensor or per-axis granularity."""
+    """Return the axes that share one scale under a per-tensor or per-axis granularity."""
     kept = _list_axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
-    return tuple(a for a in range(rank) if a not in kept)
+    return tuple(axis for axis in range(rank) if axis not in kept)
 
 
 def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Sums an array of x's shape into one of the scale's shape and placement: the transpose of `expand`."""
-    # XLA:CPU adds up an array in memory four times faster than one that it is still computing.
-    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda v: v)
-    ones = jnp.ones_like(values)  # under shard_map the product is what varies, and its transpose sums over devices
+    """Return the sum of the elements that share a scale, in the scale's shape and sharding.
+
+    This is the transpose of `expand`.
+    """
+    # XLA:CPU sums an array in memory several times faster than one that it computes in the same loop.
+    values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda array: array)
+    # Under shard_map the product varies over devices even if the scale does not, so that the transpose sums over them.
+    ones = jnp.ones_like(values)
     _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
     return transpose(values)[0]
+
+
+def _list_axes(axis: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (axis,) if isinstance(axis, int) else axis
+
+
+def _check_static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
+    if not isinstance(axis, list | tuple):
+        checks.check_integer(function, "axis", axis)
+        return int(axis)
+    for entry in axis:
+        checks.check_integer(function, "axis", entry)
+    checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
+    # A tuple of one axis becomes that axis, so that the two spellings are equal and hash equally.
+    return int(axis[0]) if len(axis) == 1 else tuple(int(entry) for entry in axis)

@@ -1,4 +1,4 @@
-"""Where arrays lie: shardings that JAX tracks in types, out_sharding, and what varies under `jax.shard_map`."""
+"""Shardings that JAX tracks in types, the argument out_sharding, and values that vary under `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from . import checks
 
 
 def is_placed(value: jax.Array) -> bool:
-    """Whether JAX tracks the sharding of `value` in its type, where operands must agree and reshapes are refused."""
+    """Return whether JAX tracks the sharding of `value` in its type, as on a mesh with explicit axes.
+
+    Then the shardings of operands must agree, and JAX refuses a reshape whose sharding it cannot infer.
+    """
     return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
 
 
 def place_like(value: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `value` sharded as `like`, where JAX tracks shardings in types."""
+    """Return `value` with the sharding of `like` if JAX tracks it in types; otherwise return it unchanged."""
     return reshard(value, jax.typeof(like).sharding) if is_placed(like) else value
 
 
 def place_whole(value: jax.Array) -> jax.Array:
-    """Returns `value` whole on every device, where JAX tracks shardings in types, for what lies nowhere special."""
+    """Return `value` unsharded, whole on every device, if JAX tracks shardings in types; otherwise unchanged."""
     if not is_placed(value):
         return value
     mesh = jax.typeof(value).sharding.mesh
@@ -31,28 +34,31 @@ def place_whole(value: jax.Array) -> jax.Array:
 
 
 def find_partition(value: jax.Array) -> tuple[Any, ...]:
-    """Returns the mesh axes that each dimension of `value` is sharded over, by its type; None for no axis."""
+    """Return the mesh axes over which each dimension of `value` is sharded by its type; None for an unsharded one."""
     spec = jax.typeof(value).sharding.spec
-    return (*spec, *(None,) * (value.ndim - len(spec)))
+    return (*spec, *(None,) * (value.ndim - len(spec)))  # a PartitionSpec may leave out the last dimensions
 
 
 def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Returns `value` with some of its dimensions unsharded, where JAX tracks shardings in types."""
+    """Return `value` with the dimensions `axes` unsharded if JAX tracks shardings in types; otherwise unchanged."""
     partition = find_partition(value)
     if all(partition[a] is None for a in axes):
         return value
     mesh = jax.typeof(value).sharding.mesh
-    places = (None if a in axes else place for a, place in enumerate(partition))
+    places = (None if dimension in axes else place for dimension, place in enumerate(partition))
     return reshard(value, NamedSharding(mesh, PartitionSpec(*places)))
 
 
 def check_out_sharding(function: str, out_sharding: Any) -> None:
-    """Requires a value that JAX accepts as out_sharding, before a cache of compiled programs sees it."""
+    """Raise unless JAX accepts a value as out_sharding.
+
+    This check must run before the value reaches a cache of compiled programs, which hashes it.
+    """
     if out_sharding is None:
         return
-    known = isinstance(out_sharding, NamedSharding | PartitionSpec)
+    is_sharding = isinstance(out_sharding, NamedSharding | PartitionSpec)
     expected = "None, a jax.sharding.NamedSharding or a PartitionSpec"
-    checks.require_type(known, function, "out_sharding", expected, checks.describe_value(out_sharding))
+    checks.require_type(is_sharding, function, "out_sharding", expected, checks.describe_value(out_sharding))
     if isinstance(out_sharding, PartitionSpec):
         has_mesh = not get_abstract_mesh().empty
         expected = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
@@ -60,7 +66,7 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
 
 
 def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any, ...] | None:
-    """Returns the mesh axes of an out_sharding, one entry for each dimension of the result."""
+    """Return the mesh axes of an out_sharding, one entry for each dimension of the result; raise if it does not fit."""
     if out_sharding is None:
         return None
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
@@ -71,7 +77,7 @@ def find_out_partition(function: str, out_sharding: Any, rank: int) -> tuple[Any
 
 
 def set_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
-    """Returns an out_sharding on the same mesh with other entries, for an intermediate result."""
+    """Return an out_sharding on the same mesh with these entries, for an intermediate result."""
     if partition is None:
         return None
     spec = PartitionSpec(*partition)
@@ -79,18 +85,22 @@ def set_partition(out_sharding: Any, partition: Sequence[Any] | None) -> Any:
 
 
 def find_placement(value: jax.Array) -> PartitionSpec:
-    """Returns the sharding that the type of `value` states, for errors."""
+    """Return the sharding in the type of `value`, for errors."""
     return PartitionSpec(*find_partition(value))
 
 
 def describe_placement(value: jax.Array) -> str:
-    """Returns the dtype, the shape and the sharding of an array, for errors."""
+    """Return a text with the dtype, the shape and the sharding of an array, for errors."""
     return f"{value.dtype}{list(value.shape)} sharded as {find_placement(value)}"
 
 
 def vary_like(value: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `value`, which under `jax.shard_map` then varies where `like` does, as a loop's carry has to."""
+    """Return `value` unchanged, marked as varying over the same devices as `like` under `jax.shard_map`.
+
+    The carry of a loop must vary in its first step as it does in all later ones.
+    """
     if like.size == 0 or is_placed(like):
         return value
+    # A result varies if any operand does. This select returns `value` whatever its condition.
     first = lax.slice(like, (0,) * like.ndim, (1,) * like.ndim).reshape(())
     return lax.select(lax.eq(first, first), value, value)

@@ -1,7 +1,7 @@
-"""float8, float4 and float8_e8m0fnu to and from float32 by their bits. Knows nothing of what they stand for.
+"""Conversion between float32 and float8, float4 and float8_e8m0fnu, by integer arithmetic on their bits.
 
-XLA:CPU of jax 0.12 converts these types wrongly inside the body of a scan (float8_e4m3fn overflow becomes -0, -0
-becomes the NaN of float8_e4m3fnuz); integer arithmetic gives the same bits everywhere.
+XLA:CPU in jax 0.12 converts these dtypes wrongly inside the body of a scan: an overflow of float8_e4m3fn becomes -0,
+and -0 becomes the NaN of float8_e4m3fnuz. Integer arithmetic gives the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -13,87 +13,86 @@ from jax import lax
 
 from . import dtypes
 
-_MAGIC = np.float32(1.5 * 2**23)  # added to a small number, leaves it rounded half to even in the low bits
-
-
-def _view_unsigned(dtype: np.dtype) -> np.dtype:
-    return np.dtype(jnp.uint4) if dtype in dtypes.FLOAT4 else np.dtype(jnp.uint8)
-
-
-def _find_largest_code(dtype: np.dtype) -> int:
-    return int(np.asarray(jnp.finfo(dtype).max, dtype).view(np.uint8))
-
-
-def _is_fnuz(dtype: np.dtype) -> bool:
-    return dtype.name.endswith("fnuz")
+# Floats between 2**23 and 2**24 are the integers, so that the sum with a small number rounds it half to even and leaves
+# it in the low bits.
+_MAGIC = np.float32(1.5 * 2**23)
 
 
 def encode_magnitude(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns the int32 code of |value| rounded half to even, as if the exponents went on for ever. NaN is anything."""
+    """Return the int32 code of |value|, rounded half to even, as if the dtype had no largest exponent.
+
+    A code beyond the largest finite one is an overflow. The code of NaN is unspecified.
+    """
     info = jnp.finfo(dtype)
     digits, least = int(info.nmant), int(info.minexp)
     size = lax.abs(value)
     exponent = jnp.clip((lax.bitcast_convert_type(size, jnp.int32) >> 23) - 127, least, 126)
-    # A power of two takes one unit in the last place to 1, exactly.
+    # Multiplying by this power of two is exact, and makes one unit in the last place 1.
     unit = lax.bitcast_convert_type((127 + digits - exponent) << 23, jnp.float32)
-    # Far beyond every dtype here, so that the product below stays small.
+    # The product of a finite value is below this bound. An infinite product would spoil the sum below.
     scaled = jnp.minimum(size * unit, np.float32(2.0 ** (digits + 2)))
     units = lax.bitcast_convert_type(scaled + _MAGIC, jnp.int32) - int(_MAGIC.view(np.int32))
+    # A normal number has its leading 1 in `units`, which adds 1 to the exponent field. A subnormal has exponent `least`
+    # and no leading 1, so that its field is 0. A carry of the rounding moves into the exponent, as it should.
     return ((exponent - least) << digits) + units
 
 
 def find_overflow(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns where rounding alone lands beyond the largest finite value. True for infinities, False for NaN."""
+    """Return a mask of the values that round beyond the largest finite one; True for infinities, False for NaN."""
     return (encode_magnitude(value, dtype) > _find_largest_code(dtype)) & ~jnp.isnan(value)
 
 
 def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax.Array:
-    """Returns float32 values in a small float dtype, rounded half to even.
+    """Return float32 values in a small float dtype, rounded half to even.
 
     Args:
-        value: float32. NaN stays NaN in float8; float4 has none and takes -0.
+        value: float32. NaN stays NaN in float8, and becomes -0 in float4, which has no NaN.
         dtype: a float8 or float4 dtype.
-        saturate: whether overflow, infinities included, becomes the largest finite value. If not it becomes
-            infinity in float8_e5m2 and NaN in the other float8; float4 saturates always.
+        saturate: whether an overflow, also of an infinity, becomes the largest finite value. If not, it becomes
+            infinity in float8_e5m2 and NaN in the other float8 dtypes. float4 always saturates.
     """
-    largest, width = _find_largest_code(dtype), dtype in dtypes.FLOAT4
-    sign_bit = 8 if width else 128
+    largest, is_float4 = _find_largest_code(dtype), dtype in dtypes.FLOAT4
+    sign_bit = 8 if is_float4 else 128
     code = encode_magnitude(value, dtype)
-    beyond = largest if saturate or width else largest + 1  # the code after the largest is infinity or NaN
-    code = jnp.where(code > largest, beyond, code)
+    overflow = largest if saturate or is_float4 else largest + 1  # the code after the largest is infinity or NaN
+    code = jnp.where(code > largest, overflow, code)
     negative = lax.bitcast_convert_type(value, jnp.int32) < 0
     signed = code + jnp.where(negative, sign_bit, 0)
-    if _is_fnuz(dtype):  # no negative zero: its code is the one NaN
+    if _is_fnuz(dtype):  # the code of -0 is the only NaN, so that zeros are positive and an overflow takes that code
         signed = jnp.where(code == 0, 0, jnp.where(code > largest, sign_bit, signed))
-    nan = sign_bit if width or _is_fnuz(dtype) else _find_nan_code(dtype)
+    nan = sign_bit if is_float4 or _is_fnuz(dtype) else _find_nan_code(dtype)
     signed = jnp.where(jnp.isnan(value), nan, signed)
     return lax.bitcast_convert_type(signed.astype(_view_unsigned(dtype)), dtype)
 
 
-def _find_nan_code(dtype: np.dtype) -> int:
-    return int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
-
-
 @jax.custom_jvp
 def decode_small_float(value: jax.Array) -> jax.Array:
-    """Returns a small float array, or one of float8_e8m0fnu, as float32: exact. Differentiable like a conversion."""
+    """Return an array of a small float dtype or of float8_e8m0fnu as float32, exactly.
+
+    The cotangent is passed on, as through a conversion.
+    """
     dtype = value.dtype
-    if dtype in dtypes.FLOAT4:  # this conversion XLA does right, while a 4-bit bitcast in a scan does not compile
+    # XLA converts float4 correctly, and cannot compile a 4-bit bitcast in a scan.
+    if dtype in dtypes.FLOAT4:
         return value.astype(jnp.float32)
     code = lax.bitcast_convert_type(value, _view_unsigned(dtype)).astype(jnp.int32)
     if dtype == dtypes.E8M0:
         nan = np.float32(np.nan)
-        bits = jnp.where(code == 0, 1 << 22, code << 23)  # code 0 is 2**-127, a subnormal float32
+        # The code is the biased exponent of a float32, except that code 0 is 2**-127, a subnormal float32.
+        bits = jnp.where(code == 0, 1 << 22, code << 23)
         return jnp.where(code == 255, nan, lax.bitcast_convert_type(bits, jnp.float32))
     info = jnp.finfo(dtype)
     digits, least, largest = int(info.nmant), int(info.minexp), _find_largest_code(dtype)
     size = code & 127
+    # Shifted to the digits of a float32, a code needs only its exponent rebiased. A subnormal code is a whole number of
+    # the smallest unit instead.
     normal = lax.bitcast_convert_type((size << (23 - digits)) + ((126 + least) << 23), jnp.float32)
     subnormal = size.astype(jnp.float32) * np.float32(2.0 ** (least - digits))
     result = jnp.where(size < (1 << digits), subnormal, normal)
     if not _is_fnuz(dtype):
-        past = np.float32(np.inf) if dtype.name == "float8_e5m2" else np.float32(np.nan)
-        result = jnp.where(size == largest + 1, past, jnp.where(size > largest + 1, np.float32(np.nan), result))
+        # The code after the largest finite one is infinity in float8_e5m2; all codes after that are NaN.
+        overflow = np.float32(np.inf) if dtype.name == "float8_e5m2" else np.float32(np.nan)
+        result = jnp.where(size == largest + 1, overflow, jnp.where(size > largest + 1, np.float32(np.nan), result))
     result = jnp.where(code >= 128, -result, result)
     return jnp.where(code == 128, np.float32(np.nan), result) if _is_fnuz(dtype) else result
 
@@ -104,5 +103,21 @@ def _decode_small_float_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array
 
 
 def scale_as_float32(scale: jax.Array) -> jax.Array:
-    """Returns a scale of any dtype that there is as float32: exact, but for large int32."""
+    """Return a scale of any supported dtype as float32; exact, except that an int32 beyond 2**24 is rounded."""
     return decode_small_float(scale) if scale.dtype == dtypes.E8M0 else scale.astype(jnp.float32)
+
+
+def _view_unsigned(dtype: np.dtype) -> np.dtype:
+    return np.dtype(jnp.uint4) if dtype in dtypes.FLOAT4 else np.dtype(jnp.uint8)
+
+
+def _find_largest_code(dtype: np.dtype) -> int:
+    return int(np.asarray(jnp.finfo(dtype).max, dtype).view(np.uint8))
+
+
+def _find_nan_code(dtype: np.dtype) -> int:
+    return int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
+
+
+def _is_fnuz(dtype: np.dtype) -> bool:
+    return dtype.name.endswith("fnuz")  # finite (no infinities), NaN is the code of -0, unsigned zero
