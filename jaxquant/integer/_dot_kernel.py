@@ -1,9 +1,14 @@
-"""One integer contraction, [B, M, K] by [B, K, N], in the form that each backend runs fast. Knows int8 and int32 only.
+"""The batched integer contraction [B, M, K] by [B, K, N], in the form that each backend runs fast.
 
-XLA:CPU has a vector kernel for int8 by int8 to int32 with two rows or more and both operands lying as they are
-named here; its neighbours (uint8, one row, a contracted dimension that is not where the kernel wants it) fall into
-scalar loops 10 to 300 times slower. Zero points are therefore taken out of the contraction:
-sum (a - s)(b - t) = sum ab - t sum a - s (sum b - K t), exactly, for all of it is modulo 2**32.
+XLA:CPU has a vector kernel for int8 by int8 to int32, if lhs has two rows or more and both operands have one of the
+layouts used here. Similar contractions (uint8, a single row, the contracted dimension elsewhere) run as scalar loops
+that are 10 to 300 times slower.
+
+Subtracting zero points first would widen the operands beyond int8. They are therefore taken out of the contraction:
+
+sum (a - s) (b - t) = sum a b - t sum a - s (sum b - K t)
+
+The identity is exact, because every term is computed modulo 2**32.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-# A single row is a sum of products; so many of them in one loop leave XLA:CPU's vector registers busy and not
-# spilt. On the machine of docs/speed.md: 8 terms 1.1, 16 terms 1, 32 terms 1.5 to 2 times the time.
+# A single row times a matrix is a sum of scaled rows. This many terms in one loop keep the vector registers of a CPU
+# busy; with more of them the registers spill to memory.
 _TERMS = 16
-_ROWS = 8  # of ones, to sum with the kernel
+# The kernel needs several rows. To sum the columns of rhs with it, lhs is this many rows of ones.
+_ROWS = 8
 
 Steps = jax.Array | None
 
@@ -27,14 +33,16 @@ Steps = jax.Array | None
 def contract_integers(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
 ) -> jax.Array:
-    """Returns sum over k of (lhs - lhs_steps) (rhs - rhs_steps), modulo 2**32.
+    """Return the batched contraction of two int8 operands with zero points.
+
+    out = sum over k of (lhs - lhs_steps) (rhs - rhs_steps), modulo 2**32
 
     Args:
         lhs: int8 [B, M, K].
         rhs: int8 [B, K, N], or [B, N, K] if `transposed`.
         lhs_steps: int32 [B or 1, M or 1], or None for 0.
         rhs_steps: int32 [B or 1, N or 1], or None for 0.
-        transposed: Static. How rhs lies.
+        transposed: Static. Whether the contracted dimension of rhs is its last.
 
     Returns:
         int32 [B, M, N].
@@ -48,7 +56,7 @@ def _contract_on_platform(
     operands = (lhs, rhs, lhs_steps, rhs_steps)
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     if lhs_steps is None and rhs_steps is None and 1 not in (lhs.shape[1], columns):
-        return _multiply(lhs, rhs, transposed)  # the same everywhere
+        return _multiply(lhs, rhs, transposed)  # the same program for every backend
     cpu, default = (functools.partial(f, transposed=transposed) for f in (_contract_on_cpu, _contract_plain))
     return lax.platform_dependent(*operands, cpu=cpu, default=default)
 
@@ -58,21 +66,22 @@ def _contract_on_cpu(
 ) -> jax.Array:
     batch, rows, depth = lhs.shape
     columns = rhs.shape[1] if transposed else rhs.shape[2]
-    if columns == 1:  # a column is a row of the transposed product
-        turned = _contract_row_on_cpu(rhs.reshape(batch, 1, depth), lhs, rhs_steps, lhs_steps, transposed=True)
-        return turned.reshape(batch, rows, 1)
+    if columns == 1:  # the transposed product has a single row
+        row = _contract_row_on_cpu(rhs.reshape(batch, 1, depth), lhs, rhs_steps, lhs_steps, transposed=True)
+        return row.reshape(batch, rows, 1)
     if rows == 1:
         return _contract_row_on_cpu(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
     ones = jnp.ones((batch, _ROWS, depth), jnp.int8)
     row_sums = column_sums = None
-    # Where rhs is the larger, one more row, of ones, in the same contraction reads it only once: 0.88 ms against 1.0
-    # for 128 x 768 x 3072. Where lhs is, that row would cost a copy of it: 2.0 ms against 1.65 for 1024^3. Both
-    # contractions take the longer lhs, or what makes it, a quantization perhaps, would be computed for each.
-    together = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
-    if together:
+    # The sums over k of rhs are a contraction of rhs with ones. If rhs is the larger operand, a row of ones appended to
+    # lhs gets them from the same contraction, which reads rhs only once. If lhs is the larger, the copy that appends
+    # the row costs more than a second contraction. Both contractions below use the longer lhs: if one used the other,
+    # XLA would compute what produces lhs, for example a quantization, twice. A symbolic size cannot be compared.
+    appends_ones = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
+    if appends_ones:
         lhs = lax.concatenate([lhs, lax.slice_in_dim(ones, 0, 1, axis=1)], 1)
     acc = _multiply(lhs, rhs, transposed)
-    if together:
+    if appends_ones:
         acc, column_sums = (lax.slice_in_dim(acc, *ends, axis=1) for ends in ((0, rows), (rows, rows + 1)))
     elif lhs_steps is not None:
         column_sums = lax.slice_in_dim(_multiply(ones, rhs, transposed), 0, 1, axis=1)
@@ -87,7 +96,8 @@ def _contract_row_on_cpu(
     batch, _, depth = lhs.shape
     if not transposed:
         return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
-    # The kernel wants rows; a row of ones among them yields the sums of the other side for nothing.
+    # The kernel needs several rows. One of the added rows consists of ones, so that the same contraction also gives the
+    # sums over k of rhs.
     ones, zeros = jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 2, depth), jnp.int8)
     acc = _multiply(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
@@ -95,7 +105,8 @@ def _contract_row_on_cpu(
 
 
 def _multiply(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
-    """Returns the plain batched contraction, without a batch dimension where it is 1."""
+    """Return the batched contraction without zero points."""
+    # Drop a batch dimension of 1, so that XLA sees a plain product of matrices.
     last = 2 if transposed else 1
     if lhs.shape[0] == 1:
         dimensions: Any = (((1,), (last - 1,)), ((), ()))
@@ -107,7 +118,16 @@ def _multiply(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
 def _correct_product(
     acc: jax.Array, row_sums: Steps, column_sums: Steps, lhs_steps: Steps, rhs_steps: Steps, depth: int
 ) -> jax.Array:
-    """Returns the accumulator less what the zero points have put into it."""
+    """Return the accumulator after subtracting the contributions of the zero points.
+
+    Args:
+        acc: int32 [B, M, N], the contraction without zero points.
+        row_sums: int32 [B, M, 1], the sums over k of lhs; needed for rhs_steps.
+        column_sums: int32 [B, 1, N], the sums over k of rhs; needed for lhs_steps.
+        lhs_steps: int32 [B or 1, M or 1], or None for 0.
+        rhs_steps: int32 [B or 1, N or 1], or None for 0.
+        depth: K.
+    """
     if rhs_steps is not None:
         acc = lax.sub(acc, _spread_sums(_multiply_int32(lax.expand_dims(rhs_steps, (1,)), row_sums), acc.shape))
     if lhs_steps is not None:
@@ -120,22 +140,27 @@ def _correct_product(
 
 
 def _multiply_int32(left: jax.Array, right: Any) -> jax.Array:
-    """Returns the product of two int32 arrays of one rank, each as often repeated as it must be."""
+    """Return the product of two int32 arrays of one rank, broadcast against each other."""
     shape = lax.broadcast_shapes(left.shape, right.shape)
     return lax.mul(_spread_sums(left, shape), _spread_sums(right, shape))
 
 
 def _spread_sums(value: jax.Array, shape: Any) -> jax.Array:
-    """Returns an array repeated along its dimensions of 1; jnp's own is slower to trace."""
+    """Return an array broadcast along its dimensions of 1; `jnp.broadcast_to` is slower to trace."""
     return value if value.shape == shape else lax.broadcast_in_dim(value, shape, range(len(shape)))
 
 
 def _sum_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps) -> jax.Array:
-    """Returns [B, 1, K] by [B, K, N] as a sum of rows of rhs: element-wise, which XLA:CPU vectorises."""
+    """Return the contraction of a single row, [B, 1, K] by [B, K, N], as a sum of scaled rows of rhs.
+
+    The kernel does not accept a single row in this layout. Element-wise work on the rows of rhs is vectorized.
+    """
     batch, depth, columns = rhs.shape
     row = lhs.astype(jnp.int32)[:, 0]
     if lhs_steps is not None:
         row = row - jnp.broadcast_to(lhs_steps, row.shape)
+    # Split the K rows into _TERMS runs of `length` rows. One loop adds up the i-th rows of all runs, for every i; the
+    # sum over i follows. The rows that are left over are added one by one.
     length = depth // _TERMS
     head = length * _TERMS
     acc = jnp.zeros((batch, columns), jnp.int32)
@@ -143,6 +168,7 @@ def _sum_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: S
         left = row[:, :head].reshape(batch, _TERMS, length)
         right = rhs[:, :head].reshape(batch, _TERMS, length, columns)
         terms = [_scale_rows(left[:, t], right[:, t]) for t in range(_TERMS)]
+        # The barrier keeps XLA from fusing this reduction with the loop of products.
         acc = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, terms)), axis=1, dtype=jnp.int32)
     for k in range(head, depth):
         acc = acc + _scale_rows(row[:, k], rhs[:, k])
@@ -168,15 +194,18 @@ def _contract_plain(
 
 
 def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
-    """Makes more rows of a batch of left sides, and more batch of anything else: never one contraction a time."""
+    """Return the contraction of operands under vmap, as one larger contraction.
+
+    If only lhs has the mapped axis, the axis becomes more rows. Otherwise it becomes a larger batch.
+    """
     lhs, rhs, lhs_steps, rhs_steps = batch_all(size, batched, operands)
     _, batch, rows, depth = lhs.shape
     if not batched[1] and not batched[3]:
-        folded = jnp.swapaxes(lhs, 0, 1).reshape(batch, size * rows, depth)
+        longer = jnp.swapaxes(lhs, 0, 1).reshape(batch, size * rows, depth)
         if lhs_steps is not None:
             wide = jnp.broadcast_to(lhs_steps, (*lhs_steps.shape[:2], rows))
             lhs_steps = jnp.swapaxes(wide, 0, 1).reshape(-1, size * rows)
-        acc = contract_integers(folded, operands[1], lhs_steps, operands[3], transposed=transposed)
+        acc = contract_integers(longer, operands[1], lhs_steps, operands[3], transposed=transposed)
         return jnp.swapaxes(acc.reshape(batch, size, rows, -1), 0, 1), True
     lhs_steps, rhs_steps = (
         s if s is None else jnp.broadcast_to(s, (size, batch, s.shape[2])).reshape(size * batch, s.shape[2])
@@ -188,9 +217,9 @@ def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: A
 
 
 def batch_all(size: int, batched: Any, operands: tuple[Any, ...]) -> Any:
-    """Returns the operands of a vmap, each with a leading axis of its size; None stays None."""
+    """Return the operands of a vmap with the mapped axis in front of each; None stays None."""
     pairs = zip(operands, batched, strict=True)
-    return tuple(x if x is None or b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in pairs)
+    return tuple(x if x is None or is_batched else jnp.broadcast_to(x, (size, *x.shape)) for x, is_batched in pairs)
 
 
 def _make_batchable(transposed: bool) -> Any:
@@ -199,4 +228,5 @@ def _make_batchable(transposed: bool) -> Any:
     return function
 
 
+# Created once: with the same function object in every call JAX can reuse what it has traced.
 _BATCHABLE = {transposed: _make_batchable(transposed) for transposed in (False, True)}

@@ -1,4 +1,4 @@
-"""Transposes that stay where they are put."""
+"""Transposes that XLA does not fold into the contraction that follows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from .._core import barriers
 
 
 def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a transpose moves anything: dimensions of 1 may stand anywhere."""
+    """Return whether a transpose moves elements in memory; the position of a dimension of 1 does not matter."""
     kept = [axis for axis in permutation if shape[axis] != 1]
     return kept != sorted(kept)
 
 
 def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
-    """Returns x transposed, and in memory that way before a contraction reads it.
+    """Return x transposed, and on a CPU written to memory in that layout before another operation reads it.
 
-    XLA:CPU folds a transpose into the dimension numbers of the contraction behind it, and so out of the form that
-    its kernel takes. It cannot fold it through a barrier around a reshape; with a new dimension of 1 the transpose
-    itself keeps its fast kernel (a flattening reshape would cost it that).
+    XLA:CPU folds a transpose into the dimension numbers of the contraction that follows. The contraction then no
+    longer has the form that its fast kernel accepts, and costs more than the transpose saved.
     """
+    # A transpose that moves nothing is a reshape, which is free.
     if not is_moving(permutation, x.shape):
         return lax.reshape(x, tuple(x.shape[axis] for axis in permutation))
-    turned = lax.transpose(x, tuple(permutation))
-    return barriers.pin_layout(turned)
+    return barriers.pin_layout(lax.transpose(x, tuple(permutation)))

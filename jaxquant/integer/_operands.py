@@ -1,4 +1,8 @@
-"""Operands as the fast contractions want them: int8, with what was taken off them added to their zero points."""
+"""Preparation of the operands of a contraction: codes of any dtype as int8, with zero points that make up for it.
+
+The fast kernels contract int8 by int8. A uint8 operand is therefore shifted by 128, and so is its zero point, which
+leaves their difference unchanged.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +24,45 @@ _UINT8 = np.dtype(jnp.uint8)
 
 
 def convert_to_signed(x: jax.Array) -> jax.Array:
-    """Returns x as int8: uint8 less 128, which flips the top bit; narrower dtypes widened."""
+    """Return x as int8: subtract 128 from a uint8, and widen narrower dtypes."""
     if x.dtype == _UINT8:
+        # Flipping the top bit and reading the result as signed subtracts 128, without widening the bytes.
         return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
     return x.astype(jnp.int8)
 
 
 def unpack_to_int8(codes: jax.Array) -> jax.Array:
-    """Returns codes of 2 or 4 bits as int8, on a CPU in memory before anything reads them.
+    """Return codes of 2 or 4 bits as int8; on a CPU, written to memory before another operation reads them.
 
-    For operands that are read more than once or in another order than they lie in. XLA:CPU fuses the conversion with
-    its readers, which then take each code out of its byte again every time, and lose their vector instructions or
-    the fast kernel of a transpose.
+    Use this for operands that are read more than once, or in another order than they have in memory. XLA:CPU fuses
+    the conversion with each operation that reads its result. These operations then unpack every code each time they
+    read it, and lose their vector instructions or the fast kernel of a transpose.
     """
     unpacked = codes.astype(jnp.int8)
     return unpacked if sharding.is_placed(codes) else barriers.pin_layout(unpacked)
 
 
 def find_offset(dtype: Any) -> int:
-    """Returns what `signed` takes off the values of a dtype."""
+    """Return the number that `convert_to_signed` subtracts from codes of a dtype."""
     return 128 if dtype == _UINT8 else 0
 
 
 def is_centred(zero_point: Any, dtype: Any) -> bool:
-    """Whether the zero point is known to be 0 once the operand is signed, so that no sum has to correct for it."""
-    if dtype not in DTYPES:  # someone else's array says nothing of its dtype
+    """Return whether the zero point is known to be 0 after the shift to int8, so that it needs no correction."""
+    if dtype not in DTYPES:  # not an array, or one that the check of the dtype refuses
         return False
     if zero_point is None:
         return find_offset(dtype) == 0
     if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
     if getattr(zero_point, "dtype", None) != dtype:
-        return False  # the contract of the zero point will say so
+        return False  # the check of the zero point raises
     equal = np.asarray(zero_point) == find_offset(dtype)
     return bool(equal if equal.ndim == 0 else equal.all())
 
 
 def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
-    """Returns the int32 zero point of the signed operand; None where it is known to be 0."""
+    """Return the int32 zero point of the operand shifted to int8, or None if it is known to be 0."""
     if centred:
         return None
     if zero_point is None:
@@ -75,6 +80,6 @@ def convert_zero_point_number(function: str, argument: str, value: Any, operand:
 
 
 def find_centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
-    """Returns of which of two operands `is_centred` holds."""
+    """Return for each of two operands whether its zero point is known to be 0 after the shift to int8."""
     left, right = (is_centred(z, getattr(x, "dtype", None)) for x, z in zip(operands, zero_points, strict=True))
     return left, right

@@ -1,4 +1,4 @@
-"""From an int32 product to floats: scales of its rows and columns, and a bias."""
+"""Conversion of an int32 product to floats: scales of its rows and columns, and a bias."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from .._core import barriers, sharding
 
 
 def spread_over_product(value: jax.Array, acc: jax.Array) -> jax.Array:
-    """Returns what belongs to rows or columns in the shape and placement of the product."""
+    """Return an array of rows or columns in the shape and sharding of the product."""
     return sharding.place_like(lax.broadcast_in_dim(value, acc.shape, range(acc.ndim - value.ndim, acc.ndim)), acc)
 
 
 def scale_product(acc: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns float32(acc) * scale, as product of the two rounded once, whatever follows."""
+    """Return float32(acc) * scale, rounded to float32 whatever operation follows."""
     return barriers.round_result(lax.mul(lax.convert_element_type(acc, jnp.float32), spread_over_product(scale, acc)))
 
 
 def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
-    """Returns float32(a_scale * b_scale) of two that broadcast against each other, rounded whatever follows."""
+    """Return a_scale * b_scale of two arrays that broadcast, rounded to float32 whatever operation follows."""
     rank = max(a_scale.ndim, b_scale.ndim)
+    # lax multiplies equal shapes only. jnp broadcasts, but not different ranks if JAX's rank promotion is strict.
     a, b = (lax.expand_dims(s, range(rank - s.ndim)) if s.ndim < rank else s for s in (a_scale, b_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape)
     a, b = (s if s.shape == shape else lax.broadcast_in_dim(s, shape, range(rank)) for s in (a, b))
@@ -29,5 +30,5 @@ def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Returns y plus a bias for each column."""
+    """Return y plus a bias for each column, or y if there is no bias."""
     return y if bias is None else y + spread_over_product(bias, y)

@@ -229,7 +229,7 @@ def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
     kernel = jq.quantize(image, QuantSpec("int8"))
     table, vector = put(b, "d", None), put(jq.quantize(np.ones(32, F32), QuantSpec("int8")), "d")
     contracted, outer = ((put(a, *left), put(b, *right)) for left, right in OPEN)
-    open_ = r"2 dim.*, not determined by lhs uint8\[16, 32\] sharded as P\w*\(None, 'd'\) and rhs .*, got None"
+    open_ = r"2 dim.* not determined by lhs uint8\[16, 32\] sharded as P\w*\(None, 'd'\) and rhs .*, got None"
     cases: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: jq.matmul(*contracted), rf"jaxquant.matmul: out_sharding: expected a .*{open_}"),
         (lambda: jq.matmul(*outer), r"matmul: out_sharding: expected a NamedSharding or PartitionSpec"),

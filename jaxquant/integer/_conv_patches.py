@@ -1,0 +1,105 @@
+"""The patches of the input of a convolution: the elements that each position of the kernel meets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# A program holds at most this many slices of x, one for each position of the kernel; a larger kernel is taken apart
+# one dimension at a time.
+MOST_SLICES = 64
+
+
+class Window(NamedTuple):
+    """The static attributes of a convolution whose x is already padded.
+
+    Attributes:
+        channels_last: whether the channels are the last dimension of x, and not its second.
+        form: "products", "patches" or "direct".
+        strides: one for each spatial dimension.
+        dilations: the distance between neighboring elements of the kernel, for each spatial dimension.
+        groups: the number of groups of channels.
+    """
+
+    channels_last: bool
+    form: str
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    groups: int
+
+
+def find_out_shape(spatial: tuple[int, ...], kernel: tuple[int, ...], window: Window) -> tuple[int, ...]:
+    """Return the number of positions of the kernel along each spatial dimension of a padded x."""
+    dimensions = zip(spatial, kernel, window.strides, window.dilations, strict=True)
+    return tuple((size - (width - 1) * step - 1) // stride + 1 for size, width, stride, step in dimensions)
+
+
+def list_spatial(x: jax.Array, window: Window) -> tuple[int, ...]:
+    """Return the axes of x's spatial dimensions."""
+    return tuple(range(1, x.ndim - 1)) if window.channels_last else tuple(range(2, x.ndim))
+
+
+def slice_position(x: jax.Array, axes: Any, position: Any, window: Window, out: Any, start: int = 0) -> jax.Array:
+    """Return the elements of x that a position of the kernel meets, for every position of the output.
+
+    Args:
+        x: the padded array.
+        axes: the spatial axes of x to slice.
+        position: the position in the kernel along these axes.
+        window: the strides and dilations of all spatial dimensions.
+        out: the spatial shape of the output, of all dimensions.
+        start: the spatial dimension that `axes` begins with.
+    """
+    first, strides, limits = [0] * x.ndim, [1] * x.ndim, list(x.shape)
+    for i, (axis, p) in enumerate(zip(axes, position, strict=True), start):
+        first[axis], strides[axis] = p * window.dilations[i], window.strides[i]
+        limits[axis] = first[axis] + (out[i] - 1) * window.strides[i] + 1
+    return lax.slice(x, first, limits, strides)
+
+
+def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tuple[jax.Array, tuple[int, ...]]:
+    """Return the patches of x and the spatial shape of the output.
+
+    The patches are [N, *out, positions, C] with channels last, else [N, groups, positions, C / groups, *out].
+    """
+    axes = list_spatial(x, window)
+    out = find_out_shape(tuple(x.shape[a] for a in axes), kernel, window)
+    if not window.channels_last:
+        spatial = x.shape[2:]
+        x = x.reshape(x.shape[0], window.groups, -1, *spatial)
+        axes = tuple(a + 1 for a in axes)
+    place = x.ndim - 1 if window.channels_last else 2
+    gather = _gather_at_once if math.prod(kernel) <= MOST_SLICES else _gather_by_dimension
+    return gather(x, axes, kernel, window, out, place), out
+
+
+def _gather_at_once(x: jax.Array, axes: Any, kernel: Any, window: Window, out: Any, place: int) -> jax.Array:
+    """Return the patches as a stack of slices of x, one for each position of the kernel."""
+    positions = itertools.product(*(range(width) for width in kernel))
+    slices = [slice_position(x, axes, position, window, out) for position in positions]
+    if len(slices) == 1:
+        return jnp.expand_dims(slices[0], place)
+    return jnp.stack(slices, axis=place)
+
+
+def _gather_by_dimension(x: jax.Array, axes: Any, kernel: Any, window: Window, out: Any, place: int) -> jax.Array:
+    """Return the patches, gathered one dimension of the kernel after the other.
+
+    The number of slices is the sum of the kernel's sizes and not their product, at the cost of one copy for each
+    dimension.
+    """
+    for i in reversed(range(len(kernel))):
+        slices = [slice_position(x, (axes[i],), (p,), window, out, i) for p in range(kernel[i])]
+        x = jnp.stack(slices, axis=place)
+        if i < len(kernel) - 1:  # merge with the positions of later dimensions, which vary faster
+            x = lax.collapse(x, place, place + 2)
+        else:
+            axes = tuple(a if a < place else a + 1 for a in axes)
+        # Without a barrier XLA fuses the stacks and computes all slices again.
+        x = lax.optimization_barrier(x)
+    return x
