@@ -55,7 +55,7 @@ def _round_to_float(function: str, argument: str, value: float, dtype: np.dtype)
 
 def convert_scale_number(function: str, argument: str, value: Any, x: Any) -> Any:
     """Return a Python number as a scale of x's float dtype, or of float32; return anything else unchanged."""
-    dtype = getattr(x, "dtype", None)
+    dtype: Any = getattr(x, "dtype", None)
     return fit_number(function, argument, value, dtype if dtype in dtypes.FLOATS else dtypes.FLOAT32)
 
 

@@ -98,7 +98,7 @@ def _dequantize_linear(
 def _convert_zero_point_number(value: Any, x: Any, scale: Any) -> Any:
     """Return an int as a zero point of x's dtype and scale's shape."""
     checks.check_integer(_NAME, "x_zero_point", value)
-    dtype = getattr(x, "dtype", None)
+    dtype: Any = getattr(x, "dtype", None)
     if dtype not in _X:  # the check of x raises
         return value
     return np.full(np.shape(scale), fit_number(_NAME, "x_zero_point", int(value), dtype))

@@ -1,5 +1,8 @@
-"""oneDNN Graph's four quantization operators, with oneDNN's arithmetic: a reciprocal multiply, the zero point added
-before rounding. The integers differ from those of the ONNX operators."""
+"""oneDNN Graph's four quantization operators, with oneDNN's arithmetic.
+
+oneDNN multiplies by the reciprocal of the scale and adds the zero point before rounding. The integers therefore differ
+from those of the ONNX operators.
+"""
 
 from .dequantize import dequantize
 from .dynamic_dequantize import dynamic_dequantize

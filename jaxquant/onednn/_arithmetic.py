@@ -1,5 +1,4 @@
-"""What oneDNN's kernels compute, and how oneDNN Graph spells granularity. Shared by the four operators; knows none
-of them."""
+"""The arithmetic of oneDNN's kernels and the granularity of oneDNN Graph, shared by the four operators."""
 
 from __future__ import annotations
 
@@ -20,25 +19,37 @@ ZERO_POINTS = (*EIGHT_BIT, dtypes.INT32)
 def find_granularity(
     function: str, src: jax.Array, scales: jax.Array, zps: jax.Array | None, qtype: str, axis: int
 ) -> Granularity:
-    """Reads "per_tensor" or "per_channel" and holds scales and zps to it."""
+    """Return the granularity of a qtype, "per_tensor" or "per_channel"; raise unless scales and zps fit it."""
     if qtype == "per_tensor":
-        found: Granularity = PerTensor()
-        for argument, value in (("scales", scales), ("zps", zps)):
-            if value is not None and value.shape != ():
-                checks.check_shape(function, argument, value, (1,), 'one element, qtype="per_tensor"')
-        return found
+        if scales.shape != ():
+            checks.check_shape(function, "scales", scales, (1,), 'one element, qtype="per_tensor"')
+        if zps is not None and zps.shape != ():
+            checks.check_shape(function, "zps", zps, (1,), 'one element, qtype="per_tensor"')
+        return PerTensor()
     kept = checks.check_axis(function, axis, src.ndim)
     reason = f'src has shape {src.shape}, qtype="per_channel", axis={axis}'
-    for argument, value in (("scales", scales), ("zps", zps)):
-        if value is not None:
-            checks.check_shape(function, argument, value, (src.shape[kept],), reason)
+    check_shapes(function, scales, zps, (src.shape[kept],), reason)
     return PerAxis(kept)
+
+
+def check_shapes(function: str, scales: jax.Array, zps: jax.Array | None, shape: tuple[int, ...], reason: str) -> None:
+    """Raise ContractValueError unless scales, and zps if there are any, have exactly this shape."""
+    checks.check_shape(function, "scales", scales, shape, reason)
+    if zps is not None:
+        checks.check_shape(function, "zps", zps, shape, reason)
+
+
+def check_float8_zero_point(function: str, dtype: np.dtype, zps: jax.Array | None) -> None:
+    """Raise ContractValueError if codes of a float8 dtype have zero points."""
+    if zps is not None:
+        expected = "None: float8 has no zero points"
+        checks.require(dtype not in dtypes.FLOAT8, function, "zps", expected, "an array")
 
 
 def check_quantize(
     function: str, src: jax.Array, scales: jax.Array, zps: jax.Array | None, qtype: str, axis: int
 ) -> Granularity:
-    """Holds the arguments of the two quantizing operators to their contracts."""
+    """Return the granularity of a quantizing operator's arguments; raise unless they have valid dtypes and shapes."""
     checks.check_array(function, "src", src, (dtypes.FLOAT32,))
     checks.check_array(function, "scales", scales, (dtypes.FLOAT32,))
     checks.check_option(function, "qtype", qtype, ("per_tensor", "per_channel"))
@@ -51,18 +62,21 @@ def quantize_by_reciprocal(
     src: jax.Array,
     scales: jax.Array,
     zps: jax.Array | None,
-    found: Granularity,
+    granularity: Granularity,
     dtype: np.dtype,
 ) -> jax.Array:
-    """Returns saturate(round_half_even(src * (1 / scale) + zp)), each operation rounded to float32."""
+    """Return the codes of src, with each operation rounded to float32.
+
+    dst = saturate(round_half_even(src * (1 / scales) + zps))
+    """
     src, scales = lax.stop_gradient((src, scales))
     inverse = division.divide(jnp.ones_like(scales), scales)
-    value = barriers.round_result(src * found.expand(inverse, src))
+    value = barriers.round_result(src * granularity.expand(inverse, src))
     if dtype in dtypes.FLOAT8:
         return small_floats.encode_small_float(value, dtype, saturate=False)
     if zps is not None:
-        # XLA adds constants up first, this one and the one that rounds.
-        value = barriers.round_result(value + found.expand(zps.astype(jnp.float32), src))
+        # XLA would add this constant to the one that encode_steps adds next, and round only once.
+        value = barriers.round_result(value + granularity.expand(zps.astype(jnp.float32), src))
     return rounding.encode_steps(value, None, dtype)
 
 
@@ -70,11 +84,15 @@ def dequantize_codes(
     src: jax.Array,
     scales: jax.Array,
     zps: jax.Array | None,
-    found: Granularity,
+    granularity: Granularity,
 ) -> jax.Array:
-    """Returns (src - zp) * scale, each operation rounded to float32, in the dtype of `scales`."""
+    """Return the values of the codes src in the dtype of scales, with each operation rounded to float32.
+
+    dst = (src - zps) * scales
+    """
     steps = small_floats.decode_small_float(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
-        steps = steps - found.expand(zps.astype(jnp.float32), src)
-    product = barriers.round_result(steps * found.expand(scales.astype(jnp.float32), src))
+        # In float32, as in oneDNN: a large int32 zero point is rounded before the subtraction.
+        steps = steps - granularity.expand(zps.astype(jnp.float32), src)
+    product = barriers.round_result(steps * granularity.expand(scales.astype(jnp.float32), src))
     return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)

@@ -21,23 +21,26 @@ def dequantize(
     qtype: str = "per_tensor",
     axis: int = 1,
 ) -> jax.Array:
-    """dst = (src - zps) * scales.
+    """Dequantize codes as oneDNN Graph's Dequantize does.
 
-    Difference and product are rounded to float32 one after the other, and stay so when an addition follows. An
-    int32 zero point is rounded to float32 before the subtraction, which is where ONNX's DequantizeLinear differs.
+    dst = (src - zps) * scales
+
+    The difference and the product are each rounded to float32, also if an addition follows. An int32 zero point is
+    rounded to float32 before the subtraction; ONNX's DequantizeLinear subtracts in integers.
 
     Args:
         src: codes of any shape: uint8, int8, float8_e4m3fn or float8_e5m2.
-        scales: value per step, float32: one element (or a scalar) per tensor, as many as `axis` is long per channel.
-        zps: steps, of scales' length: int8, uint8 or int32; None is 0. float8 has none.
+        scales: value per step, float32: a scalar or one element per tensor, or one for each index of `axis` per
+            channel. A Python number is float32.
+        zps: steps, of scales' length: int8, uint8 or int32; an int is int32, None is 0. Must be None for float8.
         qtype: Static. "per_tensor" or "per_channel".
-        axis: Static. The channel axis, negative from the back; not looked at per tensor.
+        axis: Static. The channel axis, negative from the back; ignored per tensor.
 
     Returns:
         The values, src's shape, float32.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
+        TypeError: an argument has a dtype or type that the operator does not support.
         ValueError: an unknown qtype, an axis out of range, a wrong number of scales or zps, zps with float8.
 
     Example:
@@ -47,7 +50,8 @@ def dequantize(
 
     Source: oneDNN Graph Dequantize-1; the arithmetic is that of oneDNN's CPU kernels.
 
-    Cotangent of scales: sum over its slice of g * (src - zps). Of a float8 src: g * scales. Integers have none.
+    Cotangent of scales: the sum of g * (src - zps) over the elements that share a scale. Of a float8 src: g * scales.
+    Integers have no cotangent.
     """
     scales = convert_plain_scale(_NAME, "scales", scales)
     zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
@@ -61,7 +65,6 @@ def _dequantize(src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qty
     checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel"))
     if zps is not None:
         checks.check_array(_NAME, "zps", zps, _arithmetic.ZERO_POINTS)
-        expected = "None: float8 has no zero points"
-        checks.require(src.dtype not in dtypes.FLOAT8, _NAME, "zps", expected, "an array")
+    _arithmetic.check_float8_zero_point(_NAME, src.dtype, zps)
     granularity = _arithmetic.find_granularity(_NAME, src, scales, zps, qtype, axis)
     return _arithmetic.dequantize_codes(src, scales, zps, granularity)

@@ -26,29 +26,31 @@ def dynamic_dequantize(
     axis: int = 1,
     group_shape: Sequence[int] | None = None,
 ) -> jax.Array:
-    """dst = (src - zps) * scales.
+    """Dequantize codes as oneDNN Graph's DynamicDequantize does.
 
-    Difference and product are rounded to float32 one after the other, then the product to the dtype of scales; it
-    stays rounded when an addition follows.
+    dst = (src - zps) * scales
+
+    The difference and the product are each rounded to float32, and the product then to the dtype of scales, also if an
+    addition follows.
 
     Args:
         src: codes of any shape: uint8, int8, uint4 or int4.
-        scales: value per step, float32, float16 or bfloat16. One element (or a scalar) per tensor; as many as `axis`
-            is long per channel; per group an array of src's rank, each of its dimensions src's divided by
-            group_shape's.
-        zps: steps, of scales' shape: uint4, int4, uint8, int8 or int32; None is 0.
+        scales: value per step, float32, float16 or bfloat16: a scalar or one element per tensor; one for each index of
+            `axis` per channel; per group an array of src's rank, whose dimensions are those of src divided by those of
+            group_shape. A Python number is float32.
+        zps: steps, of scales' shape: uint4, int4, uint8, int8 or int32; an int is int32, None is 0.
         qtype: Static. "per_tensor", "per_channel" or "per_group".
-        axis: Static. The channel axis, negative from the back; looked at per channel only.
-        group_shape: Static. Per group, one entry for each dimension of src: how many of its elements share a scale.
-            Any dimension may be grouped; each entry must divide its dimension.
+        axis: Static. The channel axis, negative from the back; ignored unless per channel.
+        group_shape: Static. For "per_group", how many elements along each dimension of src share a scale. Any dimension
+            may be grouped. Each entry must divide its dimension.
 
     Returns:
         The values, src's shape, in the dtype of scales.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
-        ValueError: an unknown qtype, an axis out of range, a wrong number or shape of scales or zps, a group_shape
-            that is missing, superfluous, of a wrong length, or does not divide.
+        TypeError: an argument has a dtype or type that the operator does not support.
+        ValueError: an unknown qtype, an axis out of range, a wrong number or shape of scales or zps; a group_shape
+            that is missing, not allowed with this qtype, of a wrong length, or does not divide src's shape.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -59,9 +61,9 @@ def dynamic_dequantize(
 
     Source: oneDNN Graph DynamicDequantize-1, with the groups and 4-bit types of oneDNN 3.7 and later; the
     arithmetic is that of oneDNN's CPU kernels. Where oneDNN refuses (groups outside the last two dimensions,
-    4 bits per tensor, zero points per channel) or slips (negative axes), the text decides.
+    4 bits per tensor, zero points per channel) or is wrong (negative axes), this function follows the specification.
 
-    Cotangent of scales: sum over its slice of g * (src - zps). Integers have none.
+    Cotangent of scales: the sum of g * (src - zps) over the elements that share a scale. Integers have no cotangent.
     """
     scales = convert_plain_scale(_NAME, "scales", scales)
     zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
@@ -90,17 +92,16 @@ def _dynamic_dequantize(
 def _find_groups(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, group_shape: tuple[int, ...] | None
 ) -> Groups:
-    expected = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
-    is_list = isinstance(group_shape, tuple) and len(group_shape) == src.ndim
-    checks.require(is_list, _NAME, "group_shape", expected, group_shape)
+    """Return the groups of a group_shape; raise unless it divides src's shape, and scales and zps fit it."""
+    if not isinstance(group_shape, tuple) or len(group_shape) != src.ndim:
+        expected = f'{src.ndim} positive integers (src has shape {src.shape}, qtype="per_group")'
+        checks.require(False, _NAME, "group_shape", expected, group_shape)
     sizes = tuple(group_shape or ())
     for size in sizes:
         checks.check_integer(_NAME, "group_shape", size)
-    fits = all(g > 0 and d % g == 0 for d, g in zip(src.shape, sizes, strict=True))
+    fits = all(size > 0 and length % size == 0 for length, size in zip(src.shape, sizes, strict=True))
     checks.require(fits, _NAME, "group_shape", f"entries that divide src's shape {src.shape}", sizes)
-    shape = tuple(d // g for d, g in zip(src.shape, sizes, strict=True))
+    shape = tuple(length // size for length, size in zip(src.shape, sizes, strict=True))
     reason = f"src has shape {src.shape}, group_shape={sizes}"
-    checks.check_shape(_NAME, "scales", scales, shape, reason)
-    if zps is not None:
-        checks.check_shape(_NAME, "zps", zps, shape, reason)
+    _arithmetic.check_shapes(_NAME, scales, zps, shape, reason)
     return Groups(sizes)

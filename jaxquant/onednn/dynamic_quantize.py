@@ -25,25 +25,29 @@ def dynamic_quantize(
     axis: int = 1,
     dtype: DTypeLike = jnp.uint8,
 ) -> jax.Array:
-    """dst = saturate(round_half_even(src * (1 / scales) + zps)).
+    """Quantize values as oneDNN Graph's DynamicQuantize does.
 
-    "Dynamic" says that scales and zps are inputs of oneDNN's operator and not attributes; it does not find them
-    from src as ONNX's DynamicQuantizeLinear does. A zero scale takes positive values to the highest code and all
-    others to the lowest. The result carries no gradient.
+    dst = saturate(round_half_even(src * (1 / scales) + zps))
+
+    "Dynamic" means that scales and zps are inputs of oneDNN's operator and not attributes. The operator does not
+    compute them from src, as ONNX's DynamicQuantizeLinear does. With a zero scale, positive values become the highest
+    code and all others the lowest. The result has no gradient.
 
     Args:
         src: values, float32, of any shape; a Python number is float32.
-        scales: value per step, float32: one element (or a scalar) per tensor, as many as `axis` is long per channel.
-        zps: steps, of scales' length: int8, uint8 or int32; None is 0. They may lie outside dst's range.
+        scales: value per step, float32: a scalar or one element per tensor, or one for each index of `axis` per
+            channel. A Python number is float32.
+        zps: steps, of scales' length: int8, uint8 or int32; an int is int32, None is 0. They may be outside
+            the range of dst.
         qtype: Static. "per_tensor" or "per_channel".
-        axis: Static. The channel axis, negative from the back; not looked at per tensor.
+        axis: Static. The channel axis, negative from the back; ignored per tensor.
         dtype: Static. uint8 or int8.
 
     Returns:
         The codes, src's shape, in `dtype`.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
+        TypeError: an argument has a dtype or type that the operator does not support.
         ValueError: an unknown qtype, an axis out of range, or a wrong number of scales or zps.
 
     Example:
@@ -54,7 +58,7 @@ def dynamic_quantize(
                [ 12, 255]], dtype=uint8)
 
     Source: oneDNN Graph DynamicQuantize-1; the arithmetic is that of oneDNN's CPU kernels. oneDNN itself refuses
-    zero points per channel and slips on negative axes: there the text decides.
+    zero points per channel and is wrong for negative axes; there this function follows the specification.
     """
     scales = convert_plain_scale(_NAME, "scales", scales)
     zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
@@ -65,6 +69,6 @@ def dynamic_quantize(
 def _dynamic_quantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
 ) -> jax.Array:
-    found = checks.check_dtype(_NAME, "dtype", dtype, _arithmetic.EIGHT_BIT)
+    dtype = checks.check_dtype(_NAME, "dtype", dtype, _arithmetic.EIGHT_BIT)
     granularity = _arithmetic.check_quantize(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, found)
+    return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, dtype)

@@ -25,26 +25,29 @@ def quantize(
     axis: int = 1,
     dtype: DTypeLike = jnp.uint8,
 ) -> jax.Array:
-    """dst = saturate(round_half_even(src * (1 / scales) + zps)).
+    """Quantize values as oneDNN Graph's Quantize does.
 
-    oneDNN multiplies by the reciprocal and adds the zero point before rounding, so ties and near-ties fall
-    otherwise than in ONNX's QuantizeLinear. Infinities saturate; NaN becomes the lowest code. float8 does not
-    saturate: float8_e4m3fn overflows to NaN, float8_e5m2 to infinity. The result carries no gradient.
+    dst = saturate(round_half_even(src * (1 / scales) + zps))
+
+    oneDNN multiplies by the reciprocal and adds the zero point before rounding. Ties and near-ties are therefore
+    rounded differently than in ONNX's QuantizeLinear. Infinities saturate; NaN becomes the lowest code. float8 does not
+    saturate: float8_e4m3fn overflows to NaN, float8_e5m2 to infinity. The result has no gradient.
 
     Args:
         src: values, float32, of any shape; a Python number is float32.
-        scales: value per step, float32: one element (or a scalar) per tensor, as many as `axis` is long per channel.
-        zps: steps, of scales' length: int8, uint8 or int32; None is 0. They may lie outside dst's range. float8
-            has none.
+        scales: value per step, float32: a scalar or one element per tensor, or one for each index of `axis` per
+            channel. A Python number is float32.
+        zps: steps, of scales' length: int8, uint8 or int32; an int is int32, None is 0. They may be outside
+            the range of dst. Must be None for float8.
         qtype: Static. "per_tensor" or "per_channel".
-        axis: Static. The channel axis, negative from the back; not looked at per tensor.
+        axis: Static. The channel axis, negative from the back; ignored per tensor.
         dtype: Static. uint8, int8, float8_e4m3fn or float8_e5m2.
 
     Returns:
         The codes, src's shape, in `dtype`.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
+        TypeError: an argument has a dtype or type that the operator does not support.
         ValueError: an unknown qtype, an axis out of range, a wrong number of scales or zps, zps with float8.
 
     Example:
@@ -64,9 +67,7 @@ def quantize(
 def _quantize(
     src: jax.Array, scales: jax.Array, zps: jax.Array | None, *, qtype: str, axis: int, dtype: Any
 ) -> jax.Array:
-    found = checks.check_dtype(_NAME, "dtype", dtype, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
-    if zps is not None:
-        expected = "None: float8 has no zero points"
-        checks.require(found not in dtypes.FLOAT8, _NAME, "zps", expected, "an array")
+    dtype = checks.check_dtype(_NAME, "dtype", dtype, (*_arithmetic.EIGHT_BIT, *_arithmetic.FLOAT8))
+    _arithmetic.check_float8_zero_point(_NAME, dtype, zps)
     granularity = _arithmetic.check_quantize(_NAME, src, scales, zps, qtype, axis)
-    return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, found)
+    return _arithmetic.quantize_by_reciprocal(src, scales, zps, granularity, dtype)
