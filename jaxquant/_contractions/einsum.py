@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_einsum
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
@@ -102,7 +103,7 @@ def contract_operands(
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
     terms, out = parse_subscripts(function, subscripts, [x.ndim for x in given])
     sharding.find_out_partition(function, out_sharding, len(out))
-    sizes = _find_sizes(function, given, terms)
+    sizes = _find_sizes(function, subscripts, given, terms)
     parts = [
         _check_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))
     ]
@@ -138,48 +139,53 @@ class _Part(NamedTuple):
 
 
 def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
-    """Returns the indices of each operand and of the output; those of "..." are numbers, from the back."""
+    """Return the labels of each operand's dimensions and of the output's; those under "..." are unused letters."""
     checks.require_type(
         isinstance(subscripts, str), function, "subscripts", "a string", checks.describe_value(subscripts)
     )
-    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
-    texts = inputs.split(",")
+    _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
+    shapes = [jax.ShapeDtypeStruct((1,) * rank, FLOAT32) for rank in ranks]
+    try:
+        inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes))
+    except ValueError as error:  # the checks above leave nothing else that opt_einsum refuses
+        expected = "an output of different indices of the operands"
+        raise checks.ContractValueError(
+            checks.format_message(function, "subscripts", expected, repr(subscripts))
+        ) from error
+    return [tuple(term) for term in inputs.split(",")], tuple(output)
+
+
+def _check_terms(function: str, text: str, ranks: Sequence[int], subscripts: str) -> None:
+    """Raise ContractValueError unless the terms are letters with one "..." at most, and fit the operands' ranks.
+
+    opt_einsum takes any character as a label, fails with an IndexError on too many terms, does not compare the ranks,
+    and sums over the dimensions of a "..." that the output lacks, which numpy refuses.
+    """
+    inputs, arrow, output = text.partition("->")
+    terms = inputs.split(",")
     expected = f"as many terms as operands, {len(ranks)}"
-    checks.require(len(texts) == len(ranks), function, "subscripts", expected, f"{len(texts)} in {subscripts!r}")
-    for text in (*texts, output):
+    checks.require(len(terms) == len(ranks), function, "subscripts", expected, f"{len(terms)} in {subscripts!r}")
+    for term in (*terms, output):
         expected = 'terms of letters and one "..." at most, with "," between and "->" before the last'
-        checks.require(bool(_TERM.fullmatch(text)), function, "subscripts", expected, repr(subscripts))
-    extras = []
-    for i, (text, rank) in enumerate(zip(texts, ranks, strict=True)):
-        named = len(text.replace("...", ""))
-        holds = named <= rank if "..." in text else named == rank
-        checks.require(holds, function, f"operands[{i}]", f"a rank that fits {text!r}", f"rank {rank}")
-        extras.append(rank - named)
-    terms = [_read_labels(text, extra) for text, extra in zip(texts, extras, strict=True)]
-    letters = inputs.replace("...", "").replace(",", "")
-    if not arrow:
-        output = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    named = output.replace("...", "")
-    holds = len(set(named)) == len(named) and set(named) <= set(letters)
-    expected = "an output of different indices of the operands"
+        checks.require(bool(_TERM.fullmatch(term)), function, "subscripts", expected, repr(subscripts))
+    has_extra = False
+    for i, (term, rank) in enumerate(zip(terms, ranks, strict=True)):
+        named = len(term.replace("...", ""))
+        holds = named <= rank if "..." in term else named == rank
+        checks.require(holds, function, f"operands[{i}]", f"a rank that fits {term!r}", f"rank {rank}")
+        has_extra |= named < rank
+    expected = 'an output with "...", because it represents dimensions of the operands'
+    holds = not arrow or "..." in output or not has_extra
     checks.require(holds, function, "subscripts", expected, repr(subscripts))
-    expected = 'an output with "...", for there are dimensions that it stands for'
-    checks.require("..." in output or max(extras) == 0, function, "subscripts", expected, repr(subscripts))
-    return terms, _read_labels(output, max(extras))
 
 
-def _read_labels(text: str, extra: int) -> _Labels:
-    before, dots, behind = text.partition("...")
-    return (*before, *(str(extra - i) for i in range(extra) if dots), *behind)
-
-
-def _find_sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
-    """Returns the size of each index; a 1 under "..." gives way to another."""
+def _find_sizes(function: str, subscripts: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
+    """Return the size of each index; under "..." a size of 1 broadcasts."""
     sizes: dict[str, int] = {}
     for i, (x, labels) in enumerate(zip(given, terms, strict=True)):
         for label, n in zip(labels, x.shape, strict=True):
             known = sizes.setdefault(label, n)
-            is_dots = label not in string.ascii_letters
+            is_dots = label not in subscripts
             sizes[label] = n if is_dots and known == 1 else known
             holds = n == sizes[label] or (is_dots and n == 1)
             index = 'under "..."' if is_dots else f"of index {label!r}"
@@ -194,8 +200,8 @@ def _check_distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
     """Returns an operand that has every index once, at its full size or not at all."""
     if len(set(labels)) < len(labels):
         expected = "each index once in a quantized operand, or the operand dequantized"
-        got = "".join(label for label in labels if label in string.ascii_letters)
-        checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, repr(got))
+        repeated = ", ".join(repr(label) for label in dict.fromkeys(labels) if labels.count(label) > 1)
+        checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, f"{repeated} repeated")
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept
