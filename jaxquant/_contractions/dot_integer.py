@@ -15,6 +15,7 @@ from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
 from ..integer import _operands, _scaling
+from ..integer._block_sum import sum_over_blocks
 from ..integer.dot_general import Role, contract_roles
 
 
@@ -204,10 +205,7 @@ def _spread_outward(scale: jax.Array, role: Role, before: int, behind: int) -> j
 
 
 def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
-    """Returns the sum over blocks of a contracted dimension: one integer contraction each, in a loop.
-
-    Side by side their accumulators would lie in memory at once.
-    """
+    """Returns the sum over blocks of a contracted dimension: one integer contraction each."""
     assert plan.axes is not None
     depth = sides[0].codes.shape[plan.axes[0]]
     whole, rest = divmod(depth, plan.length)
@@ -215,19 +213,12 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     if whole:
         stacks = [_stack_blocks(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
 
-        def block(parts: Any) -> jax.Array:
-            pairs = zip(sides, parts, strict=True)
-            return _contract_whole(
-                [s._replace(codes=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding
-            )
+        def contract_block(blocks: Any) -> jax.Array:
+            pairs = zip(sides, blocks, strict=True)
+            block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
+            return _contract_whole(block_sides, plan.out_sharding)
 
-        # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
-        first, others = (
-            [tuple(None if v is None else v[run] for v in stack) for stack in stacks] for run in (0, slice(1, None))
-        )
-        y = block(first) + np.float32(0)
-        if whole > 1:
-            y = lax.scan(lambda y, parts: (barriers.round_result(y + block(parts)), None), y, others)[0]
+        y = sum_over_blocks(contract_block, stacks)
     if rest:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
         last = _contract_whole(tails, plan.out_sharding)
