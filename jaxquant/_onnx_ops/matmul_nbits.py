@@ -11,15 +11,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, dtypes, entry_point, rounding
+from .._core import checks, dtypes, entry_point, rounding
 from .._core.entry_point import compile_entry_point
+from .._core.weight_only import Cut, contract_in_cache
 
 _NAME = "matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
-# Dequantized weights of so many float32 stay in the cache until the contraction reads them (8 MiB; on the machine of
-# docs/speed.md, chunks of 4 and 16 MiB take 1.1 times as long). Each chunk is written out in the program: at most so
-# many.
-_CHUNK, _CHUNKS = 2**21, 16
 
 
 def matmul_nbits(
@@ -93,6 +90,34 @@ class _Config(NamedTuple):
         """How many codes share a byte."""
         return 8 // self.bits
 
+    def plan_cut(self, codes: jax.Array) -> Cut:
+        """Return how the rows of the weights are cut into chunks: anywhere."""
+        return Cut(self.N, self.blocks * self.block_size, 1, 1)
+
+    def arrange(self, x: jax.Array) -> list[jax.Array]:
+        """Return the columns of a that meet each place: to pick them apart costs less than to weave the weights."""
+        padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
+        return [padded[:, i :: self.planes] for i in range(self.planes)]
+
+    def dequantize(
+        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Any
+    ) -> list[jax.Array]:
+        """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
+        if chunk != slice(None):
+            codes, scale = codes[chunk], wait(scale[chunk])
+            zero_point = None if zero_point is None else zero_point[chunk]
+        wide = jnp.broadcast_to(scale[..., None], codes.shape)
+        return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
+
+    def contract(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+        """Return the sum over places of [rows, k] by [n, k]."""
+        dimensions = (((1,), (1,)), ((), ()))
+        products = [
+            lax.dot_general(places, w, dimensions, precision=lax.Precision.HIGHEST)
+            for places, w in zip(x, weights, strict=True)
+        ]
+        return functools.reduce(jnp.add, products)
+
 
 @compile_entry_point(_NAME)
 def _matmul_nbits(
@@ -108,7 +133,7 @@ def _matmul_nbits(
         zero_points = _unpack_codes(zero_points, config) if packed else zero_points.astype(jnp.float32)
     wide = a.astype(jnp.float32).reshape(-1, K)
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
-    y: Any = _multiply(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
+    y: Any = contract_in_cache(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
@@ -163,40 +188,6 @@ def _unpack_plane(packed: jax.Array, index: int, config: _Config) -> jax.Array:
     return (shifted & np.uint8(2**config.bits - 1)).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    """Returns float32 [rows, K] by the dequantized [N, K], [rows, N]."""
-    a, scales = jnp.asarray(a), jnp.asarray(scales)
-    padded = _pad_rows(a, config)
-    cpu, default = (functools.partial(f, config) for f in (_multiply_in_chunks, _multiply_at_once))
-    return lax.platform_dependent(padded, b, scales, zero_points, cpu=cpu, default=default)
-
-
-def _multiply_fwd(
-    config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any
-) -> tuple[jax.Array, Any]:
-    return _multiply(config, a, b, scales, zero_points), (a, b, scales, zero_points)
-
-
-def _multiply_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    a, b, scales, zero_points = residuals
-    is_float = zero_points is not None and zero_points.dtype == dtypes.FLOAT32
-
-    def product(a: jax.Array, scales: jax.Array, steps: Any) -> jax.Array:
-        return _multiply_at_once(config, _pad_rows(a, config), b, scales, steps if is_float else zero_points)
-
-    _, pull = jax.vjp(product, jnp.asarray(a), jnp.asarray(scales), zero_points if is_float else None)
-    da, ds, dz = pull(g)
-    return da, None, ds, dz
-
-
-_multiply.defvjp(_multiply_fwd, _multiply_bwd)
-
-
-def _pad_rows(a: jax.Array, config: _Config) -> jax.Array:
-    return lax.pad(a, np.float32(0), ((0, 0, 0), (0, config.blocks * config.block_size - config.K, 0)))
-
-
 def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
     """Returns q - zero_points in float32, for each place of a code in its byte: [N, blocks, bytes] each."""
     found = []
@@ -209,41 +200,3 @@ def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _Config) -> li
         is_float = zero_points.dtype == dtypes.FLOAT32
         found.append(codes.astype(jnp.float32) - wide if is_float else (codes - wide).astype(jnp.float32))
     return found
-
-
-def _dequantize_weights(b: jax.Array, scales: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
-    """Returns the dequantized weights of each place, [N, blocks * bytes] each."""
-    wide = jnp.broadcast_to(scales[..., None], b.shape)
-    return [(s * wide).reshape(b.shape[0], -1) for s in _subtract_zero_points(b, zero_points, config)]
-
-
-def _contract_piece(a: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
-    """Returns the sum over places of [rows, k] by [n, k]."""
-    dimensions = (((1,), (1,)), ((), ()))
-    products = [
-        lax.dot_general(x, w, dimensions, precision=lax.Precision.HIGHEST) for x, w in zip(a, weights, strict=True)
-    ]
-    return functools.reduce(jnp.add, products)
-
-
-def _order_places(a: jax.Array, config: _Config) -> list[jax.Array]:
-    """Returns the columns of a that meet each place: to pick them apart costs less than to weave the weights."""
-    return [a[:, i :: config.planes] for i in range(config.planes)]
-
-
-def _multiply_in_chunks(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    places = lax.optimization_barrier(_order_places(a, config))
-    width = config.blocks * config.block_size
-    rows = max(_CHUNK // width, -(-config.N // _CHUNKS), 1)
-    parts: list[jax.Array] = []
-    for start in range(0, config.N, rows):
-        chunk = slice(start, start + rows)
-        codes = barriers.wait_for(b[chunk], parts[-1]) if parts else b[chunk]
-        steps = None if zero_points is None else zero_points[chunk]
-        weights = lax.optimization_barrier(_dequantize_weights(codes, scales[chunk], steps, config))
-        parts.append(_contract_piece(places, weights))
-    return jnp.concatenate(parts, axis=1)
-
-
-def _multiply_at_once(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    return _contract_piece(_order_places(a, config), _dequantize_weights(b, scales, zero_points, config))
