@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .._core import checks
-from ..integer._conv_geometry import Geometry, check_placement, check_positive, check_window
+from ..integer import _operands
+from ..integer._conv_geometry import Geometry, check_placement, check_positive, check_window, check_zero_points
 
 _AUTO_PADS = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 
@@ -48,6 +49,23 @@ def find_geometry(function: str, x: jax.Array, w: jax.Array, given: Attributes) 
     check_window(function, "w", x.shape[2:], padding, reach)
     check_placement(function, ("x", "w"), (x, w), ((1,), (0, 1)))
     return Geometry(strides, padding, ones, dilations, int(given.group))
+
+
+def prepare_operands(
+    function: str, x: jax.Array, w: jax.Array, x_zero_point: Any, w_zero_point: Any, attributes: Attributes,
+    centred: tuple[bool, bool],
+) -> tuple[jax.Array, jax.Array, Any, Any, Geometry]:  # fmt: skip
+    """Check the operands of an integer convolution and return the signed ones, their int32 zero points, the geometry.
+
+    These are the first arguments of `convolve_planned`.
+    """
+    checks.check_array(function, "x", x, _operands.EIGHT_BITS)
+    checks.check_array(function, "w", w, _operands.EIGHT_BITS)
+    geometry = find_geometry(function, x, w, attributes)
+    check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
+    x_steps = _operands.convert_steps(x_zero_point, x.dtype, centred[0])
+    w_steps = _operands.convert_steps(w_zero_point, w.dtype, centred[1])
+    return _operands.convert_to_signed(x), _operands.convert_to_signed(w), x_steps, w_steps, geometry
 
 
 def _check_groups(function: str, x: jax.Array, w: jax.Array, group: Any) -> None:

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import jax
 from jax.typing import ArrayLike
 
-from .._core import checks
 from .._core.entry_point import compile_entry_point
 from ..integer import _operands
-from ..integer._conv_geometry import check_zero_points
 from ..integer.conv_general_dilated import convolve_planned
-from ._conv_attributes import Attributes, check_attributes, find_geometry
+from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "conv_integer"
 
@@ -82,14 +80,5 @@ def _conv_integer(
     x: jax.Array, w: jax.Array, x_zero_point: jax.Array | None, w_zero_point: jax.Array | None, *,
     attributes: Attributes, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "x", x, _operands.EIGHT_BITS)
-    checks.check_array(_NAME, "w", w, _operands.EIGHT_BITS)
-    found = find_geometry(_NAME, x, w, attributes)
-    check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
-    steps = (
-        _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
-        _operands.convert_steps(w_zero_point, w.dtype, centred[1]),
-    )
-    return convolve_planned(
-        _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, lambda acc, _: acc
-    )
+    prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
+    return convolve_planned(*prepared, False, lambda acc, _: acc)

@@ -13,11 +13,12 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, entry_point, granularity, matmul_shapes
 from .._core.entry_point import compile_entry_point
+from .._core.matmul_shapes import Shapes
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns
+from ._scaled_product import count_blocks, multiply_scaled, read_scaled_columns
 from .dynamic_quantize_linear import encode_dynamic, find_dynamic_range
-from .matmul_integer_to_float import check_blocks, count_blocks, multiply_blocks
 
 _NAME = "dynamic_quantize_matmul"
 _UINT8 = np.dtype(jnp.uint8)
@@ -77,64 +78,43 @@ def _dynamic_quantize_matmul(
     checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    _rows_and_columns.check_bias(_NAME, bias, of)
-    if count_blocks(b_scale, of) > 1:
-        b_scale, b_zero_point = check_blocks(_NAME, b, b_scale, b_zero_point, of)
-        steps = _operands.convert_steps(b_zero_point, b.dtype, centred)
-    else:
-        _, steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
-        b_scale = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
-    y: Any = _multiply(of, a, b, steps, b_scale)
-    return _scaling.add_bias(y, bias).reshape(of.out)
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    _rows_and_columns.check_bias(_NAME, bias, shapes)
+    b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred)
+    y: Any = _multiply(shapes, a, b, b_steps, b_scale)
+    return _scaling.add_bias(y, bias).reshape(shapes.out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
-    """Returns the product before its bias; b_steps are of the signed b."""
-    return _multiply_fwd(of, a, b, b_steps, b_scale)[0]
-
-
-def _multiply_scaled(
-    of: matmul_shapes.Shapes,
-    codes: jax.Array,
-    b: jax.Array,
-    a_steps: Any,
-    b_steps: Any,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-) -> jax.Array:
-    a_scale = a_scale.reshape((1,) * len(of.a))
-    if count_blocks(b_scale, of) > 1:
-        return multiply_blocks(codes, b, a_steps, b_steps, a_scale, b_scale, of)
-    acc = _rows_and_columns.multiply_matrices(codes, b, a_steps, b_steps, of)
-    return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, b_scale))
+def _multiply(shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+    """Return the product without its bias; b_steps is the zero point of the signed b."""
+    return _multiply_fwd(shapes, a, b, b_steps, b_scale)[0]
 
 
 def _multiply_fwd(
-    of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+    shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     per_tensor = granularity.PerTensor()
     _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
-    steps = _operands.convert_steps(zero_point, _UINT8, False)
-    y = _multiply_scaled(of, codes, b, steps, b_steps, scale, b_scale)
-    return y, (codes, b, steps, b_steps, scale, b_scale)
+    a_steps, a_scale = _operands.convert_steps(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
+    y = multiply_scaled(codes, b, a_steps, b_steps, a_scale, b_scale, shapes)
+    return y, (codes, b, a_steps, b_steps, a_scale, b_scale)
 
 
-def _multiply_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    codes, b, a_steps, b_steps, scale, b_scale = residuals
-    weights = _operands.convert_to_signed(b.reshape(of.b)).astype(jnp.float32)
-    blocks = count_blocks(b_scale, of)
+def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+    codes, b, a_steps, b_steps, a_scale, b_scale = residuals
+    weights = _operands.convert_to_signed(b.reshape(shapes.b)).astype(jnp.float32)
+    blocks = count_blocks(b_scale, shapes)
     if b_steps is not None:
-        weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, of), of.b).astype(jnp.float32)
-    values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, of), of.b)
+        weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)
+    values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
     # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
-    like = codes.reshape(of.a).astype(jnp.float32)
+    like = codes.reshape(shapes.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
-    _, pull_scale = jax.vjp(lambda s: _multiply_scaled(of, codes, b, a_steps, b_steps, scale, s), b_scale)
+    _, pull_scale = jax.vjp(lambda s: multiply_scaled(codes, b, a_steps, b_steps, a_scale, s, shapes), b_scale)
     (da,) = pull_a(g)
     return da.reshape(codes.shape), None, None, pull_scale(g)[0]
 
@@ -142,6 +122,6 @@ def _multiply_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tup
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def _spread_blocks(value: jax.Array, blocks: int, of: matmul_shapes.Shapes) -> jax.Array:
+def _spread_blocks(value: jax.Array, blocks: int, shapes: Shapes) -> jax.Array:
     """Returns what belongs to blocks of b's rows for every row; anything else as it came."""
-    return jnp.repeat(value, of.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value
+    return jnp.repeat(value, shapes.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value

@@ -60,6 +60,7 @@ def _matmul_integer(
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
-    return _rows_and_columns.multiply_matrices(a, b, *steps, of).reshape(of.out)
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
+    b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
+    return _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes).reshape(shapes.out)

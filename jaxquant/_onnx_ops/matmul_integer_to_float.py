@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, dtypes, matmul_shapes
+from .._core import checks, dtypes, matmul_shapes
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
-from ..integer._block_sum import sum_over_blocks
 from . import _rows_and_columns
+from ._scaled_product import multiply_scaled, read_scaled_columns
 
 _NAME = "matmul_integer_to_float"
 
@@ -83,67 +80,10 @@ def _matmul_integer_to_float(
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         checks.check_array(_NAME, argument, scale, (dtypes.FLOAT32,))
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    _rows_and_columns.check_bias(_NAME, bias, of)
-    rows = _rows_and_columns.read_per_row(_NAME, "a_scale", a_scale, of)
-    blocks = count_blocks(b_scale, of)
-    if blocks > 1:
-        b_scale, b_zero_point = check_blocks(_NAME, b, b_scale, b_zero_point, of)
-        steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, None), (centred[0], True))
-        b_steps = _operands.convert_steps(b_zero_point, b.dtype, centred[1])
-        y = multiply_blocks(a, b, steps[0], b_steps, rows, b_scale, of)
-    else:
-        steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
-        columns = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
-        y = _scaling.scale_product(
-            _rows_and_columns.multiply_matrices(a, b, *steps, of), _scaling.multiply_scales(rows, columns)
-        )
-    return _scaling.add_bias(y, bias).reshape(of.out)
-
-
-def count_blocks(b_scale: jax.Array, of: matmul_shapes.Shapes) -> int:
-    """Returns how many runs of b's rows have scales of their own."""
-    return b_scale.shape[0] if b_scale.ndim == 2 and len(of.b) == 2 else 1
-
-
-def check_blocks(
-    function: str, b: jax.Array, b_scale: jax.Array, b_zero_point: Any, of: matmul_shapes.Shapes
-) -> tuple[jax.Array, Any]:
-    """Holds a scale per block, and the zero point with it, to its contract; returns both as [blocks, N or 1]."""
-    depth, columns = of.b
-    blocks = b_scale.shape[0]
-    expected = f"a scalar, shape ({columns},) or (blocks, {columns}) with blocks that divide b's {depth} rows"
-    fits = depth % blocks == 0 and b_scale.shape[1] == columns
-    checks.require(fits, function, "b_scale", expected, f"shape {b_scale.shape}")
-    if b_zero_point is None:
-        return b_scale, None
-    checks.check_same_dtype(function, "b_zero_point", b_zero_point, b.dtype, "b's")
-    if b_zero_point.shape != b_scale.shape:
-        b_zero_point = _rows_and_columns.read_per_column(function, "b_zero_point", b_zero_point, of)
-    return b_scale, jnp.broadcast_to(b_zero_point, (blocks, b_zero_point.shape[-1]))
-
-
-def multiply_blocks(
-    a: jax.Array,
-    b: jax.Array,
-    a_steps: Any,
-    b_steps: Any,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    of: matmul_shapes.Shapes,
-) -> jax.Array:
-    """Returns the product with a scale for each block of b's rows: one integer contraction a block."""
-    blocks = b_scale.shape[0]
-    length = of.b[0] // blocks
-    part = of._replace(a=(*of.a[:-1], length), b=(length, of.b[1]))
-    # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
-    a_blocks = barriers.pin_layout(jnp.moveaxis(a.reshape(*of.a[:-1], blocks, length), -2, 0))
-    own_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
-
-    def contract_block(block: Any) -> jax.Array:
-        rows, filters, steps, scale = block
-        acc = _rows_and_columns.multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, part)
-        return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))
-
-    stacks = (a_blocks, b.reshape(blocks, length, of.b[1]), own_steps, b_scale[:, None])
-    return sum_over_blocks(contract_block, stacks)
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    _rows_and_columns.check_bias(_NAME, bias, shapes)
+    a_scale = _rows_and_columns.read_per_row(_NAME, "a_scale", a_scale, shapes)
+    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
+    b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred[1])
+    y = multiply_scaled(a, b, a_steps, b_steps, a_scale, b_scale, shapes)
+    return _scaling.add_bias(y, bias).reshape(shapes.out)

@@ -13,10 +13,9 @@ from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands
-from ..integer._conv_geometry import check_zero_points
 from ..integer.conv_general_dilated import convolve_planned
 from . import requantize
-from ._conv_attributes import Attributes, check_attributes, find_geometry
+from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "qlinear_conv"
 
@@ -114,16 +113,10 @@ def _qlinear_conv(
 ) -> jax.Array:  # fmt: skip
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
-    for argument, code in (("x", x), ("w", w), ("y_zero_point", y_zero_point)):
-        checks.check_array(_NAME, argument, code, _operands.EIGHT_BITS)
-    found = find_geometry(_NAME, x, w, attributes)
-    check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
+    checks.check_array(_NAME, "y_zero_point", y_zero_point, _operands.EIGHT_BITS)
+    prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
     scale = requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
-    steps = (
-        _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
-        _operands.convert_steps(w_zero_point, w.dtype, centred[1]),
-    )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
         along = granularity.PerAxis(axis)
@@ -133,9 +126,7 @@ def _qlinear_conv(
         zero_point = granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
         return requantize.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
 
-    return convolve_planned(
-        _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, epilogue
-    )
+    return convolve_planned(*prepared, False, epilogue)
 
 
 def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -13,9 +12,11 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, matmul_shapes, small_floats
 from .._core.entry_point import compile_entry_point
+from .._core.matmul_shapes import Shapes
 from .._core.number_arguments import check_float_zero_point, convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns, requantize
+from ._rows_and_columns import read_per_column, read_per_row
 
 _NAME = "qlinear_matmul"
 _DTYPES = (*_operands.EIGHT_BITS, *dtypes.FLOAT8)
@@ -96,37 +97,29 @@ def _qlinear_matmul(
     checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
         checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    rows, columns = (
-        functools.partial(f, _NAME, of=of) for f in (_rows_and_columns.read_per_row, _rows_and_columns.read_per_column)
-    )
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
     scale = requantize.find_multiplier(
-        *_align_scales(
-            of, rows("a_scale", value=a_scale), columns("b_scale", value=b_scale), rows("y_scale", value=y_scale)
-        )
+        _align(read_per_row(_NAME, "a_scale", a_scale, shapes), shapes),
+        _align(read_per_column(_NAME, "b_scale", b_scale, shapes), shapes),
+        _align(read_per_row(_NAME, "y_scale", y_scale, shapes), shapes),
     )
-    (y_steps,) = _align_scales(of, rows("y_zero_point", value=y_zero_point))
-    steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+    y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
+    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
+    b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
     if a.dtype in dtypes.FLOAT8:
-        return _multiply_float8(a, b, scale, y_zero_point.dtype, of)
-    acc = _rows_and_columns.multiply_matrices(a, b, *steps, of)
-    wide = _scaling.spread_over_product(y_steps.astype(jnp.int32), acc)
-    return requantize.requantize_accumulator(
-        acc, _scaling.spread_over_product(scale, acc), wide, y_zero_point.dtype
-    ).reshape(of.out)
+        return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
+    acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
+    scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
+    return requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
 
 
-def _align_scales(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what belongs to a or b with as many dimensions as the product."""
-    rank = len(of.product)
-    return tuple(v.reshape((1,) * (rank - v.ndim) + v.shape) for v in values)
+def _align(value: jax.Array, shapes: Shapes) -> jax.Array:
+    """Return a scale or zero point of a's or b's rank with the product's rank."""
+    return value.reshape((1,) * (len(shapes.product) - value.ndim) + value.shape)
 
 
-def _multiply_float8(
-    a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, of: matmul_shapes.Shapes
-) -> jax.Array:
-    left, right = small_floats.decode_small_float(a).reshape(of.a), small_floats.decode_small_float(b).reshape(of.b)
-    product: Any = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
-    return small_floats.encode_small_float(product * _scaling.spread_over_product(scale, product), dtype, True).reshape(
-        of.out
-    )
+def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: Shapes) -> jax.Array:
+    lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
+    product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
+    scaled = product * _scaling.spread_over_product(scale, product)
+    return small_floats.encode_small_float(scaled, dtype, True).reshape(shapes.out)
