@@ -1,4 +1,4 @@
-"""The contraction of a float array with a quantized one, which is dequantized a piece at a time."""
+"""The contraction of a float array with a quantized one, which is dequantized a chunk at a time on a CPU."""
 
 from __future__ import annotations
 
