@@ -16,12 +16,19 @@ from ..integer.dot_general import Role
 
 
 class _Config(NamedTuple):
-    """What is static in a weight-only contraction."""
+    """What is static in a weight-only contraction.
+
+    Attributes:
+        left: the role of each dimension of lhs.
+        right: likewise, of rhs.
+        quantized: 0 if lhs is quantized, 1 if rhs is.
+        static: the static part of the quantized side, as its `tree_flatten` returns it.
+    """
 
     left: Role
     right: Role
-    quantized: int  # 0 where lhs is, 1 where rhs is
-    static: tuple[Any, Any, Any]  # of the quantized side
+    quantized: int
+    static: tuple[Any, Any, Any]
     precision: Any
     out_sharding: Any
 
@@ -42,11 +49,11 @@ class _Config(NamedTuple):
         place = len(self.role.batch) + ahead + self.role.free.index(axis)
         return Cut(length, codes.size // length, self._unflatten(codes, None, None).block_size or 1, place)
 
-    def arrange(self, x: jax.Array) -> jax.Array:
+    def arrange_operand(self, x: jax.Array) -> jax.Array:
         """Return the float operand as it is."""
         return x
 
-    def dequantize(self, codes: jax.Array, scale: Any, zero_point: Any, chunk: slice, wait: Any) -> jax.Array:
+    def dequantize_chunk(self, codes: jax.Array, scale: Any, zero_point: Any, chunk: slice, wait: Any) -> jax.Array:
         """Return the dequantized weights of one chunk, with `wait` applied to its scale."""
         q = self._unflatten(codes, scale, zero_point)
         if chunk != slice(None):
@@ -56,7 +63,7 @@ class _Config(NamedTuple):
             q = q.replace(scale=wait(q.scale))
         return quantized_array.dequantize_checked(q)
 
-    def contract(self, x: jax.Array, weights: jax.Array) -> jax.Array:
+    def contract_chunk(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the product in float32, whatever dtype the operands have."""
         lhs, rhs = (weights, x) if self.quantized == 0 else (x, weights)
         dimensions = ((self.left.contracted, self.right.contracted), (self.left.batch, self.right.batch))

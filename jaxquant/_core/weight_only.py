@@ -40,17 +40,17 @@ class WeightOnly(Protocol):
         """Return how the weights are cut into chunks."""
         ...
 
-    def arrange(self, x: jax.Array) -> Any:
-        """Return the float operand as `contract` takes it."""
+    def arrange_operand(self, x: jax.Array) -> Any:
+        """Return the float operand as `contract_chunk` takes it."""
         ...
 
-    def dequantize(
+    def dequantize_chunk(
         self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Callable[[jax.Array], jax.Array]
     ) -> Any:
         """Return the dequantized weights of one chunk, with `wait` applied to its scale."""
         ...
 
-    def contract(self, x: Any, weights: Any) -> jax.Array:
+    def contract_chunk(self, x: Any, weights: Any) -> jax.Array:
         """Return the float32 product of an arranged operand and weights."""
         ...
 
@@ -94,8 +94,8 @@ def contract_at_once(
     config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
     """Return the float32 contraction of x with the dequantized codes, all of them at once."""
-    weights = config.dequantize(codes, scale, zero_point, slice(None), lambda scale: scale)
-    return config.contract(config.arrange(x), weights)
+    weights = config.dequantize_chunk(codes, scale, zero_point, slice(None), lambda scale: scale)
+    return config.contract_chunk(config.arrange_operand(x), weights)
 
 
 def _contract_in_chunks(
@@ -104,12 +104,12 @@ def _contract_in_chunks(
     length, width, divisor, axis = config.plan_cut(codes)
     rows = max(CHUNK // width, -(-length // _CHUNKS), 1)
     rows = -(-rows // divisor) * divisor
-    operand = lax.optimization_barrier(config.arrange(x))
+    operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
     for start in range(0, length, rows):
         wait = functools.partial(_delay_scale, done=products[-1] if products else None)
-        weights = config.dequantize(codes, scale, zero_point, slice(start, min(start + rows, length)), wait)
-        products.append(config.contract(operand, lax.optimization_barrier(weights)))
+        weights = config.dequantize_chunk(codes, scale, zero_point, slice(start, min(start + rows, length)), wait)
+        products.append(config.contract_chunk(operand, lax.optimization_barrier(weights)))
     return jnp.concatenate(products, axis=axis)
 
 

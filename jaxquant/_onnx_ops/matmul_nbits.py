@@ -94,12 +94,12 @@ class _Config(NamedTuple):
         """Return how the rows of the weights are cut into chunks: anywhere."""
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
 
-    def arrange(self, x: jax.Array) -> list[jax.Array]:
+    def arrange_operand(self, x: jax.Array) -> list[jax.Array]:
         """Return the columns of a that meet each place: to pick them apart costs less than to weave the weights."""
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
 
-    def dequantize(
+    def dequantize_chunk(
         self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Any
     ) -> list[jax.Array]:
         """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
@@ -109,7 +109,7 @@ class _Config(NamedTuple):
         wide = jnp.broadcast_to(scale[..., None], codes.shape)
         return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
 
-    def contract(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+    def contract_chunk(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
         """Return the sum over places of [rows, k] by [n, k]."""
         dimensions = (((1,), (1,)), ((), ()))
         products = [
