@@ -90,7 +90,8 @@ def _find_cut(
             *_find_runs(function, "rhs", rhs, axes[1], named_axes[1]),
         }
         shortest = min(runs)
-        # The longer blocks must end where a block of the shortest length ends: each of these has one scale of each side.
+        # A longer block must end where a block of the shortest length ends, so that each of these has one scale of each
+        # side.
         if not all(run == n or run % shortest == 0 for run in runs):
             expected = "blocks of both sides that end together, or a dequantized side"
             got = f"blocks of {sorted(runs)} along lhs's dimension {named_axes[0]} and rhs's {named_axes[1]}"
