@@ -1,4 +1,4 @@
-"""ONNX Runtime's DynamicQuantizeMatMul, with a scale per block of rows besides."""
+"""ONNX Runtime's DynamicQuantizeMatMul, also with a scale for each block of b's rows."""
 
 from __future__ import annotations
 
@@ -27,28 +27,30 @@ _UINT8 = np.dtype(jnp.uint8)
 def dynamic_quantize_matmul(
     a: ArrayLike, b: ArrayLike, b_scale: ArrayLike, b_zero_point: ArrayLike | None = None, bias: ArrayLike | None = None
 ) -> jax.Array:
-    """y = float32((q - q_zero_point) @ (b - b_zero_point)) * (q_scale * b_scale) + bias, with q of a's own range.
+    """Quantize a to uint8 by its range and multiply it by codes, as ONNX Runtime's DynamicQuantizeMatMul does.
 
-    q, q_scale and q_zero_point are what `dynamic_quantize_linear` makes of the whole of a, in uint8. The float32
-    operations are ONNX Runtime's, each rounded once. What `dynamic_quantize_linear` says of infinities and NaN in a
-    holds here. With a scale per block of b's rows, the products of the blocks are added in ascending order, as in
-    `matmul_integer_to_float`.
+    y = float32((q - q_zero_point) @ (b - b_zero_point)) * (q_scale * b_scale) + bias,
+    where (q, q_scale, q_zero_point) is the result of `dynamic_quantize_linear` for the whole of a, in uint8.
+
+    The float32 operations are ONNX Runtime's, each rounded once. Infinities and NaN in a have the effect that
+    `dynamic_quantize_linear` documents. With a scale for each block of b's rows, the products of the blocks are added
+    in ascending order, as in `matmul_integer_to_float`.
 
     Args:
-        a: values, float32, of rank 1 or more; numpy.matmul's shapes.
+        a: values, float32, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8.
-        b_scale: value per step of b, float32: a scalar, one for each column, as [N] or [..., 1, N], or, for a b of
+        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has
             rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number is
             float32.
-        b_zero_point: steps, in b's dtype, shaped as a b_scale; [blocks, N] only with such a b_scale. None is 0. An
-            int stands for an array of it.
+        b_zero_point: steps, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has it too.
+            None is 0. An int is a scalar in b's dtype.
         bias: float32, [N]. None is 0.
 
     Returns:
         float32, of numpy.matmul's shape.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have.
+        TypeError: an argument has a dtype that the operator does not support.
         ValueError: shapes do not fit each other.
 
     Example:
@@ -58,10 +60,10 @@ def dynamic_quantize_matmul(
         >>> jq.dynamic_quantize_matmul(a, b, jnp.array([0.25, 2.0]))
         Array([[   6.666667, 3426.51    ]], dtype=float32)
 
-    Source: ONNX Runtime's com.microsoft DynamicQuantizeMatMul-1; the blocks are this library's.
+    Source: ONNX Runtime's com.microsoft DynamicQuantizeMatMul-1; the blocks are an addition of this library.
 
-    Cotangent of a: g times the dequantized b, transposed: rounding passes it straight through, and a's range counts
-    as a constant. Of b_scale: g * acc * q_scale, summed over what shares the scale. Of bias: g summed over rows.
+    Cotangent of a: g times the transpose of the dequantized b; rounding counts as the identity, and the range of a as a
+    constant. Of b_scale: g * acc * q_scale, summed over the elements that share the scale. Of bias: g summed over rows.
     Integers have none.
     """
     b_scale = convert_plain_scale(_NAME, "b_scale", b_scale)
@@ -111,7 +113,7 @@ def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ..
         weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)
     values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
-    # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
+    # jax.vjp needs an operand with the shape, sharding and variance of a. A product is linear, so its value is free.
     like = codes.reshape(shapes.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
     _, pull_scale = jax.vjp(lambda s: multiply_scaled(codes, b, a_steps, b_steps, a_scale, s, shapes), b_scale)
@@ -123,5 +125,5 @@ _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
 def _spread_blocks(value: jax.Array, blocks: int, shapes: Shapes) -> jax.Array:
-    """Returns what belongs to blocks of b's rows for every row; anything else as it came."""
+    """Return a scale or zero point of [blocks, N] with an entry for each row of b, and any other one unchanged."""
     return jnp.repeat(value, shapes.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value

@@ -1,4 +1,4 @@
-"""ONNX Runtime's MatMulIntegerToFloat, with a scale per block of rows besides."""
+"""ONNX Runtime's MatMulIntegerToFloat, also with a scale for each block of b's rows."""
 
 from __future__ import annotations
 
@@ -24,30 +24,35 @@ def matmul_integer_to_float(
     b_zero_point: ArrayLike | None = None,
     bias: ArrayLike | None = None,
 ) -> jax.Array:
-    """y = float32(acc) * (a_scale * b_scale) + bias, acc as of `matmul_integer`.
+    """Multiply matrices of 8-bit codes and scale the product, as ONNX Runtime's MatMulIntegerToFloat does.
 
-    The float32 operations are ONNX Runtime's, each rounded once: the scales are multiplied first, the product is
-    rounded before bias is added. acc wraps around as `matmul_integer`'s does.
+    y = float32(acc) * (a_scale * b_scale) + bias, where acc is the result of `matmul_integer`.
 
-    With a scale per block of b's rows, y starts at 0 and adds, block by block in ascending order,
+    The float32 operations are ONNX Runtime's, each rounded once: the scales are multiplied first, and the product is
+    rounded before bias is added. acc wraps around as in `matmul_integer`.
+
+    With a scale for each block of b's rows, y starts at 0 and adds, block by block in ascending order,
     float32(acc of the block) * (a_scale * b_scale[block]), each product and each sum rounded once.
 
     Args:
-        a: codes, int8 or uint8, of rank 1 or more; numpy.matmul's shapes.
+        a: codes, int8 or uint8, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8, not necessarily a's dtype.
         a_scale: value per step of a, float32: a scalar, or one for each row, as [M] or [..., M, 1]. A Python number
             is float32.
-        b_scale: value per step of b, float32: a scalar, one for each column, as [N] or [..., 1, N], or, for a b of
-            rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows.
-        a_zero_point: steps, in a's dtype, shaped as an a_scale. None is 0. An int stands for an array of it.
-        b_zero_point: steps, in b's dtype, shaped as a b_scale; [blocks, N] only with such a b_scale.
+        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has
+            rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number is
+            float32.
+        a_zero_point: steps, in a's dtype, with a shape that a_scale may have. None is 0. An int is a scalar in a's
+            dtype.
+        b_zero_point: steps, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has it too.
+            None is 0. An int is a scalar in b's dtype.
         bias: float32, [N]. None is 0.
 
     Returns:
         float32, of numpy.matmul's shape.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have.
+        TypeError: an argument has a dtype that the operator does not support.
         ValueError: shapes do not fit each other.
 
     Example:
@@ -57,10 +62,10 @@ def matmul_integer_to_float(
         >>> jq.matmul_integer_to_float(a, b, 0.5, jnp.array([0.25, 2.0]), 128, bias=jnp.array([0.1, -1.0]))
         Array([[   31.725, 16510.   ]], dtype=float32)
 
-    Source: ONNX Runtime's com.microsoft MatMulIntegerToFloat-1; the blocks are this library's.
+    Source: ONNX Runtime's com.microsoft MatMulIntegerToFloat-1; the blocks are an addition of this library.
 
-    Cotangent of a_scale, of b_scale: g * acc times the other scale, summed over what shares the scale. Of bias: g
-    summed over rows. Integers have none.
+    Cotangent of a_scale and of b_scale: g * acc times the other scale, summed over the elements that share the scale.
+    Of bias: g summed over rows. Integers have none.
     """
     a_scale, b_scale = convert_plain_scale(_NAME, "a_scale", a_scale), convert_plain_scale(_NAME, "b_scale", b_scale)
     a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)

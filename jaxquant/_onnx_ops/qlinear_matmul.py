@@ -32,31 +32,39 @@ def qlinear_matmul(
     y_scale: ArrayLike,
     y_zero_point: ArrayLike,
 ) -> jax.Array:
-    """y = saturate(round_half_even(acc * (a_scale * b_scale / y_scale)) + y_zero_point), acc as of `matmul_integer`.
+    """Multiply two matrices of codes and requantize the product, as ONNX's QLinearMatMul does.
 
-    The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32; the product with
-    float32(acc) is rounded half to even before the zero point is added. onnx's reference adds it first, and lands
-    elsewhere on ties where y_zero_point is odd. acc wraps around as `matmul_integer`'s does.
+    y = saturate(round_half_even(float32(acc) * (a_scale * b_scale / y_scale)) + y_zero_point),
+    where acc is the result of `matmul_integer`.
 
-    float8 operands are multiplied and summed in float32; the order of that sum is XLA's, so its last bits are
-    promised only where every partial sum is exact.
+    The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32, and the product with
+    float32(acc) is rounded half to even before the zero point is added. onnx's reference adds the zero point first,
+    which differs on ties if y_zero_point is odd. acc wraps around as in `matmul_integer`.
+
+    float8 operands are multiplied and summed in float32. XLA chooses the order of that sum, so the last bits are exact
+    only where every partial sum is.
 
     Args:
-        a: codes, int8, uint8 or one of the four float8, of rank 1 or more; numpy.matmul's shapes.
+        a: codes, int8, uint8 or one of the four float8, of rank 1 or more, in the shapes of numpy.matmul.
         a_scale: value per step of a, float32, float16 or bfloat16: a scalar, or one for each row, as [M] or
             [..., M, 1]. A Python number is float32.
-        a_zero_point: steps, in a's dtype, likewise shaped; of float8 only 0. An int stands for an array of it.
-        b: codes, likewise; int8 and uint8 go with each other, float8 with float8.
-        b_scale: value per step of b: a scalar, or one for each column, as [N] or [..., 1, N].
-        b_zero_point: steps, in b's dtype, likewise shaped.
-        y_scale: value per step of y: a scalar, or one for each row of a.
-        y_zero_point: steps, likewise shaped. Its dtype is y's; an int is one of a's dtype.
+        a_zero_point: steps, in a's dtype: a scalar, or one for each row, as a_scale; 0 for float8. An int is a scalar
+            in a's dtype.
+        b: codes: int8 or uint8 if a is one of these, otherwise one of the four float8.
+        b_scale: value per step of b, float32, float16 or bfloat16: a scalar, or one for each column, as [N] or
+            [..., 1, N]. A Python number is float32.
+        b_zero_point: steps, in b's dtype: a scalar, or one for each column, as b_scale; 0 for float8. An int is a
+            scalar in b's dtype.
+        y_scale: value per step of y, float32, float16 or bfloat16: a scalar, or one for each row of a. A Python number
+            is float32.
+        y_zero_point: steps: a scalar, or one for each row of a. Its dtype is that of y; an int is a scalar in a's
+            dtype.
 
     Returns:
         The codes of the product, of numpy.matmul's shape, in y_zero_point's dtype.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have.
+        TypeError: an argument has a dtype that the operator does not support.
         ValueError: shapes do not fit each other, or a float8 zero point is not 0.
 
     Example:
@@ -69,7 +77,7 @@ def qlinear_matmul(
                [3, 6],
                [5, 8]], dtype=uint8)
 
-    Source: ONNX QLinearMatMul-10, -21; where the texts leave the order open, ONNX Runtime's CPU kernel.
+    Source: ONNX QLinearMatMul-10, -21; where the texts leave the order of operations open, ONNX Runtime's CPU kernel.
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
     a_scale, b_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
@@ -119,6 +127,7 @@ def _align(value: jax.Array, shapes: Shapes) -> jax.Array:
 
 
 def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: Shapes) -> jax.Array:
+    """Return the codes of the product of two float8 operands, summed in float32."""
     lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
     product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
     scaled = product * _scaling.spread_over_product(scale, product)
