@@ -1,1 +1,1 @@
-"""Functions of JAX over quantized arrays: dot_general, matmul, einsum, convolution and take."""
+"""JAX's functions of quantized arrays: dot_general, matmul, einsum, convolution and take."""

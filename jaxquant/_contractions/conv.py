@@ -1,4 +1,4 @@
-"""`jax.lax.conv_general_dilated` over quantized arrays."""
+"""`jax.lax.conv_general_dilated` of quantized arrays."""
 
 from __future__ import annotations
 
@@ -37,38 +37,41 @@ def conv_general_dilated(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """out = convolution of lhs with rhs, where one side or both are quantized.
+    """Convolve two arrays of which at least one is quantized, as `jax.lax.conv_general_dilated` does.
 
-    Both quantized: an integer convolution, acc = that of lhs.codes - lhs.zero_point with rhs.codes -
-    rhs.zero_point, exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once.
-    Padding, and the holes of `lhs_dilation`, are 0: the zero point. What cannot stay integer is refused.
+    out = convolution of lhs with rhs.
 
-    One side a float array (weight-only): the other is dequantized, as a whole, and both are convolved in float32.
+    Both quantized: an integer convolution. acc, the convolution of lhs.codes - lhs.zero_point with rhs.codes -
+    rhs.zero_point, is exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once.
+    Padding, and the holes of `lhs_dilation`, count as the real number 0. What cannot be convolved in integers raises
+    an error.
+
+    One side a float array (weight-only): the other side is dequantized as a whole, and both are convolved in float32.
 
     Args:
-        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 3 or more. Against a quantized rhs
-            its scale is one, or one for each image; its zero point is one.
-        rhs: the kernel, likewise; one of the two is a QuantizedArray. Against a quantized lhs its scale and its zero
-            point are one each, or one for each output feature, or for each run of them.
+        lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 3 or more. If rhs is quantized too,
+            lhs has one scale, or one for each image, and one zero point.
+        rhs: the kernel, likewise; at least one of the two is a QuantizedArray. If lhs is quantized too, rhs has one
+            scale and one zero point, or one for each output feature or each block of output features.
         window_strides: Static. One for each spatial dimension.
-        padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative crops.
-        lhs_dilation: Static. Steps between neighbours of lhs; None is 1.
-        rhs_dilation: Static. Steps between neighbours of the kernel; None is 1.
-        dimension_numbers: Static. As `jax.lax` has it; None is NCHW, OIHW, NCHW and their like.
-        feature_group_count: Static. Groups of channels that do not meet.
-        batch_group_count: Static. Groups of images, each with its own features.
-        precision: Static. As `jax.lax` has it, for the float convolution; of integers there is nothing to choose.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
-            operands, float32 where they differ.
+        padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative values crop.
+        lhs_dilation: Static. The step between neighbouring elements of lhs; None is 1.
+        rhs_dilation: Static. The step between neighbouring elements of the kernel; None is 1.
+        dimension_numbers: Static. As in `jax.lax`; None is NCHW, OIHW, NCHW, or the same for another rank.
+        feature_group_count: Static. The number of groups of channels that are convolved separately.
+        batch_group_count: Static. The number of groups of images, each convolved with its own features.
+        precision: Static. As in `jax.lax`, for a float convolution; an integer convolution ignores it.
+        preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
+            the operands, or float32 where they differ.
 
     Returns:
-        The convolution, in the layout that the dimension numbers give it.
+        The convolution, in the layout of the dimension numbers.
 
     Raises:
-        TypeError: neither side is quantized, or an operand has a dtype that there is not: int16, float8, float4 and
-            code books do not convolve as integers.
-        ValueError: shapes, windows, groups or dimension numbers do not fit each other; a scale or zero point differs
-            where it is added up; or an int32 cannot hold so many products of two codes.
+        TypeError: neither side is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
+            codebooks do not convolve as integers.
+        ValueError: shapes, windows, groups or dimension numbers do not fit each other; a scale or zero point varies
+            along a dimension that is summed; or the sum has more products of two codes than int32 can hold.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -86,8 +89,8 @@ def conv_general_dilated(
     Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
 
     Cotangent of a float operand: that of the convolution with the other side dequantized. Of a scale: g * acc times
-    the other scale, or of weight-only that of the dequantized side, summed over what shares the scale. Codes and zero
-    points have none.
+    the other scale, or, weight-only, that of the dequantized side, summed over the elements that share the scale.
+    Codes and zero points have none.
     """
     x, w = check_operand(_NAME, "lhs", lhs), check_operand(_NAME, "rhs", rhs)
     if preferred_element_type is not None:
@@ -106,7 +109,7 @@ def plan_array_convolution(
     function: str, lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
 ) -> Plan:  # fmt: skip
-    """Holds what is static of a convolution to its contracts, and returns how it is run."""
+    """Check the static arguments of a convolution and return its plan."""
     ints = functools.partial(checks.check_integers, function)
     return plan_convolution(
         function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
@@ -116,11 +119,11 @@ def plan_array_convolution(
 
 
 def convolve_checked(function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any) -> jax.Array:
-    """Returns `conv_general_dilated`, with errors that name another function."""
+    """Return the `conv_general_dilated` of two checked operands, with errors that name `function`."""
     quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
     if not any(quantized):
         got = f"{checks.describe_value(x)} and {checks.describe_value(w)}"
-        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     dtype = preferred or dtypes.find_wider(x.dtype, w.dtype)
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
@@ -129,7 +132,7 @@ def convolve_checked(function: str, x: Any, w: Any, plan: Plan, precision: Any, 
 
 
 def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
-    """Returns the convolution of floats."""
+    """Return the convolution of two float arrays."""
     geometry = plan.geometry
     return lax.conv_general_dilated(
         lhs, rhs, geometry.strides, geometry.padding, geometry.lhs_dilation, geometry.rhs_dilation, plan.numbers,
@@ -138,7 +141,7 @@ def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) 
 
 
 def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
-    """Requires two arrays that convolve as integers: one scale and one zero point for all that is added up."""
+    """Check that two arrays convolve as integers: no scale or zero point varies along a dimension that is summed."""
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
     for argument, q, kept, per in (
         ("lhs", lhs, {"scale": image}, "image"),
@@ -148,11 +151,12 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
         for name in ("scale", "zero_point"):
             part, axis = getattr(q, name), kept.get(name)
             shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
-            expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
-            got = None if part is None else f"shape {part.shape} for values of shape {q.shape}"
-            checks.require(shared, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
+            if not shared:
+                expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
+                got = f"shape {part.shape} for codes of shape {q.shape}"
+                checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
-    expected = f"{limit} products of two codes in a sum at most, all that int32 holds, or rhs.dequantize()"
+    expected = f"at most {limit} products of two codes in a sum, all that int32 can hold, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", expected, terms)
 
 
@@ -171,7 +175,8 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
-    if images.size > 1 and plan.batches > 1:  # each group of images has its own features
+    # Each group of images has features of its own, so that the scale of an image depends on the feature.
+    if images.size > 1 and plan.batches > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
     scale = _scaling.multiply_scales(images, _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
     points = (
@@ -192,8 +197,8 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
-    """Returns a scale or zero point that varies along one dimension at most: one entry, or one for each index of it."""
+    """Return the entries of a scale or zero point along `axis`, the only dimension it may vary along: 1, or all."""
     if part.size != 1:
-        along = tuple(n if a == axis else 1 for a, n in enumerate(q.shape))
-        part = granularity.Aligned(q.block_size).expand(part, jnp.zeros(along, part.dtype))
+        shape = tuple(n if a == axis else 1 for a, n in enumerate(q.shape))
+        part = granularity.Aligned(q.block_size).expand(part, jnp.zeros(shape, part.dtype))
     return part.reshape(-1)

@@ -1,4 +1,4 @@
-"""`jax.lax.dot_general` and `numpy.matmul` over quantized arrays."""
+"""`jax.lax.dot_general` and `numpy.matmul` of quantized arrays."""
 
 from __future__ import annotations
 
@@ -32,37 +32,39 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """out = sum over the contracted dimensions of lhs * rhs, where one side or both are quantized.
+    """Contract two arrays of which at least one is quantized, as `jax.lax.dot_general` does.
 
-    Both quantized: an integer contraction, acc = sum of (lhs.codes - lhs.zero_point) (rhs.codes - rhs.zero_point),
-    exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. With a scale or a zero
-    point per block of a contracted dimension there is one such contraction for each block, and out adds them up in
-    ascending order in float32, each sum rounded once. A contraction so long that int32 could wrap around is cut into
-    blocks likewise. What cannot stay integer is refused.
+    out = sum over the contracted dimensions of lhs * rhs.
 
-    One side a float array (weight-only): a float contraction with the other dequantized. On a CPU a large one is
-    dequantized a piece at a time, never as a whole.
+    Both quantized: an integer contraction. acc = sum of (lhs.codes - lhs.zero_point) * (rhs.codes - rhs.zero_point) is
+    exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. If a scale or a zero
+    point varies from block to block of a contracted dimension, each block has such a contraction, and out is their sum
+    in float32 in ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into
+    blocks in the same way. What cannot be contracted in integers raises an error.
+
+    One side a float array (weight-only): a float contraction with the other side dequantized. On a CPU a large
+    quantized side is dequantized a chunk at a time, never as a whole.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.
-        rhs: likewise; one of the two is a QuantizedArray.
-        dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as `jax.lax` has it.
-        precision: Static. As `jax.lax` has it, for the float contraction; of integers there is nothing to choose.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
-            operands, float32 where they differ.
+        rhs: likewise; at least one of the two is a QuantizedArray.
+        dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax`.
+        precision: Static. As in `jax.lax`, for a float contraction; an integer contraction ignores it.
+        preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
+            the operands, or float32 where they differ.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
             the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
-            up in int32, so the integers stay the same; a contracted dimension with blocks is gathered first.
+            in int32, so the integers stay the same; a sharded contracted dimension with blocks is gathered first.
 
     Returns:
-        The batch dimensions, then lhs's free ones, then rhs's.
+        The array with the batch dimensions, then lhs's free ones, then rhs's.
 
     Raises:
-        TypeError: neither side is quantized, or an operand has a dtype that there is not: int16, float8, float4 and
-            code books do not contract as integers.
-        ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point differs from
-            index to index of a contracted dimension, or the blocks of the two sides do not end together; or there is
-            no out_sharding, and the operands do not determine it.
+        TypeError: neither side is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
+            codebooks do not contract as integers.
+        ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point varies from
+            index to index of a contracted dimension; the blocks of the two sides do not end together; or out_sharding
+            is missing and the operands do not determine it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -76,8 +78,8 @@ def dot_general(
     Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
 
     Cotangent of a float operand: that of the contraction with the other side dequantized. Of a scale: g * acc times
-    the other scale, or of weight-only g times the float product, summed over what shares the scale. Codes and zero
-    points have none.
+    the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
+    and zero points have none.
     """
     return contract_checked(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
 
@@ -86,7 +88,7 @@ def contract_checked(
     function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
     caller_axes: Axes | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Returns `dot_general`, with errors that name another function."""
+    """Return the `dot_general` of two operands after checking them, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
     lhs, rhs = check_operands(function, lhs, rhs)
     numbers = checks.check_integers(function, "dimension_numbers", numbers)
@@ -121,18 +123,19 @@ def _contract(
 
 
 def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Requires two operands of which one at least is quantized, and returns them."""
+    """Check that at least one of two operands is quantized, and return both."""
     lhs, rhs = check_operand(function, "lhs", lhs), check_operand(function, "rhs", rhs)
     if not isinstance(lhs, QuantizedArray) and not isinstance(rhs, QuantizedArray):
         got = f"{checks.describe_value(lhs)} and {checks.describe_value(rhs)}"
-        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on one side at least", got)
+        checks.require_type(False, function, "lhs, rhs", "a QuantizedArray on at least one side", got)
     return lhs, rhs
 
 
 def check_operand(function: str, argument: str, x: Any) -> Any:
-    """Requires a QuantizedArray or a float array, and returns it."""
+    """Check that an operand is a QuantizedArray or a float array, and return it."""
+    # A flax.nnx.Param may hold a QuantizedArray, which JAX could not convert.
     if not isinstance(x, jax.Array | QuantizedArray) and hasattr(x, "__jax_array__"):
-        x = x.__jax_array__()  # a flax.nnx.Param, for one
+        x = x.__jax_array__()
     if isinstance(x, QuantizedArray):
         return quantized_array.check_array(function, argument, x)
     (x,) = entry_point.convert_arrays(function, {argument: x})
@@ -148,25 +151,27 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """out = lhs @ rhs, where one side or both are quantized; numpy.matmul's shapes.
+    """Multiply two matrices, or stacks of them, of which at least one is quantized.
 
-    The contraction is `dot_general`'s, which says what is computed, and in which order.
+    out = lhs @ rhs, with the shapes of numpy.matmul.
+
+    The contraction is `dot_general`, which documents what is computed, and in which order.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
-        rhs: likewise; one of the two is a QuantizedArray.
-        precision: Static. As `jax.lax.dot_general` has it, where one side is a float array.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
-            operands, float32 where they differ.
+        rhs: likewise; at least one of the two is a QuantizedArray.
+        precision: Static. As in `jax.lax.dot_general`, where one side is a float array.
+        preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
+            the operands, or float32 where they differ.
         out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
 
     Returns:
         The product, of numpy.matmul's shape.
 
     Raises:
-        TypeError: neither side is quantized, or an operand has a dtype that there is not.
-        ValueError: shapes or an out_sharding do not fit each other, or what must stay together is not (see
-            `dot_general`).
+        TypeError: neither side is quantized, or an operand has an unsupported dtype.
+        ValueError: shapes do not fit each other, an out_sharding does not fit the product, or `dot_general` cannot
+            contract the operands.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -182,13 +187,13 @@ def matmul(
 
     Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
 
-    Cotangents: as of `dot_general`.
+    Cotangents: as in `dot_general`.
     """
     a, b = check_operands("matmul", lhs, rhs)
     shapes = matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
     sharding.check_out_sharding("matmul", out_sharding)
     partition = _find_matrix_partition("matmul", a, b, shapes, out_sharding)
-    # What is contracted may be reshaped: an error names the dimensions that the operands came with.
+    # The operands may be reshaped below, but an error must name the dimensions of the caller's arrays.
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
 
     def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
@@ -196,29 +201,30 @@ def matmul(
         inner = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
         return contract_checked("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
 
-    if math.prod(shapes.b[:-2]) == 1:  # one rhs for all of lhs: its batch is more rows
+    # A single rhs multiplies all of lhs, so that lhs's batch dimensions are further rows of one product.
+    if math.prod(shapes.b[:-2]) == 1:
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
         return y.reshape(shapes.out)
     batch = shapes.product[:-2]
     a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
     n = len(batch)
-    both = tuple(range(n))
-    return contract(a, b, (((n + 1,), (n,)), (both, both))).reshape(shapes.out)
+    batch_axes = tuple(range(n))
+    return contract(a, b, (((n + 1,), (n,)), (batch_axes, batch_axes))).reshape(shapes.out)
 
 
 def _find_matrix_partition(
-    function: str, a: Any, b: Any, of: matmul_shapes.Shapes, out_sharding: Any
+    function: str, a: Any, b: Any, shapes: matmul_shapes.Shapes, out_sharding: Any
 ) -> tuple[Any, ...] | None:
-    """Returns the mesh axes of the product while vectors are still matrices, whose own dimension has none."""
-    partition = sharding.find_out_partition(function, out_sharding, len(of.out))
+    """Return the mesh axes of the product of the matrices, in which a vector is a matrix of one row or column."""
+    partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:
         return None
-    batch, own = partition[: len(of.product) - 2], list(partition[len(of.product) - 2 :])
-    return (*batch, own.pop(0) if a.ndim > 1 else None, own.pop(0) if b.ndim > 1 else None)
+    batch, matrix = partition[: len(shapes.product) - 2], list(partition[len(shapes.product) - 2 :])
+    return (*batch, matrix.pop(0) if a.ndim > 1 else None, matrix.pop(0) if b.ndim > 1 else None)
 
 
 def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
-    """Returns an operand as a stack of matrices under the common batch dimensions."""
+    """Return an operand as a stack of matrices with the common batch dimensions."""
     wide = (1,) * (len(batch) + 2 - len(shape)) + shape
     x = x if x.shape == wide else x.reshape(wide)
     full = (*batch, *wide[-2:])

@@ -1,4 +1,4 @@
-"""The contraction of two quantized arrays: integers until the scales come in, a block at a time where they must."""
+"""The contraction of two quantized arrays: exact in int32, then scaled, as a whole or block by block."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from .._arrays import indexing
 from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
 from ..integer import _operands, _scaling
+from ..integer._block_sum import sum_over_blocks
 from ..integer.dot_general import Role, contract_roles
 
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
-    """Requires codes that contract as integers."""
+    """Check that the codes of a quantized array can be contracted as integers."""
     holds = q.codebook is None and q.codes.dtype in _operands.DTYPES
     expected = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
     checks.require_type(holds, function, argument, expected, q.codebook or q.codes.dtype)
 
 
-Axes = tuple[tuple[int, int], ...]  # dimensions of lhs and of rhs, in pairs
+# Pairs of a dimension of lhs and a dimension of rhs.
+Axes = tuple[tuple[int, int], ...]
 
 
 class Plan(NamedTuple):
-    """How an integer contraction is cut up: `length` indices of the contracted dimensions `axes` at a time, or not;
-    and the sharding of its result.
+    """How an integer contraction is cut into blocks, and the sharding of its result.
+
+    Attributes:
+        left: the role of each dimension of lhs.
+        right: likewise, of rhs.
+        axes: the contracted dimension of lhs and of rhs that is cut, or None for a single contraction.
+        length: how many indices of `axes` a block has.
+        out_sharding: the sharding of the result, or None.
     """
 
     left: Role
@@ -44,66 +52,79 @@ def plan_contraction(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
     caller_axes: Axes | None = None,
 ) -> Plan:  # fmt: skip
-    """Returns how to contract two quantized arrays, or raises a contract error where integers cannot.
+    """Return how to contract two quantized arrays; raise ContractValueError where integers cannot.
 
     Args:
-        function: for errors.
-        lhs: has passed its contract.
+        function: the name of the public function, for errors.
+        lhs: a checked array.
         rhs: likewise.
-        left: what the dimensions of lhs are there for.
-        right: likewise.
+        left: the role of each dimension of lhs.
+        right: likewise, of rhs.
         out_sharding: of the result, or None.
-        caller_axes: for errors, which dimensions are contracted of the operands that the caller gave, where they were
-            reshaped on the way here.
+        caller_axes: for errors, the contracted dimensions of the caller's arrays, if these were reshaped.
     """
     axes, length = _find_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
         for q, axis in zip((lhs, rhs), axes, strict=True):
-            whole = sharding.find_partition(q.codes)[axis] is None
-            expected = (
-                f"the sharding of the result: blocks of {length} are cut from a sharded dimension, which is gathered"
-            )
-            got = sharding.describe_placement(q.codes)
-            checks.require(whole, function, "out_sharding", expected, f"None, for {got}")
+            if sharding.find_partition(q.codes)[axis] is not None:
+                expected = (
+                    f"the sharding of the result, because blocks of {length} are cut from a sharded dimension, "
+                    "which is gathered"
+                )
+                got = f"None, for {sharding.describe_placement(q.codes)}"
+                checks.require(False, function, "out_sharding", expected, got)
     return Plan(left, right, axes, length, out_sharding)
 
 
 def _find_cut(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, caller_axes: Axes | None
 ) -> tuple[tuple[int, int] | None, int]:
-    """Returns the contracted dimension that is cut into blocks, if one is, and their length."""
-    cut: list[tuple[tuple[int, int], int]] = []
-    places = []
+    """Return the contracted dimension that is cut into blocks, if there is one, and the length of its blocks."""
+    cuts: list[tuple[tuple[int, int], int]] = []
+    caller_cuts = []
     pairs = tuple(zip(left.contracted, right.contracted, strict=True))
-    for axes, given in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
+    for axes, named_axes in zip(pairs, pairs if caller_axes is None else caller_axes, strict=True):
         n = lhs.shape[axes[0]]
-        runs = {run for argument, q, a, place in zip(("lhs", "rhs"), (lhs, rhs), axes, given, strict=True)
-                for run in _find_runs(function, argument, q, a, place)}  # fmt: skip
-        least = min(runs)
-        if not all(run in (n,) or run % least == 0 for run in runs):
+        runs = {
+            *_find_runs(function, "lhs", lhs, axes[0], named_axes[0]),
+            *_find_runs(function, "rhs", rhs, axes[1], named_axes[1]),
+        }
+        shortest = min(runs)
+        # A longer block must end where a block of the shortest length ends, so that each of these has one scale of each
+        # side.
+        if not all(run == n or run % shortest == 0 for run in runs):
             expected = "blocks of both sides that end together, or a dequantized side"
-            got = f"blocks of {sorted(runs)} along lhs's dimension {given[0]} and rhs's {given[1]}"
+            got = f"blocks of {sorted(runs)} along lhs's dimension {named_axes[0]} and rhs's {named_axes[1]}"
             checks.require(False, function, "lhs, rhs", expected, got)
-        if least < n:
-            cut.append((axes, least))
-            places.append(given)
-    if len(cut) > 1:
+        if shortest < n:
+            cuts.append((axes, shortest))
+            caller_cuts.append(named_axes)
+    if len(cuts) > 1:
         expected = "blocks along one contracted dimension, or a dequantized side"
-        checks.require(False, function, "lhs, rhs", expected, f"blocks along {places}")
-    if cut:
-        return cut[0]
+        checks.require(False, function, "lhs, rhs", expected, f"blocks along {caller_cuts}")
+    if cuts:
+        return cuts[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
     limit = count_exact_terms(lhs, rhs)
+    # A symbolic depth of jax.export cannot be compared; it is taken to fit.
     if not isinstance(depth, int) or depth <= limit:
         return None, 0
-    longest = max(zip(left.contracted, right.contracted, strict=True), key=lambda axes: lhs.shape[axes[0]])
+    longest = max(pairs, key=lambda axes: lhs.shape[axes[0]])
     length = max(limit // (depth // lhs.shape[longest[0]]), 1)
     return longest, length
 
 
-def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, given: int) -> list[int]:
-    """Returns how many indices of a contracted dimension share a scale, and a zero point."""
-    found = []
+def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, named_axis: int) -> list[int]:
+    """Return how many indices of a contracted dimension share a scale, and how many share a zero point.
+
+    Args:
+        function: the name of the public function, for errors.
+        argument: the name of the operand, for errors.
+        q: the operand.
+        axis: one of its contracted dimensions.
+        named_axis: the same dimension in the caller's array, for errors.
+    """
+    runs = []
     for name in ("scale", "zero_point"):
         part = getattr(q, name)
         if part is None:
@@ -112,15 +133,16 @@ def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, given
         assert sizes is not None
         if part.shape[axis] != 1 and sizes[axis] == 1:
             expected = (
-                f"one {name} along the contracted dimension {given}, or one for each block, or {argument}.dequantize()"
+                f"one {name} along the contracted dimension {named_axis}, or one for each block, or "
+                f"{argument}.dequantize()"
             )
             checks.require(False, function, argument, expected, f"one for each of its {q.shape[axis]} indices")
-        found.append(sizes[axis])
-    return found
+        runs.append(sizes[axis])
+    return runs
 
 
 def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
-    """Returns how many products of two codes an int32 holds, whatever they are."""
+    """Return how many products of two codes, less their zero points, an int32 can always hold."""
     largest = []
     for q in (lhs, rhs):
         low, high = dtypes.find_bounds(np.dtype(q.codes.dtype))
@@ -129,9 +151,10 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
 
 
 def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
-    """Returns the product of two quantized arrays in the dtype `preferred`, or in the wider of theirs."""
+    """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
-    if plan.axes is not None:  # JAX refuses to split a sharded dimension
+    # JAX refuses to split a sharded dimension into blocks.
+    if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [_prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     y = _contract_whole(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
@@ -139,21 +162,21 @@ def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, pref
 
 
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
-    """Returns a quantized array with a dimension unsharded, where JAX tracks shardings in types."""
+    """Return a quantized array with one dimension unsharded, where JAX tracks shardings in types."""
     if not sharding.is_placed(q.codes):
         return q
     return mark_checked(jax.tree.map(lambda part: sharding.gather_axes(part, (axis,)), q))
 
 
 class _Side(NamedTuple):
-    """One operand in the making.
+    """One operand as the kernels take it.
 
     Attributes:
-        role: what its dimensions are there for.
+        role: the role of each dimension.
         codes: int8.
-        steps: int32 zero point, a scalar or of the operand's rank, or None for 0.
+        steps: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
-        runs: how many indices of each dimension share an entry of the steps, and of the scale.
+        runs: how many indices of each dimension share an entry of the steps, and how many share one of the scale.
     """
 
     role: Role
@@ -164,6 +187,7 @@ class _Side(NamedTuple):
 
 
 def _prepare_side(q: QuantizedArray, role: Role) -> _Side:
+    """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
     point = None if q.zero_point is None else _expand_side(q, q.zero_point, kept)
@@ -174,7 +198,7 @@ def _prepare_side(q: QuantizedArray, role: Role) -> _Side:
 
 
 def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Returns a scale or zero point with an entry per index of the given dimensions, where it has one per block."""
+    """Return a scale or zero point with an entry for each index of `axes` where it has one for each block."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     for a in axes:
@@ -184,30 +208,35 @@ def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax
 
 
 def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
-    """Returns the float32 product of two sides without blocks along what is contracted."""
+    """Return the float32 product of two sides without blocks along the contracted dimensions."""
     lhs, rhs = sides
     acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
     scales = (_spread_outward(lhs.scale, lhs.role, 0, frees[1]), _spread_outward(rhs.scale, rhs.role, frees[0], 0))
-    if sharding.is_placed(acc):  # the scales of rows and of columns may be sharded differently
+    # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
+    if sharding.is_placed(acc):
         scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
     return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
 
 
-def _spread_outward(scale: jax.Array, role: Role, before: int, behind: int) -> jax.Array:
-    """Returns an operand's scale of the result's rank, its dimensions where the result has them."""
+def _spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
+    """Return an operand's scale with the rank of the product.
+
+    Args:
+        scale: of the operand's rank, 1 along the contracted dimensions.
+        role: the role of each dimension of the operand.
+        before: how many free dimensions of the other operand precede this one's in the product.
+        after: how many follow.
+    """
     order = (*role.batch, *role.free, *role.contracted)
-    turned = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
-    kept = turned.shape[: len(role.batch) + len(role.free)]
+    transposed = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
+    kept = transposed.shape[: len(role.batch) + len(role.free)]
     batch = len(role.batch)
-    return lax.reshape(turned, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * behind))
+    return lax.reshape(transposed, (*kept[:batch], *(1,) * before, *kept[batch:], *(1,) * after))
 
 
 def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
-    """Returns the sum over blocks of a contracted dimension: one integer contraction each, in a loop.
-
-    Side by side their accumulators would lie in memory at once.
-    """
+    """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
     depth = sides[0].codes.shape[plan.axes[0]]
     whole, rest = divmod(depth, plan.length)
@@ -215,19 +244,12 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     if whole:
         stacks = [_stack_blocks(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
 
-        def block(parts: Any) -> jax.Array:
-            pairs = zip(sides, parts, strict=True)
-            return _contract_whole(
-                [s._replace(codes=p[0], steps=p[1], scale=p[2]) for s, p in pairs], plan.out_sharding
-            )
+        def contract_block(blocks: Any) -> jax.Array:
+            pairs = zip(sides, blocks, strict=True)
+            block_sides = [side._replace(codes=b[0], steps=b[1], scale=b[2]) for side, b in pairs]
+            return _contract_whole(block_sides, plan.out_sharding)
 
-        # Not from plain zeros: under shard_map the sum varies over devices from its first term on.
-        first, others = (
-            [tuple(None if v is None else v[run] for v in stack) for stack in stacks] for run in (0, slice(1, None))
-        )
-        y = block(first) + np.float32(0)
-        if whole > 1:
-            y = lax.scan(lambda y, parts: (barriers.round_result(y + block(parts)), None), y, others)[0]
+        y = sum_over_blocks(contract_block, stacks)
     if rest:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
         last = _contract_whole(tails, plan.out_sharding)
@@ -237,27 +259,28 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
 
 
 def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any, Any, Any]:
-    """Returns a side's arrays with its whole blocks as a new first dimension."""
+    """Return the codes, steps and scale of a side with its complete blocks as a new first dimension."""
     whole = depth // length
     values = lax.slice_in_dim(side.codes, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
     order = (axis, *(a for a in range(len(shape)) if a != axis))
-    # In memory before it is cut up, or what makes it, a quantization perhaps, would be computed for each piece.
+    # The codes must be in memory before they are cut: XLA would otherwise repeat what computes them, perhaps a
+    # quantization, for each block.
     values = barriers.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
-    parts = []
+    stacks = []
     for part, runs in zip((side.steps, side.scale), side.runs, strict=True):
         if part is not None and part.ndim:
             entries = jnp.moveaxis(_pick_entries(part, axis, starts, runs), axis, 0)
             part = jnp.expand_dims(entries, axis + 1)
         elif part is not None:
             part = jnp.broadcast_to(part, (whole,))
-        parts.append(part)
-    return values, parts[0], parts[1]
+        stacks.append(part)
+    return values, stacks[0], stacks[1]
 
 
 def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
-    """Returns a side's last block, the short one."""
+    """Return the last, shorter block of a side."""
     start = depth - depth % length
     values = lax.slice_in_dim(side.codes, start, depth, axis=axis)
     steps, scale = (
@@ -268,12 +291,13 @@ def _take_tail(side: _Side, axis: int, depth: int, length: int) -> _Side:
 
 
 def _pick_entries(part: jax.Array, axis: int, starts: np.ndarray, runs: tuple[int, ...] | None) -> jax.Array:
-    """Returns the entries of a scale or of steps that hold where blocks start."""
+    """Return the entries of a scale or of steps that apply to the blocks with these first indices."""
     n = part.shape[axis]
     if n == 1:
         return jnp.broadcast_to(part, (*part.shape[:axis], len(starts), *part.shape[axis + 1 :]))
     assert runs is not None
     index = starts // runs[axis]
+    # The usual case, one entry for each block in order, needs no gather.
     if np.array_equal(index, np.arange(len(starts))):
         return lax.slice_in_dim(part, 0, len(starts), axis=axis)
     return jnp.take(part, index, axis=axis)

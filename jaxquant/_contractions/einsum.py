@@ -1,4 +1,4 @@
-"""`numpy.einsum` over quantized arrays: one `dot_general` for two operands, pair by pair for more."""
+"""`numpy.einsum` of quantized arrays: one `dot_general` for two operands, a sequence of pairs for more."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_einsum
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
@@ -22,8 +23,10 @@ from .dot_integer import Axes
 
 _NAME = "einsum"
 _TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
-_OPTIMAL = 6  # the search for the best order takes the factorial of their number
-_ANY_SIZE = 2**62  # numpy would otherwise keep intermediate results as small as the operands
+# The search for the best order takes time that grows with the factorial of the number of operands.
+_MAX_OPTIMAL = 6
+# Without a size of its own numpy limits intermediate results to the size of the largest operand.
+_ANY_SIZE = 2**62
 _Labels = tuple[str, ...]
 
 
@@ -34,195 +37,212 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """out = sum over the indices that the output lacks of the product of the operands, some or all quantized.
+    """Contract quantized arrays, alone or with float arrays, by the subscripts of `numpy.einsum`.
 
-    Two operands are one `dot_general`, which says what is computed, and a transpose: integers where both are
-    quantized, a float contraction where one is. An index that one operand alone has, and the output lacks, is summed
-    after the contraction, in float32.
+    out = sum over the indices that the output lacks of the product of the operands.
 
-    More operands are contracted pair by pair, in the order of `numpy.einsum_path` (the best one up to 6 operands, a
-    greedy one beyond). What a pair leaves is float32: the third quantized operand meets it weight-only. To contract
-    two in integers that would not meet, write two calls. A single operand is dequantized.
+    Two operands are one `dot_general` and a transpose: an integer contraction where both are quantized, a float
+    contraction where one is. See `dot_general` for what is computed, and in which order. An index that only one operand
+    has and the output lacks is summed after the contraction, in float32.
+
+    More operands are contracted pair by pair, in the order of `numpy.einsum_path` (the best order up to 6 operands, a
+    greedy one beyond). The result of a pair is float32, so a third quantized operand is contracted with it weight-only.
+    To contract two particular operands in integers, contract them in a call of their own. A single operand is
+    dequantized.
 
     Args:
-        subscripts: Static. numpy's notation: a term for each operand, and "->" with the output; without it, what occurs
-            once in alphabetical order. "..." stands for the dimensions left over; there, and only there, a size of 1
-            goes with any other. Spaces do not matter.
-        operands: a QuantizedArray, or an array of float32, float16 or bfloat16, each; one at least is a
-            QuantizedArray. An index that a float operand has twice takes its diagonal.
-        precision: Static. As `jax.lax.dot_general` has it, for float contractions.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
-            operands, float32 where they differ.
+        subscripts: Static. A term for each operand, separated by ",", then "->" and the term of the output. Without
+            "->" the output has the indices that occur once, in alphabetical order. "..." represents the remaining
+            dimensions of an operand; only there a size of 1 broadcasts. Spaces are ignored.
+        operands: each a QuantizedArray, or an array of float32, float16 or bfloat16; at least one is a QuantizedArray.
+            An index that occurs twice in the term of a float operand takes its diagonal.
+        precision: Static. As in `jax.lax.dot_general`, for float contractions.
+        preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
+            the operands, or float32 where they differ.
         out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
-            than two operands it applies to the last pair; the shardings of the others must determine their own.
+            than two operands it applies to the last pair; the shardings of the other operands must determine those of
+            their results.
 
     Returns:
-        The dimensions of the output's indices, in their order.
+        The array with the dimensions of the output's indices, in their order.
 
     Raises:
-        TypeError: no operand is quantized, or one has a dtype that there is not.
-        ValueError: the subscripts do not fit the operands, sizes do not fit each other, or a quantized operand has an
-            index twice; and what `dot_general` refuses, lhs and rhs being the two operands that meet.
+        TypeError: no operand is quantized, or an operand has an unsupported dtype.
+        ValueError: the subscripts do not fit the operands, sizes of one index differ, or a quantized operand has an
+            index twice; and what `dot_general` raises, where lhs and rhs are the two operands of a pair.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.int8)
-        >>> query = jq.quantize(jnp.array([[127.0, 2.5], [-0.5, 300.0]]), spec, -127.0, 127.0)  # ties, and one beyond
+        >>> query = jq.quantize(jnp.array([[127.0, 2.5], [-0.5, 300.0]]), spec, -127.0, 127.0)  # 2 ties; 300 saturates
         >>> key = jq.quantize(jnp.array([[1.0, -1.0], [63.5, 0.25], [0.0, 2.0]]), spec)  # 0.25 is half a step
         >>> jq.einsum("qd,kd->kq", query, key).tolist()
         [[125.0, -127.0], [8064.5, 0.0], [4.0, 254.0]]
-        >>> jq.einsum("qd, kd, k", query, key, jnp.array([1.0, 0.0, 0.5]))  # q is what remains
+        >>> jq.einsum("qd, kd, k", query, key, jnp.array([1.0, 0.0, 0.5]))  # only q occurs once
         Array([127.,   0.], dtype=float32)
 
-    Source: numpy.einsum; the arithmetic is `dot_general`'s.
+    Source: numpy.einsum; the arithmetic is that of `dot_general`.
 
-    Cotangents: as of `dot_general`.
+    Cotangents: as in `dot_general`.
     """
-    given = [check_operand(_NAME, f"operands[{i}]", x) for i, x in enumerate(operands)]
+    arrays = [check_operand(_NAME, f"operands[{i}]", x) for i, x in enumerate(operands)]
     checks.check_precision(_NAME, precision)
-    if not any(isinstance(x, QuantizedArray) for x in given):
-        got = ", ".join(str(checks.describe_value(x)) for x in given) or "none"
+    if not any(isinstance(x, QuantizedArray) for x in arrays):
+        got = ", ".join(str(checks.describe_value(x)) for x in arrays) or "none"
         checks.require_type(False, _NAME, "operands", "a QuantizedArray among them", got)
     if preferred_element_type is not None:
         preferred_element_type = checks.check_dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
     sharding.check_out_sharding(_NAME, out_sharding)
-    return contract_operands(_NAME, subscripts, given, precision, preferred_element_type, out_sharding)
+    return contract_operands(_NAME, subscripts, arrays, precision, preferred_element_type, out_sharding)
 
 
 def contract_operands(
     function: str,
     subscripts: str,
-    given: Sequence[Any],
+    operands: Sequence[Any],
     precision: Any,
     preferred: Any,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Returns `einsum`, with errors that name another function."""
-    dtypes = {x.dtype for x in given}
+    """Return the `einsum` of checked operands, with errors that name `function`."""
+    dtypes = {x.dtype for x in operands}
     dtype = preferred or (dtypes.pop() if len(dtypes) == 1 else FLOAT32)
-    terms, out = parse_subscripts(function, subscripts, [x.ndim for x in given])
+    labels_of_operands, out = parse_subscripts(function, subscripts, [x.ndim for x in operands])
     sharding.find_out_partition(function, out_sharding, len(out))
-    sizes = _find_sizes(function, given, terms)
-    parts = [
-        _check_distinct(function, i, x, labels, sizes) for i, (x, labels) in enumerate(zip(given, terms, strict=True))
-    ]
-    if len(parts) == 1:
-        x, labels, _ = parts[0]
+    sizes = _find_sizes(function, subscripts, operands, labels_of_operands)
+    terms = []
+    for i, (x, labels) in enumerate(zip(operands, labels_of_operands, strict=True)):
+        terms.append(_remove_repeats(function, i, x, labels, sizes))
+    if len(terms) == 1:
+        x, labels, _ = terms[0]
         values = x.astype(jnp.float32).dequantize()
-        found = _Part(values, labels).summed([label for label in labels if label not in out])
+        result = _Term(values, labels).sum_over([label for label in labels if label not in out])
     else:
-        how = _How(function, out, precision, dtype, out_sharding)
-        found = _contract(how, parts, _find_path(parts, out, sizes))
-    y = lax.transpose(found.x, [found.labels.index(label) for label in out])
-    if len(parts) == 1 and out_sharding is not None:
+        statics = _Statics(function, out, precision, dtype, out_sharding)
+        result = _contract_path(statics, terms, _find_path(terms, out, sizes))
+    y = lax.transpose(result.x, [result.labels.index(label) for label in out])
+    if len(terms) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
     return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
 
 
-class _Part(NamedTuple):
-    """An operand, or what some of them have become, and the indices of its dimensions.
+class _Term(NamedTuple):
+    """An operand or an intermediate result, with the labels of its dimensions.
 
     Attributes:
-        axes: of an operand, which of the caller's dimensions they are.
+        x: a QuantizedArray, or an array of floats.
+        labels: one for each dimension.
+        axes: for an operand, the places of its dimensions in the caller's array; empty for an intermediate result.
     """
 
     x: Any
     labels: _Labels
     axes: tuple[int, ...] = ()
 
-    def summed(self, labels: Sequence[str]) -> _Part:
-        """Returns the sum over some of the dimensions."""
+    def sum_over(self, labels: Sequence[str]) -> _Term:
+        """Return the sum over the dimensions with these labels."""
         axes = tuple(self.labels.index(label) for label in labels)
         kept = tuple(label for label in self.labels if label not in labels)
-        return _Part(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
+        return _Term(jnp.sum(self.x, axis=axes) if axes else self.x, kept)
 
 
 def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
-    """Returns the indices of each operand and of the output; those of "..." are numbers, from the back."""
+    """Return the labels of each operand's dimensions and of the output's; those under "..." are unused letters."""
     checks.require_type(
         isinstance(subscripts, str), function, "subscripts", "a string", checks.describe_value(subscripts)
     )
-    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
-    texts = inputs.split(",")
+    _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
+    shapes = [jax.ShapeDtypeStruct((1,) * rank, FLOAT32) for rank in ranks]
+    try:
+        inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes))
+    except ValueError as error:  # the checks above leave nothing else that opt_einsum refuses
+        expected = "an output of different indices of the operands"
+        raise checks.ContractValueError(
+            checks.format_message(function, "subscripts", expected, repr(subscripts))
+        ) from error
+    return [tuple(term) for term in inputs.split(",")], tuple(output)
+
+
+def _check_terms(function: str, text: str, ranks: Sequence[int], subscripts: str) -> None:
+    """Raise ContractValueError unless the terms are letters with one "..." at most, and fit the operands' ranks.
+
+    opt_einsum takes any character as a label, fails with an IndexError on too many terms, does not compare the ranks,
+    and sums over the dimensions of a "..." that the output lacks, which numpy refuses.
+    """
+    inputs, arrow, output = text.partition("->")
+    terms = inputs.split(",")
     expected = f"as many terms as operands, {len(ranks)}"
-    checks.require(len(texts) == len(ranks), function, "subscripts", expected, f"{len(texts)} in {subscripts!r}")
-    for text in (*texts, output):
+    checks.require(len(terms) == len(ranks), function, "subscripts", expected, f"{len(terms)} in {subscripts!r}")
+    for term in (*terms, output):
         expected = 'terms of letters and one "..." at most, with "," between and "->" before the last'
-        checks.require(bool(_TERM.fullmatch(text)), function, "subscripts", expected, repr(subscripts))
-    extras = []
-    for i, (text, rank) in enumerate(zip(texts, ranks, strict=True)):
-        named = len(text.replace("...", ""))
-        holds = named <= rank if "..." in text else named == rank
-        checks.require(holds, function, f"operands[{i}]", f"a rank that fits {text!r}", f"rank {rank}")
-        extras.append(rank - named)
-    terms = [_read_labels(text, extra) for text, extra in zip(texts, extras, strict=True)]
-    letters = inputs.replace("...", "").replace(",", "")
-    if not arrow:
-        output = "..." + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    named = output.replace("...", "")
-    holds = len(set(named)) == len(named) and set(named) <= set(letters)
-    expected = "an output of different indices of the operands"
+        checks.require(bool(_TERM.fullmatch(term)), function, "subscripts", expected, repr(subscripts))
+    has_extra = False
+    for i, (term, rank) in enumerate(zip(terms, ranks, strict=True)):
+        named = len(term.replace("...", ""))
+        holds = named <= rank if "..." in term else named == rank
+        checks.require(holds, function, f"operands[{i}]", f"a rank that fits {term!r}", f"rank {rank}")
+        has_extra |= named < rank
+    expected = 'an output with "...", because it represents dimensions of the operands'
+    holds = not arrow or "..." in output or not has_extra
     checks.require(holds, function, "subscripts", expected, repr(subscripts))
-    expected = 'an output with "...", for there are dimensions that it stands for'
-    checks.require("..." in output or max(extras) == 0, function, "subscripts", expected, repr(subscripts))
-    return terms, _read_labels(output, max(extras))
 
 
-def _read_labels(text: str, extra: int) -> _Labels:
-    before, dots, behind = text.partition("...")
-    return (*before, *(str(extra - i) for i in range(extra) if dots), *behind)
-
-
-def _find_sizes(function: str, given: Sequence[Any], terms: Sequence[_Labels]) -> dict[str, int]:
-    """Returns the size of each index; a 1 under "..." gives way to another."""
+def _find_sizes(
+    function: str, subscripts: str, operands: Sequence[Any], labels_of_operands: Sequence[_Labels]
+) -> dict[str, int]:
+    """Return the size of each label; under "..." a size of 1 broadcasts."""
     sizes: dict[str, int] = {}
-    for i, (x, labels) in enumerate(zip(given, terms, strict=True)):
+    for i, (x, labels) in enumerate(zip(operands, labels_of_operands, strict=True)):
         for label, n in zip(labels, x.shape, strict=True):
             known = sizes.setdefault(label, n)
-            is_dots = label not in string.ascii_letters
-            sizes[label] = n if is_dots and known == 1 else known
-            holds = n == sizes[label] or (is_dots and n == 1)
-            index = 'under "..."' if is_dots else f"of index {label!r}"
-            expected = f"size {known} {index}, as before it"
-            checks.require(holds, function, f"operands[{i}]", expected, f"shape {x.shape}")
+            broadcasts = label not in subscripts
+            sizes[label] = n if broadcasts and known == 1 else known
+            if n != sizes[label] and not (broadcasts and n == 1):
+                place = 'under "..."' if broadcasts else f"of index {label!r}"
+                expected = f"size {known} {place}, as before it"
+                checks.require(False, function, f"operands[{i}]", expected, f"shape {x.shape}")
     expected = f"{len(string.ascii_letters)} indices at most"
     checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", expected, len(sizes))
     return sizes
 
 
-def _check_distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Part:
-    """Returns an operand that has every index once, at its full size or not at all."""
+def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[str, int]) -> _Term:
+    """Return an operand with distinct labels, without the dimensions of size 1 that broadcast."""
     if len(set(labels)) < len(labels):
         expected = "each index once in a quantized operand, or the operand dequantized"
-        got = "".join(label for label in labels if label in string.ascii_letters)
-        checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, repr(got))
+        repeated = ", ".join(repr(label) for label in dict.fromkeys(labels) if labels.count(label) > 1)
+        checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, f"{repeated} repeated")
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept
-    shared = tuple(a for a, label in enumerate(labels) if x.shape[a] != sizes[label])
-    if not shared:
-        return _Part(x, labels, tuple(range(len(labels))))
-    squeezed = jax.tree.map(lambda part: lax.squeeze(part, shared), x)
-    axes = tuple(a for a in range(len(labels)) if a not in shared)
+    broadcast = tuple(a for a, label in enumerate(labels) if x.shape[a] != sizes[label])
+    if not broadcast:
+        return _Term(x, labels, tuple(range(len(labels))))
+    squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
+    axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)
-    return _Part(mark_checked(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
+    return _Term(mark_checked(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
 
 
-def _find_path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """Returns which operands meet, in numpy's form: by their places in a list that what they become is added to."""
-    if len(parts) == 2:
+def _find_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    """Return which terms are contracted at each step: their places in a list to whose end each result is added.
+
+    numpy's order, not opt_einsum's: the two differ wherever several orders are about as good, and the order decides
+    which operands are contracted in integers and how the results are rounded.
+    """
+    if len(terms) == 2:
         return [(0, 1)]
     letters = dict(zip(sizes, string.ascii_letters, strict=False))
-    terms = ["".join(letters[label] for label in labels) for labels in (*(p.labels for p in parts), out)]
-    nothing = np.zeros(())  # arrays of the operands' shapes that take no memory
-    shapes = [np.broadcast_to(nothing, p.x.shape) for p in parts]
-    how = ("optimal" if len(parts) <= _OPTIMAL else "greedy", _ANY_SIZE)
-    path, _ = np.einsum_path(f"{','.join(terms[:-1])}->{terms[-1]}", *shapes, optimize=how)
+    texts = ["".join(letters[label] for label in labels) for labels in (*(term.labels for term in terms), out)]
+    # numpy reads the shapes only: these arrays have them without taking memory.
+    shapes = [np.broadcast_to(np.zeros(()), term.x.shape) for term in terms]
+    strategy = ("optimal" if len(terms) <= _MAX_OPTIMAL else "greedy", _ANY_SIZE)
+    path, _ = np.einsum_path(f"{','.join(texts[:-1])}->{texts[-1]}", *shapes, optimize=strategy)
     return path[1:]
 
 
-class _How(NamedTuple):
-    """What is static of a contraction of several operands; `function` is for errors."""
+class _Statics(NamedTuple):
+    """What is static in a contraction of several operands; `function` is for errors."""
 
     function: str
     out: _Labels
@@ -230,8 +250,8 @@ class _How(NamedTuple):
     dtype: Any
     out_sharding: Any
 
-    def out_sharding_of(self, labels: _Labels) -> Any:
-        """Returns the out_sharding of a result with the indices of the output, and perhaps more, in another order."""
+    def order_out_sharding(self, labels: _Labels) -> Any:
+        """Return the out_sharding of a result with these labels: those of the output in any order, and others."""
         partition = sharding.find_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
@@ -239,45 +259,56 @@ class _How(NamedTuple):
         return sharding.set_partition(self.out_sharding, [places.get(label) for label in labels])
 
 
-def _contract(how: _How, parts: list[_Part], path: Sequence[tuple[int, ...]]) -> _Part:
-    waiting = list(parts)
+def _contract_path(statics: _Statics, terms: list[_Term], path: Sequence[tuple[int, ...]]) -> _Term:
+    """Return the contraction of all terms, a pair at a time."""
+    waiting = list(terms)
     for step in path:
-        meeting = [waiting[i] for i in sorted(step)]
-        waiting = [p for i, p in enumerate(waiting) if i not in step]
-        while len(meeting) > 1:  # where the order does not matter, numpy has all of them meet at once
-            a, b, *meeting = meeting
-            kept = {*how.out, *(label for p in (*meeting, *waiting) for label in p.labels)}
-            is_last = not meeting and not waiting
-            inner = how if is_last else how._replace(dtype=FLOAT32, out_sharding=None)
-            meeting.insert(0, _contract_pair(inner, a, b, kept))
-        waiting += meeting
-    (found,) = waiting
-    return found
+        chosen = [waiting[i] for i in sorted(step)]
+        waiting = [term for i, term in enumerate(waiting) if i not in step]
+        # A step of numpy's has more than two terms where their order makes no difference to it.
+        while len(chosen) > 1:
+            lhs, rhs, *chosen = chosen
+            kept = {*statics.out, *(label for term in (*chosen, *waiting) for label in term.labels)}
+            is_last = not chosen and not waiting
+            pair_statics = statics if is_last else statics._replace(dtype=FLOAT32, out_sharding=None)
+            chosen.insert(0, _contract_pair(pair_statics, lhs, rhs, kept))
+        waiting += chosen
+    (result,) = waiting
+    return result
 
 
-def _contract_pair(how: _How, a: _Part, b: _Part, kept: set[str]) -> _Part:
-    """Returns the product of two operands, summed over every index that is not kept."""
-    both = [label for label in a.labels if label in b.labels]
-    batch, contracted = ([label for label in both if (label in kept) == is_kept] for is_kept in (True, False))
-    frees = [label for p in (a, b) for label in p.labels if label not in both]
-    alone = [label for label in frees if label not in kept]
-    axes = ([tuple(map(p.labels.index, group)) for p in (a, b)] for group in (contracted, batch))
-    numbers: Any = tuple((left, right) for left, right in axes)
-    is_float = not isinstance(a.x, QuantizedArray) and not isinstance(b.x, QuantizedArray)
-    # Of unlike dtypes both become float32, which a user's strict promotion would not let them.
-    x, y = (p.x.astype(jnp.float32) if is_float or a.x.dtype != b.x.dtype else p.x for p in (a, b))
-    out_sharding = how.out_sharding_of((*batch, *frees))
+def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) -> _Term:
+    """Return the product of two terms, summed over every label that is not kept."""
+    shared = [label for label in lhs.labels if label in rhs.labels]
+    batch = [label for label in shared if label in kept]
+    contracted = [label for label in shared if label not in kept]
+    free = [label for term in (lhs, rhs) for label in term.labels if label not in shared]
+    # dot_general does not sum over a dimension that only one operand has.
+    summed = [label for label in free if label not in kept]
+    numbers: Any = tuple(
+        tuple(tuple(map(term.labels.index, labels)) for term in (lhs, rhs)) for labels in (contracted, batch)
+    )
+    is_float = not isinstance(lhs.x, QuantizedArray) and not isinstance(rhs.x, QuantizedArray)
+    x, y = lhs.x, rhs.x
+    # Two dtypes are both converted to float32 here, because a user's strict promotion would refuse to mix them.
+    if is_float or x.dtype != y.dtype:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    out_sharding = statics.order_out_sharding((*batch, *free))
     if is_float:
-        y = lax.dot_general(x, y, numbers, precision=how.precision, out_sharding=out_sharding)
+        product = lax.dot_general(x, y, numbers, precision=statics.precision, out_sharding=out_sharding)
     else:
-        dtype = FLOAT32 if alone else how.dtype
-        caller_axes = _find_caller_axes(a, b, contracted)
-        y = contract_checked(how.function, x, y, numbers, how.precision, dtype, out_sharding, caller_axes)
-    return _Part(y, (*batch, *frees)).summed(alone)
+        dtype = FLOAT32 if summed else statics.dtype
+        caller_axes = _find_caller_axes(lhs, rhs, contracted)
+        product = contract_checked(statics.function, x, y, numbers, statics.precision, dtype, out_sharding, caller_axes)
+    return _Term(product, (*batch, *free)).sum_over(summed)
 
 
-def _find_caller_axes(a: _Part, b: _Part, contracted: Sequence[str]) -> Axes | None:
-    """Returns the contracted dimensions by their places in what the caller gave."""
-    if not a.axes or not b.axes:  # one is a product of floats, of which nothing is required
+def _find_caller_axes(lhs: _Term, rhs: _Term, contracted: Sequence[str]) -> Axes | None:
+    """Return the places of the contracted dimensions in the caller's arrays."""
+    # An intermediate result is float, and no check of a float operand names a dimension.
+    if not lhs.axes or not rhs.axes:
         return None
-    return tuple((a.axes[a.labels.index(c)], b.axes[b.labels.index(c)]) for c in contracted)
+    pairs = []
+    for label in contracted:
+        pairs.append((lhs.axes[lhs.labels.index(label)], rhs.axes[rhs.labels.index(label)]))
+    return tuple(pairs)

@@ -1,4 +1,4 @@
-"""`jax.numpy.take` of codes: an embedding that is dequantized row by row, as it is looked up."""
+"""`jax.numpy.take` of a quantized array, of which only the selected entries are dequantized."""
 
 from __future__ import annotations
 
@@ -28,28 +28,32 @@ def take(
     mode: str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """y = q.dequantize() at `indices` along `axis`, of which only what is taken is dequantized.
+    """Take entries of a quantized array along an axis and dequantize only these.
 
-    Bit for bit the slices of `q.dequantize()`. The codes are gathered as they are stored, with the entries of the
-    scale and of the zero point that belong to them: no float array of the table's size is made.
+    y = q.dequantize() at `indices` along `axis`.
+
+    The result has the bits of the same entries of `q.dequantize()`. The codes are gathered as they are stored, together
+    with the entries of the scale and of the zero point that belong to them, so that no float array of the table's size
+    is created.
 
     Args:
-        q: the table, of rank 1 or more, however its entries are shared.
-        indices: integers of any shape; negative ones count from the end. An int stands for an array of it.
-        axis: Static. The dimension that is indexed, negative from the back. By default the first one, the rows of an
-            embedding; `jax.numpy.take` flattens by default, which codes with blocks cannot always be.
-        mode: Static. What becomes of an index that is out of range: "fill", or None, makes NaN of all that it takes;
-            "clip" takes the nearest index, and 0 for every negative one; "wrap" counts modulo the length.
+        q: the table, of rank 1 or more, of any dtype and granularity.
+        indices: integers of any shape; negative ones count from the end. An int is one index.
+        axis: Static. The dimension that is indexed; a negative one counts from the back. The default is 0, the rows of
+            an embedding; `jax.numpy.take` flattens its array by default, which is not possible for codes with blocks.
+        mode: Static. What an index out of range returns. "fill", or None: NaN for each of its entries. "clip": the
+            entries at the nearest index; every negative index becomes 0. "wrap": the entries at the index modulo the
+            length.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `x.at[indices].get`;
             required where `axis` of the table or the indices are sharded.
 
     Returns:
-        What `q.dequantize()` returns, in q.dtype, with the dimensions of `indices` in place of `axis`.
+        The entries in q.dtype, with the dimensions of `indices` in place of `axis`.
 
     Raises:
-        TypeError: q is no QuantizedArray, the indices are no integers, or axis is no int.
-        ValueError: axis is out of range, the mode is none of these, or something is taken from an axis without length;
-            or an out_sharding does not fit the result, or is missing.
+        TypeError: q is not a QuantizedArray, indices are not integers, or axis is not an int.
+        ValueError: axis is out of range, mode is unknown, entries are taken from an axis of length 0, or an
+            out_sharding does not fit the result or is missing.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -63,7 +67,7 @@ def take(
 
     Source: `jax.numpy.take`.
 
-    Cotangent of q.scale: as of `dequantize_linear`'s, over what was taken. Integers have none.
+    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Integers have none.
     """
     q = quantized_array.check_array(_NAME, "q", q)
     axis = checks.check_axis(_NAME, axis, q.ndim)
@@ -77,7 +81,7 @@ def take(
 
 
 def _read_index(indices: Any) -> Any:
-    """Returns an int as an int32 that has to hold it; anything else as it came."""
+    """Return an int as an int32, which must be able to hold it, and any other value unchanged."""
     if isinstance(indices, int) and not isinstance(indices, bool):
         bounds = np.iinfo(np.int32)
         checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
@@ -87,39 +91,39 @@ def _read_index(indices: Any) -> Any:
 
 @compile_entry_point(_NAME)
 def _take(
-    values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
+    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
     axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
     checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
-    length = values.shape[axis]
-    expected = f"an axis with a length to take from, not shape {values.shape}"
+    length = codes.shape[axis]
+    expected = f"an axis with a length to take from, not shape {codes.shape}"
     checks.require(length > 0 or indices.size == 0, _NAME, "axis", expected, axis)
-    q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
-    where, inside = _look_up(indices, length, mode)
+    q = mark_checked(QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    index, is_inside = _find_index(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
-    taken = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, where), out_sharding))
-    if inside is None:
-        return taken
-    wide = lax.broadcast_in_dim(inside, taken.shape, tuple(range(axis, axis + inside.ndim)))
-    return jnp.where(sharding.place_like(wide, taken), taken, jnp.asarray(np.nan, taken.dtype))
+    entries = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, index), out_sharding))
+    if is_inside is None:
+        return entries
+    mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + is_inside.ndim)))
+    return jnp.where(sharding.place_like(mask, entries), entries, jnp.asarray(np.nan, entries.dtype))
 
 
 def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_sharding: Any) -> None:
-    """Requires an out_sharding that fits the result, or shardings that determine it."""
+    """Check that an out_sharding fits the result, or that the shardings of q and indices determine one."""
     rank = q.ndim - 1 + indices.ndim
     if sharding.find_out_partition(_NAME, out_sharding, rank) is not None:
         return
     if sharding.find_partition(q.codes)[axis] is None and not any(sharding.find_partition(indices)):
         return
-    given = f"q {sharding.describe_placement(q.codes)} and indices {sharding.describe_placement(indices)}"
-    expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {given}"
+    operands = f"q {sharding.describe_placement(q.codes)} and indices {sharding.describe_placement(indices)}"
+    expected = f"a NamedSharding or PartitionSpec for the {rank} dimensions of the result, not determined by {operands}"
     checks.require(False, _NAME, "out_sharding", expected, None)
 
 
-def _look_up(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
-    """Returns indices in [0, length), and under "fill" where they are the ones that were asked for."""
-    # A dtype narrower than the length would wrap around where the length is added.
+def _find_index(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
+    """Return indices in [0, length) and, for "fill", a mask of the ones that were in range."""
+    # A narrow dtype could wrap around when the length is added to a negative index.
     wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
     last = wide.dtype.type(max(length - 1, 0))
     if mode == "wrap":

@@ -1,1 +1,1 @@
-"""Operators of ONNX and of ONNX Runtime on plain arrays, one file each."""
+"""The operators of ONNX and ONNX Runtime on plain arrays, one file for each."""

@@ -1,4 +1,4 @@
-"""What ONNX gives the rows of a and the columns of b, and the integer product of two stacks of matrices."""
+"""Scales and zero points per row of a and per column of b, and the int32 product of two stacks of matrices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..integer import _operands
 from ..integer.dot_general import Role, contract_roles, determines_sharding
 
 
-def read_per_row(function: str, argument: str, value: jax.Array, of: Shapes) -> jax.Array:
-    """Reads what is one for a, or one for each of its rows, as an array of a's rank with 1 for its columns."""
-    return _read(function, argument, value, (*of.a[:-1], 1), len(of.a) - 2, "row of a")
+def read_per_row(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
+    """Return a scale or zero point of a, one or one for each row, as an array of a's rank with 1 for its columns."""
+    return _read(function, argument, value, (*shapes.a[:-1], 1), len(shapes.a) - 2, "row of a")
 
 
-def read_per_column(function: str, argument: str, value: jax.Array, of: Shapes) -> jax.Array:
-    """Reads what is one for b, or one for each of its columns, as an array of b's rank with 1 for its rows."""
-    return _read(function, argument, value, (*of.b[:-2], 1, of.b[-1]), len(of.b) - 1, "column of b")
+def read_per_column(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
+    """Return a scale or zero point of b, one or one for each column, as an array of b's rank with 1 for its rows."""
+    return _read(function, argument, value, (*shapes.b[:-2], 1, shapes.b[-1]), len(shapes.b) - 1, "column of b")
 
 
 def _read(function: str, argument: str, value: jax.Array, full: tuple[int, ...], axis: int, per: str) -> jax.Array:
@@ -36,47 +36,56 @@ def _read(function: str, argument: str, value: jax.Array, full: tuple[int, ...],
     return value
 
 
-def read_zero_points(
-    function: str, of: Shapes, operands: tuple[Any, Any], given: tuple[Any, Any], centred: tuple[bool, bool]
-) -> tuple[Any, Any]:
-    """Holds a_zero_point and b_zero_point to their contracts and returns them as the signed operands want them."""
-    found = []
-    for name, x, zero_point, known, read in zip(
-        "ab", operands, given, centred, (read_per_row, read_per_column), strict=True
-    ):
-        argument = f"{name}_zero_point"
-        if zero_point is not None:
-            checks.check_same_dtype(function, argument, zero_point, x.dtype, f"{name}'s")
-            zero_point = read(function, argument, zero_point, of)
-        found.append(_operands.convert_steps(zero_point, x.dtype, known))
-    return found[0], found[1]
+def read_row_steps(function: str, a: jax.Array, zero_point: Any, shapes: Shapes, centred: bool) -> Any:
+    """Check a_zero_point and return it as the int32 zero point of the signed a, or None where that is known to be 0."""
+    if zero_point is not None:
+        checks.check_same_dtype(function, "a_zero_point", zero_point, a.dtype, "a's")
+        zero_point = read_per_row(function, "a_zero_point", zero_point, shapes)
+    return _operands.convert_steps(zero_point, a.dtype, centred)
 
 
-def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, of: Shapes) -> jax.Array:
-    """Returns the int32 product of two 8-bit operands, of the shape `of.product`.
+def read_column_steps(function: str, b: jax.Array, zero_point: Any, shapes: Shapes, centred: bool) -> Any:
+    """Check b_zero_point and return it as the int32 zero point of the signed b, or None where that is known to be 0."""
+    if zero_point is not None:
+        checks.check_same_dtype(function, "b_zero_point", zero_point, b.dtype, "b's")
+        zero_point = read_per_column(function, "b_zero_point", zero_point, shapes)
+    return _operands.convert_steps(zero_point, b.dtype, centred)
 
-    The steps are those of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
+
+def check_bias(function: str, bias: Any, shapes: Shapes) -> None:
+    """Check that the bias is None or has one float32 for each column of b."""
+    if bias is not None:
+        checks.check_same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
+        checks.check_shape(function, "bias", bias, (shapes.b[-1],), "one for each column of b")
+
+
+def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, shapes: Shapes) -> jax.Array:
+    """Return the int32 product of two 8-bit operands, of shape `shapes.product`.
+
+    The steps are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
     """
-    a, b = _operands.convert_to_signed(a.reshape(of.a)), _operands.convert_to_signed(b.reshape(of.b))
-    if math.prod(of.b[:-2]) == 1:  # one b for all of a: its batch is more rows
-        rank, extra = len(of.a), of.product[: -len(of.a)] if len(of.b) > len(of.a) else ()
-        b, b_steps = b.reshape(of.b[-2:]), _as_matrix(b_steps)
+    a, b = _operands.convert_to_signed(a.reshape(shapes.a)), _operands.convert_to_signed(b.reshape(shapes.b))
+    # A single b multiplies all of a, so that a's batch dimensions are further rows of one product.
+    if math.prod(shapes.b[:-2]) == 1:
+        rank = len(shapes.a)
+        leading = shapes.product[:-rank] if len(shapes.b) > rank else ()
+        b, b_steps = b.reshape(shapes.b[-2:]), _drop_batch(b_steps)
         left, right = Role((), tuple(range(rank - 1)), (rank - 1,)), Role((), (1,), (0,))
-        _check_placement(of.function, a, b, left, right)
+        _check_placement(shapes.function, a, b, left, right)
         acc = contract_roles(a, b, a_steps, b_steps, left, right)
-        return acc.reshape((*extra, *acc.shape)) if extra else acc
-    batch = of.product[:-2]
-    a, a_steps = (_stack_batch(x, batch, a.shape[:-2]) for x in (a, a_steps))
-    b, b_steps = (_stack_batch(x, batch, b.shape[:-2]) for x in (b, b_steps))
+        return acc.reshape((*leading, *acc.shape)) if leading else acc
+    batch = shapes.product[:-2]
+    a, a_steps = _broadcast_operand(a, batch), _broadcast_steps(a_steps, batch)
+    b, b_steps = _broadcast_operand(b, batch), _broadcast_steps(b_steps, batch)
     n = len(batch)
-    role = tuple(range(n))
-    left, right = Role(role, (n,), (n + 1,)), Role(role, (n + 1,), (n,))
-    _check_placement(of.function, a, b, left, right)
+    axes = tuple(range(n))
+    left, right = Role(axes, (n,), (n + 1,)), Role(axes, (n + 1,), (n,))
+    _check_placement(shapes.function, a, b, left, right)
     return contract_roles(a, b, a_steps, b_steps, left, right)
 
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
-    """Requires shardings that determine that of the product: an ONNX operator takes no out_sharding."""
+    """Check that the shardings of a and b determine that of the product: an ONNX operator takes no out_sharding."""
     if not (sharding.is_placed(a) or sharding.is_placed(b)) or determines_sharding(a, b, left, right):
         return
     expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
@@ -84,22 +93,20 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
     checks.require(False, function, "a, b", f"{expected}(..., out_sharding=...)", got)
 
 
-def _as_matrix(steps: Any) -> Any:
+def _drop_batch(steps: Any) -> Any:
+    """Return steps of a b without batch dimensions, which are all 1."""
     return steps if steps is None or steps.ndim < 2 else steps.reshape(steps.shape[-2:])
 
 
-def _stack_batch(x: Any, batch: tuple[int, ...], own: tuple[int, ...]) -> Any:
-    """Returns an operand, or what belongs to it, under the common batch dimensions; 1 stays 1 in what belongs to it."""
-    if x is None or x.ndim < 2:
-        return x
-    x = x.reshape((1,) * (len(batch) + 2 - x.ndim) + x.shape)
-    is_operand = x.shape[len(batch) - len(own) : -2] == own and x.dtype == jnp.int8
-    whole = is_operand or any(n != 1 for n in x.shape[:-2])
-    return jnp.broadcast_to(x, (*batch, *x.shape[-2:])) if whole else x
+def _broadcast_operand(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Return an operand with the common batch dimensions."""
+    return jnp.broadcast_to(x, (*batch, *x.shape[-2:]))
 
 
-def check_bias(function: str, bias: Any, of: Shapes) -> None:
-    """Requires None or one float32 for each column of b."""
-    if bias is not None:
-        checks.check_same_dtype(function, "bias", bias, dtypes.FLOAT32, "the result's")
-        checks.check_shape(function, "bias", bias, (of.b[-1],), "one for each column of b")
+def _broadcast_steps(steps: Any, batch: tuple[int, ...]) -> Any:
+    """Return steps with the common batch dimensions, or with 1 in place of each where no batch dimension varies."""
+    if steps is None or steps.ndim < 2:
+        return steps
+    if all(n == 1 for n in steps.shape[:-2]):
+        return steps.reshape((1,) * len(batch) + steps.shape[-2:])
+    return jnp.broadcast_to(steps, (*batch, *steps.shape[-2:]))

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import jax
 from jax.typing import ArrayLike
 
-from .._core import checks
 from .._core.entry_point import compile_entry_point
 from ..integer import _operands
-from ..integer._conv_geometry import check_zero_points
 from ..integer.conv_general_dilated import convolve_planned
-from ._conv_attributes import Attributes, check_attributes, find_geometry
+from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "conv_integer"
 
@@ -30,31 +28,36 @@ def conv_integer(
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> jax.Array:
-    """y = convolution of x - x_zero_point with w - w_zero_point, in int32.
+    """Convolve 8-bit codes in int32, as ONNX's ConvInteger does.
 
-    Exact modulo 2**32: the int32 wraps around, as the ONNX text lets it. It cannot while a kernel has fewer than
-    2**31 / (255 * 255) = 33025 weights. Padding counts as 0 after the zero point is subtracted. Both operands enter
-    as int8; only a depthwise convolution, a sum of products element by element, widens what it has at hand.
+    y = convolution of x - x_zero_point with w - w_zero_point.
+
+    Exact modulo 2**32: the int32 wraps around, as the ONNX text permits. It cannot while a kernel has fewer than
+    2**31 / (255 * 255) = 33025 weights for an output. Padding counts as 0 after the zero point is subtracted. Both
+    operands are convolved as int8; only a depthwise convolution, which is a sum of elementwise products, widens them.
 
     Args:
         x: codes, int8 or uint8, (N, C, *spatial) with one spatial dimension or more.
         w: codes, int8 or uint8, (M, C / group, *kernel), not necessarily x's dtype.
-        x_zero_point: steps, a scalar in x's dtype. None is 0. An int stands for an array of it.
-        w_zero_point: steps, in w's dtype: a scalar, or [M]. Likewise.
-        auto_pad: Static. "NOTSET" pads by `pads`; "SAME_UPPER" and "SAME_LOWER" so that ceil(size / stride) positions
-            fit, an odd one at the end or at the beginning; "VALID" not at all.
-        dilations: Static. Steps between neighbours of the kernel, one for each spatial dimension; None is 1.
-        group: Static. Groups of channels that do not meet.
-        kernel_shape: Static. None, or w's own.
-        pads: Static. Where each spatial dimension begins, then where each ends; None is 0.
+        x_zero_point: steps, a scalar in x's dtype. None is 0. An int is a scalar in x's dtype.
+        w_zero_point: steps, in w's dtype: a scalar, or one for each feature, as [M]. None is 0. An int is a scalar in
+            w's dtype.
+        auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that there are
+            ceil(size / stride) positions, with an odd element at the end or at the beginning. "VALID" does not pad.
+        dilations: Static. The step between neighbouring elements of the kernel, one for each spatial dimension; None
+            is 1.
+        group: Static. The number of groups of channels that are convolved separately.
+        kernel_shape: Static. The spatial shape of w, or None.
+        pads: Static. How many elements are added at the beginning of each spatial dimension, then how many at the end
+            of each; None is 0.
         strides: Static. One for each spatial dimension; None is 1.
 
     Returns:
         int32, (N, M, *positions).
 
     Raises:
-        TypeError: an operand is neither int8 nor uint8, a zero point has another dtype than its operand, or an
-            attribute a wrong type.
+        TypeError: an operand is neither int8 nor uint8, a zero point does not have its operand's dtype, or an
+            attribute has a wrong type.
         ValueError: shapes and attributes do not fit each other.
 
     Example:
@@ -65,7 +68,7 @@ def conv_integer(
                  [ 24, 273, 260],
                  [ 15, 262, 254]]]], dtype=int32)
 
-    Source: ONNX ConvInteger-10. ONNX Runtime takes no w_zero_point per feature; here the text holds.
+    Source: ONNX ConvInteger-10. ONNX Runtime accepts no w_zero_point per feature; this function follows the text.
     """
     x_zero_point = _operands.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
     w_zero_point = _operands.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
@@ -82,14 +85,5 @@ def _conv_integer(
     x: jax.Array, w: jax.Array, x_zero_point: jax.Array | None, w_zero_point: jax.Array | None, *,
     attributes: Attributes, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    checks.check_array(_NAME, "x", x, _operands.EIGHT_BITS)
-    checks.check_array(_NAME, "w", w, _operands.EIGHT_BITS)
-    found = find_geometry(_NAME, x, w, attributes)
-    check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
-    steps = (
-        _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
-        _operands.convert_steps(w_zero_point, w.dtype, centred[1]),
-    )
-    return convolve_planned(
-        _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, lambda acc, _: acc
-    )
+    prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
+    return convolve_planned(*prepared, False, lambda acc, _: acc)

@@ -29,30 +29,32 @@ def dequantize_linear(
     block_size: int = 0,
     output_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """y = (x - x_zero_point) * x_scale.
+    """Dequantize codes with their scale and zero point, as ONNX's DequantizeLinear does.
 
-    The difference is exact, the product is taken in float32 and rounded to the output dtype once, as ONNX
-    Runtime and ONNX's reference do it. The product stays rounded when an addition follows it: XLA may not fuse
-    the two. An int32 x is rounded to float32 first; an int32 difference wraps.
+    y = (x - x_zero_point) * x_scale.
+
+    The difference is exact; the product is computed in float32 and rounded to the output dtype once, as in ONNX Runtime
+    and in ONNX's reference. If an addition follows, the product stays rounded: XLA cannot fuse the two into one
+    operation. An int32 x is rounded to float32 first, and its difference wraps around.
 
     Args:
         x: codes of any shape: int2, uint2, int4, uint4, int8, uint8, int16, uint16, int32, one of the four float8
             or float4_e2m1fn.
-        x_scale: value per step. float32, float16, bfloat16, or float8_e8m0fnu with an `output_dtype`. A scalar or
-            one element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
-            ceil(length / block_size) in place of the axis. A Python number is float32.
-        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0. An int stands for an array of
-            it, in x's dtype. For a float x it must be 0: what is known at trace time is checked, what is traced is
-            ignored.
-        axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
-        block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
+        x_scale: value per step, float32, float16, bfloat16, or float8_e8m0fnu together with an `output_dtype`. Per
+            tensor: a scalar or one element. Per axis: 1-D, as long as x's `axis`. With `block_size`: x's shape with
+            ceil(length / block_size) in place of the length of `axis`. A Python number is float32.
+        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0. An int is used for every scale, in x's
+            dtype. For a float x it must be 0: a concrete value is checked, a traced one is ignored.
+        axis: Static. The axis that is kept; a negative one counts from the back. Ignored per tensor.
+        block_size: Static. How many elements along `axis` share a scale; the last block may be shorter. 0 means no
+            blocks.
         output_dtype: Static. float32, float16 or bfloat16; by default x_scale's dtype.
 
     Returns:
-        The values, x's shape, in the output dtype.
+        The values, of x's shape, in the output dtype.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
+        TypeError: an argument has a dtype or type that the operator does not support.
         ValueError: shapes, axis or block_size do not fit each other, or a float x has a zero point.
 
     Example:
@@ -65,7 +67,8 @@ def dequantize_linear(
 
     Source: ONNX DequantizeLinear-10, -13, -19, -21, -23, -24, -25, -28.
 
-    Cotangent of x_scale: sum over its slice of g * (x - x_zero_point). Of a float x: g * x_scale. Integers have none.
+    Cotangent of x_scale: g * (x - x_zero_point), summed over the elements that share the scale. Of a float x:
+    g * x_scale. Integers have none.
     """
     if isinstance(x_scale, int | float):
         x_scale = convert_scale_number(_NAME, "x_scale", x_scale, None)
@@ -84,10 +87,10 @@ def _dequantize_linear(
     checks.check_array(_NAME, "x", x, _X)
     checks.check_array(_NAME, "x_scale", x_scale, _SCALE)
     if output_dtype is None:
-        expected = "an output_dtype with it: float8_e8m0fnu holds powers of two only"
+        expected = "an output_dtype with it, because float8_e8m0fnu has only powers of two"
         checks.require_type(x_scale.dtype != dtypes.E8M0, _NAME, "x_scale", expected, "float8_e8m0fnu alone")
-    wanted_dtype = x_scale.dtype if output_dtype is None else output_dtype
-    dtype = checks.check_dtype(_NAME, "output_dtype", wanted_dtype, dtypes.FLOATS)
+        output_dtype = x_scale.dtype
+    dtype = checks.check_dtype(_NAME, "output_dtype", output_dtype, dtypes.FLOATS)
     granularity = resolve_onnx(_NAME, "x_scale", x_scale, x.shape, axis, block_size)
     if x_zero_point is not None:
         checks.check_same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")

@@ -1,4 +1,4 @@
-"""ONNX DynamicQuantizeLinear-11, with the int8 form its text describes and a scale per slice."""
+"""ONNX DynamicQuantizeLinear-11, also for int8 and with a scale for each index of an axis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DynamicQuantizeLinearOutput(NamedTuple):
     y_zero_point: jax.Array
 
 
-# A program that returns one can be saved by jax.export.
+# Without a registered name jax.export refuses to save a program that returns this class.
 export.register_namedtuple_serialization(
     DynamicQuantizeLinearOutput, serialized_name="jaxquant.DynamicQuantizeLinearOutput"
 )
@@ -45,35 +45,39 @@ def dynamic_quantize_linear(
     lda_coeff: float = 1.0,
     name: str | None = None,
 ) -> DynamicQuantizeLinearOutput:
-    """y_scale = (max(x, 0) - min(x, 0)) / (qmax - qmin), y_zero_point = round(saturate(qmin - min(x, 0) / y_scale)).
+    """Quantize an array with a scale and zero point computed from its range, as ONNX's DynamicQuantizeLinear does.
 
-    Then y = saturate(round_half_even(x / y_scale) + y_zero_point). The order of the float32 operations is ONNX
-    Runtime's. For int8 the range is [-127, 127], as the ONNX text has it.
+    y_scale = (max(x, 0) - min(x, 0)) / (qmax - qmin),
+    y_zero_point = round_half_even(saturate(qmin - min(x, 0) / y_scale)),
+    y = saturate(round_half_even(x / y_scale) + y_zero_point).
+
+    The float32 operations have ONNX Runtime's order. For int8 the range [qmin, qmax] is [-127, 127], as in the ONNX
+    text.
 
     A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. So has a range of subnormal
     numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below 3e-36), y_scale is the
-    least normal float32, 2**-126, and y and y_zero_point follow from it; ONNX Runtime has the subnormal y_scale there.
-    An infinity in x makes y_scale infinite; a NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. So does every
-    other x whose min(x, 0) / y_scale is NaN have y_zero_point qmax: -inf, for one.
+    least normal float32, 2**-126, from which y and y_zero_point follow; ONNX Runtime has the subnormal y_scale there.
+    An infinity in x makes y_scale infinite. A NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. Any other x for
+    which min(x, 0) / y_scale is NaN, -inf for example, also has y_zero_point qmax.
 
     Args:
         x: values, float32, of any shape; a Python number is float32.
         dtype: Static. uint8 or int8.
-        axis: Static. None for one scale; else the axis that is kept, negative from the back: a scale and a zero
-            point per index of it, each from its own slice.
-        training: Static. False keeps nothing for the backward pass; differentiating then raises.
-        lda_coeff: Static. Multiplies the gradient that flows back to x; 0 stops it, -1 reverses it.
-        name: Static. A name for the operation in the lowered program, as `jax.named_scope` gives it.
+        axis: Static. None for one scale. Otherwise the axis that is kept, a negative one counted from the back: each of
+            its indices has a scale and a zero point, computed from its own slice.
+        training: Static. False stores nothing for the backward pass; differentiating then raises an error.
+        lda_coeff: Static. A factor of the gradient with respect to x; 0 stops it, -1 reverses it.
+        name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
 
     Returns:
-        y: the codes, x's shape, in `dtype`.
-        y_scale: value per step, float32, () or as long as `axis`. `dequantize_linear` must be given the same axis;
-            its own default is 1.
+        y: the codes, of x's shape, in `dtype`.
+        y_scale: value per step, float32, of shape () or as long as `axis`. `dequantize_linear` must be called with the
+            same axis; its default is 1.
         y_zero_point: steps, in `dtype`, of y_scale's shape.
 
     Raises:
         TypeError: x is not float32, dtype is neither uint8 nor int8, or a static argument has a wrong type.
-        ValueError: axis is out of range; or the call is differentiated with training=False.
+        ValueError: axis is out of range, or the call is differentiated with training=False.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -87,9 +91,9 @@ def dynamic_quantize_linear(
     Source: ONNX DynamicQuantizeLinear-11; training, lda_coeff and name from the node of Graiphic's Deep Learning
     Toolkit for LabVIEW.
 
-    Cotangent of x, with g that of y_scale: lda_coeff * g / (qmax - qmin) at the largest element where it is
-    positive, minus that at the smallest where it is negative; equal elements share it. y and y_zero_point are
-    integers and carry none.
+    Cotangent of x, with g that of y_scale: lda_coeff * g / (qmax - qmin) at the largest element if it is positive, and
+    minus that at the smallest if it is negative; equal elements share it in equal parts. y and y_zero_point are
+    integers and carry no gradient.
     """
     return _dynamic_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
@@ -101,9 +105,9 @@ def _dynamic_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
-    found, granularity = check_dynamic(_NAME, x, dtype, axis)
+    dtype, granularity = check_dynamic(_NAME, x, dtype, axis)
     toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
-    config = _Config(granularity, found, bool(training), float(lda_coeff))
+    config = _Config(granularity, dtype, bool(training), float(lda_coeff))
     with toolkit_attributes.name_scope(name):
         return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
 
@@ -120,7 +124,8 @@ _Outputs = tuple[jax.Array, jax.Array, jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
-    x = jnp.asarray(x)  # an inlined jit can hand a Python number through
+    # A jit that is inlined can pass a Python number through.
+    x = jnp.asarray(x)
     _, _, scale, zero_point = find_dynamic_range(x, config.granularity, config.dtype)
     return encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point
 
@@ -146,42 +151,42 @@ _dynamic_quantize.defvjp(_dynamic_quantize_fwd, _dynamic_quantize_bwd)
 
 
 def _share_gradient(x: jax.Array, extreme: jax.Array, granularity: Granularity, is_zero: jax.Array) -> jax.Array:
-    """Returns each element's share of an extreme: 1 / n where n elements are it, 0 where the 0 in the range is."""
+    """Return each element's share of an extreme: 1 / n for the n elements equal to it, 0 where the extreme is 0."""
     equal = (x == granularity.expand(extreme, x)).astype(jnp.float32)
     share = equal / granularity.expand(sum_to_scale(granularity, equal, extreme), x)
     share = jnp.where(granularity.expand(is_zero, x), np.float32(0), share)
-    # XLA takes a product with a mask for a choice, and 0 / 0 for 0.
+    # XLA may turn the product with a mask into a select, which loses the NaN.
     return jnp.where(granularity.expand(jnp.isnan(extreme), x), np.float32(np.nan), share)
 
 
 def find_dynamic_range(
     x: jax.Array, granularity: Granularity, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (low, high, scale, zero_point) of x, the range widened to hold 0."""
+    """Return (low, high, scale, zero_point) of x, where [low, high] is its range extended to 0."""
     axes = find_reduced_axes(granularity, x.ndim)
     low, high = min_max.find_min_max(x, axes)
     qmin, qmax = dtypes.find_narrow_bounds(dtype)
     width = high - low
     steps = place_like(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
     scale = division.divide(width, steps)
-    # XLA:CPU takes subnormal numbers for 0. Compared, not a maximum, which may lose a NaN.
+    # XLA:CPU treats subnormal numbers as 0. A maximum in place of the comparison could lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
     start = np.float32(qmin) - division.divide(low, scale)
-    # ONNX Runtime's clamp takes a NaN to the upper bound.
+    # ONNX Runtime's clamp turns a NaN into the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
     zero_point = rounding.encode_steps(start, None, dtype, (qmin, qmax))
     return low, high, scale, zero_point
 
 
 def encode_dynamic(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:
-    """Returns the codes of x under a range found by `dynamic_range`."""
+    """Return the codes of x for a scale and zero point of `find_dynamic_range`."""
     bounds = dtypes.find_narrow_bounds(zero_point.dtype)
     return quantize_affine(x, scale, zero_point, granularity, zero_point.dtype, dtypes.FLOAT32, bounds=bounds)
 
 
 def check_dynamic(function: str, x: jax.Array, dtype: Any, axis: int | None) -> tuple[np.dtype, Granularity]:
-    """Holds the arguments that every dynamic ONNX operator takes to their contracts."""
+    """Check the arguments of a dynamic ONNX operator, and return the dtype and the granularity of its codes."""
     checks.check_array(function, "x", x, (dtypes.FLOAT32,))
-    found = checks.check_dtype(function, "dtype", dtype, DTYPES)
-    return found, find_slices(function, axis, x.shape)
+    code_dtype = checks.check_dtype(function, "dtype", dtype, DTYPES)
+    return code_dtype, find_slices(function, axis, x.shape)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's DynamicQuantizeMatMul, with a scale per block of rows besides."""
+"""ONNX Runtime's DynamicQuantizeMatMul, also with a scale for each block of b's rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from jax.typing import ArrayLike
 
 from .._core import checks, dtypes, entry_point, granularity, matmul_shapes
 from .._core.entry_point import compile_entry_point
+from .._core.matmul_shapes import Shapes
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns
+from ._scaled_product import count_blocks, multiply_scaled, read_scaled_columns
 from .dynamic_quantize_linear import encode_dynamic, find_dynamic_range
-from .matmul_integer_to_float import check_blocks, count_blocks, multiply_blocks
 
 _NAME = "dynamic_quantize_matmul"
 _UINT8 = np.dtype(jnp.uint8)
@@ -26,28 +27,30 @@ _UINT8 = np.dtype(jnp.uint8)
 def dynamic_quantize_matmul(
     a: ArrayLike, b: ArrayLike, b_scale: ArrayLike, b_zero_point: ArrayLike | None = None, bias: ArrayLike | None = None
 ) -> jax.Array:
-    """y = float32((q - q_zero_point) @ (b - b_zero_point)) * (q_scale * b_scale) + bias, with q of a's own range.
+    """Quantize a to uint8 by its range and multiply it by codes, as ONNX Runtime's DynamicQuantizeMatMul does.
 
-    q, q_scale and q_zero_point are what `dynamic_quantize_linear` makes of the whole of a, in uint8. The float32
-    operations are ONNX Runtime's, each rounded once. What `dynamic_quantize_linear` says of infinities and NaN in a
-    holds here. With a scale per block of b's rows, the products of the blocks are added in ascending order, as in
-    `matmul_integer_to_float`.
+    y = float32((q - q_zero_point) @ (b - b_zero_point)) * (q_scale * b_scale) + bias,
+    where (q, q_scale, q_zero_point) is the result of `dynamic_quantize_linear` for the whole of a, in uint8.
+
+    The float32 operations are ONNX Runtime's, each rounded once. Infinities and NaN in a have the effect that
+    `dynamic_quantize_linear` documents. With a scale for each block of b's rows, the products of the blocks are added
+    in ascending order, as in `matmul_integer_to_float`.
 
     Args:
-        a: values, float32, of rank 1 or more; numpy.matmul's shapes.
+        a: values, float32, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8.
-        b_scale: value per step of b, float32: a scalar, one for each column, as [N] or [..., 1, N], or, for a b of
+        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has
             rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number is
             float32.
-        b_zero_point: steps, in b's dtype, shaped as a b_scale; [blocks, N] only with such a b_scale. None is 0. An
-            int stands for an array of it.
+        b_zero_point: steps, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has it too.
+            None is 0. An int is a scalar in b's dtype.
         bias: float32, [N]. None is 0.
 
     Returns:
         float32, of numpy.matmul's shape.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have.
+        TypeError: an argument has a dtype that the operator does not support.
         ValueError: shapes do not fit each other.
 
     Example:
@@ -57,10 +60,10 @@ def dynamic_quantize_matmul(
         >>> jq.dynamic_quantize_matmul(a, b, jnp.array([0.25, 2.0]))
         Array([[   6.666667, 3426.51    ]], dtype=float32)
 
-    Source: ONNX Runtime's com.microsoft DynamicQuantizeMatMul-1; the blocks are this library's.
+    Source: ONNX Runtime's com.microsoft DynamicQuantizeMatMul-1; the blocks are an addition of this library.
 
-    Cotangent of a: g times the dequantized b, transposed: rounding passes it straight through, and a's range counts
-    as a constant. Of b_scale: g * acc * q_scale, summed over what shares the scale. Of bias: g summed over rows.
+    Cotangent of a: g times the transpose of the dequantized b; rounding counts as the identity, and the range of a as a
+    constant. Of b_scale: g * acc * q_scale, summed over the elements that share the scale. Of bias: g summed over rows.
     Integers have none.
     """
     b_scale = convert_plain_scale(_NAME, "b_scale", b_scale)
@@ -77,64 +80,43 @@ def _dynamic_quantize_matmul(
     checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    _rows_and_columns.check_bias(_NAME, bias, of)
-    if count_blocks(b_scale, of) > 1:
-        b_scale, b_zero_point = check_blocks(_NAME, b, b_scale, b_zero_point, of)
-        steps = _operands.convert_steps(b_zero_point, b.dtype, centred)
-    else:
-        _, steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (None, b_zero_point), (True, centred))
-        b_scale = _rows_and_columns.read_per_column(_NAME, "b_scale", b_scale, of)
-    y: Any = _multiply(of, a, b, steps, b_scale)
-    return _scaling.add_bias(y, bias).reshape(of.out)
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    _rows_and_columns.check_bias(_NAME, bias, shapes)
+    b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred)
+    y: Any = _multiply(shapes, a, b, b_steps, b_scale)
+    return _scaling.add_bias(y, bias).reshape(shapes.out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
-    """Returns the product before its bias; b_steps are of the signed b."""
-    return _multiply_fwd(of, a, b, b_steps, b_scale)[0]
-
-
-def _multiply_scaled(
-    of: matmul_shapes.Shapes,
-    codes: jax.Array,
-    b: jax.Array,
-    a_steps: Any,
-    b_steps: Any,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-) -> jax.Array:
-    a_scale = a_scale.reshape((1,) * len(of.a))
-    if count_blocks(b_scale, of) > 1:
-        return multiply_blocks(codes, b, a_steps, b_steps, a_scale, b_scale, of)
-    acc = _rows_and_columns.multiply_matrices(codes, b, a_steps, b_steps, of)
-    return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, b_scale))
+def _multiply(shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
+    """Return the product without its bias; b_steps is the zero point of the signed b."""
+    return _multiply_fwd(shapes, a, b, b_steps, b_scale)[0]
 
 
 def _multiply_fwd(
-    of: matmul_shapes.Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
+    shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
     per_tensor = granularity.PerTensor()
     _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
-    steps = _operands.convert_steps(zero_point, _UINT8, False)
-    y = _multiply_scaled(of, codes, b, steps, b_steps, scale, b_scale)
-    return y, (codes, b, steps, b_steps, scale, b_scale)
+    a_steps, a_scale = _operands.convert_steps(zero_point, _UINT8, False), scale.reshape((1,) * len(shapes.a))
+    y = multiply_scaled(codes, b, a_steps, b_steps, a_scale, b_scale, shapes)
+    return y, (codes, b, a_steps, b_steps, a_scale, b_scale)
 
 
-def _multiply_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    codes, b, a_steps, b_steps, scale, b_scale = residuals
-    weights = _operands.convert_to_signed(b.reshape(of.b)).astype(jnp.float32)
-    blocks = count_blocks(b_scale, of)
+def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+    codes, b, a_steps, b_steps, a_scale, b_scale = residuals
+    weights = _operands.convert_to_signed(b.reshape(shapes.b)).astype(jnp.float32)
+    blocks = count_blocks(b_scale, shapes)
     if b_steps is not None:
-        weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, of), of.b).astype(jnp.float32)
-    values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, of), of.b)
+        weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)
+    values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
-    # Of the codes' own shape, sharding and variance; a product is linear, so its value does not matter.
-    like = codes.reshape(of.a).astype(jnp.float32)
+    # jax.vjp needs an operand with the shape, sharding and variance of a. A product is linear, so its value is free.
+    like = codes.reshape(shapes.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
-    _, pull_scale = jax.vjp(lambda s: _multiply_scaled(of, codes, b, a_steps, b_steps, scale, s), b_scale)
+    _, pull_scale = jax.vjp(lambda s: multiply_scaled(codes, b, a_steps, b_steps, a_scale, s, shapes), b_scale)
     (da,) = pull_a(g)
     return da.reshape(codes.shape), None, None, pull_scale(g)[0]
 
@@ -142,6 +124,6 @@ def _multiply_bwd(of: matmul_shapes.Shapes, residuals: Any, g: jax.Array) -> tup
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
 
 
-def _spread_blocks(value: jax.Array, blocks: int, of: matmul_shapes.Shapes) -> jax.Array:
-    """Returns what belongs to blocks of b's rows for every row; anything else as it came."""
-    return jnp.repeat(value, of.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value
+def _spread_blocks(value: jax.Array, blocks: int, shapes: Shapes) -> jax.Array:
+    """Return a scale or zero point of [blocks, N] with an entry for each row of b, and any other one unchanged."""
+    return jnp.repeat(value, shapes.b[0] // blocks, axis=0) if blocks > 1 and value.ndim == 2 else value

@@ -16,23 +16,26 @@ _NAME = "matmul_integer"
 def matmul_integer(
     a: ArrayLike, b: ArrayLike, a_zero_point: ArrayLike | None = None, b_zero_point: ArrayLike | None = None
 ) -> jax.Array:
-    """y = (a - a_zero_point) @ (b - b_zero_point), in int32.
+    """Multiply matrices of 8-bit codes in int32, as ONNX's MatMulInteger does.
 
-    Exact modulo 2**32: the int32 wraps around, as the ONNX text lets it. It cannot while a has fewer than
-    2**31 / (255 * 255) = 33025 columns. Both operands enter the contraction as int8 and are never widened.
+    y = (a - a_zero_point) @ (b - b_zero_point).
+
+    Exact modulo 2**32: the int32 wraps around, as the ONNX text permits. It cannot while a has fewer than
+    2**31 / (255 * 255) = 33025 columns. Both operands are contracted as int8 and are never widened.
 
     Args:
-        a: codes, int8 or uint8, of rank 1 or more; numpy.matmul's shapes.
+        a: codes, int8 or uint8, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8, not necessarily a's dtype.
         a_zero_point: steps, in a's dtype: a scalar, or one for each row of a, as [M] or [..., M, 1]. None is 0. An
-            int stands for an array of it.
-        b_zero_point: steps, in b's dtype: a scalar, or one for each column of b, as [N] or [..., 1, N]. Likewise.
+            int is a scalar in a's dtype.
+        b_zero_point: steps, in b's dtype: a scalar, or one for each column of b, as [N] or [..., 1, N]. None is 0. An
+            int is a scalar in b's dtype.
 
     Returns:
         int32, of numpy.matmul's shape.
 
     Raises:
-        TypeError: an operand is neither int8 nor uint8, or a zero point has another dtype than its operand.
+        TypeError: an operand is neither int8 nor uint8, or a zero point does not have its operand's dtype.
         ValueError: shapes do not fit each other.
 
     Example:
@@ -43,8 +46,8 @@ def matmul_integer(
         Array([[ 718, -270],
                [ 190, 16362]], dtype=int32)
 
-    Source: ONNX MatMulInteger-10. ONNX Runtime takes no zero point per row of a, and leaves y unset where a has no
-    columns; here the text holds, and such a y is 0.
+    Source: ONNX MatMulInteger-10. ONNX Runtime accepts no zero point per row of a, and leaves y unset if a has no
+    columns; this function follows the text, by which such a y is 0.
     """
     a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
@@ -60,6 +63,7 @@ def _matmul_integer(
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
-    return _rows_and_columns.multiply_matrices(a, b, *steps, of).reshape(of.out)
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
+    b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
+    return _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes).reshape(shapes.out)

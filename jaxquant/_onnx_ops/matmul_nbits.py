@@ -1,4 +1,4 @@
-"""ONNX Runtime's MatMulNBits: float activations, weights of 2, 4 or 8 bits in blocks."""
+"""ONNX Runtime's MatMulNBits: float activations times weights of 2, 4 or 8 bits in blocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, dtypes, entry_point, rounding
+from .._core import checks, dtypes, entry_point, rounding
 from .._core.entry_point import compile_entry_point
+from .._core.weight_only import Cut, contract_in_cache
 
 _NAME = "matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)
-# Dequantized weights of so many float32 stay in the cache until the contraction reads them (8 MiB; on the machine of
-# docs/speed.md, chunks of 4 and 16 MiB take 1.1 times as long). Each chunk is written out in the program: at most so
-# many.
-_CHUNK, _CHUNKS = 2**21, 16
 
 
 def matmul_nbits(
@@ -34,30 +31,32 @@ def matmul_nbits(
     bits: int = 4,
     block_size: int = 32,
 ) -> jax.Array:
-    """y = a @ w.T + bias, w[n, k] = (q[n, k] - zero_points[n, k // block_size]) * scales[n, k // block_size].
+    """Multiply floats by packed weights of 2, 4 or 8 bits, as ONNX Runtime's MatMulNBits does.
 
-    Weight-only: a stays float, and the contraction is one of float32. Its sums run in XLA's order, so y agrees with
-    ONNX Runtime's to float32 rounding and not bit for bit. On a CPU the weights are dequantized a piece at a time,
-    never the whole matrix.
+    y = a @ w.T + bias, where w[n, k] = (q[n, k] - zero_points[n, k // block_size]) * scales[n, k // block_size].
+
+    This is a weight-only contraction: a stays float, and the products are summed in float32, in XLA's order. So y
+    agrees with ONNX Runtime's result to float32 rounding, not bit for bit. On a CPU the weights are dequantized a chunk
+    at a time, never the whole matrix.
 
     Args:
         a: values, float32, float16 or bfloat16, [..., K].
         b: the codes q, packed in uint8, [N, blocks, block_size * bits / 8] with blocks = ceil(K / block_size); the
-            lowest bits of a byte come first. The last block may hold codes past K; they are not looked at.
+            first code is in the lowest bits of a byte. Codes past K in the last block are ignored.
         scales: value per step, float32, float16 or bfloat16, [N, blocks] or flat.
         zero_points: steps: uint8, packed as b along the blocks, [N, ceil(blocks * bits / 8)] or flat; or
-            float32, float16 or bfloat16, [N, blocks]. None is 2**(bits - 1).
+            float32, float16 or bfloat16, [N, blocks] or flat. None is 2**(bits - 1).
         bias: [N], in a's dtype. None is 0.
-        K: Static. Columns of a.
-        N: Static. Rows of the weight, columns of y.
+        K: Static. The number of columns of a.
+        N: Static. The number of rows of w, which are the columns of y.
         bits: Static. 2, 4 or 8.
-        block_size: Static. Weights that share a scale: a power of two, 16 or more.
+        block_size: Static. How many weights of a row share a scale: a power of two, 16 or more.
 
     Returns:
         [..., N], in a's dtype.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have.
+        TypeError: an argument has a dtype that the operator does not support.
         ValueError: shapes, K, N, bits and block_size do not fit each other.
 
     Example:
@@ -69,8 +68,8 @@ def matmul_nbits(
 
     Source: ONNX Runtime's com.microsoft MatMulNBits-1, without its deprecated g_idx.
 
-    Cotangent of a: g @ w. Of scales: (g.T @ a) * (q - zero_points) summed over each block. Of float zero_points:
-    -(g.T @ a) * scales likewise. Of bias: g summed over rows. Integers have none.
+    Cotangent of a: g @ w. Of scales: (g.T @ a) * (q - zero_points), summed over each block. Of float zero_points:
+    -(g.T @ a) * scales, summed over each block. Of bias: g summed over rows. Integers have none.
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
@@ -78,6 +77,12 @@ def matmul_nbits(
 
 
 class _Config(NamedTuple):
+    """The static arguments, and the steps of the contraction that depend on them.
+
+    A place is a position of a code in its byte. The codes of one place are the codes `place`, `place + planes`, ... of
+    a row, so that a contraction of one place takes every `planes`-th column of a.
+    """
+
     K: int
     N: int
     bits: int
@@ -85,13 +90,41 @@ class _Config(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many runs of weights in a row have a scale."""
+        """The number of blocks in a row of weights."""
         return -(-self.K // self.block_size)
 
     @property
     def planes(self) -> int:
-        """How many codes share a byte."""
+        """The number of codes in a byte."""
         return 8 // self.bits
+
+    def plan_cut(self, codes: jax.Array) -> Cut:
+        """Return how the rows of the weights are cut into chunks: anywhere."""
+        return Cut(self.N, self.blocks * self.block_size, 1, 1)
+
+    def arrange_operand(self, x: jax.Array) -> list[jax.Array]:
+        """Return the columns of a for each place: separating them costs less than interleaving the weights."""
+        padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
+        return [padded[:, i :: self.planes] for i in range(self.planes)]
+
+    def dequantize_chunk(
+        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Any
+    ) -> list[jax.Array]:
+        """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
+        if chunk != slice(None):
+            codes, scale = codes[chunk], wait(scale[chunk])
+            zero_point = None if zero_point is None else zero_point[chunk]
+        wide = jnp.broadcast_to(scale[..., None], codes.shape)
+        return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
+
+    def contract_chunk(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
+        """Return the sum over places of [rows, k] by [n, k]."""
+        dimensions = (((1,), (1,)), ((), ()))
+        products = [
+            lax.dot_general(places, w, dimensions, precision=lax.Precision.HIGHEST)
+            for places, w in zip(x, weights, strict=True)
+        ]
+        return functools.reduce(jnp.add, products)
 
 
 @compile_entry_point(_NAME)
@@ -108,7 +141,7 @@ def _matmul_nbits(
         zero_points = _unpack_codes(zero_points, config) if packed else zero_points.astype(jnp.float32)
     wide = a.astype(jnp.float32).reshape(-1, K)
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
-    y: Any = _multiply(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
+    y: Any = contract_in_cache(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
@@ -116,6 +149,7 @@ def _matmul_nbits(
 
 
 def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
+    """Check the attributes and return them as one static value."""
     for argument, value in (("K", K), ("N", N), ("bits", bits), ("block_size", block_size)):
         checks.check_integer(_NAME, argument, value)
     checks.require(K > 0, _NAME, "K", "a positive int", K)
@@ -127,6 +161,7 @@ def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
 
 
 def _check_operands(config: _Config, a: Any, b: Any, scales: Any, zero_points: Any, bias: Any) -> None:
+    """Check the dtypes and shapes of all arrays."""
     checks.check_array(_NAME, "a", a, dtypes.FLOATS)
     checks.check_array(_NAME, "b", b, (_UINT8,))
     checks.check_array(_NAME, "scales", scales, dtypes.FLOATS)
@@ -147,103 +182,32 @@ def _check_operands(config: _Config, a: Any, b: Any, scales: Any, zero_points: A
 
 
 def _check_flat(argument: str, value: jax.Array, shape: tuple[int, int]) -> None:
+    """Check that an array has this shape, or is flat with as many elements."""
     fits = value.shape in (shape, (shape[0] * shape[1],))
     checks.require(fits, _NAME, argument, f"shape {shape}, or flat", f"shape {value.shape}")
 
 
 def _unpack_codes(packed: jax.Array, config: _Config) -> jax.Array:
-    """Returns zero points of [N, bytes] as int32 [N, blocks]."""
+    """Return packed zero points of [N, bytes] as int32 [N, blocks]."""
     planes = [_unpack_plane(packed, i, config) for i in range(config.planes)]
     return jnp.stack(planes, axis=-1).reshape(packed.shape[0], -1)[:, : config.blocks]
 
 
 def _unpack_plane(packed: jax.Array, index: int, config: _Config) -> jax.Array:
-    """Returns the int32 codes that lie at one place of their bytes."""
+    """Return the codes of one place as int32."""
     shifted = packed >> np.uint8(index * config.bits)
     return (shifted & np.uint8(2**config.bits - 1)).astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    """Returns float32 [rows, K] by the dequantized [N, K], [rows, N]."""
-    a, scales = jnp.asarray(a), jnp.asarray(scales)
-    padded = _pad_rows(a, config)
-    cpu, default = (functools.partial(f, config) for f in (_multiply_in_chunks, _multiply_at_once))
-    return lax.platform_dependent(padded, b, scales, zero_points, cpu=cpu, default=default)
-
-
-def _multiply_fwd(
-    config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any
-) -> tuple[jax.Array, Any]:
-    return _multiply(config, a, b, scales, zero_points), (a, b, scales, zero_points)
-
-
-def _multiply_bwd(config: _Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    a, b, scales, zero_points = residuals
-    is_float = zero_points is not None and zero_points.dtype == dtypes.FLOAT32
-
-    def product(a: jax.Array, scales: jax.Array, steps: Any) -> jax.Array:
-        return _multiply_at_once(config, _pad_rows(a, config), b, scales, steps if is_float else zero_points)
-
-    _, pull = jax.vjp(product, jnp.asarray(a), jnp.asarray(scales), zero_points if is_float else None)
-    da, ds, dz = pull(g)
-    return da, None, ds, dz
-
-
-_multiply.defvjp(_multiply_fwd, _multiply_bwd)
-
-
-def _pad_rows(a: jax.Array, config: _Config) -> jax.Array:
-    return lax.pad(a, np.float32(0), ((0, 0, 0), (0, config.blocks * config.block_size - config.K, 0)))
-
-
 def _subtract_zero_points(b: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
-    """Returns q - zero_points in float32, for each place of a code in its byte: [N, blocks, bytes] each."""
-    found = []
+    """Return q - zero_points in float32 for each place: [N, blocks, bytes] each."""
+    differences = []
     for i in range(config.planes):
         codes = _unpack_plane(b, i, config)
         if zero_points is None:
-            found.append((codes - np.int32(2 ** (config.bits - 1))).astype(jnp.float32))
+            differences.append((codes - np.int32(2 ** (config.bits - 1))).astype(jnp.float32))
             continue
         wide = jnp.broadcast_to(zero_points[..., None], b.shape)
         is_float = zero_points.dtype == dtypes.FLOAT32
-        found.append(codes.astype(jnp.float32) - wide if is_float else (codes - wide).astype(jnp.float32))
-    return found
-
-
-def _dequantize_weights(b: jax.Array, scales: jax.Array, zero_points: Any, config: _Config) -> list[jax.Array]:
-    """Returns the dequantized weights of each place, [N, blocks * bytes] each."""
-    wide = jnp.broadcast_to(scales[..., None], b.shape)
-    return [(s * wide).reshape(b.shape[0], -1) for s in _subtract_zero_points(b, zero_points, config)]
-
-
-def _contract_piece(a: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
-    """Returns the sum over places of [rows, k] by [n, k]."""
-    dimensions = (((1,), (1,)), ((), ()))
-    products = [
-        lax.dot_general(x, w, dimensions, precision=lax.Precision.HIGHEST) for x, w in zip(a, weights, strict=True)
-    ]
-    return functools.reduce(jnp.add, products)
-
-
-def _order_places(a: jax.Array, config: _Config) -> list[jax.Array]:
-    """Returns the columns of a that meet each place: to pick them apart costs less than to weave the weights."""
-    return [a[:, i :: config.planes] for i in range(config.planes)]
-
-
-def _multiply_in_chunks(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    places = lax.optimization_barrier(_order_places(a, config))
-    width = config.blocks * config.block_size
-    rows = max(_CHUNK // width, -(-config.N // _CHUNKS), 1)
-    parts: list[jax.Array] = []
-    for start in range(0, config.N, rows):
-        chunk = slice(start, start + rows)
-        codes = barriers.wait_for(b[chunk], parts[-1]) if parts else b[chunk]
-        steps = None if zero_points is None else zero_points[chunk]
-        weights = lax.optimization_barrier(_dequantize_weights(codes, scales[chunk], steps, config))
-        parts.append(_contract_piece(places, weights))
-    return jnp.concatenate(parts, axis=1)
-
-
-def _multiply_at_once(config: _Config, a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: Any) -> jax.Array:
-    return _contract_piece(_order_places(a, config), _dequantize_weights(b, scales, zero_points, config))
+        differences.append(codes.astype(jnp.float32) - wide if is_float else (codes - wide).astype(jnp.float32))
+    return differences

@@ -13,10 +13,9 @@ from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands
-from ..integer._conv_geometry import check_zero_points
 from ..integer.conv_general_dilated import convolve_planned
 from . import requantize
-from ._conv_attributes import Attributes, check_attributes, find_geometry
+from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "qlinear_conv"
 
@@ -39,35 +38,40 @@ def qlinear_conv(
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> jax.Array:
-    """y = saturate(round_half_even((acc + b) * (x_scale * w_scale / y_scale)) + y_zero_point).
+    """Convolve codes and requantize the result, as ONNX's QLinearConv does.
 
-    acc is what `conv_integer` makes of x and w; acc + b wraps around as it does. The integers are ONNX Runtime's: the
-    scales are multiplied, then divided, in float32; the product is rounded half to even before the zero point is
-    added. onnx's reference adds it first, and lands elsewhere on ties where y_zero_point is odd.
+    y = saturate(round_half_even(float32(acc + b) * (x_scale * w_scale / y_scale)) + y_zero_point),
+    where acc is the result of `conv_integer`.
+
+    acc + b wraps around as acc does. The integers are ONNX Runtime's: the scales are multiplied, then divided, in
+    float32, and the product is rounded half to even before the zero point is added. onnx's reference adds the zero
+    point first, which differs on ties if y_zero_point is odd.
 
     Args:
         x: codes, int8 or uint8, (N, C, *spatial) with one spatial dimension or more.
         x_scale: value per step of x, float32, a scalar. A Python number is float32.
-        x_zero_point: steps, a scalar in x's dtype. An int stands for an array of it.
+        x_zero_point: steps, a scalar in x's dtype. An int is a scalar in x's dtype.
         w: codes, int8 or uint8, (M, C / group, *kernel), not necessarily x's dtype.
-        w_scale: value per step of w, float32: a scalar, or [M].
-        w_zero_point: steps, in w's dtype: a scalar, or [M].
-        y_scale: value per step of y, float32, a scalar.
-        y_zero_point: steps, a scalar. Its dtype, int8 or uint8, is y's; an int is one of x's dtype.
+        w_scale: value per step of w, float32: a scalar, or one for each feature, as [M]. A Python number is float32.
+        w_zero_point: steps, in w's dtype: a scalar, or one for each feature, as [M]. An int is a scalar in w's dtype.
+        y_scale: value per step of y, float32, a scalar. A Python number is float32.
+        y_zero_point: steps, a scalar. Its dtype, int8 or uint8, is that of y; an int is a scalar in x's dtype.
         b: the bias, int32, [M], in steps of x_scale * w_scale. None is 0.
-        auto_pad: Static. "NOTSET" pads by `pads`; "SAME_UPPER" and "SAME_LOWER" so that ceil(size / stride) positions
-            fit, an odd one at the end or at the beginning; "VALID" not at all.
-        dilations: Static. Steps between neighbours of the kernel, one for each spatial dimension; None is 1.
-        group: Static. Groups of channels that do not meet.
-        kernel_shape: Static. None, or w's own.
-        pads: Static. Where each spatial dimension begins, then where each ends; None is 0.
+        auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that there are
+            ceil(size / stride) positions, with an odd element at the end or at the beginning. "VALID" does not pad.
+        dilations: Static. The step between neighbouring elements of the kernel, one for each spatial dimension; None
+            is 1.
+        group: Static. The number of groups of channels that are convolved separately.
+        kernel_shape: Static. The spatial shape of w, or None.
+        pads: Static. How many elements are added at the beginning of each spatial dimension, then how many at the end
+            of each; None is 0.
         strides: Static. One for each spatial dimension; None is 1.
 
     Returns:
         The codes, (N, M, *positions), in y_zero_point's dtype.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have, or an attribute a wrong type.
+        TypeError: an argument has a dtype that the operator does not support, or an attribute has a wrong type.
         ValueError: shapes and attributes do not fit each other.
 
     Example:
@@ -79,7 +83,7 @@ def qlinear_conv(
         Array([[[  1,   3,   3, 129],
                 [128, 127, 126,   1]]], dtype=uint8)
 
-    Source: ONNX QLinearConv-10; where the text leaves the order open, ONNX Runtime's CPU kernel.
+    Source: ONNX QLinearConv-10; where the text leaves the order of operations open, ONNX Runtime's CPU kernel.
     """
     scales = (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale))
     x_scale, w_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
@@ -92,18 +96,9 @@ def qlinear_conv(
     )  # fmt: skip
     centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
     return _qlinear_conv(
-        x,
-        x_scale,
-        x_zero_point,
-        w,
-        w_scale,
-        w_zero_point,
-        y_scale,
-        y_zero_point,
-        b,
-        attributes=attributes,
+        x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b, attributes=attributes,
         centred=centred,
-    )
+    )  # fmt: skip
 
 
 @compile_entry_point(_NAME)
@@ -114,16 +109,10 @@ def _qlinear_conv(
 ) -> jax.Array:  # fmt: skip
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
-    for argument, code in (("x", x), ("w", w), ("y_zero_point", y_zero_point)):
-        checks.check_array(_NAME, argument, code, _operands.EIGHT_BITS)
-    found = find_geometry(_NAME, x, w, attributes)
-    check_zero_points(_NAME, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
+    checks.check_array(_NAME, "y_zero_point", y_zero_point, _operands.EIGHT_BITS)
+    prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
     scale = requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
-    steps = (
-        _operands.convert_steps(x_zero_point, x.dtype, centred[0]),
-        _operands.convert_steps(w_zero_point, w.dtype, centred[1]),
-    )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
         along = granularity.PerAxis(axis)
@@ -133,12 +122,11 @@ def _qlinear_conv(
         zero_point = granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
         return requantize.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
 
-    return convolve_planned(
-        _operands.convert_to_signed(x), _operands.convert_to_signed(w), *steps, found, False, epilogue
-    )
+    return convolve_planned(*prepared, False, epilogue)
 
 
 def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:
+    """Check the scales, the zero point of y and the bias."""
     single = ((), (1,))
     for argument, value in (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale)):
         checks.check_array(_NAME, argument, value, (dtypes.FLOAT32,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,9 +13,11 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, matmul_shapes, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
+from .._core.matmul_shapes import Shapes
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _scaling
 from . import _rows_and_columns, requantize
+from ._rows_and_columns import read_per_column, read_per_row
 
 _NAME = "qlinear_matmul"
 _DTYPES = (*_operands.EIGHT_BITS, *dtypes.FLOAT8)
@@ -32,31 +33,39 @@ def qlinear_matmul(
     y_scale: ArrayLike,
     y_zero_point: ArrayLike,
 ) -> jax.Array:
-    """y = saturate(round_half_even(acc * (a_scale * b_scale / y_scale)) + y_zero_point), acc as of `matmul_integer`.
+    """Multiply two matrices of codes and requantize the product, as ONNX's QLinearMatMul does.
 
-    The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32; the product with
-    float32(acc) is rounded half to even before the zero point is added. onnx's reference adds it first, and lands
-    elsewhere on ties where y_zero_point is odd. acc wraps around as `matmul_integer`'s does.
+    y = saturate(round_half_even(float32(acc) * (a_scale * b_scale / y_scale)) + y_zero_point),
+    where acc is the result of `matmul_integer`.
 
-    float8 operands are multiplied and summed in float32; the order of that sum is XLA's, so its last bits are
-    promised only where every partial sum is exact.
+    The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32, and the product with
+    float32(acc) is rounded half to even before the zero point is added. onnx's reference adds the zero point first,
+    which differs on ties if y_zero_point is odd. acc wraps around as in `matmul_integer`.
+
+    float8 operands are multiplied and summed in float32. XLA chooses the order of that sum, so the last bits are exact
+    only where every partial sum is.
 
     Args:
-        a: codes, int8, uint8 or one of the four float8, of rank 1 or more; numpy.matmul's shapes.
+        a: codes, int8, uint8 or one of the four float8, of rank 1 or more, in the shapes of numpy.matmul.
         a_scale: value per step of a, float32, float16 or bfloat16: a scalar, or one for each row, as [M] or
             [..., M, 1]. A Python number is float32.
-        a_zero_point: steps, in a's dtype, likewise shaped; of float8 only 0. An int stands for an array of it.
-        b: codes, likewise; int8 and uint8 go with each other, float8 with float8.
-        b_scale: value per step of b: a scalar, or one for each column, as [N] or [..., 1, N].
-        b_zero_point: steps, in b's dtype, likewise shaped.
-        y_scale: value per step of y: a scalar, or one for each row of a.
-        y_zero_point: steps, likewise shaped. Its dtype is y's; an int is one of a's dtype.
+        a_zero_point: steps, in a's dtype: a scalar, or one for each row, as a_scale; 0 for float8. An int is a scalar
+            in a's dtype.
+        b: codes: int8 or uint8 if a is one of these, otherwise one of the four float8.
+        b_scale: value per step of b, float32, float16 or bfloat16: a scalar, or one for each column, as [N] or
+            [..., 1, N]. A Python number is float32.
+        b_zero_point: steps, in b's dtype: a scalar, or one for each column, as b_scale; 0 for float8. An int is a
+            scalar in b's dtype.
+        y_scale: value per step of y, float32, float16 or bfloat16: a scalar, or one for each row of a. A Python number
+            is float32.
+        y_zero_point: steps: a scalar, or one for each row of a. Its dtype is that of y; an int is a scalar in a's
+            dtype.
 
     Returns:
         The codes of the product, of numpy.matmul's shape, in y_zero_point's dtype.
 
     Raises:
-        TypeError: an argument has a dtype that the operator does not have.
+        TypeError: an argument has a dtype that the operator does not support.
         ValueError: shapes do not fit each other, or a float8 zero point is not 0.
 
     Example:
@@ -69,7 +78,7 @@ def qlinear_matmul(
                [3, 6],
                [5, 8]], dtype=uint8)
 
-    Source: ONNX QLinearMatMul-10, -21; where the texts leave the order open, ONNX Runtime's CPU kernel.
+    Source: ONNX QLinearMatMul-10, -21; where the texts leave the order of operations open, ONNX Runtime's CPU kernel.
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
     a_scale, b_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
@@ -97,37 +106,30 @@ def _qlinear_matmul(
     checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
         checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
-    of = matmul_shapes.find_shapes(_NAME, a, b)
-    rows, columns = (
-        functools.partial(f, _NAME, of=of) for f in (_rows_and_columns.read_per_row, _rows_and_columns.read_per_column)
-    )
+    shapes = matmul_shapes.find_shapes(_NAME, a, b)
     scale = requantize.find_multiplier(
-        *_align_scales(
-            of, rows("a_scale", value=a_scale), columns("b_scale", value=b_scale), rows("y_scale", value=y_scale)
-        )
+        _align(read_per_row(_NAME, "a_scale", a_scale, shapes), shapes),
+        _align(read_per_column(_NAME, "b_scale", b_scale, shapes), shapes),
+        _align(read_per_row(_NAME, "y_scale", y_scale, shapes), shapes),
     )
-    (y_steps,) = _align_scales(of, rows("y_zero_point", value=y_zero_point))
-    steps = _rows_and_columns.read_zero_points(_NAME, of, (a, b), (a_zero_point, b_zero_point), centred)
+    y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
+    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
+    b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
     if a.dtype in dtypes.FLOAT8:
-        return _multiply_float8(a, b, scale, y_zero_point.dtype, of)
-    acc = _rows_and_columns.multiply_matrices(a, b, *steps, of)
-    wide = _scaling.spread_over_product(y_steps.astype(jnp.int32), acc)
-    return requantize.requantize_accumulator(
-        acc, _scaling.spread_over_product(scale, acc), wide, y_zero_point.dtype
-    ).reshape(of.out)
+        return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
+    acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
+    scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
+    return requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
 
 
-def _align_scales(of: matmul_shapes.Shapes, *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns what belongs to a or b with as many dimensions as the product."""
-    rank = len(of.product)
-    return tuple(v.reshape((1,) * (rank - v.ndim) + v.shape) for v in values)
+def _align(value: jax.Array, shapes: Shapes) -> jax.Array:
+    """Return a scale or zero point of a's or b's rank with the product's rank."""
+    return value.reshape((1,) * (len(shapes.product) - value.ndim) + value.shape)
 
 
-def _multiply_float8(
-    a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, of: matmul_shapes.Shapes
-) -> jax.Array:
-    left, right = small_floats.decode_small_float(a).reshape(of.a), small_floats.decode_small_float(b).reshape(of.b)
-    product: Any = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
-    return small_floats.encode_small_float(product * _scaling.spread_over_product(scale, product), dtype, True).reshape(
-        of.out
-    )
+def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: Shapes) -> jax.Array:
+    """Return the codes of the product of two float8 operands, summed in float32."""
+    lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
+    product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
+    scaled = product * _scaling.spread_over_product(scale, product)
+    return small_floats.encode_small_float(scaled, dtype, True).reshape(shapes.out)

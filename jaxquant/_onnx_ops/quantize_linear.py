@@ -32,39 +32,43 @@ def quantize_linear(
     output_dtype: DTypeLike | None = None,
     precision: DTypeLike | None = None,
 ) -> jax.Array:
-    """y = saturate(round_half_even(x / y_scale) + y_zero_point).
+    """Quantize an array with a given scale and zero point, as ONNX's QuantizeLinear does.
 
-    The integers are ONNX Runtime's: the quotient is a true division, ties go to even, and the zero point is
-    added after rounding. What lies beyond the dtype, infinities included, saturates; NaN becomes the lowest
-    code. A zero scale divides to infinity or NaN and saturates likewise; `fake_quantize_linear`, which is no operator
-    of ONNX, refuses a scale that is known to be 0, negative or NaN.
+    y = saturate(round_half_even(x / y_scale) + y_zero_point).
 
-    Integers carry no gradient in JAX, and the float8 and float4 results of this operator carry none either;
-    `fake_quantize_linear` is the one to train through.
+    The integers are ONNX Runtime's: the quotient is a true division, ties round to even, and the zero point is added
+    after rounding. Values out of the dtype's range, infinities included, saturate; NaN becomes the lowest code. A scale
+    of 0 divides to infinity or NaN, which then saturate in the same way. `fake_quantize_linear`, which is not an
+    operator of ONNX, instead raises an error for a scale that is known to be 0, negative or NaN.
+
+    The result has no gradient: integers carry none in JAX, and the float8 and float4 results of this operator carry
+    none either. Use `fake_quantize_linear` in training.
 
     Args:
         x: values, float32, float16, bfloat16 or int32, of any shape; a Python number is float32.
-        y_scale: value per step. float32, float16, bfloat16, float8_e8m0fnu, or int32 for an int32 x. A scalar or
-            one element is per tensor; 1-D, as long as x's `axis`, is per axis; with `block_size`, x's shape with
-            ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
-        y_zero_point: steps, of y_scale's shape and the output's dtype. None is 0. An int stands for an
-            array of it, in `output_dtype`. For a float output it must be 0: what is known at trace time is checked,
-            what is traced is ignored, as ONNX Runtime ignores it.
-        axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
-        block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
-        saturate: Static. For float8 only: whether overflow, infinities included, becomes the largest finite value
-            (True) or what the dtype makes of it (False).
+        y_scale: value per step, float32, float16, bfloat16, float8_e8m0fnu, or int32 for an int32 x. Per tensor: a
+            scalar or one element. Per axis: 1-D, as long as x's `axis`. With `block_size`: x's shape with
+            ceil(length / block_size) in place of the length of `axis`. A Python number takes x's dtype.
+        y_zero_point: steps, of y_scale's shape and the output's dtype. None is 0. An int is used for every scale, in
+            `output_dtype`. For a float output it must be 0: a concrete value is checked, a traced one is ignored, as
+            in ONNX Runtime.
+        axis: Static. The axis that is kept; a negative one counts from the back. Ignored per tensor.
+        block_size: Static. How many elements along `axis` share a scale; the last block may be shorter. 0 means no
+            blocks.
+        saturate: Static. For float8 only: whether values out of range, infinities included, become the largest finite
+            value (True) or whatever the dtype's own conversion gives (False).
         output_dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
-            float4_e2m1fn. By default y_zero_point's dtype; without one uint8, which takes negative values to 0.
-        precision: Static. float32, float16 or bfloat16: the precision of the division. By default y_scale's
-            dtype; for a float8_e8m0fnu scale float32. ONNX Runtime divides float16 in float32 whatever is
-            asked: `precision=jnp.float32` gives its integers.
+            float4_e2m1fn. By default y_zero_point's dtype, or uint8 without a zero point, which saturates negative
+            values to 0.
+        precision: Static. float32, float16 or bfloat16: the dtype of the division. By default y_scale's dtype, or
+            float32 for a float8_e8m0fnu scale. ONNX Runtime always divides float16 in float32:
+            `precision=jnp.float32` gives its integers.
 
     Returns:
-        The codes, x's shape, in the output dtype.
+        The codes, of x's shape, in the output dtype.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
+        TypeError: an argument has a dtype or type that the operator does not support.
         ValueError: shapes, axis or block_size do not fit each other, or a float output has a zero point.
 
     Example:
@@ -78,7 +82,7 @@ def quantize_linear(
         Array([[-127,    6],
                [  64,  127]], dtype=int8)
 
-    Source: ONNX QuantizeLinear-10, -13, -19, -21, -23, -24, -25, -28; where the text leaves NaN open, ONNX
+    Source: ONNX QuantizeLinear-10, -13, -19, -21, -23, -24, -25, -28; for NaN, which the text leaves open, ONNX
     Runtime's CPU kernel.
     """
     if isinstance(y_scale, int | float):
@@ -107,14 +111,16 @@ def _quantize_linear(
     granularity = resolve_onnx(_NAME, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
         check_matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
+    # Without it JAX would differentiate the conversion to a float8 or float4 result.
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
     return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
 
 
 def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dtype:
+    """Check output_dtype and the dtype of the zero point, and return that of the codes."""
     if zero_point is None:
-        expected = jnp.uint8 if output_dtype is None else output_dtype
-        return checks.check_dtype(_NAME, "output_dtype", expected, dtypes.QUANTIZED)
+        dtype = jnp.uint8 if output_dtype is None else output_dtype
+        return checks.check_dtype(_NAME, "output_dtype", dtype, dtypes.QUANTIZED)
     checks.check_array(_NAME, "y_zero_point", zero_point, dtypes.QUANTIZED)
     if output_dtype is not None:
         dtype = checks.check_dtype(_NAME, "output_dtype", output_dtype, dtypes.QUANTIZED)
@@ -123,9 +129,10 @@ def _find_output_dtype(zero_point: jax.Array | None, output_dtype: Any) -> np.dt
 
 
 def _find_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
+    """Check precision and return the dtype of the division."""
     if precision is not None:
         return checks.check_dtype(_NAME, "precision", precision, dtypes.FLOATS)
     if scale.dtype == dtypes.INT32:
-        expected = "a float dtype, or precision=: division in int32, the dtype of y_scale, is for an int32 x"
+        expected = "a float dtype, or precision=, because only an int32 x is divided in int32, the dtype of y_scale"
         checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", expected, f"int32 with x of {x.dtype}")
     return dtypes.FLOAT32 if scale.dtype == dtypes.E8M0 else scale.dtype

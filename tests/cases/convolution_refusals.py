@@ -11,7 +11,7 @@ from ..support.bad_input import Row
 from .contraction_refusals import CG, CI, DG, I8, I16, I32, QC, U8, F, T, Unhashable, V, W, X, of, row
 
 INTS = "2 positive ints, one for each spatial dimension"
-PADS = "4 ints of 0 or more: where each spatial dimension begins, then where each ends"
+PADS = "4 ints of 0 or more, for the beginning of each spatial dimension, then for the end of each"
 
 
 def attributes() -> Iterable[Row]:
@@ -33,7 +33,7 @@ def attributes() -> Iterable[Row]:
             for value in (Unhashable(), np.ones(2, np.int64)):
                 yield row(op, {name: value}, T, name, "a static, hashable value", "Unhashable|dict|an array")
         for value in ((3, 2), (2, 3), (1, 1)):
-            yield row(op, {"kernel_shape": value}, V, "kernel_shape", r"\(3, 3\), as w has it", "")
+            yield row(op, {"kernel_shape": value}, V, "kernel_shape", r"\(3, 3\), as in w", "")
         for value in (0, -1, 3, 4, 6):
             wanted = "a divisor of x's 4 channels and of w's 6 features"
             yield row(op, {"group": value}, V, "group", wanted, str(value))

@@ -254,7 +254,7 @@ def test_the_program_stays_int8(spec: QuantSpec) -> None:
 Q, F = QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1))), jnp.ones((6, 4))
 ROWS: list[tuple[str, Any, Any, Any, type[Exception], str]] = [
     ("no array", Q, [1.0], MATRIX, TypeError, "rhs: expected an array, got list"),
-    ("two floats", F, F, MATRIX, TypeError, "lhs, rhs: expected a QuantizedArray on one side"),
+    ("two floats", F, F, MATRIX, TypeError, "lhs, rhs: expected a QuantizedArray on at least one side"),
     ("int side", Q, jnp.ones((6, 4), I8), MATRIX, TypeError, "rhs: expected dtype float32, float16 or bfloat16, got int8"),
     ("sizes", Q, Q, MATRIX, ValueError, "dimension_numbers: expected equal contracted sizes"),
     ("numbers", Q, F, 3, ValueError, "dimension_numbers: expected"),
