@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._core import checks, granularity
 from .._core.dtypes import find_width
 from . import indexing, quantized_array
-from .quantized_array import QuantizedArray, mark_checked
+from .quantized_array import QuantizedArray
 
 _NAME = "concatenate"
 
@@ -86,8 +86,7 @@ def _with_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
     if all(q.zero_point is None for q in arrays):
         return arrays
     return [
-        mark_checked(q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype))) if q.zero_point is None else q
-        for q in arrays
+        q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype)) if q.zero_point is None else q for q in arrays
     ]
 
 
@@ -127,7 +126,7 @@ def _join(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
     sizes = {name: _find_sizes(each, axis) for name, each in parts.items()}
     sizes, block_size = _reconcile(sizes, values.shape)
     joined = {name: _concatenate([part.cut(sizes[name]) for part in each], axis) for name, each in parts.items()}
-    return mark_checked(arrays[0].replace(codes=values, block_size=block_size, **joined))
+    return arrays[0].replace(codes=values, block_size=block_size, **joined)
 
 
 def _concatenate(parts: list[jax.Array], axis: int) -> jax.Array:

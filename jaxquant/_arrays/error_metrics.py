@@ -14,7 +14,7 @@ from .._core import checks, dtypes, entry_point, granularity, min_max, sharding,
 from .._core.affine import divide_by_scale
 from .._core.entry_point import compile_entry_point
 from . import quantized_array
-from .quantized_array import QuantizedArray, mark_checked
+from .quantized_array import QuantizedArray
 
 _NAME = "quantization_error"
 _DECIBELS = np.float32(10 / np.log(10))  # of a natural logarithm
@@ -86,7 +86,7 @@ def _quantization_error(
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_shape(_NAME, "x", x, values.shape, "q's")
     x, scale = lax.stop_gradient((x, scale))
-    q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    q = QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _find_largest(x - y)
     (x_near, x_power), (y_near, _) = (_near_one(v, _find_largest(v)) for v in (x, y))

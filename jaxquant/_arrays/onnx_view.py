@@ -181,7 +181,7 @@ def _from_onnx(
     if x.dtype in dtypes.SMALL_FLOATS:
         zero_point = None
     blocks = granularity.size if isinstance(granularity, Blocked) else None
-    return quantized_array.mark_checked(QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks))
+    return QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks)
 
 
 def _expand_rank(part: Any, x: Any, granularity: Granularity) -> Any:

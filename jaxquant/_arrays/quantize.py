@@ -13,7 +13,7 @@ from .._core import checks, dtypes, entry_point, granularity, known_values
 from .._core.affine import divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from . import scale_from_range
-from .quantized_array import QuantizedArray, mark_checked
+from .quantized_array import QuantizedArray
 from .spec import QuantSpec
 
 _NAME = "quantize"
@@ -85,8 +85,7 @@ def quantize(
     lo, hi = entry_point.convert_number(lo), entry_point.convert_number(hi)
     if lo is not None:
         _check_known_range(lo, hi)
-    given = _quantize(entry_point.convert_number(x), lo, hi, spec=spec)
-    return mark_checked(given)
+    return _quantize(entry_point.convert_number(x), lo, hi, spec=spec)
 
 
 def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays import quantized_array
+from .._arrays import indexing, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import barriers, dtypes, rounding, sharding
 from ..integer.dot_general import Role
@@ -113,7 +113,7 @@ def _contract_in_chunks(
         rows = -(-rows // q.block_size) * q.block_size
     parts: list[jax.Array] = []
     for start in range(0, length, rows):
-        chunk = q[(slice(None),) * axis + (slice(start, min(start + rows, length)),)]
+        chunk = indexing.index_array(q, (slice(None),) * axis + (slice(start, min(start + rows, length)),))
         if parts:  # the scale is the smallest of what has to wait
             bits = lax.bitcast_convert_type(chunk.scale, jnp.dtype(f"int{8 * chunk.scale.dtype.itemsize}"))
             bits = barriers.wait_for(bits, parts[-1])

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
-from .._arrays.quantized_array import QuantizedArray, mark_checked
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, rounding, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .dot import Operand, check_operand, contract_checked
@@ -108,7 +108,7 @@ def contract_operands(
     ]
     if len(parts) == 1:
         x, labels, _ = parts[0]
-        values = x.astype(jnp.float32).dequantize()
+        values = dequantize_checked(x.astype(jnp.float32))
         found = _Part(values, labels).summed([label for label in labels if label not in out])
     else:
         how = _How(function, out, precision, dtype, out_sharding)
@@ -205,7 +205,7 @@ def _check_distinct(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
     squeezed = jax.tree.map(lambda part: lax.squeeze(part, shared), x)
     axes = tuple(a for a in range(len(labels)) if a not in shared)
     kept = tuple(labels[a] for a in axes)
-    return _Part(mark_checked(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
+    return _Part(squeezed, kept, axes)
 
 
 def _find_path(parts: Sequence[_Part], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:

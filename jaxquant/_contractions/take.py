@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._arrays import indexing, quantized_array
-from .._arrays.quantized_array import QuantizedArray, mark_checked
+from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, entry_point, sharding
 from .._core.entry_point import compile_entry_point
 
@@ -95,7 +95,7 @@ def _take(
     length = values.shape[axis]
     expected = f"an axis with a length to take from, not shape {values.shape}"
     checks.require(length > 0 or indices.size == 0, _NAME, "axis", expected, axis)
-    q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    q = QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     where, inside = _look_up(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
     taken = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, where), out_sharding))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from . import checks, dtypes
 
@@ -20,10 +21,12 @@ def find_known(value: Any, *, is_awaited: bool = False) -> np.ndarray | None:
         is_awaited: whether an accelerator is waited for. Otherwise only what is in the memory of this host is known.
     """
     if isinstance(value, jax.Array):
-        if checks.is_traced(value) or value.size > _KNOWN or not value.is_fully_addressable:
+        if isinstance(value, Tracer) or value.size > _KNOWN or not value.is_fully_addressable:
             return None
-        if not is_awaited and any(device.platform != "cpu" for device in value.devices()):
-            return None
+        if not is_awaited:
+            for device in value.devices():  # a loop, because a generator costs an eager call more
+                if device.platform != "cpu":
+                    return None
     elif not isinstance(value, np.ndarray | np.generic) or isinstance(value, np.ma.MaskedArray) or value.size > _KNOWN:
         return None
     dtype = value.dtype  # that of a key is none of numpy's
@@ -36,8 +39,12 @@ def check_positive(
 ) -> None:
     """Requires a scale to be positive, as far as `find_known` knows it; NaN and infinity pass only where allowed."""
     known = find_known(scale, is_awaited=is_awaited)
-    if known is None or (known.size == 1 and known.dtype == dtypes.FLOAT32 and 0 < known.item() < np.inf):
-        return  # most often so, and soon seen
+    if known is None:
+        return
+    # The usual case first: every eager call that is given a scale pays for this check.
+    is_positive = known.dtype == dtypes.FLOAT32 and known.size and np.minimum.reduce(known, axis=None) > 0
+    if is_positive and (allow_overflow or np.maximum.reduce(known, axis=None) < np.inf):
+        return
     if known.dtype not in (*dtypes.FLOATS, dtypes.E8M0, np.float64):  # the contract of the dtype will say so
         return
     known = known.astype(np.float32, copy=False)  # what that makes of a float64 counts
