@@ -1,4 +1,4 @@
-"""Codes that stand for the entries of a table: nf4, and tables of one's own. Knows nothing of scales."""
+"""Codebooks, whose codes are indices into a table of values: nf4 and user-defined tables."""
 
 from __future__ import annotations
 
@@ -17,20 +17,31 @@ _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.
 
 @dataclasses.dataclass(frozen=True)
 class Codebook:
-    """A table of values in ascending order; a code is an index into it.
+    """A table of values in ascending order; the codes of a quantized array are indices into it.
 
-    A value takes the nearest entry; half way between two the lower one. NaN takes the first.
+    A value is rounded to the nearest entry, to the lower one if it is halfway between two. NaN becomes the first.
 
     Attributes:
-        name: what it is called where it is printed.
-        levels: 4, 16 or 256 numbers, exact in float32: their codes are uint2, uint4 or uint8.
+        name: the name that is printed.
+        levels: 4, 16 or 256 ascending numbers, whose codes are uint2, uint4 or uint8. They are rounded to float32.
+
+    Raises:
+        TypeError: `name` is not a string, or `levels` is not a sequence of numbers.
+        ValueError: there are not 4, 16 or 256 levels, or they are not finite or not ascending in float32.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> ternary = jq.Codebook("ternary", (-1.0, 0.0, 0.5, 1.0))
+        >>> q = jq.quantize(jnp.array([-2.0, 0.5, 0.6, 9.0]), jq.QuantSpec(ternary), -2.0, 2.0)  # 0.5 is a tie
+        >>> q.codes, q.dequantize()
+        (Array([0, 1, 2, 3], dtype=uint2), Array([-2.,  0.,  1.,  2.], dtype=float32))
     """
 
     name: str
     levels: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuses a table that is not ascending or has no dtype for its codes."""
+        """Check the levels and round them to float32."""
         checks.require_type(isinstance(self.name, str), "Codebook", "name", "a string", repr(self.name))
         is_array = isinstance(self.levels, np.ndarray) and self.levels.ndim == 1
         is_sequence = is_array or isinstance(self.levels, list | tuple)
@@ -40,44 +51,46 @@ class Codebook:
             checks.check_real("Codebook", "levels", level)
         levels = tuple(float(np.float32(level)) for level in self.levels)
         checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 16 or 256 numbers", len(levels))
-        ascending = all(a < b for a, b in itertools.pairwise(levels))
-        checks.require(ascending, "Codebook", "levels", "ascending numbers", self.levels)
+        is_ascending = all(a < b for a, b in itertools.pairwise(levels))
+        checks.require(is_ascending, "Codebook", "levels", "ascending numbers", self.levels)
         object.__setattr__(self, "levels", levels)
 
     def __repr__(self) -> str:
-        """Returns the name; a table of 256 numbers helps no reader."""
+        """Return the name, because a table may have 256 numbers."""
         return self.name
 
     @property
     def carrier(self) -> np.dtype:
-        """The dtype of its codes."""
+        """The dtype of the codes."""
         return _CARRIERS[len(self.levels)]
 
     @property
     def largest(self) -> float:
-        """The largest magnitude in the table."""
+        """The largest magnitude of the levels."""
         return max(abs(level) for level in self.levels)
 
     def encode(self, value: jax.Array) -> jax.Array:
-        """Returns the codes of float32 values."""
+        """Return the code of the nearest level for each float32 value."""
+        # A code is the number of midpoints below the value.
         code = jnp.zeros(value.shape, jnp.int32)
         for low, high in itertools.pairwise(self.levels):
             middle = np.float32((low + high) / 2)
-            if float(middle) > (low + high) / 2:  # half way counts as below, exactly
+            # If float32 rounds the midpoint up, that number is nearer to `high`: compare with the one below it.
+            if float(middle) > (low + high) / 2:
                 middle = np.nextafter(middle, np.float32(-np.inf))
             code = code + (value > middle).astype(jnp.int32)
         return code.astype(self.carrier)
 
     def decode(self, codes: jax.Array) -> jax.Array:
-        """Returns the float32 entries of codes."""
+        """Return the float32 level of each code."""
         index = codes.astype(jnp.int32)
         if len(self.levels) > 16:
             return jnp.asarray(np.asarray(self.levels, np.float32))[index]
-        # A tree of choices, bit by bit from the lowest: XLA:CPU vectorises it, and a lookup it does not.
+        # A tree of selections, one bit of the codes after the other: XLA:CPU vectorizes it, but not a lookup.
         entries: list[jax.Array | np.float32] = [np.float32(level) for level in self.levels]
         for bit in range(int(math.log2(len(self.levels)))):
-            chosen = (index >> bit) & 1 == 1
-            entries = [jnp.where(chosen, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+            is_set = (index >> bit) & 1 == 1
+            entries = [jnp.where(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
         return jnp.asarray(entries[0])
 
 
@@ -95,6 +108,6 @@ nf4 = Codebook(
 """4-bit NormalFloat: Dettmers et al., arXiv 2305.14314, appendix E."""
 
 
-def find_carrier(of: Format) -> np.dtype:
-    """Returns the dtype that carries the codes of a format."""
-    return of.carrier if isinstance(of, Codebook) else of
+def find_carrier(dtype: Format) -> np.dtype:
+    """Return the dtype of the codes: a dtype itself, or the dtype of the indices into a codebook."""
+    return dtype.carrier if isinstance(dtype, Codebook) else dtype

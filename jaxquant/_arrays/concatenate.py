@@ -1,4 +1,4 @@
-"""`jax.numpy.concatenate` of quantized arrays: the codes stay as they are, and each keeps its scale and zero point."""
+"""`jax.numpy.concatenate` for quantized arrays, which keep their codes, scales and zero points."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ import jax.numpy as jnp
 from .._core import checks, granularity
 from .._core.dtypes import find_width
 from . import indexing, quantized_array
-from .quantized_array import QuantizedArray, mark_checked
+from .quantized_array import QuantizedArray
 
 _NAME = "concatenate"
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
-    """q = the arrays joined along `axis`: their codes, each under the scale and the zero point that it had.
+    """Return quantized arrays joined along an axis, with their codes, scales and zero points unchanged.
 
-    q.dequantize() is `jax.numpy.concatenate` of what the arrays dequantize to, bit for bit. Along `axis` an array
-    counts as blocks: those that it has, or one as long as itself where it shares an entry, or blocks of 1. The result
-    has the longest blocks into which all of these can be cut, from its start on, and an entry for each.
+    q.dequantize() is `jax.numpy.concatenate` of what the arrays dequantize to, bit for bit.
 
-    `jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays)` leaves scales that are read as blocks of one length,
-    and gives wrong numbers where the arrays are not equally long, or end in a short block. Along a new axis, with
-    `jnp.stack`, joining leaf by leaf is right.
+    Along `axis` each array consists of blocks: the blocks of its scale, or one block as long as the array if all of it
+    shares an entry, or blocks of 1. The result has one entry for each block, with the longest block size that divides
+    all of these evenly.
+
+    Do not join the arrays with `jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays)`. The joined scale is
+    read as blocks of equal length, which gives wrong numbers if the arrays differ in length or end in a short block.
+    Stacking them part by part with `jnp.stack` is correct, because it adds a new axis.
 
     Args:
-        arrays: one or more, of one shape but for `axis`, and of one dtype of the codes, of the scale and of what
-            `dequantize` returns; all under the same code book or under none. No zero point counts as zeros, where
-            another array has one.
-        axis: Static. The dimension along which they are joined, negative from the back.
+        arrays: one or more arrays whose shapes are equal except along `axis`. The dtypes of their codes, of their
+            scales and of what `dequantize` returns must be equal, and so must their codebooks. If any of them has a
+            zero point, a missing zero point counts as zeros.
+        axis: Static. The dimension along which the arrays are joined, negative from the back.
 
     Returns:
         A QuantizedArray.
 
     Raises:
-        TypeError: arrays is no list or tuple of QuantizedArrays, axis is no int, or dtypes or code books differ.
-        ValueError: there are no arrays, axis is out of range, or shapes do not fit.
+        TypeError: `arrays` is not a list or tuple of QuantizedArrays, `axis` is not an int, or dtypes or codebooks
+            differ.
+        ValueError: there are no arrays, `axis` is out of range, or shapes do not fit each other.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -54,50 +57,49 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     """
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
-    checks.require(len(arrays) > 0, _NAME, "arrays", "one array or more", "none")
+    checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
     checked = [quantized_array.check_array(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
     axis = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], axis)
-    # What has no elements along the axis has no say in the blocks.
-    joined = [q for q in checked if q.shape[axis]] or checked[:1]
-    return joined[0] if len(joined) == 1 else _join(_with_zero_points(joined), axis)
+    # An array without elements along the axis must not influence the block size.
+    nonempty = [q for q in checked if q.shape[axis]] or checked[:1]
+    return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis)
 
 
 def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: int) -> None:
-    """Requires an array that can be joined to the first one."""
-    dtypes = (
+    """Check that an array can be joined to the first one."""
+    properties = (
         ("codes", q.codes.dtype, first.codes.dtype),
         ("scale", q.scale.dtype, first.scale.dtype),
         ("dtype", q.dtype, first.dtype),
         ("codebook", q.codebook, first.codebook),
     )
-    for name, got, expected in dtypes:
+    for name, got, expected in properties:
         if got != expected:
-            checks.require_type(False, _NAME, f"{argument}.{name}", f"{expected}, that of arrays[0]", got)
+            checks.require_type(False, _NAME, f"{argument}.{name}", f"{expected}, as in arrays[0]", got)
     lengths = tuple(n for a, n in enumerate(q.shape) if a != axis)
     if q.ndim != first.ndim or lengths != tuple(n for a, n in enumerate(first.shape) if a != axis):
-        expected = f"the shape of arrays[0], {first.shape}, but for axis {axis}"
+        expected = f"the shape of arrays[0], {first.shape}, except along axis {axis}"
         checks.require(False, _NAME, argument, expected, f"shape {q.shape}")
 
 
-def _with_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
-    """Returns the arrays with a zero point of 0 where another one has any."""
+def _add_zero_points(arrays: list[QuantizedArray]) -> list[QuantizedArray]:
+    """Return the arrays, all of them with a zero point if any of them has one."""
     if all(q.zero_point is None for q in arrays):
         return arrays
     return [
-        mark_checked(q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype))) if q.zero_point is None else q
-        for q in arrays
+        q.replace(zero_point=jnp.zeros((1,) * q.ndim, q.codes.dtype)) if q.zero_point is None else q for q in arrays
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The scale of an array, or its zero point.
+    """The scale or the zero point of an array.
 
     Attributes:
-        entries: the numbers.
-        sizes: how many indices of each dimension share an entry.
+        entries: the elements of the scale or the zero point.
+        sizes: the number of indices that share an entry, for each dimension.
         lengths: the shape of the codes.
     """
 
@@ -106,11 +108,11 @@ class _Part:
     lengths: tuple[int, ...]
 
     def is_shared(self, dim: int) -> bool:
-        """Whether a dimension has a single entry."""
+        """Return whether all indices of a dimension share one entry."""
         return self.entries.shape[dim] == 1
 
-    def cut(self, sizes: tuple[int, ...]) -> jax.Array:
-        """Returns the entries for shorter blocks, 0 for a dimension that stays shared."""
+    def cut_blocks(self, sizes: tuple[int, ...]) -> jax.Array:
+        """Return the entries repeated for blocks of the given sizes; a size of 0 leaves a dimension shared."""
         entries = self.entries
         for dim, size in enumerate(sizes):
             count = -(-self.lengths[dim] // size) if size else 1
@@ -120,44 +122,52 @@ class _Part:
         return entries
 
 
-def _join(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
+def _join_arrays(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
+    """Return two or more checked arrays joined along an axis."""
     names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
-    values = _concatenate([q.codes for q in arrays], axis)
+    codes = _concatenate_parts([q.codes for q in arrays], axis)
     sizes = {name: _find_sizes(each, axis) for name, each in parts.items()}
-    sizes, block_size = _reconcile(sizes, values.shape)
-    joined = {name: _concatenate([part.cut(sizes[name]) for part in each], axis) for name, each in parts.items()}
-    return mark_checked(arrays[0].replace(codes=values, block_size=block_size, **joined))
+    sizes, block_size = _unify_sizes(sizes, codes.shape)
+    joined = {
+        name: _concatenate_parts([part.cut_blocks(sizes[name]) for part in each], axis) for name, each in parts.items()
+    }
+    return arrays[0].replace(codes=codes, block_size=block_size, **joined)
 
 
-def _concatenate(parts: list[jax.Array], axis: int) -> jax.Array:
-    """Returns the parts joined; codes of 2 bits by way of int8, for XLA:CPU ends the process where it joins them."""
+def _concatenate_parts(parts: list[jax.Array], axis: int) -> jax.Array:
+    """Return arrays joined along an axis."""
     dtype = parts[0].dtype
+    # XLA:CPU aborts the process if it joins arrays of 2-bit elements.
     if find_width(dtype) > 2:
         return jnp.concatenate(parts, axis)
     return jnp.concatenate([part.astype(jnp.int8) for part in parts], axis).astype(dtype)
 
 
 def _read_part(q: QuantizedArray, entries: jax.Array) -> _Part:
+    """Return a scale or zero point of q with the sizes of its blocks."""
     sizes = granularity.Aligned(q.block_size).sizes(entries.shape, q.shape)
     assert sizes is not None
     return _Part(entries, sizes, q.shape)
 
 
 def _find_sizes(parts: list[_Part], axis: int) -> tuple[int, ...]:
-    """Returns the longest blocks of each dimension into which the blocks of all parts can be cut; 0 where all of
-    them share an entry. Along `axis` the blocks of one part begin where the one before it ends.
+    """Return, for each dimension, the longest block size that divides the blocks of all parts evenly.
+
+    It is 0 for a dimension that all parts share. Along `axis` a part begins where the previous one ends, so the block
+    size must divide the lengths of all parts but the last, too.
     """
     sizes = [math.gcd(*(0 if p.is_shared(d) else p.sizes[d] for p in parts)) for d in range(len(parts[0].sizes))]
     sizes[axis] = math.gcd(sizes[axis], *(part.lengths[axis] for part in parts[:-1]))
     return tuple(sizes)
 
 
-def _reconcile(
+def _unify_sizes(
     sizes: dict[str, tuple[int, ...]], shape: tuple[int, ...]
 ) -> tuple[dict[str, tuple[int, ...]], int | None]:
-    """Returns block sizes that one array can have, and the one that it stores: where a last block is short, all blocks
-    have to be of that size.
+    """Return block sizes that a single array can have, and the block size that it stores.
+
+    If a last block is short, all blocks must have the stored size.
     """
     blocks = {(size, n) for each in sizes.values() for size, n in zip(each, shape, strict=True) if 1 < size < n}
     lengths = {size for size, _ in blocks}

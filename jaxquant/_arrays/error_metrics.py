@@ -1,4 +1,4 @@
-"""How far an array is from its quantized form."""
+"""Measures of the error between an array and its quantized form."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .._core import checks, dtypes, entry_point, granularity, min_max, sharding,
 from .._core.affine import divide_by_scale
 from .._core.entry_point import compile_entry_point
 from . import quantized_array
-from .quantized_array import QuantizedArray, mark_checked
+from .quantized_array import QuantizedArray
 
 _NAME = "quantization_error"
-_DECIBELS = np.float32(10 / np.log(10))  # of a natural logarithm
+_DECIBELS = np.float32(10 / np.log(10))  # decibels in a natural logarithm of 1
 _OCTAVE = np.float32(20 * np.log10(2))  # decibels in a factor of two
 
 
 class QuantizationError(NamedTuple):
-    """What `quantization_error` returns, float32 scalars all."""
+    """The result of `quantization_error`: five float32 scalars."""
 
     sqnr_db: jax.Array
     max_abs: jax.Array
@@ -32,30 +32,32 @@ class QuantizationError(NamedTuple):
 
 
 def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
-    """sqnr_db = 10 log10(sum x^2 / sum (x - y)^2) with y = q.dequantize(), and four other measures.
+    """Return how far a quantized array is from the array that was quantized.
 
-    float32 throughout, squares of x and of x - y each relative to the largest of its kind: neither overflows, and no
-    error is too small to be seen. Nothing here carries a gradient.
+    With y = q.dequantize(), sqnr_db = 10 log10(sum x^2 / sum (x - y)^2), and four other measures.
+
+    Everything is computed in float32. The squares of x and of x - y are taken relative to the largest magnitude of
+    each, so that they do not overflow and no error is too small to count. The result has no gradient.
 
     Args:
-        x: what was quantized, float32, float16 or bfloat16, of q's shape.
-        q: what it became.
+        x: the array that was quantized, float32, float16 or bfloat16, of q's shape.
+        q: its quantized form.
 
     Returns:
-        sqnr_db: the signal to quantization noise ratio in decibels. Infinity where y is x, zeros and no elements at
-            all included; minus infinity where only x is all zeros.
+        sqnr_db: the signal-to-quantization-noise ratio in decibels. Infinity if y equals x, also for zeros and for
+            arrays without elements; minus infinity if x is all zeros and y is not.
         max_abs: the largest |x - y|.
-        cosine: sum x y / sqrt(sum x^2 sum y^2). 0 where only one of x and y is all zeros, 1 where both are.
-        saturated: the share of elements beyond the range of the codes. Integers: by more than half a step beyond
-            the code, which is the highest, the lowest or the one after that, where a narrow range ends: whether the
-            range was narrow, q does not know. Small floats: what overflows when it is rounded. Code books: beyond
-            the first or the last entry.
-        used_codes: the share of the format's 2**bits codes that occur. A narrow range does not use one of them; of
-            small floats -0, NaN and infinity count among them.
-        Where x or y holds a NaN or an infinity, the first and the third are NaN, and max_abs NaN or infinity.
+        cosine: sum x y / sqrt(sum x^2 sum y^2). 0 if only one of x and y is all zeros, 1 if both are.
+        saturated: the fraction of elements outside the range of the codes. For integers these are the elements more
+            than half a step beyond their code, if that is the highest code, the lowest one, or the second lowest, at
+            which a narrow range ends (q does not store whether its range was narrow). For small floats: the elements
+            that overflow when they are rounded. For codebooks: the elements beyond the first or the last entry.
+        used_codes: the fraction of the 2**bits codes of the format that occur. A narrow range leaves one of them
+            unused; for small floats -0, NaN and infinity are among them.
+        If x or y contains a NaN or an infinity, sqnr_db and cosine are NaN, and max_abs is NaN or infinity.
 
     Raises:
-        TypeError: q is no QuantizedArray, or x has a dtype that there is not.
+        TypeError: q is not a QuantizedArray, or x has an unsupported dtype.
         ValueError: x has another shape than q.
 
     Example:
@@ -71,84 +73,87 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
     q = quantized_array.check_array(_NAME, "q", q)
-    found = _quantization_error(
+    measures = _quantization_error(
         entry_point.convert_number(x), q.codes, q.scale, q.zero_point,
         dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
     )  # fmt: skip
-    return QuantizationError(*found)
+    return QuantizationError(*measures)
 
 
 @compile_entry_point(_NAME)
 def _quantization_error(
-    x: jax.Array, values: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
+    x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, block_size: int | None, codebook: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
-    checks.check_shape(_NAME, "x", x, values.shape, "q's")
+    checks.check_shape(_NAME, "x", x, codes.shape, "that of q")
     x, scale = lax.stop_gradient((x, scale))
-    q = mark_checked(QuantizedArray(values, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _find_largest(x - y)
-    (x_near, x_power), (y_near, _) = (_near_one(v, _find_largest(v)) for v in (x, y))
-    error, power = _near_one(x - y, largest)
+    (x_near, x_power), (y_near, _) = (_scale_near_one(v, _find_largest(v)) for v in (x, y))
+    error, power = _scale_near_one(x - y, largest)
+    # The sums are relative to powers of two, which cancel in the cosine and are added to the decibels.
     signal, size, noise = (jnp.sum(v * v) for v in (x_near, y_near, error))
     decibels = jnp.log(signal / noise) * _DECIBELS + (x_power - power).astype(jnp.float32) * _OCTAVE
     sqnr = jnp.where(noise == 0, np.float32(np.inf), decibels)
-    whole = jnp.isfinite(signal) & jnp.isfinite(size) & jnp.isfinite(noise)
+    is_finite = jnp.isfinite(signal) & jnp.isfinite(size) & jnp.isfinite(noise)
     measures = (sqnr, _find_cosine(jnp.sum(x_near * y_near), signal, size))
-    sqnr, cosine = (jnp.where(whole, v, np.float32(np.nan)) for v in measures)
+    sqnr, cosine = (jnp.where(is_finite, v, np.float32(np.nan)) for v in measures)
     saturated = jnp.sum(_is_saturated(x, q), dtype=jnp.float32) / np.float32(max(x.size, 1))
-    return sqnr, largest, cosine, saturated, _measure_used(q)
+    return sqnr, largest, cosine, saturated, _measure_used_codes(q)
 
 
 def _find_largest(value: jax.Array) -> jax.Array:
-    """Returns the largest magnitude; NaN where there is one."""
+    """Return the largest magnitude, or NaN if the array contains one."""
     return min_max.find_min_max(lax.abs(value), tuple(range(value.ndim)))[1]
 
 
-def _near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns value / 2**n, exact, and an n for which the largest magnitude lies near 1: its square is a float32."""
+def _scale_near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return value / 2**n, which is exact, and n, such that the largest magnitude is near 1 and can be squared."""
     power = jnp.clip((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127, -126, 126)
     factor = lax.bitcast_convert_type((127 - power) << 23, jnp.float32)
     return value * granularity.PerTensor().expand(factor, value), power
 
 
 def _find_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax.Array:
-    none = (x_square == 0) | (y_square == 0)
-    alike = (x_square == y_square).astype(jnp.float32)  # of two arrays of zeros
-    length = jnp.sqrt(jnp.where(none, np.float32(1), x_square * y_square))
-    return jnp.where(none, alike, jnp.clip(product / length, np.float32(-1), np.float32(1)))
+    """Return the cosine of the angle between x and y from their product and their squares."""
+    is_zero = (x_square == 0) | (y_square == 0)
+    both_zero = (x_square == y_square).astype(jnp.float32)
+    length = jnp.sqrt(jnp.where(is_zero, np.float32(1), x_square * y_square))
+    return jnp.where(is_zero, both_zero, jnp.clip(product / length, np.float32(-1), np.float32(1)))
 
 
 def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Returns where x, float32, lies beyond what the codes of q reach."""
+    """Return where the float32 x is outside the range of the codes of q."""
     aligned = granularity.Aligned(q.block_size)
     value = divide_by_scale(x, aligned.expand(q.scale, x), dtypes.FLOAT32)
     if q.codebook is not None:
         first, last = q.codebook.levels[0], q.codebook.levels[-1]
-        slack = q.codebook.largest * 2.0**-22  # the scale is a rounded quotient, and so is what it divides
+        # The scale is a rounded quotient, and `value` is another: the extremes of x need not be exact levels.
+        slack = q.codebook.largest * 2.0**-22
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
     if q.codes.dtype in dtypes.SMALL_FLOATS:
         return small_floats.find_overflow(value, q.codes.dtype)
     low, high = dtypes.find_bounds(q.codes.dtype)
     codes = q.codes.astype(jnp.int32)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
-    over = value - (codes if point is None else codes - point).astype(jnp.float32)
-    # A narrow range ends one code above the lowest.
-    return ((codes <= low + 1) & (over < np.float32(-0.5))) | ((codes == high) & (over > np.float32(0.5)))
+    excess = value - (codes if point is None else codes - point).astype(jnp.float32)
+    # A narrow range ends one code above the lowest one.
+    return ((codes <= low + 1) & (excess < np.float32(-0.5))) | ((codes == high) & (excess > np.float32(0.5)))
 
 
-def _measure_used(q: QuantizedArray) -> jax.Array:
-    """Returns the share of the codes of q's format that occur."""
-    values, dtype = q.codes, q.codes.dtype
+def _measure_used_codes(q: QuantizedArray) -> jax.Array:
+    """Return the fraction of the codes of q's format that occur in q."""
+    codes, dtype = q.codes, q.codes.dtype
     count = 2 ** dtypes.find_width(dtype)
     if dtype in dtypes.FLOAT8:
-        index = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.int32)
+        index = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
     elif dtype in dtypes.FLOAT4:
-        wide = small_floats.decode_small_float(values)
+        wide = small_floats.decode_small_float(codes)
         index = small_floats.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
-        index = values.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
+        index = codes.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
     index = sharding.place_whole(index)
-    seen = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
-    return jnp.mean(seen, dtype=jnp.float32)
+    is_used = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
+    return jnp.mean(is_used, dtype=jnp.float32)

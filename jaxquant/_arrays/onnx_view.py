@@ -1,4 +1,4 @@
-"""A QuantizedArray as ONNX's DequantizeLinear takes it, and back."""
+"""Conversion of QuantizedArrays to the inputs of ONNX's DequantizeLinear, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME, _BACK = "onnx_view", "from_onnx"
 
 
 class OnnxView(NamedTuple):
-    """The inputs and attributes of ONNX's DequantizeLinear, under its names: `dequantize_linear(**view._asdict())`."""
+    """The inputs and attributes of ONNX's DequantizeLinear by name: call `dequantize_linear(**view._asdict())`."""
 
     x: jax.Array
     x_scale: jax.Array
@@ -31,26 +31,26 @@ class OnnxView(NamedTuple):
 
 
 def onnx_view(q: QuantizedArray) -> OnnxView:
-    """x_scale, x_zero_point, axis and block_size = what makes ONNX's DequantizeLinear return q.dequantize().
+    """Return the inputs and attributes for which ONNX's DequantizeLinear returns q.dequantize().
 
-    ONNX has a scalar, a 1-D scale along one axis, or a scale of x's rank in blocks along one axis with an entry per
-    index elsewhere, and a zero point of the same shape. A scale that is shared in another way, or differently from the
+    ONNX's scale is a scalar, 1-D along one axis, or of x's rank with blocks along one axis and an entry per index
+    along the others; its zero point has the same shape. A scale that is shared differently, or differently from the
     zero point, is repeated until it has one of these shapes.
 
     Args:
-        q: the array.
+        q: the array to describe.
 
     Returns:
-        x: its codes.
-        x_scale: its scale, in ONNX's shape.
-        x_zero_point: its zero point likewise, or None.
-        axis: ONNX's attribute; 1, ONNX's default, where it does not matter.
-        block_size: ONNX's attribute; 0 where there are no blocks.
-        output_dtype: what q.dequantize() returns.
+        x: the codes.
+        x_scale: the scale in ONNX's shape.
+        x_zero_point: the zero point in the same shape, or None.
+        axis: ONNX's attribute; 1, ONNX's default, if it has no effect.
+        block_size: ONNX's attribute; 0 without blocks.
+        output_dtype: the dtype of q.dequantize().
 
     Raises:
-        TypeError: q is no QuantizedArray.
-        ValueError: q has a code book, which ONNX does not have.
+        TypeError: q is not a QuantizedArray.
+        ValueError: q has a codebook, which ONNX does not support.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -65,11 +65,12 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     Source: ONNX DequantizeLinear-25.
     """
     q = quantized_array.check_array(_NAME, "q", q)
-    checks.require(q.codebook is None, _NAME, "q", "a dtype that ONNX has", q.codebook)
-    sizes = _find_common_runs(q)
+    checks.require(q.codebook is None, _NAME, "q", "an array without a codebook, because ONNX has none", q.codebook)
+    sizes = _find_common_sizes(q)
     entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
     scale, zero_point = (None if p is None else _pick_entries(p, q, entries, sizes) for p in (q.scale, q.zero_point))
     assert scale is not None
+    # The shape is a scalar if nothing varies, 1-D if one axis has an entry per index, and of x's rank otherwise.
     kept = [a for a, n in enumerate(entries) if n != 1]
     if not kept:
         flat, axis, block_size = (), 1, 0
@@ -82,37 +83,38 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     return OnnxView(q.codes, *view, axis, block_size, q.dtype)  # type: ignore[arg-type]
 
 
-def _find_common_runs(q: QuantizedArray) -> tuple[int, ...]:
-    """Returns how many indices share an entry in ONNX's form: blocks along one axis at most. Nothing is shared by 0."""
+def _find_common_sizes(q: QuantizedArray) -> tuple[int, ...]:
+    """Return how many indices of each dimension share an entry in ONNX's form, which has blocks along one axis only."""
     aligned = Aligned(q.block_size)
-    each = [aligned.sizes(p.shape, q.shape) for p in (q.scale, q.zero_point) if p is not None]
+    part_sizes = [aligned.sizes(p.shape, q.shape) for p in (q.scale, q.zero_point) if p is not None]
     sizes = []
     for a, n in enumerate(q.shape):
-        found = [s[a] for s in each if s is not None]
-        least = min(found) if n else max(found)
-        # Runs of one part that do not end where the other's do: an entry per index.
-        sizes.append(least if all(s == n or s % least == 0 for s in found) else 1)
-    runs = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if 1 < size < n]
+        lengths = [s[a] for s in part_sizes if s is not None]
+        least = min(lengths) if n else max(lengths)
+        # If the blocks of the scale and of the zero point do not end together, each index needs its own entry.
+        sizes.append(least if all(s == n or s % least == 0 for s in lengths) else 1)
+    blocked = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if 1 < size < n]
     shared = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size == n and n > 1]
     kept = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
-    if len(kept) <= 1 and not runs:
+    if len(kept) <= 1 and not blocked:
         return tuple(sizes)
-    blocked = (runs or shared[::-1] or [None])[0]
-    return tuple(size if a == blocked else 1 for a, size in enumerate(sizes))
+    # Blocks can stay along one axis only; a shared axis counts as one block. Every other axis gets entries per index.
+    block_axis = (blocked or shared[::-1] or [None])[0]
+    return tuple(size if a == block_axis else 1 for a, size in enumerate(sizes))
 
 
 def _pick_entries(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    """Returns a scale or zero point with the given entries, each picked from where its run begins."""
-    own = Aligned(q.block_size).sizes(part.shape, q.shape)
-    assert own is not None
-    for a, (expected, size) in enumerate(zip(entries, sizes, strict=True)):
-        if part.shape[a] == expected:
+    """Return a scale or zero point with the given entries, each of them taken from where its block begins."""
+    part_sizes = Aligned(q.block_size).sizes(part.shape, q.shape)
+    assert part_sizes is not None
+    for a, (count, size) in enumerate(zip(entries, sizes, strict=True)):
+        if part.shape[a] == count:
             continue
         if part.shape[a] == 1:
-            shape = (*part.shape[:a], expected, *part.shape[a + 1 :])
+            shape = (*part.shape[:a], count, *part.shape[a + 1 :])
             part = jnp.broadcast_to(part, shape)
         else:
-            part = jnp.take(part, np.arange(expected) * size // own[a], axis=a)
+            part = jnp.take(part, np.arange(count) * size // part_sizes[a], axis=a)
     return part
 
 
@@ -125,26 +127,30 @@ def from_onnx(
     block_size: int = 0,
     output_dtype: DTypeLike | None = None,
 ) -> QuantizedArray:
-    """q = the QuantizedArray whose dequantize() is ONNX's DequantizeLinear of the arguments.
+    """Return the QuantizedArray that represents the inputs of ONNX's DequantizeLinear.
+
+    Its dequantize() returns what `dequantize_linear` returns for the same arguments, bit for bit.
 
     Args:
-        x: codes of any shape: int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 or
+        x: codes of any shape: int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 dtypes or
             float4_e2m1fn.
-        x_scale: value per step. float32, float16, bfloat16 or float8_e8m0fnu, in ONNX's shape: a scalar, 1-D as long
-            as x's `axis`, or, with `block_size`, x's shape with ceil(length / block_size) in place of the axis.
-        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0.
-        axis: Static. The axis that is kept, negative from the back; not looked at per tensor.
-        block_size: Static. Elements along `axis` that share a scale; the last block may be short. 0 is none.
-        output_dtype: Static. What q.dequantize() returns: float32, float16 or bfloat16; by default x_scale's dtype,
-            float32 for float8_e8m0fnu.
+        x_scale: the real value of one step, float32, float16, bfloat16 or float8_e8m0fnu. In ONNX's shape: a scalar,
+            1-D with the length of x's `axis`, or, with `block_size`, x's shape with ceil(length / block_size) in
+            place of the axis.
+        x_zero_point: the code of 0.0, in steps, with x_scale's shape and x's dtype. None means 0.
+        axis: Static. The axis that is kept, negative from the back; ignored if the scale is per tensor.
+        block_size: Static. The number of elements along `axis` that share a scale; the last block may be shorter. 0
+            means no blocks.
+        output_dtype: Static. The dtype of q.dequantize(): float32, float16 or bfloat16. By default x_scale's dtype,
+            or float32 for float8_e8m0fnu.
 
     Returns:
-        A QuantizedArray of x's codes, with scale and zero point of x's rank.
+        A QuantizedArray with x's codes, whose scale and zero point have x's rank.
 
     Raises:
-        TypeError: an argument has a dtype or type that the operator does not have.
-        ValueError: shapes, axis or block_size do not fit each other; a float x has a zero point; or a known scale is
-            0, negative, NaN or infinite, with which `dequantize_linear`, the operator, computes.
+        TypeError: an argument has a type or dtype that the operator does not support.
+        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a known scale
+            is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such scales.)
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -158,9 +164,9 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
-    given = {"x": x, "x_scale": entry_point.convert_number(x_scale), "x_zero_point": x_zero_point}
+    arguments = {"x": x, "x_scale": entry_point.convert_number(x_scale), "x_zero_point": x_zero_point}
     return _from_onnx(
-        *entry_point.convert_arrays(_BACK, given), axis=axis, block_size=block_size, output_dtype=output_dtype
+        *entry_point.convert_arrays(_BACK, arguments), axis=axis, block_size=block_size, output_dtype=output_dtype
     )
 
 
@@ -175,16 +181,18 @@ def _from_onnx(
         output_dtype = checks.check_dtype(_BACK, "output_dtype", output_dtype, dtypes.FLOATS)
     if x_zero_point is not None:
         check_float_zero_point(_BACK, "x_zero_point", x_zero_point)
-        checks.check_same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "x's")
+        checks.check_same_dtype(_BACK, "x_zero_point", x_zero_point, x.dtype, "that of x")
         check_matching(_BACK, "x_zero_point", x_zero_point, x_scale, "x_scale")
     scale, zero_point = (None if p is None else _expand_rank(p, x, granularity) for p in (x_scale, x_zero_point))
+    # ONNX allows a zero point of zeros for float codes; a QuantizedArray of floats has none.
     if x.dtype in dtypes.SMALL_FLOATS:
         zero_point = None
-    blocks = granularity.size if isinstance(granularity, Blocked) else None
-    return quantized_array.mark_checked(QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=blocks))
+    stored_size = granularity.size if isinstance(granularity, Blocked) else None
+    return QuantizedArray(x, scale, zero_point, dtype=output_dtype, block_size=stored_size)
 
 
 def _expand_rank(part: Any, x: Any, granularity: Granularity) -> Any:
+    """Return a scale or zero point in ONNX's shape with the rank of x."""
     if isinstance(granularity, PerTensor):
         return part.reshape((1,) * x.ndim)
     if isinstance(granularity, PerAxis):

@@ -1,4 +1,4 @@
-"""From an array and a spec to a QuantizedArray."""
+"""Quantization of an array to a QuantizedArray, as a QuantSpec says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._core import checks, dtypes, entry_point, granularity, known_values
 from .._core.affine import divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from . import scale_from_range
-from .quantized_array import QuantizedArray, mark_checked
+from .quantized_array import QuantizedArray
 from .spec import QuantSpec
 
 _NAME = "quantize"
@@ -26,43 +26,48 @@ def quantize(
     hi: ArrayLike | None = None,
     range: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> QuantizedArray:
-    """codes = saturate(round_half_even(x / scale) + zero_point), the scale and the zero point from a range.
+    """Quantize x as a spec says, and return the codes with their scale and zero point.
 
-    The range is that of x, slice by slice as the spec's granularity says, or the one that is given, and is widened to
-    hold 0. With qmin and qmax the spec's least and largest code, and z its fixed zero point, float32 throughout:
+    codes = saturate(round_half_even(x / scale) + zero_point)
 
-    - symmetric: scale = max(lo / (qmin - z), hi / (qmax - z)), no value of the range saturates;
-    - else scale = (hi - lo) / (qmax - qmin), zero_point = round(saturate(qmin - lo / scale)), as ONNX's
-      DynamicQuantizeLinear has them, whose integers uint8 per tensor gives;
-    - floats and code books: scale = max(-lo, hi) / their largest value.
+    The scale and the zero point are derived from a range (lo, hi): by default from the extremes of each slice of x
+    that shares a scale, or else from the range that is given. The range is first widened to include 0. Let qmin and
+    qmax be the lowest and the highest code of the spec and z its fixed zero point. In float32:
 
-    A slice without a range (all zeros, subnormal numbers, which XLA:CPU treats as 0, or no elements) has scale 1. No
-    other scale is below 2**-126, the least normal float32, or below the least number of the spec's scale_dtype. A NaN
-    or an infinity in a slice makes its scale NaN or infinite, and shows in all that is dequantized from it: 0 times
-    infinity is NaN, and the infinity itself may come back with the other sign.
+    - symmetric: scale = max(lo / (qmin - z), hi / (qmax - z)), so that no value in the range saturates;
+    - asymmetric: scale = (hi - lo) / (qmax - qmin) and zero_point = round(saturate(qmin - lo / scale)). For uint8 per
+      tensor these are the integers of ONNX's DynamicQuantizeLinear;
+    - float dtypes and codebooks: scale = max(-lo, hi) / their largest value.
 
-    The codes are `quantize_linear`'s with precision float32, ONNX Runtime's, and of a code book the nearest entry.
-    With a scale that is known, `from_onnx(quantize_linear(x, scale, ...), scale, ...)` makes the array.
+    The codes are those of `quantize_linear` with precision float32, and therefore ONNX Runtime's. With a codebook they
+    are the indices of the nearest entries. If the scale is already known, use `quantize_linear` and pass its result
+    to `from_onnx`.
 
-    They carry no gradient, and neither do the scale and the zero point, for x, `lo` and `hi` alike:
-    `fake_quantize_linear` is the one to train through.
+    A slice without a range has scale 1: it holds only zeros, or subnormal numbers, which XLA:CPU treats as 0, or no
+    elements. No other scale is less than 2**-126, the least normal float32, or less than the least number of the
+    spec's scale_dtype. A NaN or an infinity in a slice makes the scale of the slice NaN or infinite, which shows in
+    every value that is dequantized with it: 0 times infinity is NaN, and the infinity may change its sign.
+
+    Neither the codes nor the scale and the zero point have a gradient with respect to x, `lo` or `hi`. Use
+    `fake_quantize_linear` for training.
 
     Args:
-        x: values, float32, float16 or bfloat16, of any shape; a Python number is float32.
-        spec: Static. How to quantize.
-        lo: the lower end of the range, in the unit of x, float32, float16 or bfloat16: one element, or of x's rank
-            with the dimensions of the scale. A Python number is float32. Given together with `hi`.
-        hi: the upper end, likewise.
-        range: both ends in one argument, as a calibrator's `finalize` returns them: (lo, hi).
+        x: values of any shape, float32, float16 or bfloat16. A Python number counts as float32.
+        spec: Static. The dtype of the codes, the elements that share a scale, and how a range gives the scale.
+        lo: the lower end of the range, in the unit of x, float32, float16 or bfloat16. Either one element, or an
+            array of x's rank with the dimensions of the scale. A Python number counts as float32. Requires `hi`.
+        hi: the upper end of the range, likewise. Requires `lo`.
+        range: both ends in one argument, (lo, hi), as the `finalize` of a calibrator returns them.
 
     Returns:
-        A QuantizedArray of x's shape and dtype. Its scale and zero point have x's rank, the dimensions that
-        share an entry being 1.
+        A QuantizedArray with x's shape and dtype. Its scale and its zero point have x's rank, with length 1 in each
+        dimension whose elements share an entry.
 
     Raises:
-        TypeError: an argument has a dtype or type that there is not.
-        ValueError: an axis of the spec is out of range; `lo` or `hi` is missing or has another shape; both they and
-            `range` are given; or the ends are known and are NaN or infinite, or `lo` exceeds `hi`.
+        TypeError: an argument has an unsupported type or dtype.
+        ValueError: an axis of the spec is out of range; only one of `lo` and `hi` is given, or one has another
+            shape; `range` is given in addition to them; or the ends are known, and one is NaN or infinite, or `lo`
+            is greater than `hi`.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -71,7 +76,7 @@ def quantize(
         Array([[-1.75,  0.  ,  0.5 ],
                [ 0.  , 28.  ,  0.  ]], dtype=float32)
         >>> q = jq.quantize(x, jq.QuantSpec(jnp.uint8), range=(-1.0, 1.55))
-        >>> q.scale, q.zero_point, q.values
+        >>> q.scale, q.zero_point, q.codes
         (Array([[0.01]], dtype=float32), Array([[100]], dtype=uint8), Array([[  0, 112, 138],
                [100, 255, 255]], dtype=uint8))
 
@@ -81,35 +86,35 @@ def quantize(
     if range is not None:
         lo, hi = _split_range(range, lo, hi)
     missing = "lo" if lo is None else "hi"
-    checks.require((lo is None) == (hi is None), _NAME, missing, "a range of two ends, or none", "None")
+    checks.require((lo is None) == (hi is None), _NAME, missing, "both lo and hi, or neither of them", "None")
     lo, hi = entry_point.convert_number(lo), entry_point.convert_number(hi)
     if lo is not None:
         _check_known_range(lo, hi)
-    given = _quantize(entry_point.convert_number(x), lo, hi, spec=spec)
-    return mark_checked(given)
+    return _quantize(entry_point.convert_number(x), lo, hi, spec=spec)
 
 
 def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
-    """Returns the two ends of a range; requires that they are given once."""
+    """Return the two ends of a range; check that they are not given twice."""
     is_pair = isinstance(ends, tuple | list) and len(ends) == 2
-    expected = "a pair (lo, hi), as a calibrator's finalize returns it"
+    expected = "a pair (lo, hi), as the finalize of a calibrator returns it"
     checks.require_type(is_pair, _NAME, "range", expected, checks.describe_value(ends))
-    checks.require(lo is None and hi is None, _NAME, "range", "either range=(lo, hi), or lo and hi", "both")
+    checks.require(lo is None and hi is None, _NAME, "range", "either range=(lo, hi) or lo and hi, not both", "both")
     return ends[0], ends[1]
 
 
 def _check_known_range(lo: Any, hi: Any) -> None:
-    """Requires a range that is known to be one; what is traced cannot be looked at."""
+    """Check that the ends of a range are finite and in order, if they are known: traced ends are not."""
     ends = [known_values.find_known(v, is_awaited=True) for v in (lo, hi)]
     if any(end is None for end in ends):
         return
-    with np.errstate(over="ignore"):  # what float32 cannot hold is an infinity, and refused as one
+    # A number too large for float32 becomes an infinity, which is refused below.
+    with np.errstate(over="ignore"):
         low, high = (np.asarray(end, np.float32) for end in ends)
-    for argument, bound in (("lo", low), ("hi", high)):
-        finite = bool(np.isfinite(bound).all())
-        checks.require(finite, _NAME, argument, "finite numbers", "NaN or an infinity")
+    for argument, end in (("lo", low), ("hi", high)):
+        is_finite = bool(np.isfinite(end).all())
+        checks.require(is_finite, _NAME, argument, "finite numbers", "NaN or an infinity")
     if low.shape == high.shape or low.size == 1 or high.size == 1:
-        checks.require(bool((low <= high).all()), _NAME, "lo", "no more than hi", "more")
+        checks.require(bool((low <= high).all()), _NAME, "lo", "at most hi", "more")
 
 
 @compile_entry_point(_NAME)
@@ -117,38 +122,38 @@ def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec:
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
     scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
-    values = encode_array(x, scale, zero_point, spec)
-    size = scale_from_range.find_stored_block_size(_NAME, spec, x.shape)
-    return QuantizedArray(values, scale, zero_point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
+    codes = encode_array(x, scale, zero_point, spec)
+    block_size = scale_from_range.find_stored_block_size(_NAME, spec, x.shape)
+    return QuantizedArray(codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
 
 
 def find_parameters(
     function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
-    """Returns the scale and the zero point of x, from a range or from x itself, and the shape of the ranges."""
+    """Return the scale and the zero point of x, from the given range or that of x, and the shape of the ranges."""
     scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
     shape = scale_from_range.find_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
         low, high = scale_from_range.find_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
     else:
-        low, high = (_read_bound(argument, bound, shape) for argument, bound in (("lo", lo), ("hi", hi)))
+        low, high = (_broadcast_end(argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
     return *scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape), shape
 
 
-def _read_bound(argument: str, bound: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    checks.check_array(_NAME, argument, bound, dtypes.FLOATS)
-    if bound.size == 1:  # of another rank too: calibrated on batches, used on one row
-        return jnp.broadcast_to(bound.astype(jnp.float32).reshape(()), shape)
-    fits = bound.ndim == 0 or (
-        bound.ndim == len(shape) and all(b in (1, n) for b, n in zip(bound.shape, shape, strict=True))
-    )
-    expected = f"a scalar or shape {shape}, with 1 in places of it"
-    checks.require(fits, _NAME, argument, expected, f"shape {bound.shape}")
-    return jnp.broadcast_to(bound.astype(jnp.float32), shape)
+def _broadcast_end(argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return one end of the range in float32 and in the shape of the ranges."""
+    checks.check_array(_NAME, argument, end, dtypes.FLOATS)
+    # One element may have another rank: a range may be calibrated on batches and used on a single row.
+    if end.size == 1:
+        return jnp.broadcast_to(end.astype(jnp.float32).reshape(()), shape)
+    fits = end.ndim == len(shape) and all(b in (1, n) for b, n in zip(end.shape, shape, strict=True))
+    expected = f"a scalar or shape {shape}, in which any dimension may be 1"
+    checks.require(fits, _NAME, argument, expected, f"shape {end.shape}")
+    return jnp.broadcast_to(end.astype(jnp.float32), shape)
 
 
 def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, spec: QuantSpec) -> jax.Array:
-    """Returns the codes of x under a scale and a zero point of the spec's; every argument has passed its contract."""
+    """Return the codes of x for a scale and a zero point that fit the spec; the arguments have been checked."""
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))

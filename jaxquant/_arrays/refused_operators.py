@@ -1,4 +1,4 @@
-"""What Python's operators and JAX's functions say when they are given a quantized array: which call to make instead."""
+"""The errors of Python's operators and JAX's functions for quantized arrays, which say what to call instead."""
 
 from __future__ import annotations
 
@@ -27,67 +27,80 @@ _ADVICE = (
 
 
 class Advised(type):
-    """The metaclass of QuantizedArray: its repr says what to call.
+    """The metaclass of QuantizedArray, whose repr says which functions take one.
 
-    JAX's functions refuse what is no array with the type of it, as in "sum requires ndarray or scalar arguments, got
-    <type>". That is the one place where the advice can be. A `__jax_array__` that raises would also be called by
-    `x @ q`, which is to work.
+    A function of JAX that is given an object that is not an array prints its type: "sum requires ndarray or scalar
+    arguments, got <type>". The type is therefore the only place for advice. A `__jax_array__` that raises would not
+    do, because `x @ q` calls it too, and must work.
     """
 
     def __repr__(cls) -> str:
-        """Returns the name under which the class is public, and what takes it."""
+        """Return the public name of the class and the functions that take it."""
         if cls.__name__ != _CLASS:
             return super().__repr__()
         return f"<class 'jaxquant.{_CLASS}': {_ADVICE}>"
 
 
 class RefusedOperators(metaclass=Advised):
-    """Python's operators but for `@`, `==` and `!=`: each raises a TypeError that names the call to make.
+    """A base class whose operators raise a TypeError that names the call to make instead.
 
-    `==` compares identities, for sets, dicts and comparisons of pytrees.
+    All of Python's operators are refused except `@`, `==` and `!=`. `==` compares identities, as sets, dicts and
+    comparisons of pytrees require.
     """
 
     __slots__ = ()
 
     def __contains__(self, item: object) -> bool:
-        """Refuses: Python would compare the rows by identity, and always say False."""
+        """Raise TypeError: Python would compare the rows by identity, and the result would always be False."""
         _refuse("__contains__", "x in q.dequantize()", f"{_name_type(item)} in {self!r}")
         raise AssertionError
 
 
 def _refuse(method: str, expected: str, got: str) -> None:
+    """Raise the TypeError of an operator."""
     checks.require_type(False, f"{_CLASS}.{method}", "self", expected, got)
 
 
 def _name_type(value: Any) -> str:
+    """Return how an error shows an operand: a number or a quantized array by its repr, others by their type."""
     return repr(value) if isinstance(value, int | float | complex | RefusedOperators) else type(value).__name__
 
 
-def _write(symbol: str, left: str, right: str) -> str:
+def _write_expression(symbol: str, left: str, right: str) -> str:
+    """Return the Python expression of an operator."""
     return f"divmod({left}, {right})" if symbol == "divmod" else f"{left} {symbol} {right}"
 
 
 def _make_binary(method: str, symbol: str) -> Callable[[Any, Any], Any]:
-    known = (RefusedOperators, jax.Array, np.ndarray, np.generic, int, float, complex, str, list, tuple)
+    """Return the method of a binary operator with the quantized array on the left."""
+    refused_types = (RefusedOperators, jax.Array, np.ndarray, np.generic, int, float, complex, str, list, tuple)
 
     def refuse(self: Any, other: Any) -> Any:
-        if not isinstance(other, known):
-            return NotImplemented  # it may know how to treat a QuantizedArray
+        if not isinstance(other, refused_types):
+            return NotImplemented  # the other class may support QuantizedArrays
         right = "p.dequantize()" if isinstance(other, RefusedOperators) else "x"
-        got = _write(symbol, repr(self), _name_type(other))
-        return _refuse(method, _write(symbol, "q.dequantize()", right), got)
+        got = _write_expression(symbol, repr(self), _name_type(other))
+        return _refuse(method, _write_expression(symbol, "q.dequantize()", right), got)
 
     return refuse
 
 
 def _make_reflected(method: str, symbol: str) -> Callable[[Any, Any], Any]:
+    """Return the method of a binary operator with the quantized array on the right."""
+
     def refuse(self: Any, other: Any) -> Any:
-        return _refuse(method, _write(symbol, "x", "q.dequantize()"), _write(symbol, _name_type(other), repr(self)))
+        return _refuse(
+            method,
+            _write_expression(symbol, "x", "q.dequantize()"),
+            _write_expression(symbol, _name_type(other), repr(self)),
+        )
 
     return refuse
 
 
 def _make_unary(method: str, form: str) -> Callable[..., Any]:
+    """Return the method of a unary operator or a conversion."""
+
     def refuse(self: Any, *_: Any) -> Any:
         return _refuse(method, form.format("q.dequantize()"), form.format(repr(self)))
 
@@ -95,7 +108,7 @@ def _make_unary(method: str, form: str) -> Callable[..., Any]:
 
 
 def _add_operators() -> None:
-    """Adds the methods by name, unseen by type checkers, which therefore refuse the operators as well."""
+    """Add the methods by name, which type checkers do not see: they refuse the operators, too."""
     for name, symbol in {**_BINARY, **_COMPARISONS}.items():
         setattr(RefusedOperators, f"__{name}__", _make_binary(f"__{name}__", symbol))
     for name, symbol in _BINARY.items():

@@ -1,6 +1,6 @@
-"""What is static in a quantized array, as text that outlives a program. Knows no arrays.
+"""The static attributes of a quantized array as JSON, for checkpoints and exported programs.
 
-Text may have been damaged, or come from someone else: whatever it holds, reading it gives a value or a contract error.
+A text may be damaged or come from an untrusted source. Reading it returns valid values or raises a named error.
 """
 
 from __future__ import annotations
@@ -22,101 +22,105 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def encode_static(static: Static) -> str:
-    """Returns a dtype, a block size and a code book as JSON."""
-    dtype, block_size, book = static
+    """Return a dtype, a block size and a codebook as JSON."""
+    dtype, block_size, codebook = static
     return json.dumps({
         "dtype": None if dtype is None else np.dtype(dtype).name,
         "block_size": block_size,
-        "codebook": None if book is None else {"name": book.name, "levels": book.levels},
+        "codebook": None if codebook is None else {"name": codebook.name, "levels": codebook.levels},
     })  # fmt: skip
 
 
 def decode_saved_program(text: str | bytes | bytearray) -> Static:
-    """Returns what `encoded` was given, from the bytes of a program that `jax.export` saved."""
+    """Return what `encode_static` encoded, from the bytes of a program that `jax.export` saved."""
     argument = "the description in a saved program"
     return decode_static(_SAVED, argument, parse_json(_SAVED, argument, text))
 
 
 def parse_json(function: str, argument: str, text: str | bytes | bytearray) -> Any:
-    """Returns what a JSON text says; a name that is given twice is an error."""
+    """Return the value of a JSON text, in which no object may have a key twice."""
     try:
         return json.loads(text, object_pairs_hook=_collect_unique)
     except (ValueError, RecursionError) as error:
-        got = "one that is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        got = "a text that is nested too deeply" if isinstance(error, RecursionError) else str(error)
         text = checks.format_message(function, argument, "a JSON text", got)
     raise checks.ContractValueError(text)
 
 
 def _collect_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"one of the names {', '.join(name for name, _ in pairs)} twice")
-    return found
+    """Return the pairs of a JSON object as a dict; raise ValueError if a key occurs twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(name for name, _ in pairs)} twice")
+    return fields
 
 
-def get_field(function: str, argument: str, found: Any, name: str) -> Any:
-    """Returns a field of a JSON object, which has to have it."""
-    if not isinstance(found, dict) or name not in found:
-        got = ", ".join(map(repr, found)) or "an empty one" if isinstance(found, dict) else _describe(found)
-        checks.require(False, function, argument, f"an object with the name {name!r}", got)
-    return found[name]
+def get_field(function: str, argument: str, fields: Any, name: str) -> Any:
+    """Return a field of a JSON object; raise ContractValueError if there is no such field."""
+    if not isinstance(fields, dict):
+        checks.require(False, function, argument, f"an object with the key {name!r}", _shorten_json(fields))
+    if name not in fields:
+        got = ", ".join(map(repr, fields)) or "an empty object"
+        checks.require(False, function, argument, f"an object with the key {name!r}", got)
+    return fields[name]
 
 
-def decode_static(function: str, argument: str, found: Any) -> Static:
-    """Returns a dtype, a block size and a code book that are known to be valid."""
-    dtype = get_field(function, argument, found, "dtype")
-    block_size = get_field(function, argument, found, "block_size")
+def decode_static(function: str, argument: str, fields: Any) -> Static:
+    """Return the valid dtype, block size and codebook that a JSON object describes."""
+    dtype = get_field(function, argument, fields, "dtype")
+    block_size = get_field(function, argument, fields, "block_size")
     is_size = block_size is None or (type(block_size) is int and block_size > 0)
     if not is_size:
-        got = _describe(block_size)
+        got = _shorten_json(block_size)
         checks.require(False, function, f"{argument}['block_size']", "null or a positive integer", got)
     return (
         None if dtype is None else decode_dtype(function, f"{argument}['dtype']", dtype, dtypes.FLOATS),
         block_size,
-        _decode_book(function, f"{argument}['codebook']", get_field(function, argument, found, "codebook")),
+        _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),
     )
 
 
 def decode_dtype(function: str, argument: str, name: Any, allowed: Sequence[np.dtype]) -> np.dtype:
-    """Returns the one of the allowed dtypes that has this name, those of ml_dtypes included."""
+    """Return the allowed dtype with this name, which may be a dtype of ml_dtypes."""
     for dtype in allowed:
         if dtype.name == name:
             return dtype
     expected = f"the name of a dtype: {dtypes.list_names(tuple(allowed))}"
-    raise checks.ContractValueError(checks.format_message(function, argument, expected, _describe(name)))
+    raise checks.ContractValueError(checks.format_message(function, argument, expected, _shorten_json(name)))
 
 
 def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
-    """Returns a shape that an array can have."""
+    """Return a shape, after checking that an array can have it."""
     is_shape = isinstance(shape, list) and len(shape) <= 64 and all(type(n) is int and n >= 0 for n in shape)
     if not is_shape or math.prod(max(n, 1) for n in shape) >= 2**63:
-        expected = "a list of at most 64 lengths whose product an int64 holds"
-        checks.require(False, function, argument, expected, _describe(shape))
+        expected = "a list of at most 64 lengths whose product fits into an int64"
+        checks.require(False, function, argument, expected, _shorten_json(shape))
     return tuple(shape)
 
 
-def _decode_book(function: str, argument: str, found: Any) -> Codebook | None:
-    if found is None:
+def _decode_codebook(function: str, argument: str, fields: Any) -> Codebook | None:
+    """Return the valid codebook that a JSON value describes, or None for null."""
+    if fields is None:
         return None
-    name, levels = (get_field(function, argument, found, field) for field in ("name", "levels"))
+    name, levels = (get_field(function, argument, fields, field) for field in ("name", "levels"))
     if not isinstance(name, str):
-        checks.require(False, function, f"{argument}['name']", "a string", _describe(name))
-    # A Codebook asks for less: it takes a list of numbers that float32 rounds.
+        checks.require(False, function, f"{argument}['name']", "a string", _shorten_json(name))
+    # The constructor of Codebook is less strict and would raise errors that do not name the place in the file.
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
     if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):
-        expected = "4, 16 or 256 ascending numbers of float32"
-        checks.require(False, function, f"{argument}['levels']", expected, _describe(levels))
+        expected = "4, 16 or 256 ascending float32 numbers"
+        checks.require(False, function, f"{argument}['levels']", expected, _shorten_json(levels))
     try:
         return Codebook(name, tuple(levels))
-    except checks.ContractValueError as error:  # two levels are one number of float32
-        raise checks.ContractValueError(checks.format_message(function, argument, "a code book", error)) from error
+    except checks.ContractValueError as error:  # two levels are equal in float32
+        raise checks.ContractValueError(checks.format_message(function, argument, "a codebook", error)) from error
 
 
-def _describe(value: Any) -> str:
-    """Returns a value that was read from a text, cut where it is long."""
+def _shorten_json(value: Any) -> str:
+    """Return a value as JSON, shortened to 80 characters."""
     try:
         text = json.dumps(value)
-    except (ValueError, RecursionError):  # an int of more digits than Python writes
+    except (ValueError, RecursionError):  # an int with more digits than Python prints
         text = type(value).__name__
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""How to quantize, as one static value. Knows no arrays."""
+"""The static description of a quantization: dtype, granularity and the properties of the scale."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
 def _read_dtype(dtype: Any) -> Any:
-    """Returns a code book as it came, and anything else as the dtype that it names."""
+    """Return a codebook unchanged, and anything else as the dtype that it names."""
     return dtype if isinstance(dtype, Codebook) else checks.check_dtype(_NAME, "dtype", dtype, dtypes.QUANTIZED)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpec:
-    """What a real number becomes: which codes, which elements share a scale, and how a range becomes a scale.
+    """The static description of a quantization: a dtype, the elements that share a scale, and how to find the scale.
 
-    It is hashable and static: pass it to a jitted function as a static argument, or close over it. Arguments that
-    say nothing of their own are filled in, so that equal specs are equal however they were written.
+    A spec is frozen and hashable: pass it to a jitted function as a static argument, or close over it. Attributes
+    that are left out are filled in from the others, so that specs compare equal if they mean the same.
 
     Attributes:
-        dtype: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8, float4_e2m1fn, or a `Codebook` such as
-            `nf4`.
-        granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`,
-            `Blocked(axis, size)`.
-        symmetric: whether the zero point is fixed: 0, or the middle code of an unsigned dtype (128 of uint8). By
-            default True for signed dtypes, False for unsigned ones. Floats and code books are always symmetric.
-        narrow_range: whether the lowest code is left out, -128 of int8. By default True where symmetric, as ONNX
-            Runtime and TFLite have it: -x then has the code of x negated. int2 keeps three codes of its four.
-        scale_dtype: float32, float16, bfloat16 or float8_e8m0fnu. A scale that the dtype cannot hold is rounded up,
-            so that no value of the range saturates.
-        power_of_two: whether a scale is rounded up to a power of two. float8_e8m0fnu holds nothing else.
-        zero_point_granularity: which elements share a zero point; by default those that share a scale.
+        dtype: the dtype of the codes: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8 or
+            float4_e2m1fn; or a `Codebook` such as `nf4`.
+        granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`
+            or `Blocked(axis, size)`. By default `PerTensor()`.
+        symmetric: True if the zero point is fixed to 0, or to the middle code of an unsigned dtype (128 of uint8).
+            By default True for signed dtypes and False for unsigned ones. Float dtypes and codebooks must be
+            symmetric.
+        narrow_range: True to leave out the lowest code, such as -128 of int8, so that -x has the negated code of x.
+            By default True if the spec is symmetric, as in ONNX Runtime and TFLite. int2 then has three codes.
+        scale_dtype: float32, float16, bfloat16 or float8_e8m0fnu. A scale that the dtype cannot represent is rounded
+            up, so that no value in the range saturates.
+        power_of_two: True to round scales up to powers of two. float8_e8m0fnu represents only these.
+        zero_point_granularity: which elements share a zero point. By default those that share a scale.
 
     Raises:
-        TypeError: an attribute has a wrong type, or names a dtype that there is not.
-        ValueError: attributes contradict each other.
+        TypeError: an attribute has a wrong type or names an unsupported dtype.
+        ValueError: attributes contradict each other, such as a codebook with symmetric=False.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -68,33 +69,38 @@ class QuantSpec:
     zero_point_granularity: Choice | None = None
 
     def __post_init__(self) -> None:
-        """Fills in the defaults and refuses contradictions."""
+        """Fill in the defaults and check that the attributes do not contradict each other."""
         dtype = _read_dtype(self.dtype)
         is_integer = dtype in dtypes.INTEGERS
-        signed = not is_integer or dtypes.find_bounds(dtype)[0] < 0
-        symmetric = signed if self.symmetric is None else self.symmetric
+        is_signed = not is_integer or dtypes.find_bounds(dtype)[0] < 0
+        symmetric = is_signed if self.symmetric is None else self.symmetric
         narrow = (is_integer and bool(symmetric)) if self.narrow_range is None else self.narrow_range
-        self._flags(symmetric, narrow)
-        checks.require(is_integer or symmetric, _NAME, "symmetric", f"True: {dtype} has no zero point", symmetric)
-        expected = f"False: {dtype} has no lowest code to leave out"
+        self._check_flags(symmetric, narrow)
+        checks.require(
+            is_integer or symmetric, _NAME, "symmetric", f"True, because {dtype} has no zero point", symmetric
+        )
+        expected = f"False, because {dtype} has no lowest code to leave out"
         checks.require(is_integer or not narrow, _NAME, "narrow_range", expected, narrow)
         for argument in ("granularity", "zero_point_granularity"):
             value = getattr(self, argument)
-            known = isinstance(value, Choice) or (value is None and argument != "granularity")
+            is_choice = isinstance(value, Choice) or (value is None and argument != "granularity")
             expected = "PerTensor(), PerToken(), PerFeature(), PerAxis(axis) or Blocked(axis, size)"
-            checks.require_type(known, _NAME, argument, expected, checks.describe_value(value))
+            checks.require_type(is_choice, _NAME, argument, expected, checks.describe_value(value))
         scale_dtype = checks.check_dtype(_NAME, "scale_dtype", self.scale_dtype, _SCALES)
-        points = self.granularity if self.zero_point_granularity is None else self.zero_point_granularity
-        expected = "None, or the granularity of the scale: a symmetric zero point is the same everywhere"
-        checks.require(not symmetric or points == self.granularity, _NAME, "zero_point_granularity", expected, points)
-        found = {
+        point_granularity = self.granularity if self.zero_point_granularity is None else self.zero_point_granularity
+        expected = "None or the granularity of the scale, because a symmetric zero point is the same everywhere"
+        is_same = not symmetric or point_granularity == self.granularity
+        checks.require(is_same, _NAME, "zero_point_granularity", expected, point_granularity)
+        attributes = {
             "dtype": dtype, "symmetric": bool(symmetric), "narrow_range": bool(narrow), "scale_dtype": scale_dtype,
-            "power_of_two": bool(self.power_of_two) or scale_dtype == dtypes.E8M0, "zero_point_granularity": points,
+            "power_of_two": bool(self.power_of_two) or scale_dtype == dtypes.E8M0,
+            "zero_point_granularity": point_granularity,
         }  # fmt: skip
-        for name, value in found.items():
+        # The dataclass is frozen, so its own assignment is refused here too.
+        for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
-    def _flags(self, symmetric: Any, narrow: Any) -> None:
+    def _check_flags(self, symmetric: Any, narrow: Any) -> None:
         for argument, value in (
             ("symmetric", symmetric),
             ("narrow_range", narrow),
@@ -103,31 +109,31 @@ class QuantSpec:
             checks.check_flag(_NAME, argument, value)
 
     def __repr__(self) -> str:
-        """Returns what was chosen, and of the rarer choices only those that were made."""
-        parts = [
+        """Return the attributes; the last two only if they differ from their defaults."""
+        texts = [
             str(self.dtype),
             repr(self.granularity),
             *(f"{name}={getattr(self, name)}" for name in ("symmetric", "narrow_range", "scale_dtype")),
         ]
         if self.power_of_two:
-            parts.append("power_of_two=True")
+            texts.append("power_of_two=True")
         if self.zero_point_granularity != self.granularity:
-            parts.append(f"zero_point_granularity={self.zero_point_granularity!r}")
-        return f"{_NAME}({', '.join(parts)})"
+            texts.append(f"zero_point_granularity={self.zero_point_granularity!r}")
+        return f"{_NAME}({', '.join(texts)})"
 
     @property
     def carrier(self) -> np.dtype:
-        """The dtype of the codes: `dtype`, or that of a code book's indices."""
+        """The dtype of the codes: `dtype`, or the dtype of the indices into the codebook."""
         return codebooks.find_carrier(self.dtype)
 
     @property
     def codebook(self) -> Codebook | None:
-        """The code book, or None where `dtype` is a dtype."""
+        """The codebook, or None if `dtype` is a dtype."""
         return self.dtype if isinstance(self.dtype, Codebook) else None
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest number of steps: codes of an integer dtype, entries of a code book."""
+        """The lowest and the highest code of an integer dtype, or the extremes of a float dtype or a codebook."""
         if self.codebook:
             return self.codebook.levels[0], self.codebook.levels[-1]
         if self.dtype in dtypes.SMALL_FLOATS:
@@ -137,7 +143,7 @@ class QuantSpec:
 
     @property
     def fixed_zero_point(self) -> int | None:
-        """The zero point of a symmetric spec: 0, or the middle code of an unsigned dtype. None where it is found."""
+        """The zero point of a symmetric spec: 0, or the middle code of an unsigned dtype. None if it is asymmetric."""
         if not self.symmetric:
             return None
         is_unsigned = self.dtype in dtypes.INTEGERS and dtypes.find_bounds(self.dtype)[0] == 0

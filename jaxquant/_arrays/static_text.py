@@ -1,4 +1,4 @@
-"""A text in a pytree: static where JAX traces, and saved with the arrays by the helpers of `checkpoint`."""
+"""A text as a node of a pytree: static under tracing, and saved by the functions of `checkpoint`."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jax import export
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class StaticText:
-    """A node without leaves that describes the arrays beside it.
+    """A node of a pytree that has no leaves and describes the arrays next to it.
 
-    Unlike an array, it can be compared while JAX traces: two trees with different texts have different structures.
+    Unlike an array, the text can be compared under tracing: trees with different texts have different structures.
 
     Attributes:
-        text: what is said.
+        text: the description.
     """
 
     text: str
 
     def tree_flatten(self) -> tuple[tuple[()], str]:
-        """Returns no arrays, and the text."""
+        """Return no arrays, and the text as the static part."""
         return (), self.text
 
     @classmethod
     def tree_unflatten(cls, text: str, _: object) -> StaticText:
-        """Returns what `tree_flatten` was given."""
+        """Return the node that was flattened."""
         return cls(text)
 
 
-# A program that takes converted variables can be saved by jax.export.
+# Lets `jax.export` save a program that takes converted variables.
 export.register_pytree_node_serialization(
     StaticText,
     serialized_name="jaxquant.StaticText",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
 from ..integer import _operands, _scaling
 from ..integer._conv_geometry import Plan, plan_convolution
@@ -163,7 +163,7 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
 def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
     lhs, rhs = (
-        x.astype(jnp.float32).dequantize() if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
+        dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
     )
     y = convolve_floats(lhs, rhs, plan, precision)

@@ -81,6 +81,7 @@ def dot_general(
     the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
     and zero points have none.
     """
+    lhs, rhs = check_operands(_NAME, lhs, rhs)
     return contract_checked(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
 
 
@@ -90,7 +91,6 @@ def contract_checked(
 ) -> jax.Array:  # fmt: skip
     """Return the `dot_general` of two operands after checking them, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
-    lhs, rhs = check_operands(function, lhs, rhs)
     numbers = checks.check_integers(function, "dimension_numbers", numbers)
     checks.check_hashable(function, "dimension_numbers", numbers)
     checks.check_precision(function, precision)

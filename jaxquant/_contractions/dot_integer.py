@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .._arrays import indexing
-from .._arrays.quantized_array import QuantizedArray, mark_checked
+from .._arrays.quantized_array import QuantizedArray
 from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
 from ..integer import _operands, _scaling
 from ..integer._block_sum import sum_over_blocks
@@ -165,7 +165,7 @@ def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
     """Return a quantized array with one dimension unsharded, where JAX tracks shardings in types."""
     if not sharding.is_placed(q.codes):
         return q
-    return mark_checked(jax.tree.map(lambda part: sharding.gather_axes(part, (axis,)), q))
+    return jax.tree.map(lambda part: sharding.gather_axes(part, (axis,)), q)
 
 
 class _Side(NamedTuple):

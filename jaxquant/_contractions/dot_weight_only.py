@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays import quantized_array
+from .._arrays import indexing, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, rounding, sharding, weight_only
 from .._core.weight_only import Cut
@@ -59,7 +59,7 @@ class _Config(NamedTuple):
         if chunk != slice(None):
             axis = self.find_axis(codes)
             assert axis is not None
-            q = q[(slice(None),) * axis + (chunk,)]
+            q = indexing.index_array(q, (slice(None),) * axis + (chunk,))
             q = q.replace(scale=wait(q.scale))
         return quantized_array.dequantize_checked(q)
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
 
-from .._arrays.quantized_array import QuantizedArray, mark_checked
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, rounding, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .dot import Operand, check_operand, contract_checked
@@ -115,7 +115,7 @@ def contract_operands(
         terms.append(_remove_repeats(function, i, x, labels, sizes))
     if len(terms) == 1:
         x, labels, _ = terms[0]
-        values = x.astype(jnp.float32).dequantize()
+        values = dequantize_checked(x.astype(jnp.float32))
         result = _Term(values, labels).sum_over([label for label in labels if label not in out])
     else:
         statics = _Statics(function, out, precision, dtype, out_sharding)
@@ -221,7 +221,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
     squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
     axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)
-    return _Term(mark_checked(squeezed) if isinstance(x, QuantizedArray) else squeezed, kept, axes)
+    return _Term(squeezed, kept, axes)
 
 
 def _find_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:

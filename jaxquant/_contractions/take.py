@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .._arrays import indexing, quantized_array
-from .._arrays.quantized_array import QuantizedArray, mark_checked
+from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, entry_point, sharding
 from .._core.entry_point import compile_entry_point
 
@@ -99,7 +99,7 @@ def _take(
     length = codes.shape[axis]
     expected = f"an axis with a length to take from, not shape {codes.shape}"
     checks.require(length > 0 or indices.size == 0, _NAME, "axis", expected, axis)
-    q = mark_checked(QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook))
+    q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     index, is_inside = _find_index(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
     entries = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, index), out_sharding))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from . import checks, dtypes
 
@@ -22,10 +23,12 @@ def find_known(value: Any, *, is_awaited: bool = False) -> np.ndarray | None:
         is_awaited: whether to wait for an accelerator. If not, only the arrays in the memory of this host are known.
     """
     if isinstance(value, jax.Array):
-        if checks.is_traced(value) or value.size > _MOST_ELEMENTS or not value.is_fully_addressable:
+        if isinstance(value, Tracer) or value.size > _MOST_ELEMENTS or not value.is_fully_addressable:
             return None
-        if not is_awaited and any(device.platform != "cpu" for device in value.devices()):
-            return None
+        if not is_awaited:
+            for device in value.devices():  # a loop, because a generator costs an eager call more
+                if device.platform != "cpu":
+                    return None
     elif (
         not isinstance(value, np.ndarray | np.generic)
         or isinstance(value, np.ma.MaskedArray)
@@ -50,8 +53,11 @@ def check_positive(
         is_awaited: whether to wait for an accelerator.
     """
     known = find_known(scale, is_awaited=is_awaited)
-    # The usual case, one float32 number, without the cost of numpy's reductions.
-    if known is None or (known.size == 1 and known.dtype == dtypes.FLOAT32 and 0 < known.item() < np.inf):
+    if known is None:
+        return
+    # The usual case first: every eager call that is given a scale pays for this check.
+    is_positive = known.dtype == dtypes.FLOAT32 and known.size and np.minimum.reduce(known, axis=None) > 0
+    if is_positive and (allow_overflow or np.maximum.reduce(known, axis=None) < np.inf):
         return
     if known.dtype not in (*dtypes.FLOATS, dtypes.E8M0, np.float64):  # the check of the dtype raises
         return

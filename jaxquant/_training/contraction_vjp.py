@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
-from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_checked
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, dtypes, granularity, sharding
 from .._core.affine import divide_by_scale
 from . import estimators
@@ -147,10 +147,7 @@ def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array,
     asked = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
     given = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
     # Named before they are contracted: what a policy computes again starts from the codes that it kept.
-    qs = [
-        mark_checked(jax.tree.map(_name_codes, q)) if isinstance(q, QuantizedArray) else q
-        for q in _quantize_side(product, given)
-    ]
+    qs = [jax.tree.map(_name_codes, q) if isinstance(q, QuantizedArray) else q for q in _quantize_side(product, given)]
     y = product.operation.forward(*qs)
     kept = [_keep_residuals(*part) for part in zip(product.sides, given, asked, qs, strict=True)]
     return y, (kept, None if key is None else key.value)

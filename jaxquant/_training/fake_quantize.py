@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from .._arrays import scale_from_range
 from .._arrays.quantize import encode_array, find_parameters
-from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_checked
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
@@ -234,8 +234,9 @@ def make_array(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, 
         values = _find_codes(config, x, scale, points, key).astype(spec.carrier)
     short = any(n not in (1, m) for part in (scale, points) if part is not None
                 for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
-    q = QuantizedArray(values, scale, whole, dtype=x.dtype, block_size=size if short else None, codebook=spec.codebook)
-    return mark_checked(q)
+    return QuantizedArray(
+        values, scale, whole, dtype=x.dtype, block_size=size if short else None, codebook=spec.codebook
+    )
 
 
 def round_zero_point(spec: QuantSpec, zero_point: Any) -> jax.Array | None:

@@ -1,7 +1,10 @@
-"""Quantized arrays in checkpoints, at their true size: packed codes and a description, for any library that saves
-arrays. Orbax and safetensors are imported only where they are asked for."""
+"""Checkpoints that hold quantized arrays at their true size: as plain arrays for any library, in safetensors files and
+in Orbax folders."""
 
-from .arrays import from_arrays, load_orbax, load_safetensors, pack, save_orbax, save_safetensors, to_arrays, unpack
+from .._arrays.packing import pack, unpack
+from .arrays import from_arrays, to_arrays
+from .orbax import load_orbax, save_orbax
+from .safetensors import load_safetensors, save_safetensors
 
 __all__ = [
     "from_arrays",

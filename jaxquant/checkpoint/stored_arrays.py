@@ -94,7 +94,7 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
     static = serialization.get_field(function, place, found, "static")
     dtype, block_size, book = serialization.decode_static(function, f"{place}['static']", static)
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=book)
-    return quantized_array.check_array(function, argument, q)
+    return quantized_array.check_array(function, argument, q, is_awaited=True)
 
 
 def store_text(node: StaticText) -> dict[str, np.ndarray]:

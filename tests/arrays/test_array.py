@@ -215,9 +215,11 @@ def test_copies(rng: np.random.Generator) -> None:
 def test_it_is_immutable(rng: np.random.Generator) -> None:
     q, _ = made(rng)
     for name in ("scale", "codes", "zero_point", "dtype", "block_size", "anything"):
-        with pytest.raises(AttributeError, match=rf"jaxquant\.QuantizedArray: {name}: it is immutable; use replace"):
+        with pytest.raises(
+            AttributeError, match=rf"jaxquant\.QuantizedArray: {name}: the array is immutable; use replace"
+        ):
             setattr(q, name, 1)
-    with pytest.raises(AttributeError, match="scale: it is immutable"):
+    with pytest.raises(AttributeError, match="scale: the array is immutable"):
         del q.scale
     with pytest.raises(TypeError):
         q[0] = 1  # type: ignore[index]
@@ -229,7 +231,7 @@ def test_it_is_no_array(rng: np.random.Generator) -> None:
     for ask in (np.asarray, jnp.asarray, lambda q: jnp.sin(q), lambda q: np.ones(7) + q):
         with pytest.raises(TypeError):
             ask(q)
-    with pytest.raises(TypeError, match=r"__array__: self: expected q.dequantize\(\), or q.codes, got QuantizedArray"):
+    with pytest.raises(TypeError, match=r"__array__: self: expected q.dequantize\(\) or q.codes, got QuantizedArray"):
         np.asarray(q)
     for ask in (bool, lambda q: not q):
         with pytest.raises(TypeError, match=r"__bool__: self: expected q.dequantize\(\) for a truth value"):
@@ -293,8 +295,8 @@ def test_the_dtype_that_comes_back(rng: np.random.Generator) -> None:
     assert q.astype(jnp.float16).astype("float32").dtype == jnp.float32
 
 
-def test_bad_parts_are_not_looked_at_twice(rng: np.random.Generator) -> None:
-    """An array that passed is trusted; what replaces a part of it is looked at again."""
+def test_a_replaced_scale_is_checked(rng: np.random.Generator) -> None:
+    """Each public call checks the array that it is given, so a bad scale is refused after a good one."""
     q, _ = made(rng)
     q.dequantize()
     q.dequantize()
@@ -322,7 +324,7 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("scale number", A(V, 1.0, dtype="float32"), TypeError, "self.scale", "an array", "float"),
     ("scale rank", A(V, S[:, 0]), ValueError, "self.scale", r"the rank of the codes, \(4, 6\)", r"shape \(4,\)"),
     ("scale scalar", A(V, S[0, 0]), ValueError, "self.scale", "the rank of the codes", r"shape \(\)"),
-    ("scale shape", A(V, jnp.ones((3, 1))), ValueError, "self.scale", "each dimension 1, theirs", r"\(3, 1\)"),
+    ("scale shape", A(V, jnp.ones((3, 1))), ValueError, "self.scale", "each dimension 1, as long as theirs", r"\(3, 1\)"),
     ("scale blocks", A(V, jnp.ones((4, 4))), ValueError, "self.scale", "blocks that divide it", r"\(4, 4\)"),
     ("scale too long", A(V, jnp.ones((4, 12))), ValueError, "self.scale", "blocks that divide it", r"\(4, 12\)"),
     ("scale empty", A(V, jnp.ones((4, 0))), ValueError, "self.scale", "blocks that divide it", r"\(4, 0\)"),
@@ -334,10 +336,10 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("point dtype", A(V, S, S.astype(jnp.uint8)), TypeError, "self.zero_point", "dtype int8", "uint8"),
     ("point float", A(V, S, S), TypeError, "self.zero_point", "dtype int8", "float32"),
     ("point number", A(V, S, 3), TypeError, "self.zero_point", "an array", "int"),
-    ("point shape", A(V, S, V[:, :4]), ValueError, "self.zero_point", "each dimension 1, theirs", r"\(4, 4\)"),
+    ("point shape", A(V, S, V[:, :4]), ValueError, "self.zero_point", "each dimension 1, as long as theirs", r"\(4, 4\)"),
     ("point of floats", A(V.astype(jnp.float8_e5m2), S, S.astype(jnp.float8_e5m2)), ValueError, "self.zero_point",
-     "None: float8_e5m2 has no zero point", "float8_e5m2"),
-    ("point of a book", N.replace(zero_point=N.codes), ValueError, "self.zero_point", "None: nf4 has no", "uint4"),
+     "None, because float8_e5m2 has no zero point", "float8_e5m2"),
+    ("point of a book", N.replace(zero_point=N.codes), ValueError, "self.zero_point", "None, because nf4 has no", "uint4"),
     ("carrier", N.replace(codes=V), TypeError, "self.codes", "dtype uint4", "int8"),
     ("book", Q.replace(codebook="nf4"), TypeError, "self.codebook", "a Codebook or None", "nf4"),
     ("dtype", A(V, S, dtype="float64"), TypeError, "self.dtype", "dtype float32", "float64"),
@@ -407,22 +409,22 @@ MORE: list[tuple[str, Any, type[Exception], str]] = [
     ("neither coarser", P(jq.quantize, V.astype(jnp.float32), jq.QuantSpec(
         "uint8", jq.PerAxis(0), zero_point_granularity=jq.PerAxis(1))), ValueError,
      r"quantize: spec: expected one granularity that is the coarser of the two, got PerAxis\(axis=0\) and"),
-    ("lo alone", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0), ValueError, r"quantize: hi: expected a range of two ends"),
+    ("lo alone", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0), ValueError, r"quantize: hi: expected both lo and hi"),
     ("hi alone", P(jq.quantize, S, jq.QuantSpec("int8"), None, 0.0), ValueError,
-     r"quantize: lo: expected a range of two"),
+     r"quantize: lo: expected both lo and hi"),
     ("lo nan", P(jq.quantize, S, jq.QuantSpec("int8"), np.nan, 1), ValueError, r"quantize: lo: expected finite numbers"),
     ("hi inf", P(jq.quantize, S, jq.QuantSpec("int8"), 0, np.inf), ValueError, r"quantize: hi: expected finite numbers"),
     ("lo above", P(jq.quantize, S, jq.QuantSpec("int8"), 2.0, 1.0), ValueError,
-     r"quantize: lo: expected no more than hi"),
+     r"quantize: lo: expected at most hi"),
     ("lo above in one", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis(0)), S * 0, jnp.ones((1, 1)) - 3), ValueError,
-     r"quantize: lo: expected no more than hi"),
+     r"quantize: lo: expected at most hi"),
     ("lo int", P(jq.quantize, S, jq.QuantSpec("int8"), jnp.int32(0), 1.0), TypeError,
      r"quantize: lo: expected dtype float32"),
     ("lo bool", P(jq.quantize, S, jq.QuantSpec("int8"), False, 1.0), TypeError, r"quantize: lo: expected "),
     ("hi list", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0, [1.0]), TypeError,
      r"quantize: hi: expected an array, got list"),
     ("lo shape", P(jq.quantize, S, jq.QuantSpec("int8"), -S, S), ValueError,
-     r"quantize: lo: expected a scalar or shape \(1, 1\), with 1 in places of it, got shape \(4, 1\)"),
+     r"quantize: lo: expected a scalar or shape \(1, 1\), in which any dimension may be 1, got shape \(4, 1\)"),
     ("hi rank", P(jq.quantize, S, jq.QuantSpec("int8", jq.PerAxis(0)), 0.0, S[:, 0]), ValueError,
      r"quantize: hi: expected a scalar or shape \(4, 1\)"),
 ]  # fmt: skip

@@ -181,7 +181,7 @@ Q = jq.QuantizedArray(np.ones((4, 6), np.int8), np.ones((4, 1), F32))
 N = jq.QuantizedArray(np.ones((4, 6), onnx_text.dtype("uint4")), np.ones((4, 1), F32), codebook=jq.nf4)
 join: Any = jq.concatenate  # what it refuses is what its types refuse
 REFUSALS: list[tuple[Any, type[Exception], str]] = [
-    (functools.partial(join, []), ValueError, "arrays: expected one array or more, got none"),
+    (functools.partial(join, []), ValueError, "arrays: expected one or more arrays, got none"),
     (functools.partial(join, Q), TypeError, "arrays: expected a list or tuple of QuantizedArrays, got QuantizedArray"),
     (functools.partial(join, None), TypeError, "arrays: expected a list or tuple of QuantizedArrays, got NoneType"),
     (
@@ -200,28 +200,28 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     (
         functools.partial(join, [Q, Q, Q[:, 1:]]),
         ValueError,
-        r"arrays\[2\]: expected the shape of arrays\[0\], \(4, 6\), but for axis 0, got shape \(4, 5\)",
+        r"arrays\[2\]: expected the shape of arrays\[0\], \(4, 6\), except along axis 0, got shape \(4, 5\)",
     ),
     (functools.partial(join, [Q, Q[0]]), ValueError, r"arrays\[1\]: expected the shape of .*, got shape \(6,\)"),
     (
         functools.partial(join, [Q, Q.replace(codes=np.ones((4, 6), np.uint8))]),
         TypeError,
-        r"arrays\[1\]\.codes: expected int8, that of arrays\[0\], got uint8",
+        r"arrays\[1\]\.codes: expected int8, as in arrays\[0\], got uint8",
     ),
     (
         functools.partial(join, [Q, Q.replace(scale=np.ones((4, 1), np.float16))]),
         TypeError,
-        r"arrays\[1\]\.scale: expected float32, that of arrays\[0\], got float16",
+        r"arrays\[1\]\.scale: expected float32, as in arrays\[0\], got float16",
     ),
     (
         functools.partial(join, [Q, Q.astype("bfloat16")]),
         TypeError,
-        r"arrays\[1\]\.dtype: expected float32, that of arrays\[0\], got bfloat16",
+        r"arrays\[1\]\.dtype: expected float32, as in arrays\[0\], got bfloat16",
     ),
     (
         functools.partial(join, [N, N.replace(codebook=None)]),
         TypeError,
-        r"arrays\[1\]\.codebook: expected nf4, that of arrays\[0\], got None",
+        r"arrays\[1\]\.codebook: expected nf4, as in arrays\[0\], got None",
     ),
     (
         functools.partial(join, [Q, Q.replace(scale=np.ones((3, 1), F32))]),

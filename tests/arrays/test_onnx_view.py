@@ -162,7 +162,7 @@ B = jq.from_onnx
 ROWS: list[tuple[str, Any, type[Exception], str, str, str, str]] = [
     ("float", P(jq.onnx_view, I8), TypeError, "onnx_view", "q", "a QuantizedArray", "int8"),
     ("code book", P(jq.onnx_view, jq.quantize(jnp.ones(3), jq.QuantSpec(jq.nf4))), ValueError, "onnx_view", "q",
-     "a dtype that ONNX has", "nf4"),
+     "an array without a codebook", "nf4"),
     ("bad parts", P(jq.onnx_view, Q8.replace(scale=jnp.ones((4, 4)))), ValueError, "onnx_view",
      "q.scale", "the rank", "4, 4"),
     ("x float32", P(B, np.ones((4, 6), F32), 0.5), TypeError, "from_onnx", "x", "dtype int2", "float32"),

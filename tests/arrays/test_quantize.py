@@ -378,9 +378,14 @@ def test_a_range_is_given_in_one_argument_or_in_two() -> None:
     for ends, more, error, text in (
         (1.0, (), TypeError, r"quantize: range: expected a pair \(lo, hi\), .*, got 1\.0"),
         ((1.0,), (), TypeError, r"range: expected a pair"),
-        ((-1.0, 1.0), (-1.0, 1.0), ValueError, r"range: expected either range=\(lo, hi\), or lo and hi, got both"),
-        ((-1.0, None), (), ValueError, r"hi: expected a range of two ends"),
-        ((2.0, 1.0), (), ValueError, r"lo: expected no more than hi"),
+        (
+            (-1.0, 1.0),
+            (-1.0, 1.0),
+            ValueError,
+            r"range: expected either range=\(lo, hi\) or lo and hi, not both, got both",
+        ),
+        ((-1.0, None), (), ValueError, r"hi: expected both lo and hi"),
+        ((2.0, 1.0), (), ValueError, r"lo: expected at most hi"),
     ):
         with pytest.raises(error, match=text):
             jq.quantize(x, spec, *more, range=ends)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 from typing import Any
 
 import jax
@@ -206,7 +207,7 @@ def test_safetensors_of_others(rng: np.random.Generator, tmp_path: pathlib.Path)
     same_trees(checkpoint.load_safetensors(path), {"a": {"b": np.ones(3, F32)}, "c.d": np.zeros(2, np.int64)})
     library.save_file({"a": np.ones(3, F32), "a/b": np.ones(3, F32)}, path)
     with pytest.raises(
-        ValueError, match=r"load_safetensors: path: expected no tensor name that is a prefix of another.*, got 'a"
+        ValueError, match=r"load_safetensors: path: expected no tensor name to be a prefix of another.*, got 'a"
     ):
         checkpoint.load_safetensors(path)
     # What is written here is read by others: names, and bfloat16 as such.
@@ -230,7 +231,7 @@ def test_orbax(rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     same_trees(checkpoint.load_orbax("step", tree), tree)
     other = {**tree["made"], "uint4": tree["made"]["uint4"].replace(block_size=5)}
-    with pytest.raises(ValueError, match=r"load_orbax: like: expected .*as it was saved"):
+    with pytest.raises(ValueError, match=r"load_orbax: like: expected .*the structure that was saved"):
         checkpoint.load_orbax(path, {**tree, "made": other})
 
 
@@ -336,16 +337,18 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("a scale of 64 bits", P(FROM, {**STORED,
      "scale": np.ones((4, 1), F32)}), ValueError,
      r"from_arrays: tree\['scale'\]: expected float32\[3, 1\], as described, got float32\[4, 1\]"),
-    ("a list", P(SAVE, {"a": [B]}), TypeError, r"save_safetensors: tree\['a'\]: expected dicts of arrays, got list"),
+    ("a list", P(SAVE, {"a": [B]}), TypeError, r"save_safetensors: tree\['a'\]: expected nested dicts of arrays, got list"),
     ("a number", P(SAVE, {"a": {"b": 1.0}}), TypeError,
-     r"save_safetensors: tree\['a'\]\['b'\]: expected dicts of arrays, got f"),
-    ("an array alone", P(SAVE, B), TypeError, r"save_safetensors: tree: expected dicts of arrays, got ndarray"),
+     r"save_safetensors: tree\['a'\]\['b'\]: expected nested dicts of arrays, got f"),
+    ("an array alone", P(SAVE, B), TypeError, r"save_safetensors: tree: expected nested dicts of arrays, got ndarray"),
+    ("a mapping that is not a pytree", P(SAVE, types.MappingProxyType({"a": B})), TypeError,
+     r"save_safetensors: tree: expected nested dicts of arrays, got mappingproxy"),
     ("a slash", P(SAVE, {"a": {"b/c": B}}), ValueError,
      r"save_safetensors: tree\['a'\]: expected keys without \"/\", got 'b/c'"),
     ("a number for a key", P(SAVE, {"a": {3: B}}), TypeError,
      r"save_safetensors: tree\['a'\]: expected keys that are strings"),
     ("an empty dict", P(SAVE, {"a": {}}), ValueError,
-     r"save_safetensors: tree\['a'\]: expected a dict with something in it"),
+     r"save_safetensors: tree\['a'\]: expected a dict that is not empty"),
 ]  # fmt: skip
 
 

@@ -218,7 +218,7 @@ def test_safetensors_names(tmp_path: pathlib.Path) -> None:
     for names in (("a", "a/b"), ("a/b", "a"), ("a/b/c", "a/b")):
         library.save_file({name: np.ones(n + 1, F32) for n, name in enumerate(names)}, path)
         with pytest.raises(
-            ValueError, match="load_safetensors: path: expected no tensor name that is a prefix of another"
+            ValueError, match="load_safetensors: path: expected no tensor name to be a prefix of another"
         ):
             checkpoint.load_safetensors(path)
     entry = b'{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'

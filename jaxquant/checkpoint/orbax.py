@@ -1,0 +1,114 @@
+"""Saving and loading trees of arrays and quantized arrays with Orbax."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._arrays.quantized_array import QuantizedArray
+from .._arrays.static_text import StaticText
+from .._core import checks
+from .arrays import import_library, is_stored_apart, restore_tree, to_arrays
+from .stored_arrays import KEY, PARTS, find_stored_type, store_text, write_description
+
+_SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"
+
+
+def save_orbax(path: str | os.PathLike[str], tree: Any) -> None:
+    """Save the arrays of a tree with Orbax, QuantizedArrays packed as by `to_arrays`.
+
+    Args:
+        path: the folder to create; it must not exist yet.
+        tree: a pytree of arrays and QuantizedArrays, sharded or not. Orbax does not save arrays without elements.
+
+    Returns:
+        None, once everything is written.
+
+    Raises:
+        ModuleNotFoundError: orbax-checkpoint is not installed.
+        ValueError: the parts of a QuantizedArray do not fit each other, or Orbax refuses the tree or the folder.
+
+    Example:
+        >>> import os, tempfile, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import checkpoint
+        >>> q = jq.quantize(jnp.ones((4, 6)), jq.QuantSpec(jq.nf4, jq.Blocked(1, 4)))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save_orbax(os.path.join(folder, "step"), {"w": q})
+        ...     checkpoint.load_orbax(os.path.join(folder, "step"))["w"]
+        QuantizedArray(nf4[4,6], scale=float32[4,2], zero_point=None, block_size=4, dtype=float32, nbytes=44)
+
+    Source: orbax.checkpoint.StandardCheckpointer.
+    """
+    library = import_library(_SAVE, "orbax.checkpoint")
+    with library.StandardCheckpointer() as checkpointer:
+        checkpointer.save(os.path.abspath(path), to_arrays(tree))
+        checkpointer.wait_until_finished()
+
+
+def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
+    """Return the tree that `save_orbax` saved in a folder, bit for bit.
+
+    Args:
+        path: the folder.
+        like: a pytree like the saved one, of arrays or of `jax.ShapeDtypeStruct`, for example from `jax.eval_shape`.
+            The result has its containers and its shardings. With None the result consists of dicts and lists, and is
+            placed as it was when it was saved.
+
+    Returns:
+        The tree.
+
+    Raises:
+        ModuleNotFoundError: orbax-checkpoint is not installed.
+        ValueError: `like` has another structure than the saved tree, or a description is damaged or does not fit its
+            arrays.
+
+    Example:
+        >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import checkpoint
+        >>> q = jq.quantize(jnp.ones((4, 6)), jq.QuantSpec(jnp.int4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save_orbax(os.path.join(folder, "step"), (q,))
+        ...     checkpoint.load_orbax(os.path.join(folder, "step"), jax.eval_shape(lambda: (q,)))
+        (QuantizedArray(int4[4,6], scale=float32[1,1], zero_point=None, dtype=float32, nbytes=16),)
+
+    Source: orbax.checkpoint.StandardCheckpointer.
+    """
+    library = import_library(_LOAD, "orbax.checkpoint")
+    with library.StandardCheckpointer() as checkpointer:
+        if like is None:
+            return restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path)))
+        target = jax.tree.map(
+            lambda leaf: _make_target(leaf) if is_stored_apart(leaf) else leaf, like, is_leaf=is_stored_apart
+        )
+        tree = restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path), target))
+    structure, saved = jax.tree.structure(like), jax.tree.structure(tree)
+    checks.require(structure == saved, _LOAD, "like", f"{saved}, the structure that was saved", structure)
+    return jax.tree.map(_place_like, tree, like)
+
+
+def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
+    """Return what Orbax restores the stored arrays into, sharded as the parts are unless they are packed."""
+    if isinstance(q, StaticText):
+        return store_text(q)
+    target: dict[str, Any] = {KEY: write_description(q)}
+    for name in PARTS:
+        part = getattr(q, name)
+        if part is None:
+            continue
+        dtype, shape = find_stored_type(np.dtype(part.dtype), part.shape)
+        sharding = getattr(part, "sharding", None)
+        # Packed codes have one dimension, which the partition of the codes does not describe.
+        if isinstance(sharding, NamedSharding) and shape != part.shape:
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        target[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return target
+
+
+def _place_like(array: Any, like: Any) -> Any:
+    """Return an array on the devices of another one, if that one has a sharding."""
+    sharding = getattr(like, "sharding", None)
+    return array if sharding is None else jax.device_put(array, sharding)
