@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads docstrings for the API reference: `Example:` sections are code."""
+"""An extension of griffe that reads the docstrings for the API reference: it renders `Example:` sections as code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import griffe
 
 
 class DocstringSections(griffe.Extension):
-    """Renames `Example:` to the name of the section that griffe parses as code."""
+    """An extension that renames `Example:` to `Examples:`, the section that griffe parses as code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Changes one docstring. Called by griffe for each module, class, function and attribute."""
+        """Rename the section in one docstring. Griffe calls this for each module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

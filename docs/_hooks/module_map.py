@@ -1,4 +1,4 @@
-"""A hook of mkdocs: replaces a marker in a page by the map of the package, made from the modules' docstrings."""
+"""A hook of mkdocs that replaces a marker in a page by a map of the package, built from the modules' docstrings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxquant"
 
 
 def read_summary(path: pathlib.Path) -> str:
-    """Returns the first paragraph of a module's docstring, on one line."""
+    """Return the first paragraph of a module's docstring, on one line."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     return re.sub(r"\s+", " ", docstring.split("\n\n")[0]).replace("|", "\\|")
 
 
 def list_packages() -> list[pathlib.Path]:
-    """Returns the folders that hold modules: the package itself first, then its packages by name."""
+    """Return the folders that hold modules: the package itself first, then its subpackages by name."""
     return sorted({path.parent for path in PACKAGE.rglob("*.py")})
 
 
-def draw_module_map() -> str:
-    """Returns a section for each package, with a table of its modules."""
+def build_module_map() -> str:
+    """Return a section for each package, with a table of its modules."""
     sections = []
     for folder in list_packages():
         name = ".".join(folder.relative_to(PACKAGE.parent).parts)
@@ -37,5 +37,5 @@ def draw_module_map() -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fills in the marker. Called by mkdocs for each page."""
-    return markdown.replace(MARKER, draw_module_map()) if MARKER in markdown else markdown
+    """Replace the marker. Mkdocs calls this for each page."""
+    return markdown.replace(MARKER, build_module_map()) if MARKER in markdown else markdown

@@ -53,7 +53,7 @@ def representable(q: jq.QuantizedArray, spec: jq.QuantSpec) -> tuple[np.ndarray,
     return scale, (spec.bounds[0] - point) * scale, (spec.bounds[1] - point) * scale
 
 
-def room(q: jq.QuantizedArray, steps: float) -> float:
+def tolerance(q: jq.QuantizedArray, steps: float) -> float:
     """What the error may be over half a step: the quotient rounds once in float32, and so does the product."""
     return steps * 2.0**-23
 
@@ -71,9 +71,9 @@ def test_half_a_step_at_most(data: st.DataObject, shape: tuple[int, ...], seed: 
     scale, least, most = representable(q, spec)
     steps = spec.bounds[1] - spec.bounds[0]
     error = np.abs(np.asarray(q.dequantize()).astype(np.float64) - np.clip(x, least, most))
-    assert (error <= scale * (0.5 + room(q, steps))).all()
+    assert (error <= scale * (0.5 + tolerance(q, steps))).all()
     beyond = np.maximum(np.maximum(least - x, x - most), 0)
-    slack = room(q, steps) if spec.symmetric else 0.5 + room(q, steps)
+    slack = tolerance(q, steps) if spec.symmetric else 0.5 + tolerance(q, steps)
     assert (beyond <= scale * slack).all()
 
 

@@ -240,7 +240,7 @@ def test_reshapes(
 
 
 def test_a_reshape_that_leaves_two_block_sizes(rng: np.random.Generator) -> None:
-    """One block size is stored: with a short last block there is no room for a second one, whichever part has it."""
+    """One block size is stored: with a short last block a second one cannot be stored, whichever part has it."""
     q, want = made(rng, (4, 2, 4), (2, 2, 1), (1, 2, 1), 2)
     same(q.reshape(4, 8), want.reshape(4, 8))
     for scale, point in (((2, 1, 1), (1, 2, 1)), ((1, 2, 1), (2, 1, 1)), ((2, 2, 1), None)):

@@ -163,15 +163,15 @@ def test_a_scale_is_rounded_up_and_no_further(rng: np.random.Generator, held: st
     assert (scale.astype(F32) >= exact).all()
     error = np.abs(np.asarray(q.dequantize()).astype(np.float64) - x.astype(np.float64))
     # Half a step; what more there is comes of the zero point, which is rounded once, and of the float32 product.
-    room = 0.5 + 2.0**-23 * steps
+    tolerance = 0.5 + 2.0**-23 * steps
     if spec.fixed_zero_point is None:
         wide = scale.astype(np.float64)
         start = np.minimum(x.min(axis=1, keepdims=True), 0) / wide
         point = np.asarray(q.zero_point).astype(np.int64)
         low, high = (0 - point) * wide, (steps - point) * wide
         beyond = np.maximum(np.maximum(low - x, x - high), 0) / wide
-        assert beyond.max() <= room, start
-    assert (error / scale.astype(np.float64)).max() <= room
+        assert beyond.max() <= tolerance, start
+    assert (error / scale.astype(np.float64)).max() <= tolerance
 
 
 def test_a_float16_scale_saturates_at_its_ends() -> None:

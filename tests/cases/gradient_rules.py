@@ -104,9 +104,9 @@ def summed(got: Any, terms: np.ndarray, each: array_text.Sizes, of: np.ndarray) 
     """A float32 sum: right to 16 times half float32's epsilon of the sum of the magnitudes of its terms."""
     assert got.shape == of.shape
     assert got.dtype == of.dtype
-    room = rules.collected(np.abs(terms), each) * 2.0**-20
+    tolerance = rules.collected(np.abs(terms), each) * 2.0**-20
     error = np.abs(np.asarray(got, np.float64) - rules.collected(terms, each))
-    assert (error <= room).all(), (got, rules.collected(terms, each), room)
+    assert (error <= tolerance).all(), (got, rules.collected(terms, each), tolerance)
 
 
 def agrees(got: tuple[Any, Any], want: rules.Cotangents, d: Drawn, point: np.ndarray | None) -> None:

@@ -113,8 +113,8 @@ def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Gene
     whole = {**params, name: jnp.asarray(steps(serving["params"][name]))}
     exact = getattr(nn, layer)(**{k: v for k, v in arguments.items() if "dtype" not in k})
     want = np.asarray(exact.apply({"params": jax.tree.map(lambda p: p.astype(F32), whole)}, x))
-    room = 2e-2 if dtype == BF16 else 2e-5
-    np.testing.assert_allclose(np.asarray(y, F32), want, rtol=room, atol=room)
+    tolerance = 2e-2 if dtype == BF16 else 2e-5
+    np.testing.assert_allclose(np.asarray(y, F32), want, rtol=tolerance, atol=tolerance)
     there = np.isfinite(want)
     assert (np.isfinite(near.astype(F32)) == there).all()
     assert np.abs(want - np.asarray(near, F32))[there].max(initial=0) < 0.05 * np.abs(want[there]).max(initial=1)

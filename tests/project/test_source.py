@@ -1,13 +1,17 @@
-"""Rules of the source that no tool checks: sizes, docstrings, public names, a light import."""
+"""Rules for the source that no tool checks: sizes, names, comments, docstrings, public signatures, a light import."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import io
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,65 +20,44 @@ import pytest
 import jaxquant as jq
 from jaxquant import checkpoint
 from jaxquant import flax as jqf
+from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
-ROOT = pathlib.Path(jq.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
-TESTS = pathlib.Path(__file__).parent.parent
-IDS = [str(f.relative_to(ROOT)) for f in FILES]
+PACKAGE = pathlib.Path(jq.__file__).parent
+ROOT = PACKAGE.parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-CHECKPOINT = {
-    "pack": ["values"],
-    "unpack": ["packed", "dtype", "shape"],
-    "to_arrays": ["tree"],
-    "from_arrays": ["tree"],
-    "save_safetensors": ["path", "tree"],
-    "load_safetensors": ["path"],
-    "save_orbax": ["path", "tree"],
-    "load_orbax": ["path", "like"],
+PACKAGES = {
+    "": jq,
+    "calibration.": jq.calibration,
+    "checkpoint.": checkpoint,
+    "flax.": jqf,
+    "flax.linen.": qnn,
+    "flax.nnx.": qnnx,
+    "integer.": jq.integer,
+    "onednn.": jq.onednn,
 }
-FLAX = {
-    "dot_general": ["weight_spec", "activation_spec", "weight_range", "activation_range", "backward"],
-    "conv_general_dilated": ["weight_spec", "activation_spec", "weight_range", "activation_range", "backward"],
-    "promote_dtype": ["inputs", "kernel", "bias", "dtype", "inexact"],
-    "calibrate": ["module", "variables", "batches", "method", "rngs", "checkpoint", "progress", "arguments"],
-    "check_calibrated": ["variables"],
-    "convert": ["module", "variables"],
-    "fold_batch_norm": ["layer", "norm", "stats", "epsilon", "axis"],
-}
-NNX = {
-    "dot_general": [
-        *("weight_spec", "activation_spec", "rngs", "weight_range", "activation_range", "backward"),
-        *("use_running_average", "kernel_shape"),
-    ],
-    "promote_dtype": ["operands", "dtype", "inexact"],
-    "start": ["model", "inputs", "method"],
-    "calibrate": ["model", "batches", "method", "checkpoint", "progress", "arguments"],
-    "calibration_view": ["model"],
-    "check_calibrated": ["model"],
-    "convert": ["model"],
-    "fold_batch_norm": ["layer", "norm"],
-}
-NNX["conv_general_dilated"] = NNX["dot_general"]
-POLICIES = ("save_codes",)  # what jax.checkpoint calls, not a user
-MODULE_HOOKS = ("__getattr__", "__dir__")  # PEP 562
-PUBLIC = {
-    **{n: f for n, f in vars(jq).items() if inspect.isfunction(f) and n not in (*POLICIES, *MODULE_HOOKS)},
-    **{
-        f"onednn.{name}": f for name, f in vars(jq.onednn).items() if inspect.isfunction(f) and name not in MODULE_HOOKS
-    },
-    **{
-        f"integer.{name}": f
-        for name, f in vars(jq.integer).items()
-        if inspect.isfunction(f) and name not in MODULE_HOOKS
-    },
-    **{f"checkpoint.{name}": getattr(checkpoint, name) for name in CHECKPOINT},
-    **{f"flax.{n}": f for n, f in vars(jqf).items() if inspect.isfunction(f) and n not in MODULE_HOOKS},
-    **{f"flax.nnx.{n}": f for n, f in vars(qnnx).items() if inspect.isfunction(f) and n in NNX},
-}
-# Loops on the host, of which nothing is traced but what they call.
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax"}, "flax.": {"nnx"}}
+# jax.checkpoint calls the policy, not a user.
+POLICIES = ("save_codes",)
+
+
+def list_public_functions() -> dict[str, Callable[..., Any]]:
+    """Return the public functions by their path below jaxquant; the calibrators only under their shortest path."""
+    functions = {}
+    for prefix, package in PACKAGES.items():
+        for name in package.__all__:
+            if inspect.isfunction(getattr(package, name)) and name not in POLICIES and prefix != "calibration.":
+                functions[prefix + name] = getattr(package, name)
+    return functions
+
+
+PUBLIC = list_public_functions()
+# A loop on the host: its arguments are not traced.
 LOOPS = ("flax.calibrate", "flax.nnx.calibrate")
-# What stands in for a JAX function has its argument order, dimension numbers and all; its zero points come last.
+# A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
 LIKE_JAX = (
     "integer.dot_general",
     "integer.conv_general_dilated",
@@ -91,29 +74,135 @@ TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key"),
     *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays"),
 )
-# A factory of functions: all that it is told is static, and what may stand in its place is not marked.
+# A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
-# A standard's operator has its standard's inputs, however many.
+# An operator has all the inputs of its standard, however many.
 MANY_INPUTS = ("qlinear_matmul", "qlinear_conv", "matmul_integer_to_float")
 
+CONV_ATTRIBUTES = "auto_pad dilations group kernel_shape pads strides"
+# Of JAX's parameters only the first ones: the later ones do not apply to integers.
+DOT = " ".join(list(inspect.signature(jax.lax.dot_general).parameters)[:3])
+CONV = " ".join(list(inspect.signature(jax.lax.conv_general_dilated).parameters)[:9])
+LAYER = "weight_spec activation_spec weight_range activation_range backward"
+NNX_LAYER = "weight_spec activation_spec rngs weight_range activation_range backward use_running_average kernel_shape"
 
-def tree(path: pathlib.Path) -> ast.Module:
+SIGNATURES = {
+    "quantize_linear": "x y_scale y_zero_point axis block_size saturate output_dtype precision",
+    "dequantize_linear": "x x_scale x_zero_point axis block_size output_dtype",
+    "dynamic_quantize_linear": "x dtype axis training lda_coeff name",
+    "fake_quantize_linear": "x scale zero_point dtype axis block_size training lda_coeff name",
+    "dynamic_fake_quantize_linear": "x dtype axis training lda_coeff name",
+    "dynamic_dequantize": "src scales zps qtype axis group_shape",
+    "matmul_integer": "a b a_zero_point b_zero_point",
+    "qlinear_matmul": "a a_scale a_zero_point b b_scale b_zero_point y_scale y_zero_point",
+    "conv_integer": f"x w x_zero_point w_zero_point {CONV_ATTRIBUTES}",
+    "qlinear_conv": f"x x_scale x_zero_point w w_scale w_zero_point y_scale y_zero_point b {CONV_ATTRIBUTES}",
+    "dynamic_quantize_matmul": "a b b_scale b_zero_point bias",
+    "matmul_integer_to_float": "a b a_scale b_scale a_zero_point b_zero_point bias",
+    "matmul_nbits": "a b scales zero_points bias K N bits block_size",
+    "integer.dot_general": f"{DOT} lhs_zero_point rhs_zero_point out_sharding",
+    "integer.conv_general_dilated": f"{CONV} lhs_zero_point rhs_zero_point",
+    "quantize": "x spec lo hi range",
+    "onnx_view": "q",
+    "from_onnx": "x x_scale x_zero_point axis block_size output_dtype",
+    "dot_general": f"{DOT} precision preferred_element_type out_sharding",
+    "matmul": "lhs rhs precision preferred_element_type out_sharding",
+    "einsum": "subscripts operands precision preferred_element_type out_sharding",
+    "conv_general_dilated": f"{CONV} precision preferred_element_type",
+    "take": "q indices axis mode out_sharding",
+    "concatenate": "arrays axis",
+    "quantization_error": "x q",
+    "fake_quantize": "x spec scale zero_point gradient",
+    "quantized_dot_general": (f"{DOT} lhs_spec rhs_spec backward key precision preferred_element_type out_sharding"),
+    "quantized_einsum": "subscripts operands specs backward key precision preferred_element_type out_sharding",
+    "quantized_conv_general_dilated": f"{CONV} lhs_spec rhs_spec backward key precision preferred_element_type",
+    "minmax": "spec",
+    "absmax": "spec",
+    "moving_average": "spec decay",
+    "percentile": "spec q bins every",
+    "mse": "spec bins grid every",
+    "entropy": "spec bins every",
+    "onednn.quantize": "src scales zps qtype axis dtype",
+    "onednn.dequantize": "src scales zps qtype axis",
+    "onednn.dynamic_quantize": "src scales zps qtype axis dtype",
+    "onednn.dynamic_dequantize": "src scales zps qtype axis group_shape",
+    "checkpoint.pack": "values",
+    "checkpoint.unpack": "packed dtype shape",
+    "checkpoint.to_arrays": "tree",
+    "checkpoint.from_arrays": "tree",
+    "checkpoint.save_safetensors": "path tree",
+    "checkpoint.load_safetensors": "path",
+    "checkpoint.save_orbax": "path tree",
+    "checkpoint.load_orbax": "path like",
+    "flax.dot_general": LAYER,
+    "flax.conv_general_dilated": LAYER,
+    "flax.promote_dtype": "inputs kernel bias dtype inexact",
+    "flax.calibrate": "module variables batches method rngs checkpoint progress arguments",
+    "flax.check_calibrated": "variables",
+    "flax.convert": "module variables",
+    "flax.fold_batch_norm": "layer norm stats epsilon axis",
+    "flax.nnx.dot_general": NNX_LAYER,
+    "flax.nnx.conv_general_dilated": NNX_LAYER,
+    "flax.nnx.promote_dtype": "operands dtype inexact",
+    "flax.nnx.start": "model inputs method",
+    "flax.nnx.calibrate": "model batches method checkpoint progress arguments",
+    "flax.nnx.calibration_view": "model",
+    "flax.nnx.check_calibrated": "model",
+    "flax.nnx.convert": "model",
+    "flax.nnx.fold_batch_norm": "layer norm",
+}
+
+
+def parse(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def find_docstring_lines(text: str) -> set[int]:
+    """Return the numbers of the lines that docstrings take."""
+    lines: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines |= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    return lines
+
+
+def find_comment_lines(text: str) -> set[int]:
+    """Return the numbers of the lines that hold a comment and no code."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {t.start[0] for t in tokens if t.type == tokenize.COMMENT and t.line.lstrip().startswith("#")}
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_budgets(path: pathlib.Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) < 400
-    assert ast.get_docstring(tree(path)), "a module says what it is for"
-    outer = [n for n in tree(path).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    methods = [m for c in outer if isinstance(c, ast.ClassDef) for m in c.body if isinstance(m, ast.FunctionDef)]
-    for node in [*(n for n in outer if isinstance(n, ast.FunctionDef)), *methods]:
+def test_sizes(path: pathlib.Path) -> None:
+    assert len(path.read_text().splitlines()) < 400
+    outer = [node for node in parse(path).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    classes = [node for node in outer if isinstance(node, ast.ClassDef)]
+    methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
+    for node in [*(node for node in outer if isinstance(node, ast.FunctionDef)), *methods]:
         first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
         assert (node.end_lineno or 0) - first.lineno < 40, f"{node.name} is too long"
-        if not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
     assert not re.search(r"utils|helpers|common|cfg", path.name)
+
+
+def list_prose(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers; of Python code, `floor` is removed: there it is the function."""
+    text = path.read_text()
+    prose = find_docstring_lines(text) | find_comment_lines(text) if path.suffix == ".py" else None
+    for number, line in enumerate(text.splitlines(), 1):
+        yield number, line if prose is None or number in prose else re.sub(r"\bfloor\b", "", line)
+
+
+def test_no_metaphors_of_buildings() -> None:
+    words = re.compile(r"\b(houses?|rooms?|doors?|upstairs|downstairs)\b|\bfloors?\b(?!\()", re.IGNORECASE)
+    folders = [ROOT / name for name in ("jaxquant", "tests", "docs", "examples", "benchmarks")]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
+    found = []
+    for path in sorted({*paths, ROOT / "README.md"} - {pathlib.Path(__file__)}):
+        for number, line in list_prose(path):
+            found += [f"{path.relative_to(ROOT)}:{number}: {match[0]}" for match in words.finditer(line)]
+    assert not found, f"expected the field's words, got metaphors of buildings: {found}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
@@ -126,10 +215,10 @@ def test_custom_vjp_triples(path: pathlib.Path) -> None:
 
 
 def test_no_test_imports_another() -> None:
-    """What two of them share is in tests/support, tests/oracles or tests/cases."""
+    """Shared code is in tests/support, tests/oracles or tests/cases."""
     found = []
-    for path in sorted(TESTS.rglob("*.py")):
-        for node in ast.walk(tree(path)):
+    for path in TEST_FILES:
+        for node in ast.walk(parse(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             module = node.module if isinstance(node, ast.ImportFrom) else None
             parts = [part for name in (*names, module or "") for part in name.split(".")]
@@ -137,16 +226,31 @@ def test_no_test_imports_another() -> None:
     assert not found
 
 
+@pytest.mark.parametrize("prefix", PACKAGES)
+def test_dir_lists_the_public_names(prefix: str) -> None:
+    package: types.ModuleType = PACKAGES[prefix]
+    assert set(dir(package)) == {*package.__all__, *LOADED_ON_FIRST_USE.get(prefix, ())}
+    assert len(package.__all__) == len(set(package.__all__)), "a name is listed twice"
+    for name in dir(package):
+        assert getattr(package, name) is not None
+
+
+def test_public_signatures() -> None:
+    signatures = {name: " ".join(inspect.signature(function).parameters) for name, function in PUBLIC.items()}
+    assert signatures == SIGNATURES
+
+
 @pytest.mark.parametrize("name", list(PUBLIC))
 def test_docstrings(name: str) -> None:
+    """Ruff checks that every argument is described (D417); here are the sections and the word Static."""
     doc = inspect.getdoc(PUBLIC[name]) or ""
     places = [doc.find(f"\n{section}:") for section in ("Args", "Returns", "Raises", "Example", "Source")]
     assert places == sorted(places), "sections are out of order"
     assert places[0] > 0, "a section is missing"
-    assert ">>>" in doc, "an example is executed"
+    assert ">>>" in doc, "there is no executed example"
     arguments = doc[places[0] : places[1]]
-    for parameter in inspect.signature(PUBLIC[name]).parameters.values():
-        assert re.search(rf" (\*\*)?{parameter.name}: ", arguments), f"{parameter.name} is not described"
+    parameters = inspect.signature(PUBLIC[name]).parameters.values()
+    for parameter in parameters:
         is_static = parameter.kind is inspect.Parameter.KEYWORD_ONLY
         if name in LIKE_JAX:
             is_static = parameter.name not in TRACED_IN_JAX
@@ -155,99 +259,11 @@ def test_docstrings(name: str) -> None:
         if name not in LOOPS:
             assert is_static == (f" {parameter.name}: Static." in arguments)
     if name not in (*LIKE_JAX, *MANY_INPUTS):
-        kinds = [p.kind for p in inspect.signature(PUBLIC[name]).parameters.values()]
-        assert sum(kind is not inspect.Parameter.KEYWORD_ONLY for kind in kinds) <= 5
-
-
-CONVOLUTION = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-# In jax.lax's order; what follows there says nothing of integers.
-DOT = list(inspect.signature(jax.lax.dot_general).parameters)[:3]
-CONV = list(inspect.signature(jax.lax.conv_general_dilated).parameters)[:9]
-
-
-def test_the_public_names_are_the_issue_s() -> None:
-    wanted: dict[str, list[Any]] = {
-        "quantize_linear": [
-            "x",
-            "y_scale",
-            "y_zero_point",
-            "axis",
-            "block_size",
-            "saturate",
-            "output_dtype",
-            "precision",
-        ],
-        "dequantize_linear": ["x", "x_scale", "x_zero_point", "axis", "block_size", "output_dtype"],
-        "dynamic_quantize_linear": ["x", "dtype", "axis", "training", "lda_coeff", "name"],
-        "fake_quantize_linear": [
-            *("x", "scale", "zero_point", "dtype", "axis", "block_size", "training", "lda_coeff", "name")
-        ],
-        "dynamic_fake_quantize_linear": ["x", "dtype", "axis", "training", "lda_coeff", "name"],
-        "dynamic_dequantize": ["src", "scales", "zps", "qtype", "axis", "group_shape"],
-        "matmul_integer": ["a", "b", "a_zero_point", "b_zero_point"],
-        "qlinear_matmul": [
-            *("a", "a_scale", "a_zero_point", "b", "b_scale", "b_zero_point", "y_scale", "y_zero_point")
-        ],
-        "conv_integer": ["x", "w", "x_zero_point", "w_zero_point", *CONVOLUTION],
-        "qlinear_conv": [
-            *("x", "x_scale", "x_zero_point", "w", "w_scale", "w_zero_point", "y_scale", "y_zero_point", "b"),
-            *CONVOLUTION,
-        ],
-        "dynamic_quantize_matmul": ["a", "b", "b_scale", "b_zero_point", "bias"],
-        "matmul_integer_to_float": ["a", "b", "a_scale", "b_scale", "a_zero_point", "b_zero_point", "bias"],
-        "matmul_nbits": ["a", "b", "scales", "zero_points", "bias", "K", "N", "bits", "block_size"],
-        "integer.dot_general": [*DOT, "lhs_zero_point", "rhs_zero_point", "out_sharding"],
-        "integer.conv_general_dilated": [*CONV, "lhs_zero_point", "rhs_zero_point"],
-        "quantize": ["x", "spec", "lo", "hi", "range"],
-        "onnx_view": ["q"],
-        "from_onnx": ["x", "x_scale", "x_zero_point", "axis", "block_size", "output_dtype"],
-        "dot_general": [*DOT, "precision", "preferred_element_type", "out_sharding"],
-        "matmul": ["lhs", "rhs", "precision", "preferred_element_type", "out_sharding"],
-        "einsum": ["subscripts", "operands", "precision", "preferred_element_type", "out_sharding"],
-        "conv_general_dilated": [*CONV, "precision", "preferred_element_type"],
-        "take": ["q", "indices", "axis", "mode", "out_sharding"],
-        "concatenate": ["arrays", "axis"],
-        "quantization_error": ["x", "q"],
-        "fake_quantize": ["x", "spec", "scale", "zero_point", "gradient"],
-        "quantized_dot_general": [
-            *DOT,
-            *("lhs_spec", "rhs_spec", "backward", "key", "precision", "preferred_element_type", "out_sharding"),
-        ],
-        "quantized_einsum": [
-            *(
-                "subscripts",
-                "operands",
-                "specs",
-                "backward",
-                "key",
-                "precision",
-                "preferred_element_type",
-                "out_sharding",
-            )
-        ],
-        "quantized_conv_general_dilated": [
-            *CONV,
-            *("lhs_spec", "rhs_spec", "backward", "key", "precision", "preferred_element_type"),
-        ],
-        "minmax": ["spec"],
-        "absmax": ["spec"],
-        "moving_average": ["spec", "decay"],
-        "percentile": ["spec", "q", "bins", "every"],
-        "mse": ["spec", "bins", "grid", "every"],
-        "entropy": ["spec", "bins", "every"],
-        "onednn.quantize": ["src", "scales", "zps", "qtype", "axis", "dtype"],
-        "onednn.dequantize": ["src", "scales", "zps", "qtype", "axis"],
-        "onednn.dynamic_quantize": ["src", "scales", "zps", "qtype", "axis", "dtype"],
-        "onednn.dynamic_dequantize": ["src", "scales", "zps", "qtype", "axis", "group_shape"],
-        **{f"checkpoint.{name}": arguments for name, arguments in CHECKPOINT.items()},
-        **{f"flax.{name}": arguments for name, arguments in FLAX.items()},
-        **{f"flax.nnx.{name}": arguments for name, arguments in NNX.items()},
-    }
-    assert {name: list(inspect.signature(f).parameters) for name, f in PUBLIC.items()} == wanted
+        assert sum(parameter.kind is not inspect.Parameter.KEYWORD_ONLY for parameter in parameters) <= 5
 
 
 def test_import_is_light() -> None:
-    """No framework is imported with it; docs/quickstart.md has the time that it takes, by this program."""
+    """Importing jaxquant imports no framework. The program prints the time that docs/quickstart.md states."""
     program = (
         "import sys, time, jax, jax.numpy, chex; t = time.perf_counter(); import jaxquant;"
         "print(time.perf_counter() - t, [m for m in ('flax', 'onnx', 'onnxruntime', 'torch', 'optax', 'haiku',"

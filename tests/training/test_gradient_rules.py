@@ -150,11 +150,11 @@ def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
             assert (y.dtype, dx.dtype, ds.dtype) == (kind, kind, step.dtype)
             np.testing.assert_array_equal(y, rules.values(p, kind))
             np.testing.assert_array_equal(np.asarray(dx, F32), want[0].astype(F32))
-            room = rules.collected(np.abs(want[1]), each) * 2.0**-20
+            tolerance = rules.collected(np.abs(want[1]), each) * 2.0**-20
             total = rules.collected(want[1], each)
             if step.dtype == kind:
-                room += np.abs(total) * 2.0 ** -(11 if dtype == "float16" else 8) + 2.0**-24
-            assert (np.abs(np.asarray(ds, np.float64) - total) <= room).all()
+                tolerance += np.abs(total) * 2.0 ** -(11 if dtype == "float16" else 8) + 2.0**-24
+            assert (np.abs(np.asarray(ds, np.float64) - total) <= tolerance).all()
             if d.learned is not None:
                 summed(dz, want[2], each, d.learned)
 
@@ -214,8 +214,8 @@ def test_transforms_of_the_gradient(rng: np.random.Generator, case: str, rule: A
         for i, part in enumerate(parts):
             np.testing.assert_array_equal(got[0][i], part[0])
             for have, want in zip(got[1:], part[1:], strict=True):
-                room = 2.0**-18 * float(np.abs(np.asarray(want)).max() + np.abs(g[i]).max() * SHAPE[-1])
-                np.testing.assert_allclose(have[i], want, rtol=1e-5, atol=room)
+                tolerance = 2.0**-18 * float(np.abs(np.asarray(want)).max() + np.abs(g[i]).max() * SHAPE[-1])
+                np.testing.assert_allclose(have[i], want, rtol=1e-5, atol=tolerance)
 
     each = [one(x[i], scale[i], None if point is None else point[i], g[i]) for i in range(3)]
     same(jax.jit(jax.vmap(grad))(x, scale, point, g), each)

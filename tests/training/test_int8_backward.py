@@ -82,8 +82,8 @@ def test_an_integer_contraction_coming_back(name: str, rng: np.random.Generator)
                 np.testing.assert_allclose(got, floats[i], rtol=1e-4, atol=1e-5 * np.abs(floats[i]).max())
     # Half a step of g for each product, and all of it is small beside the gradient.
     for got, want, other in ((both[0], floats[0], np.asarray(rhs.dequantize()).T), (both[1].T, floats[1].T, x)):
-        room = np.abs(g if want.shape == x.shape else g.T).max() * np.abs(other).max() * max(other.shape)
-        assert np.abs(got - want).max() <= room / 254 * 1.1
+        tolerance = np.abs(g if want.shape == x.shape else g.T).max() * np.abs(other).max() * max(other.shape)
+        assert np.abs(got - want).max() <= tolerance / 254 * 1.1
 
 
 def _unsaturated(x: np.ndarray, spec: QuantSpec) -> np.ndarray:
@@ -162,9 +162,9 @@ def test_rounding_by_chance_is_unbiased(fixed_rng: np.random.Generator) -> None:
     draws = jax.jit(lambda keys: lax.map(lambda k: back(Int8Backward(stochastic_rounding=True), k), keys))(keys)
     nearest, exact = back(Int8Backward(), None), back(jq.FloatBackward(), None)
     # dx adds up 23 draws of steps of 1; dw 3 draws, whose steps are 0.3 / 127 but of the first column.
-    room = 6 * np.sqrt(23 / 4 / count)
-    assert (np.abs(np.asarray(draws[0], np.float64).mean(0) - exact[0]) <= room + 1e-3).all()
-    assert (np.abs(nearest[0] - exact[0]) > 10 * room).all()
+    tolerance = 6 * np.sqrt(23 / 4 / count)
+    assert (np.abs(np.asarray(draws[0], np.float64).mean(0) - exact[0]) <= tolerance + 1e-3).all()
+    assert (np.abs(nearest[0] - exact[0]) > 10 * tolerance).all()
     some = np.asarray(draws[0])[:, :, 0]
     assert (some.std(0) > 1).all()
     assert np.abs(np.corrcoef(some.T) - np.eye(3)).max() < 0.1, "rows draw apart"

@@ -174,8 +174,8 @@ def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
         same_bits(once, np.asarray(want))
         for mine, theirs in zip(got, exact, strict=True):
             assert mine.dtype == theirs.dtype
-            room = np.abs(np.asarray(theirs, F32)).max() * (1e-5 if theirs.dtype == F32 and not more else 1e-2)
-            np.testing.assert_allclose(np.asarray(mine, F32), np.asarray(theirs, F32), rtol=0, atol=room)
+            tolerance = np.abs(np.asarray(theirs, F32)).max() * (1e-5 if theirs.dtype == F32 and not more else 1e-2)
+            np.testing.assert_allclose(np.asarray(mine, F32), np.asarray(theirs, F32), rtol=0, atol=tolerance)
 
 
 def test_every_rule(rng: np.random.Generator) -> None:

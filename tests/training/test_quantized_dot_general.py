@@ -125,8 +125,8 @@ def test_cotangents_by_formula(rng: np.random.Generator, case: str) -> None:
         for name, (dx, ds, dz, dw) in pulled(d.x, d.scale, d.learned, w, g).items():
             print(name)  # which rule it was, where one fails
             agrees((y, (dx, ds, dz)), want[name], d._replace(g=outer), d.learned)
-            room = np.einsum("abi,abj->ij", np.abs(y.astype(np.float64)), np.abs(g)) * 2.0**-20
-            assert (np.abs(dw - np.einsum("abi,abj->ij", y.astype(np.float64), g)) <= room).all()
+            tolerance = np.einsum("abi,abj->ij", np.abs(y.astype(np.float64)), np.abs(g)) * 2.0**-20
+            assert (np.abs(dw - np.einsum("abi,abj->ij", y.astype(np.float64), g)) <= tolerance).all()
 
 
 @pytest.mark.parametrize("spec", [U8, QuantSpec(jnp.int8, PerAxis(0))], ids=str)

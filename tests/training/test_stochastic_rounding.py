@@ -41,8 +41,8 @@ def test_the_mean_is_the_number(fixed_rng: np.random.Generator, base: int) -> No
     y = np.asarray(jax.jit(rounded)(x, scale, key(fixed_rng)), np.float64) / scale
     up = y - np.floor(u.astype(np.float64))[:, None]
     assert np.isin(up, (0, 1)).all()
-    room = 6 * np.sqrt(part * (1 - part) / n) + 8 / n
-    assert (np.abs(up.mean(axis=1) - part) <= room).all(), (up.mean(axis=1), part)
+    tolerance = 6 * np.sqrt(part * (1 - part) / n) + 8 / n
+    assert (np.abs(up.mean(axis=1) - part) <= tolerance).all(), (up.mean(axis=1), part)
     assert (up.sum(axis=1)[2:9] % n != 0).all(), "both neighbours come"
 
 
