@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, known_values
+from .._core import checks, dtypes, entry_point, granularity, known_values, min_max
 from .._core.affine import divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from . import scale_from_range
@@ -134,7 +134,7 @@ def find_parameters(
     scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
     shape = scale_from_range.find_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
-        low, high = scale_from_range.find_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
+        low, high = min_max.find_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
     else:
         low, high = (_broadcast_end(argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
     return *scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape), shape

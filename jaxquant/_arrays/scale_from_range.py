@@ -1,4 +1,4 @@
-"""From a range to a scale and a zero point, and the range of an array. Knows specs; knows nothing of codes."""
+"""Finds the shapes of ranges, and the scale and the zero point for a range, under a spec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, division, dtypes, min_max, rounding, sharding, small_floats
+from .._core import checks, division, dtypes, rounding, sharding, small_floats
 from .._core import granularity as granularities
 from .spec import QuantSpec
 
@@ -70,39 +70,6 @@ def find_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
     both = (spec.granularity, spec.zero_point_granularity)
     return [granularity.size for granularity in both if isinstance(granularity, granularities.Blocked)]
-
-
-def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, ...]:
-    """Returns (min(x, 0), max(x, 0)) as two float32 arrays of the given shape, which is aligned with x's."""
-    x = x.astype(jnp.float32)
-    sizes = granularities.Aligned(block_size).sizes(shape, x.shape)
-    assert sizes is not None
-    cut = [a for a, (size, n) in enumerate(zip(sizes, x.shape, strict=True)) if size not in (1, n)]
-    if cut:
-        return _find_extremes_of_blocks(x, shape, sizes, cut[0], block_size)
-    axes = tuple(a for a, (size, n) in enumerate(zip(sizes, x.shape, strict=True)) if size == n and shape[a] == 1)
-    low, high = min_max.find_min_max(x, axes)
-    return low.reshape(shape), high.reshape(shape)
-
-
-def _find_extremes_of_blocks(
-    x: jax.Array, shape: tuple[int, ...], sizes: tuple[int, ...], axis: int, block_size: int | None
-) -> tuple[jax.Array, ...]:
-    """Returns the extremes of runs along `axis`: the whole ones as a dimension of their own, a short last one apart."""
-    size, length = sizes[axis], x.shape[axis]
-    whole = length // size
-    x = sharding.gather_axes(x, (axis,))  # a run must lie on one device to be cut out
-    parts = []
-    for start, runs, run in ((0, whole, size), (whole * size, 1, length - whole * size)):
-        if runs == 0 or run == 0:
-            continue
-        part = lax.slice_in_dim(x, start, start + runs * run, axis=axis)
-        part = part.reshape(*x.shape[:axis], runs, run, *x.shape[axis + 1 :])
-        inner = (*shape[:axis], runs, 1, *shape[axis + 1 :])
-        found = find_extremes(part, inner, block_size)
-        parts.append([v.reshape(*shape[:axis], runs, *shape[axis + 1 :]) for v in found])
-    low, high = (lax.concatenate([p[i] for p in parts], axis) for i in (0, 1))
-    return low, high
 
 
 def find_scale_and_zero_point(

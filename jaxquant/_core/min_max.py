@@ -1,9 +1,14 @@
-"""The range of an array. A NaN in it comes out, whatever the length: XLA:CPU's own minimum and maximum lose a NaN in
-long arrays. Knows nothing of scales."""
+"""Finds the least and the largest value of each slice of an array, exactly: the one engine behind every range.
+
+Floats are compared by their bits, as int32 keys that sort in the same order. XLA:CPU's own minimum and maximum of
+floats lose a NaN in long arrays and treat subnormal numbers as 0; the keys keep both, and the sign of a zero.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -11,78 +16,181 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import sharding
+from . import granularity, sharding
 
-_ZERO = np.float32(0)
-_NOTHING = np.int32(0)  # the key of 0
-_INFINITY = np.int32(0x7F800000)
+_ZERO = np.int32(0)  # the key of 0
+_INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_LANES = 1024  # a row of fewer elements leaves the vector units of a CPU idle
+_UNROLLED = 8  # rows that one step of a loop reads, so that it writes its carry an eighth as often
+
+_Keys = tuple[jax.Array, jax.Array]
+
+
+def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """Return the least and the largest value of each slice, bit for bit.
+
+    A slice with a NaN has two NaN. One without elements has (inf, -inf).
+
+    Args:
+        x: float32, float16 or bfloat16.
+        shape: Static. The shape of the ranges, of x's rank: each dimension is x's, 1, or the number of blocks.
+        block_size: Static. The length of a block; the last one may be short. None if all blocks are equally long.
+
+    Returns:
+        Two float32 arrays of the given shape.
+    """
+    return decode_ends(*_find_slice_keys(x, shape, block_size))
 
 
 def find_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns (min(x, 0), max(x, 0)) over `axes`, float32; NaN where there is one. Nothing at all has (0, 0)."""
-    if x.size == 0 or sharding.is_placed(x):
-        return _reduce_plain(x, axes)
-    last = tuple(range(x.ndim - len(axes), x.ndim))
-    on_cpu = functools.partial(_find_at_once if axes == last else _reduce_guarded, axes=axes)
-    return lax.platform_dependent(x, cpu=on_cpu, default=functools.partial(_reduce_plain, axes=axes))
+    """Return (min(x, 0), max(x, 0)) over `axes` as float32 arrays: NaN where x has a NaN, 0 where x has no elements."""
+    shape = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
+    kept = tuple(length for axis, length in enumerate(x.shape) if axis not in axes)
+    low, high = (keys.reshape(kept) for keys in _find_slice_keys(x, shape, None))
+    return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
-def _find_at_once(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    # One reduction of both, over int32 that sort as the floats do: XLA:CPU reads x once, with vectors, and whatever
-    # makes x is computed in the same loop. Of floats, of one end alone, or over leading axes it makes scalar loops, ten
-    # to thirty times slower.
-    keys = encode_order(x)
-    low, high = lax.reduce((keys, keys), (_NOTHING, _NOTHING), merge_min_max, axes)
-    # Of a single element XLA forgets where it started.
-    return find_ends(lax.min(low, _NOTHING), lax.max(high, _NOTHING))
+def count_members(x: Any, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
+    """Return how many elements each slice has, as int64 of the given shape; the last blocks may be short."""
+    counts = np.ones(shape, np.int64)
+    for axis, (size, length) in enumerate(zip(find_slice_sizes(x, shape, block_size), x.shape, strict=True)):
+        members = np.minimum(size, length - size * np.arange(shape[axis], dtype=np.int64))
+        counts *= members.reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    return counts
+
+
+def find_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> tuple[int, ...]:
+    """Return how many indices of each dimension of x share an entry of an array of the given shape."""
+    sizes = granularity.Aligned(block_size).sizes(shape, x.shape)
+    assert sizes is not None
+    return sizes
+
+
+# Keys.
 
 
 def encode_order(x: jax.Array) -> jax.Array:
-    """Returns int32 that sort as the floats do, with -NaN below all numbers and NaN above."""
+    """Return int32 keys that sort as the floats do, with -NaN below all numbers and NaN above them."""
     return _flip_negative(lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32))
 
 
 def decode_order(keys: jax.Array) -> jax.Array:
-    """Returns the float32 that sort as these int32 do."""
+    """Return the float32 values that `encode_order` maps to these keys."""
     return lax.bitcast_convert_type(_flip_negative(keys), jnp.float32)
 
 
 def _flip_negative(bits: jax.Array) -> jax.Array:
-    """Returns the bits of floats as int32 that sort as those do, and such int32 as the bits."""
-    below = lax.shift_right_arithmetic(bits, np.int32(31))
-    return lax.bitwise_xor(bits, lax.bitwise_and(below, _MAGNITUDE))
+    """Return the keys of the bits of floats, or the bits of such keys: the mapping is its own inverse."""
+    sign = lax.shift_right_arithmetic(bits, np.int32(31))
+    return lax.bitwise_xor(bits, lax.bitwise_and(sign, _MAGNITUDE))
 
 
-def merge_min_max(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the lesser of two first and the larger of two second keys: one reduction finds both ends."""
-    return lax.min(a[0], b[0]), lax.max(a[1], b[1])
-
-
-def find_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the floats of the least and the largest keys, NaN where a NaN is among them."""
+def decode_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the floats of the least and the largest keys, both NaN where a NaN was among them."""
     has_nan = lax.bitwise_or(lax.lt(low, ~_INFINITY), lax.gt(high, _INFINITY))
     low, high = decode_order(low), decode_order(high)
     return jnp.where(has_nan, np.float32(np.nan), low), jnp.where(has_nan, np.float32(np.nan), high)
 
 
-def _reduce_plain(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    return _restore_nan(x, axes, jnp.any(jnp.isnan(x), axis=axes))
+# Slices.
 
 
-def _restore_nan(x: jax.Array, axes: tuple[int, ...], has_nan: jax.Array) -> tuple[jax.Array, jax.Array]:
-    low, high = jnp.min(x, axis=axes, initial=_ZERO), jnp.max(x, axis=axes, initial=_ZERO)
-    return jnp.where(has_nan, np.float32(np.nan), low), jnp.where(has_nan, np.float32(np.nan), high)
+def _find_slice_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> _Keys:
+    """Return the least and the largest key of each slice, in the given shape."""
+    if x.size == 0:
+        return jnp.full(shape, _INFINITY), jnp.full(shape, ~_INFINITY)
+    for axis, size in enumerate(find_slice_sizes(x, shape, block_size)):
+        if size not in (1, x.shape[axis]):
+            return _find_block_keys(x, shape, block_size, axis, size)
+    units = tuple(axis for axis, length in enumerate(x.shape) if length == 1)
+    # Dimensions of 1 are dropped, so that what is reduced and what is kept shows in the axes alone.
+    x, entries = lax.squeeze(x, units), [n for axis, n in enumerate(shape) if axis not in units]
+    low, high = _reduce_keys(x, tuple(axis for axis, n in enumerate(entries) if n == 1))
+    return low.reshape(shape), high.reshape(shape)
 
 
-def _reduce_guarded(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    # XLA:CPU sums at the speed of memory and tests for NaN at a fifth of it. A finite sum has no NaN in it, the
-    # first elements no more than the rest.
-    first = tuple(0 if a in axes else slice(None) for a in range(x.ndim))
-    has_nan = lax.cond(
-        jnp.isfinite(jnp.sum(x)),
-        lambda x: jnp.isnan(x[first]),
-        lambda x: jnp.any(jnp.isnan(x), axis=axes),
-        x,
-    )
-    return _restore_nan(x, axes, has_nan)
+def _find_block_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int) -> _Keys:
+    """Return the keys where `axis` is cut into blocks: the full blocks become a dimension, a short last one is apart.
+
+    To pad the short block instead would copy x twice: least and largest need different fillers.
+    """
+    length = x.shape[axis]
+    full = length // size
+    x = sharding.gather_axes(x, (axis,))  # a dimension can be cut only where all of it is on one device
+    ends = []
+    for start, blocks, width in ((0, full, size), (full * size, 1, length - full * size)):
+        if blocks == 0 or width == 0:
+            continue
+        part = lax.slice_in_dim(x, start, start + blocks * width, axis=axis)
+        part = part.reshape(*x.shape[:axis], blocks, width, *x.shape[axis + 1 :])
+        keys = _find_slice_keys(part, (*shape[:axis], blocks, 1, *shape[axis + 1 :]), block_size)
+        ends.append([end.reshape(*shape[:axis], blocks, *shape[axis + 1 :]) for end in keys])
+    low, high = (lax.concatenate([keys[i] for keys in ends], axis) for i in (0, 1))
+    return low, high
+
+
+# Reductions.
+
+
+def _reduce_keys(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
+    """Return the least and the largest key over `axes`, without these dimensions; x has no dimension of 0 or 1."""
+    if sharding.is_placed(x):
+        return _reduce_each(encode_order(x), axes)
+    if axes == tuple(range(x.ndim - len(axes), x.ndim)):
+        return _reduce_together(x, axes)
+    x, axes = _merge_neighbors(x, axes)
+    if axes[-1] == x.ndim - 1:
+        return _reduce_together(x, axes)
+    on_cpu = functools.partial(_fold_rows, axes=axes)
+    return lax.platform_dependent(x, cpu=on_cpu, default=functools.partial(_reduce_together, axes=axes))
+
+
+def _reduce_each(keys: jax.Array, axes: tuple[int, ...]) -> _Keys:
+    # For arrays whose sharding is part of their type: JAX knows the sharding of these two results.
+    return lax.reduce_min(keys, axes), lax.reduce_max(keys, axes)
+
+
+def _reduce_together(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
+    # Both ends in one reduction, over x in the shape it has: XLA:CPU then reads x once, with vectors, and computes x
+    # in the same loop. One end alone, a reduction of floats, or a flattened x makes a scalar loop.
+    keys = encode_order(x)
+    low, high = lax.reduce((keys, keys), (_INFINITY, ~_INFINITY), _merge_ends, axes)
+    return low, high
+
+
+def _merge_neighbors(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """Return x with adjacent dimensions that are all reduced, or all kept, as one, and the axes to reduce then."""
+    groups = [(is_reduced, list(run)) for is_reduced, run in itertools.groupby(range(x.ndim), lambda a: a in axes)]
+    merged = x.reshape([math.prod(x.shape[axis] for axis in run) for _, run in groups])
+    return merged, tuple(i for i, (is_reduced, _) in enumerate(groups) if is_reduced)
+
+
+def _merge_ends(a: Any, b: Any) -> _Keys:
+    return lax.min(a[0], b[0]), lax.max(a[1], b[1])
+
+
+def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
+    # Where the last dimension is kept XLA:CPU reduces element by element. A loop over rows has vectors: its carry is a
+    # row. Neighbors are merged, so the second to last dimension holds the rows.
+    *outer, rows, after = x.shape
+    before = math.prod(outer)
+    # Short rows are put next to each other until they fill the vectors.
+    wide = math.gcd(rows, 2 ** max(0, (_LANES // (before * after)).bit_length() - 1))
+    table = x.reshape(before, rows // wide, wide * after)
+    some = min(_UNROLLED, table.shape[1])
+
+    def read_rows(i: Any, ends: _Keys) -> _Keys:
+        # The last step may overlap the one before it, which changes no extreme.
+        keys = encode_order(lax.dynamic_slice_in_dim(table, i * some, some, axis=1))
+        for j in range(some):
+            row = lax.index_in_dim(keys, j, axis=1, keepdims=False)
+            ends = _merge_ends(ends, (row, row))
+        return ends
+
+    first = encode_order(lax.index_in_dim(table, 0, axis=1, keepdims=False))
+    ends = lax.fori_loop(0, -(-table.shape[1] // some), read_rows, (first, first))
+    low, high = (keys.reshape(before, wide, after) for keys in ends)
+    low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
+    kept, others = (*outer, after), axes[:-1]
+    return lax.reduce_min(low.reshape(kept), others), lax.reduce_max(high.reshape(kept), others)

@@ -13,9 +13,8 @@ from jax import lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, rounding
+from .._core import checks, dtypes, granularity, min_max, rounding
 from ..calibration import mse
-from ..calibration.slices import count_members
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -176,8 +175,8 @@ class PACT:
         Source: Choi et al., arXiv 1805.06085, section 3: alpha starts above most of what comes.
         """
         scale_shape, point_shape = _check_shapes("PACT.initial", x, spec)
-        low, high = scale_from_range.find_extremes(x, scale_shape, scale_from_range.find_block_size(spec))
-        reach = jnp.maximum(-low, high)
+        low, high = min_max.find_extremes(x, scale_shape, scale_from_range.find_block_size(spec))
+        reach = jnp.maximum(jnp.maximum(-low, high), _ZERO)  # an x without elements has the range (inf, -inf)
         scale = _make_positive(reach / np.float32(spec.bounds[1] - (spec.fixed_zero_point or 0)), reach)
         return scale, None if spec.symmetric else jnp.zeros(point_shape, spec.carrier)
 
@@ -297,7 +296,7 @@ def find_factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...
         return _ONE
     count: Any = rule.elements
     if count is None:
-        counts = np.maximum(count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
+        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
         count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
     most = spec.bounds[1]
     if steps is None or isinstance(rule, LSQPlus):
@@ -323,7 +322,7 @@ def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tu
 def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
     """Returns the means of float32 arrays over the slices that share a scale."""
     aligned = granularity.Aligned(scale_from_range.find_block_size(spec))
-    counts = np.maximum(count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
+    counts = np.maximum(min_max.count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
     like = jnp.zeros(shape, jnp.float32)
     return [granularity.sum_to_scale(aligned, v, like) / counts for v in values]
 

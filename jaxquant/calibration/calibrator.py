@@ -13,8 +13,7 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, sharding
-from .slices import check_floats
+from .._core import checks, dtypes, entry_point, sharding
 
 _NAN, _INFINITE, _NOTHING, _ZEROS = 1, 2, 3, 4
 _FAULTS = {
@@ -109,12 +108,24 @@ def _init(parts: Parts, example: Any) -> Any:
 def _update(parts: Parts, state: Any, batch: Any) -> Any:
     name = f"{parts.function}.update"
     _check_state(parts, name, "state", state)
-    batch = check_floats(name, "batch", batch)
+    batch = _read_batch(name, "batch", batch)
     shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
     expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as the example of init had"
     got = f"ranges of shape {shape}, of a batch of shape {batch.shape}"
     checks.require(shape == tuple(state.low.shape), name, "batch", expected, got)
     return parts.step(state, batch)
+
+
+def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
+    """Requires a batch of floats and returns it as JAX's."""
+    if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
+        value = value.__jax_array__()  # a flax.nnx.Param, for one
+    value = entry_point.convert_number(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
+        value = value.astype(np.float32)  # as JAX takes it
+    (value,) = entry_point.convert_arrays(function, {argument: value})
+    checks.check_array(function, argument, value, dtypes.FLOATS)
+    return lax.stop_gradient(value)
 
 
 def _merge(parts: Parts, a: Any, b: Any) -> Any:

@@ -19,10 +19,9 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, sharding, uint64
+from .._core import checks, min_max, sharding, uint64
 from .._core.uint64 import Words
-from . import running
-from . import slices as data_slices
+from . import running, slice_layout
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width is a float32 still
@@ -181,13 +180,13 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
     most = "fewer than 2**31 elements"
     checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", most, f"shape {batch.shape}")
     shape, block = state.low.shape, scale_from_range.find_block_size(settings.spec)
-    new = running.ExtremesState(*data_slices.find_slice_extremes(batch, shape, block))
+    new = running.find_batch_extremes(batch, shape, block)
     state = _grow_to(state, jnp.maximum(state.exponent, _find_exponent(*new)))
     tables = _count_in_bins(batch, divide_by_width(state), settings)
     counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
     zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
     ends = [table[..., : settings.bins] for table in tables[1:]] or [None, None]
-    members = data_slices.count_members(batch, shape, block).astype(np.int32)
+    members = min_max.count_members(batch, shape, block).astype(np.int32)
     return HistogramState(
         *running.merge_extremes(state, new),
         uint64.add(state.seen, uint64.convert_uint32(jnp.asarray(members))),
@@ -213,8 +212,8 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
     """Returns, of the ranges' shape and a last dimension, how many elements are in each bin, and zeros behind the bins;
     and if asked for the least and the largest magnitude."""
     shape, block = per_width.shape, scale_from_range.find_block_size(settings.spec)
-    is_padded = data_slices.is_padded(batch, shape, block)
-    x = _sample(data_slices.arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
+    is_padded = slice_layout.is_padded(batch, shape, block)
+    x = _sample(slice_layout.arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
     entries = x.shape[1]
     per_width = per_width.reshape(entries)
     slots = settings.bins + _SPARE

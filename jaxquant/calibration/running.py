@@ -12,8 +12,8 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import barriers, checks, division, min_max
-from . import calibrator, slices
+from .._core import barriers, checks, division, min_max, sharding
+from . import calibrator
 from .calibrator import Calibrator, Parts, Range
 
 
@@ -169,20 +169,22 @@ def make_empty(shape: tuple[int, ...]) -> ExtremesState:
     return ExtremesState(jnp.full(shape, np.float32(np.inf)), jnp.full(shape, np.float32(-np.inf)))
 
 
+def find_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | None) -> ExtremesState:
+    """Return the extremes of one batch, whole on every device as a state is."""
+    low, high = min_max.find_extremes(batch, shape, block)
+    return ExtremesState(sharding.place_whole(low), sharding.place_whole(high))
+
+
 @functools.partial(jax.jit, inline=True, static_argnames=("block",))
 def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> ExtremesState:
-    return merge_extremes(state, ExtremesState(*slices.find_slice_extremes(batch, state.low.shape, block)))
+    return merge_extremes(state, find_batch_extremes(batch, state.low.shape, block))
 
 
 def merge_extremes(a: Any, b: Any) -> ExtremesState:
     """Returns the extremes of both, NaN where one of them is."""
     low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
     high = lax.max(*(min_max.encode_order(state.high) for state in (a, b)))
-    return _find_extremes(low, high, jnp.isnan(a.low) | jnp.isnan(b.low))
-
-
-def _find_extremes(low: jax.Array, high: jax.Array, has_nan: jax.Array) -> ExtremesState:
-    return ExtremesState(*(jnp.where(has_nan, np.float32(np.nan), min_max.decode_order(keys)) for keys in (low, high)))
+    return ExtremesState(*min_max.decode_ends(low, high))
 
 
 _together = functools.partial(jax.jit, inline=True)(merge_extremes)
@@ -190,9 +192,9 @@ _together = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 def reduce_extremes(state: Any, axis_name: Any) -> ExtremesState:
     """Returns the extremes over a mapped axis, NaN where there is one."""
-    has_nan = lax.pmax(jnp.isnan(state.low).astype(jnp.int32), axis_name) > 0
     low = lax.pmin(min_max.encode_order(state.low), axis_name)
-    return _find_extremes(low, lax.pmax(min_max.encode_order(state.high), axis_name), has_nan)
+    high = lax.pmax(min_max.encode_order(state.high), axis_name)
+    return ExtremesState(*min_max.decode_ends(low, high))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -219,7 +221,7 @@ def _make_empty_average(shape: tuple[int, ...]) -> AverageState:
 def _update_average(state: AverageState, batch: jax.Array, *, block: int | None, decay: float) -> AverageState:
     if batch.size == 0:
         return state
-    new = slices.find_slice_extremes(batch, state.low.shape, block)
+    new = find_batch_extremes(batch, state.low.shape, block)
     share = np.float32(1 - decay)
     weight = barriers.round_result(np.float32(decay) * state.weight) + share
     rate = division.divide(jnp.full_like(weight, share), weight)
