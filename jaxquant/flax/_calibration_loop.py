@@ -50,21 +50,6 @@ class Position(NamedTuple):
     batches: int
 
 
-def is_finite(tree: Any) -> jax.Array:
-    """Returns whether no calibrator's state in a tree has seen a NaN or an infinity."""
-    states = jax.tree.leaves(tree, is_leaf=_is_state)
-    lows = [state.low for state in states if _is_state(state)]
-    highs = [state.high for state in states if _is_state(state)]
-    # A slice that saw nothing has the range (inf, -inf).
-    bad = [jnp.any(jnp.isnan(low) | (low == -jnp.inf)) for low in lows]
-    bad += [jnp.any(jnp.isnan(high) | (high == jnp.inf)) for high in highs]
-    return jnp.logical_not(jnp.any(jnp.asarray(bad, bool)))
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "low") and hasattr(node, "high")
-
-
 def find_fingerprint(tree: Any) -> int:
     """Returns a checksum of the arrays that this process holds."""
     checksum = 0

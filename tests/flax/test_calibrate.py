@@ -288,7 +288,7 @@ def test_missing_ranges_are_found_before_jit_hides_them() -> None:
     ):
         qflax.check_calibrated({**serving, "ranges": broken})
     _, seen = jax.jit(lambda x: module.apply(calibrated, x, mutable=["ranges"]))(batch * np.inf)
-    with pytest.raises(ValueError, match=r"^Dense_0: .*, got one from batches with a NaN or an infinity"):
+    with pytest.raises(ValueError, match=r"^Dense_0: .*, got a range of batches with a NaN or an infinity"):
         qflax.check_calibrated({**calibrated, **seen})
     with pytest.raises(ValueError, match=r"check_calibrated: variables: expected variables of a quantized module"):
         qflax.check_calibrated(nn.Dense(2).init(jax.random.key(0), batch))

@@ -115,7 +115,7 @@ def test_batches_of_arrays_only() -> None:
             run([{"inputs": x}], inputs=x)
     with pytest.raises(ValueError, match=r"batches\[0\]: expected names of arguments that no other.*, got rngs"):
         qflax.calibrate(layer, variables, [{"inputs": x, "rngs": x}])
-    with pytest.raises(ValueError, match=r"arguments: expected arguments of the module: only .*, got mutable"):
+    with pytest.raises(ValueError, match=r"arguments: expected arguments of the module; .*, got mutable"):
         qflax.calibrate(layer, variables, [x], mutable=["batch_stats"])
     for wrong in (variables["params"], {"ranges": variables["ranges"]}):
         with pytest.raises(
@@ -127,7 +127,7 @@ def test_batches_of_arrays_only() -> None:
             ValueError, match=r"batches: expected arrays that are known: the loop runs outside of jax\.jit"
         ):
             jax.eval_shape(run, x)
-    with pytest.raises(TypeError, match=r"method: expected a name, got NoneType"):
+    with pytest.raises(TypeError, match=r"method: expected the name of a method, got NoneType"):
         qnnx.calibrate(model, [x], method=None)  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.Calibrator:
 
 def test_texts_are_equal_in_every_process() -> None:
     source = Dynamic(functools.partial(make_calibrator, inner=jq.mse))
-    text = _layer_operand.describe_converted(_layer_operand.Site(A, source, "activation"))
+    text = _layer_operand.describe_converted(_layer_operand.LayerOperand(A, source, "activation"))
     assert text.endswith("with Dynamic(partial(make_calibrator, inner=mse))")
 
 

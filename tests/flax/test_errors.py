@@ -90,8 +90,8 @@ SPECS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "embedding": (embed(weight_spec=None), TypeError, r"flax\.linen: weight_spec: expected a QuantSpec"),
     "einsum": (functools.partial(qnn.Einsum, (6, 5), "...i,ij->...j"), TypeError, r"weight_spec: expected a Quant"),
     "mask": (conv(weight_spec=W, mask=jnp.ones((3, 6, 4))), ValueError, r"flax\.linen: mask: expected None"),
-    "contraction": (dense(weight_spec=W, dot_general=LAX), ValueError, r"dot_general: expected None: this layer brings"),
-    "class": (dense(weight_spec=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: expected None: this layer"),
+    "contraction": (dense(weight_spec=W, dot_general=LAX), ValueError, r"dot_general: expected None, because this layer has"),
+    "class": (dense(weight_spec=W, dot_general_cls=lambda: LAX), ValueError, r"dot_general_cls: expected None, because"),
 }  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "inputs": (dense(weight_spec=jq.QuantSpec("int8", jq.PerAxis(0)), activation_spec=A), ValueError,
@@ -178,7 +178,7 @@ def test_a_layer_that_saw_no_data() -> None:
         qflax.convert(module, unseen)
     with pytest.raises(
         ValueError,
-        match=r'^block/head: jaxquant\.flax: activation: expected a range: apply\(.*mutable=\["ranges"\]\).*no data',
+        match=r'^block/head: jaxquant\.flax: activation: expected a range: call apply\(.*mutable=\["ranges"\]\).*no data',
     ):
         module.apply(unseen, X)
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
@@ -301,7 +301,7 @@ def test_what_cannot_be_shipped() -> None:
     variables = {**variables, **layer.apply(variables, x, mutable=["ranges"])[1]}
     zero = {**variables, "scales": jax.tree.map(jnp.zeros_like, variables["scales"])}
     with pytest.raises(
-        ValueError, match=r"Dense: .*scale of the weight: expected numbers that training has not brought"
+        ValueError, match=r"Dense: .*scale of the weight: expected a positive scale \(training drove it to 0\), got"
     ):
         qflax.convert(layer, zero)
     lost = {**variables, "scales": jax.tree.map(lambda s: s * jnp.nan, variables["scales"])}
@@ -369,17 +369,19 @@ def test_what_a_learned_scale_cannot_hold() -> None:
 
 
 def test_what_a_user_mixes_up() -> None:
-    with pytest.raises(ValueError, match=r"DotGeneral: expected a layer of Linen's .*jaxquant\.flax\.nnx\.dot_general"):
+    with pytest.raises(
+        ValueError, match=r"DotGeneral: expected a call by a Linen layer .*jaxquant\.flax\.nnx\.dot_general"
+    ):
         qflax.dot_general(W)(X[0], jnp.ones((6, 5)), (((1,), (0,)), ((), ())))
     table = qnn.Embed(5, 6, weight_spec=W, activation_spec=A)
     variables = table.init(jax.random.key(0), jnp.arange(3))
     _, seen = table.apply(variables, jnp.arange(3), mutable=["ranges"])
     with pytest.raises(
-        ValueError, match=r"Embed: .*a method that calls attend; or activation_spec=None.*, got no data"
+        ValueError, match=r"Embed: .*a method that calls attend; or set activation_spec=None.*, got no data"
     ):
         qflax.convert(table, {**variables, **seen})
     scanned = nn.scan(Stacked, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-    with pytest.raises(ValueError, match=r'"ranges".*\(nn\.scan and nn\.vmap have to be told of it in variable_axes\)'):
+    with pytest.raises(ValueError, match=r'"ranges".*\(nn\.scan and nn\.vmap need the collection in variable_axes\)'):
         scanned().init(jax.random.key(0), X)
 
 

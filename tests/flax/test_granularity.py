@@ -126,7 +126,7 @@ def test_a_scale_per_token_at_any_rank() -> None:
 
 
 def test_static_ranges_fit_every_batch() -> None:
-    text = r"activation: expected PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
+    text = r"activation_spec: expected PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
     for granularity in (jq.PerAxis(0), jq.PerAxis((0, 1)), jq.PerToken(), jq.Blocked(-1, 2)):
         spec = jq.QuantSpec("uint8", granularity)
         for source in (Observed(), Learned(jq.LSQPlus())):

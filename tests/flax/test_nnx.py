@@ -317,7 +317,7 @@ def test_refusals(rng: np.random.Generator) -> None:
         qnnx.Linear(6, 5, weight_spec="int8", rngs=made)  # type: ignore[arg-type]
     for name in ("dot_general", "promote_dtype"):
         given: Any = {name: None}
-        with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: expected none"):
+        with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: expected no value"):
             qnnx.Linear(6, 5, weight_spec=W, **given, rngs=made)
     with pytest.raises(ValueError, match=r"Conv: jaxquant.flax.nnx: mask: expected None"):
         qnnx.Conv(3, 4, (3,), weight_spec=W, mask=jnp.ones((3, 3, 4)), rngs=made)
@@ -330,29 +330,35 @@ def test_refusals(rng: np.random.Generator) -> None:
         qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, rngs=made)
     with pytest.raises(TypeError, match=r"use_running_average: expected True or False, got 'yes'"):
         qnnx.Linear(6, 5, weight_spec=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="kernel_shape: expected that of the kernel: its scales are learned"):
+    with pytest.raises(
+        ValueError, match="kernel_shape: expected the shape of the kernel, because its scales are learned"
+    ):
         qnnx.dot_general(W, A, weight_range=Learned())
     turned = qnnx.dot_general(W, A, weight_range=Learned(), kernel_shape=(5, 6))
     layer = nnx.Linear(6, 5, dot_general=turned, promote_dtype=qnnx.promote_dtype, rngs=made)
     with pytest.raises(
-        ValueError, match=r"weight: expected scales of shape \(1, 6\): is kernel_shape that of the kernel"
+        ValueError, match=r"weight: expected scales of shape \(1, 6\) \(is kernel_shape the shape of the kernel"
     ):
         qnnx.start(layer, drawn(rng, (2, 6)))
     draws: Any = {"weight_spec": W, "activation_spec": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
-    with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: expected rngs, whose stream "rounding"'):
+    with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: expected rngs with a stream "rounding"'):
         qnnx.Linear(6, 5, **draws, rngs=nnx.Rngs(params=0))
     started = qnnx.Linear(6, 5, weight_spec=W, weight_range=Learned(), rngs=made)
     qnnx.start(started, drawn(rng, (2, 6)))
-    with pytest.raises(ValueError, match=r"start: model: expected a layer with Learned\(\) in it.*, got none"):
+    with pytest.raises(
+        ValueError, match=r"start: model: expected a model with a layer whose range is Learned\(\), got none"
+    ):
         qnnx.start(qnnx.convert(started), drawn(rng, (2, 6)))
-    with pytest.raises(TypeError, match='rngs: expected rngs, whose stream "rounding"'):
+    with pytest.raises(TypeError, match='rngs: expected rngs with a stream "rounding"'):
         qnnx.dot_general(W, A, backward=jq.Int8Backward(stochastic_rounding=True))
     with pytest.raises(ValueError, match="operands: expected a tuple of inputs, kernel and bias"):
         qnnx.promote_dtype((jnp.ones(1),))
     layer = qnnx.Linear(6, 5, **SPECS, rngs=made)
     with pytest.raises(ValueError, match=r"^Linear\(6, 5\): jaxquant.quantized_dot_general"):
         layer(jnp.ones((2, 7)))
-    with pytest.raises(ValueError, match=r"flax.nnx.start: model: expected a layer with Learned\(\)"):
+    with pytest.raises(
+        ValueError, match=r"flax.nnx.start: model: expected a model with a layer whose range is Learned\(\)"
+    ):
         qnnx.start(layer, jnp.ones((2, 6)))
     with pytest.raises(TypeError, match=r"flax.nnx.start: model: expected a flax.nnx.Module"):
         qnnx.start(nn.Dense(5), jnp.ones((2, 6)))  # type: ignore[arg-type]
@@ -367,5 +373,7 @@ def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
         qnnx.start(net, jnp.full((2, 4), jnp.nan))
     unused: Any = nnx.Sequential(lambda x: x)
     unused.spare = net.layers[0]
-    with pytest.raises(ValueError, match=r"spare: jaxquant.flax.nnx.start: activation_scale: expected a layer"):
+    with pytest.raises(
+        ValueError, match=r"spare: jaxquant.flax.nnx.start: activation_scale: expected the call to reach this layer"
+    ):
         qnnx.start(unused, jnp.ones((2, 4)))

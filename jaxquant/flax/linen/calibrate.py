@@ -1,4 +1,4 @@
-"""Static ranges of a Linen module, from batches; and whether variables have them all."""
+"""Calibration of a Linen module's static ranges from batches, and the check that variables have every range."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen as nn
 from flax.core import FrozenDict, meta, unfreeze
 
-from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
-from .. import _calibration_loop, _layer_operand
+from .. import _calibration_loop, _layer_operand, _learned, _observed
+from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
 from .contraction import RANGES, SCALES
-from .convert import check_convertible, find_records
-from .record import Record
+from .convert import check_convertible, has_codes
+from .record import NAME, Path, find_layers, find_scales, join_path
 
 _CALIBRATE, _CHECK = "flax.calibrate", "flax.check_calibrated"
+_RESERVED = ("mutable", "capture_intermediates")  # arguments of module.apply that calibrate sets itself
 
 
 def calibrate(
@@ -28,22 +28,24 @@ def calibrate(
     method: str | Callable[..., Any] | None = None, rngs: Any = None,
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """calibrated = variables with the ranges that the layers with `Observed()` find in the batches.
+    """Find the static ranges of a Linen module from batches, and return its variables with them.
 
-    The module is called on each batch as it is served: only the collection "ranges" moves, and scales that are learned
-    and missing are started. Nothing else changes: batch statistics are read, and dropout is on only if the arguments
-    turn it on. A first call starts from nothing or from the ranges that `variables` has; a second one goes on.
+    Each layer with `Observed()` gets a range. The module is called on each batch as it will be served, and only the
+    collection "ranges" changes; learned scales that are missing are started in "scales". Batch statistics are read, not
+    updated, and dropout is on only if `arguments` turn it on. The first call starts from no data, or from the ranges in
+    `variables`. A second call with the returned variables continues.
 
     Args:
-        module: a Linen module with quantized layers.
-        variables: its "params" and other collections, and perhaps "ranges" and "scales".
-        batches: an iterable; each batch is an array, a tuple of positional arguments or a mapping of keyword
-            arguments, like those that will be served.
-        method: Static. What is called in place of `__call__`, as of `module.apply`.
-        rngs: as of `module.apply`.
-        checkpoint: a file that is written once a minute and however the loop ends. If it exists, the batches that it
-            counts are read and passed over: give the same ones in the same order. Delete it to start anew.
-        progress: whether a progress bar is shown; None shows it on a terminal once the work has taken two seconds.
+        module: A Linen module with quantized layers.
+        variables: A mapping of collections: "params" and others of the module, and perhaps "ranges" and "scales".
+        batches: An iterable of batches like those that will be served. Each batch is an array, a tuple of positional
+            arguments, or a mapping of keyword arguments.
+        method: Static. The method to call instead of `__call__`, as in `module.apply`.
+        rngs: Random keys, as in `module.apply`.
+        checkpoint: The path of a file to resume from, or None. The file is written once a minute and when the loop
+            ends, also by an error. If it exists, the batches that it counts are read and skipped: pass the same batches
+            in the same order. Delete the file to start again.
+        progress: Whether to show a progress bar. None shows it on a terminal, after two seconds of work.
         **arguments: Static. Further arguments of each call, such as `train=False`.
 
     Returns:
@@ -51,10 +53,10 @@ def calibrate(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the module has no layer with a range to find, or one that cannot be converted; the variables are
-            converted already, or have no "params"; there is no batch; a batch has a NaN or an infinity, after which
-            the checkpoint holds what came before; a layer saw no data; the checkpoint was written for other weights or
-            layers, counts more batches than there are, or is damaged.
+        ValueError: the module has no layer with a range to find, or has a layer that cannot be converted; the variables
+            are converted already, or have no "params"; there is no batch; a batch has a NaN or an infinity, and the
+            checkpoint then holds the ranges before that batch; a layer saw no data; or the checkpoint was written for
+            other weights or layers, counts more batches than there are, or is damaged.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -73,28 +75,26 @@ def calibrate(
     """
     expected = "a flax.linen.Module (jaxquant.flax.nnx.calibrate is for NNX)"
     checks.require_type(isinstance(module, nn.Module), _CALIBRATE, "module", expected, type(module).__name__)
-    is_mapping = isinstance(variables, Mapping)
-    checks.require_type(is_mapping, _CALIBRATE, "variables", "a mapping of collections", type(variables).__name__)
-    given: dict[str, Any] = unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
-    _check_float(given)
-    own = ("mutable", "capture_intermediates")
-    taken = ", ".join(name for name in own if name in arguments)
-    expected = f'arguments of the module: only "{RANGES}" and "{SCALES}" are mutable here'
-    checks.require(not taken, _CALIBRATE, "arguments", expected, taken)
-    moving = {name: given[name] for name in (RANGES, SCALES) if name in given}
-    fixed = {name: value for name, value in given.items() if name not in moving}
+    collections = _read_collections(_CALIBRATE, variables)
+    _check_float(collections)
+    reserved = ", ".join(name for name in _RESERVED if name in arguments)
+    expected = f'arguments of the module; calibrate itself makes "{RANGES}" and "{SCALES}" mutable'
+    checks.require(not reserved, _CALIBRATE, "arguments", expected, reserved)
+    moving = {name: collections[name] for name in (RANGES, SCALES) if name in collections}
+    fixed = {name: value for name, value in collections.items() if name not in moving}
 
+    # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
     def run(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
-        calls = {**kwargs, **arguments, "method": method, "rngs": rngs, "mutable": [RANGES, SCALES]}
-        _, seen = module.apply({**fixed, **moving}, *args, **calls)
-        moved = {**moving, **seen}  # type: ignore[dict-item]
-        return moved, _calibration_loop.is_finite(moved)
+        settings = {**kwargs, **arguments, "method": method, "rngs": rngs, "mutable": [RANGES, SCALES]}
+        _, updates = module.apply({**fixed, **moving}, *args, **settings)
+        updated = {**moving, **updates}  # type: ignore[dict-item]
+        return updated, _observed.is_finite_state(updated)
 
     step = _calibration_loop.Step(
         _CALIBRATE, lambda *rest: run(fixed, *rest),
         functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), _describe_layers,
-        frozenset(arguments) | {"method", "rngs", *own},
+        frozenset(arguments) | {"method", "rngs", *_RESERVED},
     )  # fmt: skip
     moving = _calibration_loop.run_loop(
         step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=_check_layers
@@ -105,21 +105,22 @@ def calibrate(
 
 
 def check_calibrated(variables: Mapping[str, Any]) -> None:
-    """Require that every static range and every learned scale in a module's variables is there and finite.
+    """Check that a Linen module's variables have every static range and every learned scale, all finite.
 
-    A layer without its range raises where it can; under `jax.jit`, where nothing can be raised for a value, it returns
-    NaN. A training or serving script calls this once on its variables, outside of `jit`.
+    A layer without its range raises an error when it is called, but under `jax.jit`, where no error can depend on a
+    value, it returns NaN. Call this function once on the variables of a training or serving script, outside of `jit`.
 
     Args:
-        variables: of a Linen module with quantized layers: as `init`, `apply` or `calibrate` return them, or converted.
+        variables: The variables of a Linen module with quantized layers, as `init`, `apply`, `calibrate` or `convert`
+            return them.
 
     Returns:
         None.
 
     Raises:
-        TypeError: variables is no mapping.
-        ValueError: no layer is quantized; or, after the path of the layer, the range or scale that is missing, is NaN
-            or is infinite.
+        TypeError: variables is not a mapping.
+        ValueError: no layer is quantized. Or, with the path of the layer in front: a range or scale that is missing, is
+            NaN or is infinite.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -132,88 +133,78 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
         ...     print(str(error).partition("activation: ")[2])
         expected a range: jq.flax.calibrate finds it, got no data
 
-    Source: none; it is this library's.
+    Source: none; this library defines it.
     """
-    is_mapping = isinstance(variables, Mapping)
-    checks.require_type(is_mapping, _CHECK, "variables", "a mapping of collections", type(variables).__name__)
-    given: dict[str, Any] = unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
-    ranges, scales = given.get(RANGES, {}), given.get(SCALES, {})
-    records = list(find_records(ranges))
+    collections = _read_collections(_CHECK, variables)
+    ranges, scales = collections.get(RANGES, {}), find_scales(collections.get(SCALES))
+    layers = find_layers(ranges)
     expected = f'variables of a quantized module, with the collection "{RANGES}"'
-    is_converted = _has_codes(given.get("params", {}))
-    checks.require(bool(records) or is_converted, _CHECK, "variables", expected, sorted(given) or "none")
-    for path, record in records:
-        state, learned = (_find(tree, path) for tree in (ranges, scales))
-        with _layer_operand.prefix_errors("/".join(path[:-1]) or path[-1]):
-            for site in (record.weight, record.activation):
-                if site is not None and isinstance(site.source, Observed):
-                    _check_observed(site, state)
-                elif site is not None and isinstance(site.source, Learned):
-                    _check_learned(site, learned)
+    holds = bool(layers) or has_codes(collections.get("params"))
+    checks.require(holds, _CHECK, "variables", expected, sorted(collections) or "none")
+    for path, state in layers.items():
+        record = state[NAME]
+        with _layer_operand.prefix_errors(join_path(path)):
+            for operand in (record.weight, record.activation):
+                if operand is not None and isinstance(operand.source, Observed):
+                    values = state.get(operand.role)
+                    _observed.check_observed(_CHECK, operand, values, "jq.flax.calibrate finds it")
+                elif operand is not None and isinstance(operand.source, Learned):
+                    _check_learned(operand, path, scales)
+    # The constants of converted layers, which have no record.
     for path, value in jax.tree_util.tree_leaves_with_path(ranges):
         is_scale = bool(path) and getattr(path[-1], "key", None) == "scale"
         with _layer_operand.prefix_errors("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
-            holds = not is_scale or _layer_operand.is_finite(value)
+            holds = not is_scale or _learned.is_finite(value)
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
 
-def _check_observed(site: _layer_operand.Site, state: Any) -> None:
-    entry = state.get(site.of) if isinstance(state, Mapping) else None
-    batches = None if entry is None else entry["batches"]
-    expected = "a range: jq.flax.calibrate finds it"
-    holds = batches is not None and (checks.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
-    checks.require(holds, _CHECK, site.of, expected, "no data")
-    assert entry is not None
-    finite = _calibration_loop.is_finite(entry["state"])
-    holds = checks.is_traced(finite) or bool(finite)
-    checks.require(holds, _CHECK, site.of, expected, "one from batches with a NaN or an infinity")
+def _read_collections(function: str, variables: Any) -> dict[str, Any]:
+    """Return variables as a dict of collections."""
+    is_mapping = isinstance(variables, Mapping)
+    checks.require_type(is_mapping, function, "variables", "a mapping of collections", type(variables).__name__)
+    return unfreeze(variables) if isinstance(variables, FrozenDict) else dict(variables)
 
 
-def _check_learned(site: _layer_operand.Site, scales: Any) -> None:
-    for name in _layer_operand.list_names(site):
-        value = scales.get(name) if isinstance(scales, Mapping) else None
+def _check_learned(operand: LayerOperand, path: Path, scales: Mapping[Path, Any]) -> None:
+    """Raise ContractValueError unless the learned scale and zero point of an operand are present and finite."""
+    for name in _learned.list_names(operand):
+        value = scales.get((*path, name))
         expected = f'it in the collection "{SCALES}": jq.flax.calibrate or apply(..., mutable=["{SCALES}"]) starts it'
         checks.require(value is not None, _CHECK, name, expected, "none")
-        holds = _layer_operand.is_finite(meta.unbox(value))
+        holds = _learned.is_finite(meta.unbox(value))
         checks.require(holds, _CHECK, name, "finite numbers", "NaN or an infinity")
 
 
-def _check_float(given: Mapping[str, Any]) -> None:
-    """Refuses variables without weights, and converted ones, before anything is computed."""
+def _check_float(collections: Mapping[str, Any]) -> None:
+    """Raise ContractValueError for variables without weights and for converted ones, before anything is computed."""
     expected = 'the variables that init returns, with "params"'
-    checks.require("params" in given, _CALIBRATE, "variables", expected, sorted(given) or "none")
+    checks.require("params" in collections, _CALIBRATE, "variables", expected, sorted(collections) or "none")
     got = "variables that are already converted: their ranges are constants"
-    holds = not _has_codes(given.get("params", {}))
-    checks.require(holds, _CALIBRATE, "variables", "variables with float kernels", got)
-
-
-def _has_codes(params: Any) -> bool:
-    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
-    return any(isinstance(leaf, QuantizedArray) for leaf in leaves)
+    is_float = not has_codes(collections["params"])
+    checks.require(is_float, _CALIBRATE, "variables", "variables with float kernels", got)
 
 
 def _check_layers(moving: Mapping[str, Any]) -> None:
-    """Requires layers that have something to find, and that can be converted once it is found."""
-    records: list[tuple[tuple[str, ...], Record]] = list(find_records(moving.get(RANGES, {})))
-    sites = [site for _, record in records for site in (record.weight, record.activation) if site is not None]
+    """Raise ContractValueError unless a layer has a range to find, and every layer can be converted."""
+    layers = find_layers(moving.get(RANGES))
+    operands = []
+    for state in layers.values():
+        record = state[NAME]
+        operands += [operand for operand in (record.weight, record.activation) if operand is not None]
+    has_range = any(not isinstance(operand.source, Dynamic) for operand in operands)
     expected = "a module with a layer whose activation_range is Observed()"
-    holds = any(not isinstance(site.source, Dynamic) for site in sites)
-    checks.require(holds, _CALIBRATE, "module", expected, "only Dynamic() ranges" if sites else "no quantized layer")
-    for path, record in records:
-        with _layer_operand.prefix_errors("/".join(path[:-1]) or path[-1]):
-            check_convertible(_CALIBRATE, record)
+    got = "only Dynamic() ranges" if operands else "no quantized layer"
+    checks.require(has_range, _CALIBRATE, "module", expected, got)
+    for path, state in layers.items():
+        with _layer_operand.prefix_errors(join_path(path)):
+            check_convertible(_CALIBRATE, state[NAME])
 
 
 def _describe_layers(moving: Mapping[str, Any]) -> str:
-    """Returns how the layers quantize, the same in every process."""
-    records = sorted(find_records(moving.get(RANGES, {})), key=lambda found: found[0])
-    return "\n".join(
-        f"{'/'.join(path)}: {_layer_operand.describe(record.weight)}, {_layer_operand.describe(record.activation)}"
-        for path, record in records
-    )
-
-
-def _find(node: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
+    """Return a text of how the layers quantize, equal in every process."""
+    lines = []
+    for path, state in sorted(find_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
+        record = state[NAME]
+        operands = map(_layer_operand.describe_operand, (record.weight, record.activation))
+        lines.append(f"{'/'.join(path)}: {', '.join(operands)}")
+    return "\n".join(lines)

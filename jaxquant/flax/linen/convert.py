@@ -1,51 +1,55 @@
-"""From the variables of a trained Linen module to those that serve it."""
+"""Conversion of the variables of a trained Linen module to variables that serve it in integers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import linen as nn
+from flax import traverse_util
 from flax.core import FrozenDict, meta, unfreeze
 
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.static_text import StaticText
 from ..._core import checks
-from .. import _layer_operand
-from .._layer_operand import Site
+from .. import _converted, _layer_operand, _learned, _observed
+from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Observed
 from .contraction import RANGES, SCALES
-from .record import NAME, Record
+from .record import NAME, Path, Record, find_layers, find_scales
 
 _NAME = "flax.convert"
 
 
 def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """serving = variables with quantize(kernel, weight) in the place of each float kernel, and constants for ranges.
+    """Return the variables with which a trained Linen module contracts integers.
 
-    `module.apply(serving, x)` contracts integers, with the codes that the module had while it was trained. Float
-    kernels and calibrators are gone; whatever is not quantized, biases and norms for example, stays as it is. Layers
-    under `nn.scan` and `nn.vmap` keep their leading axis, which must be 0. Partitioned kernels have partitioned codes,
-    and scales to match.
+    serving["params"][...]["kernel"] = quantize(kernel, weight_spec), for the kernel of each quantized layer
 
-    A layer is found by what it leaves in "ranges" when `init` or an `apply` with that collection mutable calls it, and
-    quantized as it was told to be in the last such call. One that neither has called keeps its float kernel, and goes
-    on quantizing it at each call.
+    `module.apply(serving, x)` uses the same codes as the module in training, so it returns the same numbers. Float
+    kernels become QuantizedArrays, and calibrators become constants. Everything that is not quantized, such as biases
+    and norms, is unchanged. Layers under `nn.scan` and `nn.vmap` keep their leading axis, which must be axis 0.
+    Partitioned kernels get partitioned codes and scales.
+
+    `convert` finds a layer by the record that the layer leaves in the collection "ranges" when `init`, or an `apply`
+    with that collection mutable, calls it. The layer is quantized as in the last such call. A layer that neither has
+    called keeps its float kernel and quantizes it at each call.
 
     Args:
-        module: that the variables are of.
-        variables: of `init` and `apply`: "params", "ranges", and "scales" where something is learned.
+        module: The Linen module of the variables.
+        variables: A mapping of collections that `init` and `apply` return: "params", "ranges", and "scales" if scales
+            are learned.
 
     Returns:
-        The collections without "scales", as plain dicts. In "ranges" are the constants, and for each layer a text of
-        the specs that it was converted with, which it is held to when it serves.
+        The collections except "scales", as plain dicts. "ranges" holds the constants and, for each layer, a text of the
+        specs with which it was converted; the layer checks them when it serves.
 
     Raises:
-        TypeError: module is no Linen module.
-        ValueError: no layer is quantized, or the variables are converted already; or, after its path, what is missing
-            in one: data, a kernel, a scale; or a layer that takes no converted kernel.
+        TypeError: module is not a Linen module.
+        ValueError: no layer is quantized, or the variables are converted already. Or, with the path of the layer in
+            front: a range that has seen no data, a kernel or a scale that is missing or does not fit, a learned scale
+            that training drove to 0, or a layer that takes no converted kernel.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -62,147 +66,124 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: Jacob et al., arXiv 1712.05877, section 2.
     """
-    is_linen = isinstance(module, nn.Module)
     expected = "a flax.linen.Module (jaxquant.flax.nnx.convert is for NNX)"
-    checks.require_type(is_linen, _NAME, "module", expected, type(module).__name__)
-    given: Any = unfreeze(variables) if isinstance(variables, dict | FrozenDict) else {}
-    leaves = jax.tree.leaves(given.get("params", {}), is_leaf=lambda node: isinstance(node, QuantizedArray))
-    is_converted = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
-    records = list(find_records(given.get(RANGES, {})))
-    expected = "variables with float kernels"
+    checks.require_type(isinstance(module, nn.Module), _NAME, "module", expected, type(module).__name__)
+    collections: Any = unfreeze(variables) if isinstance(variables, dict | FrozenDict) else {}
+    layers = find_layers(collections.get(RANGES))
     got = "variables that are already converted: module.apply serves them as they are"
-    checks.require(bool(records) or not is_converted, _NAME, "variables", expected, got)
+    is_float = bool(layers) or not has_codes(collections.get("params"))
+    checks.require(is_float, _NAME, "variables", "variables with float kernels", got)
     expected = f'variables of a quantized module, with "params" and the collection "{RANGES}" that init makes'
-    checks.require(bool(records) and "params" in given, _NAME, "variables", expected, sorted(given) or "none")
-    serving = {name: _copy_tree(value) for name, value in given.items() if name not in (SCALES, RANGES)}
-    ranges: dict[str, Any] = {}
-    for path, record in records:
-        scales = _find_node(given.get(SCALES, {}), path) or {}
-        state = _find_node(given[RANGES], path) or {}
+    holds = bool(layers) and "params" in collections
+    checks.require(holds, _NAME, "variables", expected, sorted(collections) or "none")
+    params = collections["params"]
+    params = traverse_util.flatten_dict(params, keep_empty_nodes=True) if isinstance(params, dict) else {}
+    scales = find_scales(collections.get(SCALES))
+    ranges = {}
+    for path, state in layers.items():
         with _layer_operand.prefix_errors("/".join(path[:-1]) or type(module).__name__):
-            holder = _find_node(serving["params"], path[:-1])
-            kernel = holder.get(record.kernel) if isinstance(holder, dict) else None
-            holds = kernel is not None and not isinstance(kernel, QuantizedArray)
-            got = "a kernel that is already converted" if kernel is not None else "none"
-            checks.require(holds, _NAME, f"params[{record.kernel!r}]", "a float kernel", got)
-            holder[record.kernel], depth = _quantize_kernel(record, kernel, scales)
-            constants = _find_constants(record, state, scales, depth)
-        _set_node(ranges, path, {**constants, **_describe_specs(record)})
-    return {**serving, RANGES: ranges}
+            ranges[path] = _convert_layer(path, state, params, scales)
+    serving = {name: value for name, value in collections.items() if name not in (SCALES, RANGES)}
+    return {
+        **serving, "params": traverse_util.unflatten_dict(params), RANGES: traverse_util.unflatten_dict(ranges)
+    }  # fmt: skip
 
 
-def find_records(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Record]]:
-    """Yields what the layers say of themselves in the collection "ranges", each with its path."""
-    if not isinstance(node, Mapping):
-        return
-    if isinstance(node.get(NAME), Record):
-        yield path, node[NAME]
-    for name, child in node.items():
-        yield from find_records(child, (*path, name))
-
-
-def _describe_specs(record: Record) -> dict[str, StaticText]:
-    """Returns what the layer that serves is held to: without it, codes would pass for those of another spec."""
-    sites = {"weight_spec": record.weight, "activation_spec": record.activation}
-    return {name: StaticText(_layer_operand.describe_converted(site)) for name, site in sites.items()}
+def has_codes(params: Any) -> bool:
+    """Return whether a tree of parameters has a QuantizedArray."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    return any(isinstance(leaf, QuantizedArray) for leaf in leaves)
 
 
 def check_convertible(function: str, record: Record) -> None:
-    """Requires a layer that takes converted weights, as soon as it is known which one it is."""
-    expected = "promote_dtype=jq.flax.promote_dtype in this layer, for flax's own takes no converted kernel"
+    """Raise ContractValueError unless a layer takes converted weights.
+
+    `calibrate` calls this too, so that the error comes before hours of work.
+    """
+    expected = "promote_dtype=jq.flax.promote_dtype in this layer, because flax's own takes no converted kernel"
     if record.attention is not None:
         expected = (
-            f"attention made of jaxquant.flax.linen.DenseGeneral and flax.linen.dot_product_attention: flax's "
-            f"{record.attention} passes its layers no promote_dtype, without which they take no converted kernel"
+            f"attention made of jaxquant.flax.linen.DenseGeneral and flax.linen.dot_product_attention, because flax's "
+            f"{record.attention} passes no promote_dtype to its layers, without which they take no converted kernel"
         )
     checks.require(record.is_ready, function, "module", expected, record.attention or "flax.linen's promote_dtype")
 
 
-def _copy_tree(node: Any) -> Any:
-    return {name: _copy_tree(child) for name, child in node.items()} if isinstance(node, Mapping) else node
+def _convert_layer(
+    path: Path, state: Mapping[str, Any], params: dict[Path, Any], scales: Mapping[Path, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Convert the kernel of one layer in `params`, and return what the collection "ranges" holds for the layer.
+
+    Args:
+        path: the path of the module that contracts; its parent has the kernel.
+        state: the layer's entries of "ranges".
+        params: all parameters by path, changed in place.
+        scales: all learned scales by path and name.
+    """
+    record = state[NAME]
+    kernel_path = (*path[:-1], record.kernel)
+    kernel = params.get(kernel_path)
+    is_float = kernel is not None and not isinstance(kernel, QuantizedArray)
+    got = "a kernel that is already converted" if kernel is not None else "none"
+    checks.require(is_float, _NAME, f"params[{record.kernel!r}]", "a float kernel", got)
+    params[kernel_path], depth = _quantize_kernel(record, kernel, path, scales)
+    # What the layer compares when it serves: otherwise it could read the codes with another spec.
+    texts = {"weight_spec": record.weight, "activation_spec": record.activation}
+    described = {name: StaticText(_layer_operand.describe_converted(operand)) for name, operand in texts.items()}
+    return {**_find_constants(record, path, state, scales, depth), **described}
 
 
-def _find_node(node: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
-
-
-def _set_node(node: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for name in path[:-1]:
-        node = node.setdefault(name, {})
-    node[path[-1]] = value
-
-
-def _quantize_kernel(record: Record, boxed: Any, scales: Mapping[str, Any]) -> tuple[QuantizedArray, int]:
-    """Returns a kernel's codes, and how many leading axes stack it."""
-    kernel = meta.unbox(boxed)
-    depth = kernel.ndim - len(record.shape)
-    expected = f"shape {record.shape}, with the axes of nn.scan and nn.vmap before it"
-    fits = depth >= 0 and tuple(kernel.shape[depth:]) == record.shape
-    checks.require(fits, _NAME, f"params[{record.kernel!r}]", expected, f"shape {tuple(kernel.shape)}")
+def _quantize_kernel(
+    record: Record, boxed: Any, path: Path, scales: Mapping[Path, Any]
+) -> tuple[QuantizedArray, int]:  # fmt: skip
+    """Return a kernel as a QuantizedArray, partitioned like it, and the number of axes that stack layers."""
+    kernel, weight, argument = meta.unbox(boxed), record.weight, f"params[{record.kernel!r}]"
+    depth = _converted.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
     check_convertible(_NAME, record)
-    site = record.weight
-    parts = () if isinstance(site.source, Dynamic) else _read_learned(site, scales)
-
-    def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
-        return _layer_operand.quantize_operand(
-            site, kernel, _layer_operand.read_learned(site, parts) if parts else None
-        )
-
-    q = _map_stacked(quantized, depth)(kernel, parts)
-    _layer_operand.check_shippable(_NAME, site, q.scale)
+    parts = () if isinstance(weight.source, Dynamic) else _read_learned(weight, path, scales)
+    q = _converted.quantize_kernel(_NAME, weight, kernel, parts, depth)
     names = getattr(boxed, "names", None)
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
 
-    def part(value: Any) -> Any:
-        if value is None:
+    def box_part(part: Any) -> Any:
+        if part is None:
             return None
-        own = _layer_operand.find_part_names(names, value.shape)
-        return meta.replace_boxed(boxed, value).replace(names=own)  # type: ignore[attr-defined]
+        part_names = _converted.find_part_names(names, part.shape)
+        return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
-    return q.replace(codes=part(q.codes), scale=part(q.scale), zero_point=part(q.zero_point)), depth
+    return q.replace(codes=box_part(q.codes), scale=box_part(q.scale), zero_point=box_part(q.zero_point)), depth
 
 
-def _find_constants(record: Record, state: Mapping[str, Any], scales: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Returns the constants that activations are quantized by."""
-    site = record.activation
-    if site is None or isinstance(site.source, Dynamic):
+def _find_constants(
+    record: Record, path: Path, state: Mapping[str, Any], scales: Mapping[Path, Any], depth: int
+) -> dict[str, Any]:  # fmt: skip
+    """Return the scale and the zero point of static activations as entries of the collection "ranges"."""
+    activation = record.activation
+    if activation is None or isinstance(activation.source, Dynamic):
         return {}
-    if isinstance(site.source, Observed):
-        seen = state.get(site.of)
-        expected = 'a range: apply(..., mutable=["ranges"]) with data that is like what is served'
+    if isinstance(activation.source, Observed):
+        values = state.get(activation.role)
+        expected = 'a range: call apply(..., mutable=["ranges"]) with data like the data to serve'
         if record.kernel == "embedding":
-            expected += ", by a method that calls attend; or activation_spec=None where none does"
-        batches = None if seen is None else seen["batches"]
-        holds = batches is not None and (checks.is_traced(batches) or bool((np.asarray(batches) > 0).all()))
-        checks.require(holds, _NAME, site.of, expected, "no data")
-        assert batches is not None
-        found = _map_stacked(lambda state: _layer_operand.finalize_state(site, state), batches.ndim)(
-            seen
-        )  # its own: kernels may be shared
+            expected += ", by a method that calls attend; or set activation_spec=None if none does"
+        batches = None if values is None else values["batches"]
+        checks.require(_observed.has_data(batches), _NAME, activation.role, expected, "no data")
+        # The depth of the range itself: layers that share a kernel may each have a range.
+        depth = batches.ndim
     else:
-        found = _map_stacked(lambda *parts: _layer_operand.read_learned(site, parts), depth)(
-            *_read_learned(site, scales)
-        )
-    scale, zero_point = found
-    _layer_operand.check_shippable(_NAME, site, scale)
+        values = _read_learned(activation, path, scales)
+    scale, zero_point = _converted.find_constants(_NAME, activation, values, depth)
     if zero_point is None:
-        return {site.of: {"scale": scale}}
-    if zero_point.dtype != site.spec.carrier:
-        zero_point = _layer_operand.find_code(site, zero_point)
-    return {site.of: {"scale": scale, "zero_point": zero_point}}
+        return {activation.role: {"scale": scale}}
+    return {activation.role: {"scale": scale, "zero_point": zero_point}}
 
 
-def _read_learned(site: Site, scales: Mapping[str, Any]) -> tuple[jax.Array, ...]:
-    for name in _layer_operand.list_names(site):
+def _read_learned(operand: LayerOperand, path: Path, scales: Mapping[Path, Any]) -> tuple[jax.Array, ...]:
+    """Return the learned scale of an operand, and its zero point if that is learned."""
+    parts = []
+    for name in _learned.list_names(operand):
         expected = f'it in the collection "{SCALES}": apply(..., mutable=["{SCALES}"]) starts it'
-        checks.require(name in scales, _NAME, name, expected, "none")
-    return tuple(meta.unbox(scales[name]) for name in _layer_operand.list_names(site))
-
-
-def _map_stacked(function: Any, depth: int) -> Any:
-    for _ in range(depth):
-        function = jax.vmap(function)
-    return function
+        checks.require((*path, name) in scales, _NAME, name, expected, "none")
+        parts.append(meta.unbox(scales[(*path, name)]))
+    return tuple(parts)

@@ -1,10 +1,10 @@
-"""What flax's own Linen layers can be given to contract in integers."""
+"""Functions that flax's own Linen layers take as `dot_general` and `conv_general_dilated` to contract in integers."""
 
 from __future__ import annotations
 
 from ..._arrays.spec import QuantSpec
 from ..._training.backward import Backward, FloatBackward
-from .. import _layer_operand
+from .._layer_operand import Quantization, check_layer
 from ..ranges import Dynamic, Observed, Source
 from .contraction import ConvGeneralDilated, DotGeneral, Injected
 
@@ -17,25 +17,28 @@ def dot_general(
     activation_range: Source = Observed(),
     backward: Backward = FloatBackward(),
 ) -> Injected:
-    """layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nn.Dense(..., dot_general=this).
+    """Return a function that any flax Linen layer with a `dot_general` attribute can contract with.
 
-    For every layer of flax that takes a `dot_general`. The layer needs `promote_dtype=jq.flax.promote_dtype`, too: to
-    be served, for flax's own takes only arrays; and in bfloat16, where flax's own rounds the kernel before it is
-    quantized. `nn.MultiHeadDotProductAttention` does not pass one on: it trains so, and is not converted.
+    layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nn.Dense(..., dot_general=this)
+
+    The layer also needs `promote_dtype=jq.flax.promote_dtype`: flax's own takes no converted kernel, and in bfloat16 it
+    rounds the kernel before it is quantized. `nn.MultiHeadDotProductAttention` does not pass `promote_dtype` to its
+    layers: with this function it can be trained, but not converted.
 
     Args:
-        weight_spec: how the kernel, the right operand, is quantized.
-        activation_spec: how the left operand is, or None.
-        weight_range: Static. `Dynamic()` or `Learned()`.
-        activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
-        backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
+        weight_spec: How to quantize the kernel, the right operand.
+        activation_spec: How to quantize the left operand; None leaves it in floats.
+        weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the left operand's range: `Observed()`, `Dynamic()` or `Learned()`.
+        backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
 
     Returns:
-        A function for any number of layers: in each it makes a module, whose ranges are in that layer's variables.
+        A function for any number of layers. In each layer it makes a module, and the ranges of that module are in the
+        variables of the layer.
 
     Raises:
-        TypeError: an argument has a wrong type, or a spec is none that a layer can serve.
-        ValueError: specs contradict their ranges.
+        TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
+        ValueError: A spec contradicts the source of its range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
@@ -50,8 +53,9 @@ def dot_general(
 
     Source: flax.linen.Dense, `dot_general`.
     """
-    _layer_operand.check_layer("flax.dot_general", weight_spec, activation_spec, weight_range, activation_range)
-    return Injected(DotGeneral, weight_spec, activation_spec, weight_range, activation_range, backward)
+    quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+    check_layer("flax.dot_general", quantization)
+    return Injected(DotGeneral, quantization)
 
 
 def conv_general_dilated(
@@ -62,23 +66,26 @@ def conv_general_dilated(
     activation_range: Source = Observed(),
     backward: Backward = FloatBackward(),
 ) -> Injected:
-    """layer(x) = quantized_conv_general_dilated(x, kernel, ...) + bias, of nn.Conv(conv_general_dilated=this).
+    """Return a function that flax's Linen convolutions can convolve with.
 
-    As `dot_general`, for flax's convolutions.
+    layer(x) = quantized_conv_general_dilated(x, kernel, ...) + bias, where
+    layer = nn.Conv(..., conv_general_dilated=this)
+
+    The layer also needs `promote_dtype=jq.flax.promote_dtype`, for the reasons that `dot_general` gives.
 
     Args:
-        weight_spec: how the kernel is quantized.
-        activation_spec: how the images are, or None.
-        weight_range: Static. `Dynamic()` or `Learned()`.
-        activation_range: Static. `Observed()`, `Dynamic()` or `Learned()`.
-        backward: Static. `jq.FloatBackward()` or `jq.Int8Backward()`.
+        weight_spec: How to quantize the kernel.
+        activation_spec: How to quantize the images; None leaves them in floats.
+        weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
+        activation_range: Static. The source of the images' range: `Observed()`, `Dynamic()` or `Learned()`.
+        backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
 
     Returns:
         A function for any number of layers.
 
     Raises:
-        TypeError: an argument has a wrong type, or a spec is none that a layer can serve.
-        ValueError: specs contradict their ranges.
+        TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
+        ValueError: A spec contradicts the source of its range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
@@ -91,7 +98,6 @@ def conv_general_dilated(
 
     Source: flax.linen.Conv, `conv_general_dilated`.
     """
-    _layer_operand.check_layer(
-        "flax.conv_general_dilated", weight_spec, activation_spec, weight_range, activation_range
-    )
-    return Injected(ConvGeneralDilated, weight_spec, activation_spec, weight_range, activation_range, backward)
+    quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+    check_layer("flax.conv_general_dilated", quantization)
+    return Injected(ConvGeneralDilated, quantization)

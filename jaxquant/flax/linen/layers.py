@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dtypes
 
-from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
-from ..._contractions import dot
-from ..._contractions.take import take
 from ..._core import checks
-from ..._training import dot_general
 from ..._training.backward import Backward, FloatBackward
-from .. import _layer_operand
+from .. import _layer_operand, _operations
+from .._layer_operand import Quantization
 from ..ranges import Dynamic, Observed, Source
-from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, promote_dtype
+from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, Table, promote_dtype
 
 _NAME = "flax.linen"
-_ROWS = (-2,)  # the output features of a table: `attend` has an output for each row
 
 
-def _inject_contraction(layer: Any, field: str, module: type[Contraction]) -> None:
-    """Sets the factory that flax's layer makes its contraction with."""
-    specs = _check_specs(layer)
-    for other in (field, field.removesuffix("_cls")):
-        given = getattr(layer, other)
-        free = given is None or (other == field and isinstance(given, Injected))  # that of a layer this is a clone of
-        with _layer_operand.prefix_errors(_find_path(layer)):
-            checks.require(free, _NAME, other, "None: this layer brings its own", checks.describe_value(given))
-    object.__setattr__(layer, field, Injected(module, *specs))
+class _QuantizedLayer(nn.Module):
+    """The attributes that all quantized layers add to flax's, and their checks. A base class in front of flax's layer.
+
+    Attributes:
+        weight_spec: how to quantize the kernel. Required; it has a default because flax's attributes have defaults.
+        activation_spec: how to quantize the inputs, or None.
+        weight_range: the source of the kernel's range.
+        activation_range: the source of the inputs' range.
+        backward: how to contract gradients.
+        promote_dtype: flax's attribute, with another default.
+    """
+
+    weight_spec: QuantSpec | None = None
+    activation_spec: QuantSpec | None = None
+    weight_range: Source = Dynamic()
+    activation_range: Source = Observed()
+    backward: Backward = FloatBackward()
+    promote_dtype: Any = promote_dtype
+    # The attribute through which flax's layer contracts, and the module for it; None where the layer calls its own.
+    _field: ClassVar[str | None] = None
+    _contraction: ClassVar[type[Contraction] | None] = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and set the factory with which flax's layer makes its contraction."""
+        super().__post_init__()
+        with _layer_operand.prefix_errors(_find_path(self)):
+            expected = "None, because converted weights take no mask"
+            checks.require(getattr(self, "mask", None) is None, _NAME, "mask", expected, "an array")
+            quantization = _check_quantization(self)
+            if self._field is not None and self._contraction is not None:
+                _check_not_set(self, self._field)
+                object.__setattr__(self, self._field, Injected(self._contraction, quantization))
 
 
-def _check_specs(layer: Any) -> tuple[Any, ...]:
-    """Holds the specs of a layer to their contract, and returns what a module of `_contraction` is made of."""
-    specs = (layer.weight_spec, layer.activation_spec, layer.weight_range, layer.activation_range)
-    with _layer_operand.prefix_errors(_find_path(layer)):
-        _layer_operand.check_layer(_NAME, *specs)
-    return *specs, layer.backward
+def _check_quantization(layer: _QuantizedLayer) -> Quantization:
+    """Check the specs of a layer, and return the arguments that say how to quantize it."""
+    specs: Any = (layer.weight_spec, layer.activation_spec, layer.weight_range, layer.activation_range)
+    quantization = Quantization(*specs, layer.backward)
+    _layer_operand.check_layer(_NAME, quantization)
+    return quantization
 
 
-def _find_path(layer: Any) -> str:
-    """Returns the path of a layer, for errors; in `setup` it has no name yet."""
+def _check_not_set(layer: nn.Module, field: str) -> None:
+    """Raise ContractValueError if the user gave the layer another contraction."""
+    for name in (field, field.removesuffix("_cls")):
+        value = getattr(layer, name)
+        # A clone of a layer is given the factory of the layer that it copies.
+        is_copied = name == field and isinstance(value, Injected)
+        expected = "None, because this layer has its own contraction"
+        checks.require(value is None or is_copied, _NAME, name, expected, checks.describe_value(value))
+
+
+def _find_path(layer: nn.Module) -> str:
+    """Return the path of a layer, for errors. A layer that is made in `setup` has no name yet."""
     if layer.scope is not None:
         return "/".join(layer.path) or type(layer).__name__
     parent = layer.parent
@@ -53,31 +81,41 @@ def _find_path(layer: Any) -> str:
     return "/".join((*outer, layer.name or type(layer).__name__))
 
 
-class Dense(nn.Dense):
-    """y = dot_general(quantize(x), quantize(kernel)) + bias, `flax.linen.Dense` with quantized operands.
+class Dense(_QuantizedLayer, nn.Dense):
+    """`flax.linen.Dense` with a quantized kernel and quantized inputs.
 
-    A float kernel is quantized on the way in and trained; one that `jq.flax.convert` made is served, in integers. The
-    numbers are the same. All attributes of flax's layer are there, and the parameters have its names and shapes.
+    y = dot_general(quantize(x), quantize(kernel)) + bias
 
-    A layer whose static range was never found raises, with its path. Under `jax.jit`, where JAX can raise nothing for a
-    value, it returns NaN: call `jq.flax.check_calibrated(variables)` once before. The same holds for all layers here.
+    A float kernel is trained: each call quantizes it, and gradients pass through the rounding. A kernel that
+    `jq.flax.convert` made is served: the call contracts its integer codes. Both return the same numbers. The layer has
+    all attributes of flax's layer, and its parameters have the same names and shapes.
 
     Attributes:
-        weight_spec: how the kernel is quantized: `QuantSpec(jnp.int8, PerFeature())` has a scale for each output
-            feature, whatever the layer's kernel looks like.
-        activation_spec: how the inputs are, or None for weights only. `PerTensor()` by default; `PerToken()` with
-            `Dynamic()` has a scale for each token, at any rank.
-        weight_range: `Dynamic()`, from the kernel as it is; or `Learned()`.
-        activation_range: `Observed()`, static, found by `jq.flax.calibrate`; `Dynamic()`; or `Learned()`. Static and
-            learned ranges are `PerTensor()` or `PerFeature()`, which fit every batch.
-        backward: `jq.FloatBackward()`, or `jq.Int8Backward()`, whose gradient draws from the rng "rounding" if told to.
+        weight_spec: How to quantize the kernel, a QuantSpec. Required. `QuantSpec(jnp.int8, PerFeature())` has one
+            scale for each output feature, whatever the shape of the kernel.
+        activation_spec: How to quantize the inputs, a QuantSpec; None (the default) leaves them in floats. The default
+            granularity, `PerTensor()`, has one scale. `PerToken()` with `Dynamic()` has one scale for each token, at
+            any rank.
+        weight_range: `Dynamic()` (the default) finds the range in the kernel at each call; `Learned()` trains it.
+        activation_range: `Observed()` (the default) is a static range, which `jq.flax.calibrate` finds; `Dynamic()`
+            finds the range in the inputs at each call; `Learned()` trains it. Observed and learned ranges must be
+            `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
+        backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
+            in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
 
     Raises:
-        TypeError: at construction: weight_spec is no QuantSpec, or a spec or another argument is none that a layer can
-            serve.
-        ValueError: at construction: specs contradict their ranges. When it is called, after the path of the layer: a
-            range that is missing, variables that were converted with other specs, an activation that cannot be
-            contracted in integers.
+        TypeError: At construction: weight_spec is not a QuantSpec, another argument has a wrong type, or a spec has a
+            dtype that cannot be contracted in integers. At a call: the kernel was rounded to another dtype before it
+            was quantized, or its codes have another dtype than weight_spec.
+        ValueError: At construction: a spec contradicts the source of its range, or `dot_general` is set. At a call,
+            with the path of the layer in front: the layer's range has seen no data, its variables are missing or were
+            made or converted with other specs, or a spec has several scales along a dimension that the contraction sums
+            over.
+
+    Note:
+        Under `jax.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
+        Call `jq.flax.check_calibrated(variables)` once, outside of `jit`, to find such layers. This holds for all
+        layers here.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -93,165 +131,134 @@ class Dense(nn.Dense):
         True
     """
 
-    weight_spec: QuantSpec | None = None
-    activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
-    backward: Backward = FloatBackward()
-    promote_dtype: Any = promote_dtype
-
-    def __post_init__(self) -> None:
-        """Puts the contraction in."""
-        super().__post_init__()
-        _inject_contraction(self, "dot_general_cls", DotGeneral)
+    _field = "dot_general_cls"
+    _contraction = DotGeneral
 
 
-class DenseGeneral(nn.DenseGeneral):
-    """y = dot_general(quantize(x), quantize(kernel)) + bias over several axes: `flax.linen.DenseGeneral`, as `Dense`.
+class DenseGeneral(_QuantizedLayer, nn.DenseGeneral):
+    """`flax.linen.DenseGeneral`, a Dense layer over several axes, with a quantized kernel and quantized inputs.
 
-    The kernel has the batch dimensions, the contracted ones and the features, in this order: `PerFeature()` has a
-    scale for each index of all but the contracted ones.
+    y = dot_general(quantize(x), quantize(kernel)) + bias
+
+    The added attributes and the errors are those of `Dense`. The kernel has the batch dimensions, the contracted
+    dimensions and the features, in this order. `PerFeature()` has one scale for each index of all axes that are not
+    contracted.
     """
 
-    weight_spec: QuantSpec | None = None
-    activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
-    backward: Backward = FloatBackward()
-    promote_dtype: Any = promote_dtype
-
-    def __post_init__(self) -> None:
-        """Puts the contraction in."""
-        super().__post_init__()
-        _inject_contraction(self, "dot_general_cls", DotGeneral)
+    _field = "dot_general_cls"
+    _contraction = DotGeneral
 
 
-class Conv(nn.Conv):
-    """y = conv_general_dilated(quantize(x), quantize(kernel)) + bias: `flax.linen.Conv`, as `Dense`.
+class Conv(_QuantizedLayer, nn.Conv):
+    """`flax.linen.Conv` with a quantized kernel and quantized inputs.
 
-    Grouped and depthwise convolutions, every padding and dilation. The kernel's features are its last axis. A `mask` is
-    refused: multiply the kernel by it, once.
+    y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
+
+    The added attributes and the errors are those of `Dense`. Grouped and depthwise convolutions, every padding and
+    every dilation are supported. The output features are the last axis of the kernel.
+
+    Raises:
+        ValueError: At construction: `mask` is set. Multiply the kernel by the mask once instead.
     """
 
-    weight_spec: QuantSpec | None = None
-    activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
-    backward: Backward = FloatBackward()
-    promote_dtype: Any = promote_dtype
-
-    def __post_init__(self) -> None:
-        """Puts the convolution in."""
-        super().__post_init__()
-        with _layer_operand.prefix_errors(_find_path(self)):
-            checks.require(self.mask is None, _NAME, "mask", "None: converted weights take no mask", "an array")
-        _inject_contraction(self, "conv_general_dilated_cls", ConvGeneralDilated)
+    _field = "conv_general_dilated_cls"
+    _contraction = ConvGeneralDilated
 
 
-class Einsum(nn.Einsum):
-    """y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias: `flax.linen.Einsum`, as `Dense`."""
+class Einsum(_QuantizedLayer, nn.Einsum):
+    """`flax.linen.Einsum` with a quantized kernel and quantized inputs.
 
-    weight_spec: QuantSpec | None = None
-    activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
-    backward: Backward = FloatBackward()
-    promote_dtype: Any = promote_dtype
+    y = einsum(einsum_str, quantize(x), quantize(kernel)) + bias
 
-    def __post_init__(self) -> None:
-        """Holds the specs to their contract."""
-        super().__post_init__()
-        _check_specs(self)
+    The added attributes and the errors are those of `Dense`.
+
+    Raises:
+        ValueError: At a call: einsum_str does not have two operands and an explicit "->".
+    """
 
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        """Returns the contraction of the inputs with the kernel; the equation as of flax's layer."""
+        """Return the contraction of the inputs with the kernel, plus the bias.
+
+        Args:
+            inputs: The first operand, a float array.
+            einsum_str: Static. The equation, if the layer was constructed without one.
+
+        Returns:
+            A float array with the axes that the equation names.
+        """
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
-        explicit = "->" in equation and equation.count(",") == 1
+        is_explicit = "->" in equation and equation.count(",") == 1
         with _layer_operand.prefix_errors(_find_path(self)):
-            checks.require(explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
+            checks.require(is_explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias, wide = None, None
+        bias, broadcast_shape = None, None
         if self.use_bias:
+            # flax reads only the shape of the kernel here; a converted one is no array.
             stand_in = jnp.broadcast_to(jnp.zeros(()), kernel.shape)
-            shape, wide = self._get_bias_shape(equation, inputs, stand_in)
-            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+            bias_shape, broadcast_shape = self._get_bias_shape(equation, inputs, stand_in)
+            bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        product = Product(*_check_specs(self))
+        product = Product(_check_quantization(self))
         y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
-        return y if bias is None else y + jnp.reshape(bias, wide)
+        return y if bias is None else y + jnp.reshape(bias, broadcast_shape)
 
 
-class _Table(Contraction):
-    """What an `Embed` does with its table, whose range is one for both."""
+class Embed(_QuantizedLayer, nn.Embed):
+    """`flax.linen.Embed` with a quantized table.
 
-    @nn.compact
-    def __call__(self, table: Any, indices: jax.Array | None, query: jax.Array | None) -> jax.Array:
-        """Returns rows of the table, or the products of a query with all of them."""
-        if query is not None:
-            numbers = (((query.ndim - 1,), (1,)), ((), ()))
-            static = {"preferred_element_type": query.dtype}
+    y = take(quantize(embedding), indices)
 
-            def training(lhs: Any, rhs: Any, specs: Any, more: dict[str, Any]) -> jax.Array:
-                return dot_general.quantized_dot_general(
-                    lhs, rhs, numbers, lhs_spec=specs[0], rhs_spec=specs[1], **static, **more
-                )
+    The added attributes and the errors are those of `Dense`. A converted table is looked up in its codes. `attend`
+    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
+    activation range of the layer.
 
-            serving = functools.partial(dot.dot_general, dimension_numbers=numbers, **static)
-            return self.contracted(query, table, _ROWS, training, serving)
-        assert indices is not None
-        rows = indices
-        with _layer_operand.prefix_errors(self.place()):
-            weight, activation = self.sites()
-            weight = _layer_operand.resolve_features(weight, _ROWS)
-            if isinstance(table, QuantizedArray):
-                self.check_converted(weight, activation, table)
-                return take(table, rows, axis=0, mode="fill")
-            self._record(weight, activation, table)
-            quantizer = self._quantizer(weight, table)
-            assert quantizer is not None
-            return jnp.take(quantizer(table), rows, axis=0)
-
-
-class Embed(nn.Embed):
-    """y = take(quantize(embedding), indices): `flax.linen.Embed` with a quantized table, as `Dense`.
-
-    A converted table is looked up in its codes. `attend` quantizes the query too, where `activation_spec` says how. The
-    range of the query is the layer's only activation range.
+    Raises:
+        TypeError: At a call: the indices are not integers.
+        ValueError: At construction: `promote_dtype` is set.
     """
 
-    weight_spec: QuantSpec | None = None
-    activation_spec: QuantSpec | None = None
-    weight_range: Source = Dynamic()
-    activation_range: Source = Observed()
-    backward: Backward = FloatBackward()
-    promote_dtype: Any = promote_dtype
-
     def __post_init__(self) -> None:
-        """Holds the specs to their contract."""
+        """Check the arguments."""
         super().__post_init__()
-        _check_specs(self)
-        expected = "jq.flax.promote_dtype: a table is quantized as it is stored"
+        expected = "jq.flax.promote_dtype, because a table is quantized in the dtype in which it is stored"
         with _layer_operand.prefix_errors(_find_path(self)):
-            checks.require(self.promote_dtype is promote_dtype, _NAME, "promote_dtype", expected, "another")
+            is_default = self.promote_dtype is promote_dtype
+            checks.require(is_default, _NAME, "promote_dtype", expected, "another function")
 
     def setup(self) -> None:
-        """Makes the table, and what looks it up."""
+        """Make the table and the module that reads it."""
         super().setup()
-        self.table = _Table(*_check_specs(self), kernel_name="embedding")
+        self.table = Table(_check_quantization(self), kernel_name="embedding")
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns the rows at the given indices, in the layer's dtype; NaN beyond the table."""
+        """Return rows of the table.
+
+        Args:
+            inputs: The indices, an integer array of any shape.
+
+        Returns:
+            The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
+            table returns NaN.
+        """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
         with _layer_operand.prefix_errors(_find_path(self)):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
-        if self.num_embeddings == 1:  # as flax has it: every index is the one
+        # As in flax, a table of one row returns it for every index.
+        if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
-        rows = self.table(self.embedding, inputs, None)
+        rows = self.table(_operations.LOOKUP, self.embedding, inputs)
         return rows.astype(self.dtype or rows.dtype)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """Returns the products of a query with every row of the table."""
+        """Return the products of queries with every row of the table.
+
+        Args:
+            query: A float array whose last axis has the length of a row.
+
+        Returns:
+            A float array; its last axis has one entry for each row.
+        """
         dtype = dtypes.canonicalize_dtype(query, jnp.zeros((), self.embedding.dtype), dtype=self.dtype)
-        return self.table(self.embedding, None, query.astype(dtype))
+        return self.table(_operations.ATTEND, query.astype(dtype), self.embedding)

@@ -1,9 +1,11 @@
-"""Flax NNX's layers with quantized weights and activations: same names, same arguments, same parameters."""
+"""Flax NNX's layers with quantized weights and activations, and the functions that calibrate and convert models."""
 
 from .calibrate import calibrate, calibration_view, check_calibrated
-from .contraction import Codes, Ranges, Scale, promote_dtype
+from .contraction import promote_dtype
 from .convert import convert, fold_batch_norm, start
-from .layers import Conv, Einsum, Embed, Linear, LinearGeneral, conv_general_dilated, dot_general
+from .hooks import conv_general_dilated, dot_general
+from .layers import Conv, Einsum, Embed, Linear, LinearGeneral
+from .variables import Codes, Ranges, Scale
 
 __all__ = [
     "Codes",
@@ -27,4 +29,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
+    """Return the public names."""
     return __all__

@@ -1,4 +1,4 @@
-"""Static ranges of an NNX model, from batches; and whether a model has them all."""
+"""Calibration of an NNX model's static ranges from batches, and the check that a model has every range."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from flax import nnx
 
 from ..._core import checks
-from .. import _calibration_loop, _layer_operand
-from ..ranges import Dynamic, Observed
-from .contraction import Contraction, Ranges
+from .. import _calibration_loop, _layer_operand, _learned, _observed
+from ..ranges import Observed
+from .contraction import Contraction
 from .convert import find_contractions, find_path, require_module
+from .variables import Ranges
 
 _CALIBRATE, _VIEW, _CHECK = "flax.nnx.calibrate", "flax.nnx.calibration_view", "flax.nnx.check_calibrated"
 
@@ -26,20 +26,22 @@ def calibrate(
     model: nnx.Module, batches: Iterable[Any], *, method: str = "__call__",
     checkpoint: str | os.PathLike[str] | None = None, progress: bool | None = None, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Find the static ranges of a model's layers, in place, from batches like those that will be served.
+    """Find the static ranges of an NNX model from batches, in place.
 
-    The model is called on each batch in evaluation mode, whatever mode it is in: dropout is off and batch statistics
-    are read. Only the `Ranges` variables change, and the model keeps its mode. A second call goes on where the first
-    one ended.
+    Each layer with `Observed()` gets a range. The model is called on each batch in evaluation mode, whatever its own
+    mode: dropout is off, and batch statistics are read, not updated. Only the `Ranges` variables change, and the model
+    keeps its mode. A second call continues where the first ended.
 
     Args:
-        model: a model with quantized layers. Its ranges are updated in place, also where a batch raises.
-        batches: an iterable; each batch is an array, a tuple of positional arguments or a mapping of keyword
-            arguments.
-        method: Static. The name of the method that is called.
-        checkpoint: a file that is written once a minute and however the loop ends. If it exists, the batches that it
-            counts are read and passed over: give the same ones in the same order. Delete it to start anew.
-        progress: whether a progress bar is shown; None shows it on a terminal once the work has taken two seconds.
+        model: An NNX module with quantized layers. Its ranges are updated in place, even if a later batch raises an
+            error.
+        batches: An iterable of batches like those that will be served. Each batch is an array, a tuple of positional
+            arguments, or a mapping of keyword arguments.
+        method: Static. The name of the method to call.
+        checkpoint: The path of a file to resume from, or None. The file is written once a minute and when the loop
+            ends, also by an error. If it exists, the batches that it counts are read and skipped: pass the same batches
+            in the same order. Delete the file to start again.
+        progress: Whether to show a progress bar. None shows it on a terminal, after two seconds of work.
         **arguments: Static. Further arguments of each call.
 
     Returns:
@@ -48,8 +50,9 @@ def calibrate(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the model has no layer with `Observed()`, or is converted already; there is no batch; a batch has a
-            NaN or an infinity, and the ranges are as before it; a learned scale was not started; a layer saw no data;
-            the checkpoint was written for other weights or layers, counts more batches than there are, or is damaged.
+            NaN or an infinity, and the ranges are then those before that batch; a learned scale was not started; a
+            layer saw no data; or the checkpoint was written for other weights or layers, counts more batches than there
+            are, or is damaged.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -65,25 +68,28 @@ def calibrate(
     Source: Jacob et al., arXiv 1712.05877, section 3; Nagel et al., arXiv 2106.08295, section 3.
     """
     require_module(_CALIBRATE, "model", model)
-    observed = [c for _, c in find_contractions(model) if _observes(c)]
+    has_range = any(_is_observed(contraction) for _, contraction in find_contractions(model))
     expected = "a model with a layer whose activation_range is Observed(), and that is not converted yet"
-    checks.require(bool(observed), _CALIBRATE, "model", expected, "none")
-    checks.require_type(isinstance(method, str), _CALIBRATE, "method", "a name", type(method).__name__)
+    checks.require(has_range, _CALIBRATE, "model", expected, "none")
+    checks.require_type(isinstance(method, str), _CALIBRATE, "method", "the name of a method", type(method).__name__)
     view = calibration_view(model)
     layers = []
     for path, contraction in find_contractions(view):
-        contraction.layer = find_path(path, contraction)  # for errors; the model keeps its own
+        # The view has modules of its own: the names of the model's layers in errors do not change.
+        contraction.layer = find_path(path, contraction)
         with _layer_operand.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
-        layers.append(f"{contraction.layer}: {', '.join(map(_layer_operand.describe, contraction.sites))}")
+        operands = map(_layer_operand.describe_operand, contraction.operands)
+        layers.append(f"{contraction.layer}: {', '.join(operands)}")
     graph, moving, fixed = nnx.split(view, Ranges, ...)
 
+    # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
     def run(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
         merged = nnx.merge(graph, moving, fixed)
         getattr(merged, method)(*args, **kwargs, **arguments)
-        moved = nnx.state(merged, Ranges)
-        return moved, _calibration_loop.is_finite(nnx.to_pure_dict(moved))
+        updated = nnx.state(merged, Ranges)
+        return updated, _observed.is_finite_state(nnx.to_pure_dict(updated))
 
     step = _calibration_loop.Step(
         _CALIBRATE, lambda *rest: run(fixed, *rest),
@@ -98,20 +104,20 @@ def calibrate(
 
 
 def calibration_view(model: Model) -> Model:
-    """view = model in evaluation mode, but for its static ranges, which move with every call.
+    """Return a view of an NNX model in evaluation mode whose calls update the static ranges.
 
-    The view shares the variables of the model, which keeps its own mode: a loop of your own calls the view, and the
-    ranges of the model follow. `calibrate` is that loop.
+    The view shares the variables of the model, which keeps its own mode. Call the view in a calibration loop of your
+    own, and the model has the ranges; `calibrate` is such a loop.
 
     Args:
-        model: a model with quantized layers.
+        model: An NNX module with quantized layers.
 
     Returns:
-        A module of the same class that shares its variables.
+        A module of the same class that shares the variables of the model.
 
     Raises:
-        TypeError: model is no NNX module.
-        ValueError: no layer of it is quantized.
+        TypeError: model is not an NNX module.
+        ValueError: no layer of the model is quantized.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -129,26 +135,27 @@ def calibration_view(model: Model) -> Model:
     is_quantized = any(True for _ in find_contractions(model))
     checks.require(is_quantized, _VIEW, "model", "a model with quantized layers", "none")
     view = nnx.view(model, raise_if_not_found=False, calibrating=True)
-    view.eval()  # also sets the modules that nnx.view does not know
+    # `eval` also reaches the modules without a `set_view`, which nnx.view leaves as they are.
+    view.eval()
     return view
 
 
 def check_calibrated(model: nnx.Module) -> None:
-    """Require that every static range and every learned scale of a model is there and finite.
+    """Check that an NNX model has every static range and every learned scale, all finite.
 
-    A layer without its range raises where it can; under `nnx.jit`, where nothing can be raised for a value, it returns
-    NaN. A training or serving script calls this once on its model, outside of `jit`.
+    A layer without its range raises an error when it is called, but under `nnx.jit`, where no error can depend on a
+    value, it returns NaN. Call this function once on the model of a training or serving script, outside of `jit`.
 
     Args:
-        model: a model with quantized layers, converted or not.
+        model: An NNX module with quantized layers, converted or not.
 
     Returns:
         None.
 
     Raises:
-        TypeError: model is no NNX module.
-        ValueError: no layer is quantized; or, after the path of the layer, the range or scale that is missing, is NaN
-            or is infinite.
+        TypeError: model is not an NNX module.
+        ValueError: no layer is quantized. Or, with the path of the layer in front: a range or scale that is missing, is
+            NaN or is infinite.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -159,38 +166,38 @@ def check_calibrated(model: nnx.Module) -> None:
         >>> qnnx.calibrate(layer, [jnp.ones((1, 3))])
         >>> qnnx.check_calibrated(layer)
 
-    Source: none; it is this library's.
+    Source: none; this library defines it.
     """
     require_module(_CHECK, "model", model)
     contractions = list(find_contractions(model))
     checks.require(bool(contractions), _CHECK, "model", "a model with quantized layers", "none")
     for path, contraction in contractions:
         with _layer_operand.prefix_errors(find_path(path, contraction)):
-            if _observes(contraction):
+            if _is_observed(contraction):
                 _check_observed(contraction)
             _check_learned(_CHECK, contraction)
 
 
-def _check_learned(function: str, contraction: Contraction) -> None:
-    for name in ("weight_scale", "weight_zero_point", "activation_scale", "activation_zero_point"):
-        variable = getattr(contraction, name)
-        holds = variable is None or _layer_operand.is_finite(variable[...])
-        expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
-        checks.require(holds, function, name, expected, "NaN or an infinity")
-
-
-def _observes(contraction: Contraction) -> bool:
-    """Whether a layer has a calibrator; a converted one has none left."""
-    site = contraction.sites[1]
-    is_observed = site is not None and isinstance(site.source, Observed) and not isinstance(site.source, Dynamic)
+def _is_observed(contraction: Contraction) -> bool:
+    """Return whether a layer has a calibrator. A converted layer has none."""
+    activation = contraction.operands[1]
+    is_observed = activation is not None and isinstance(activation.source, Observed)
     return is_observed and contraction.activation_range is not None
 
 
 def _check_observed(contraction: Contraction) -> None:
-    batches = contraction.activation_batches[...]
-    expected = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it"
-    holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-    checks.require(holds, _CHECK, "activation", expected, "no data")
-    finite = _calibration_loop.is_finite(contraction.activation_range.get_value())
-    holds = checks.is_traced(finite) or bool(finite)
-    checks.require(holds, _CHECK, "activation", expected, "one from batches with a NaN or an infinity")
+    """Raise ContractValueError unless the observed range of a layer has seen data, all of it finite."""
+    activation = contraction.operands[1]
+    assert activation is not None
+    state = {"state": contraction.activation_range.get_value(), "batches": contraction.activation_batches[...]}
+    remedy = "jaxquant.flax.nnx.calibrate(model, batches) finds it"
+    _observed.check_observed(_CHECK, activation, state, remedy)
+
+
+def _check_learned(function: str, contraction: Contraction) -> None:
+    """Raise ContractValueError unless the scales and zero points of a layer are finite."""
+    for name in ("weight_scale", "weight_zero_point", "activation_scale", "activation_zero_point"):
+        variable = getattr(contraction, name)
+        holds = variable is None or _learned.is_finite(variable[...])
+        expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
+        checks.require(holds, function, name, expected, "NaN or an infinity")

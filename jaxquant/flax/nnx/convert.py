@@ -1,4 +1,4 @@
-"""From a trained NNX model to one that serves, and what is done to a model before it is trained on."""
+"""Conversion of a trained NNX model to one that serves in integers, and changes of a model before training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
 from ..._core.granularity import PerFeature
-from .. import _fold_batch_norm, _layer_operand
-from .._layer_operand import Site
+from .. import _converted, _fold_batch_norm, _layer_operand, _learned, _observed, _operations
+from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
-from .contraction import ROWS, Codes, Contraction, Partitioned, Ranges, Scale, Table, find_partitioning, promote_dtype
+from .contraction import Contraction, Table, promote_dtype
+from .variables import Codes, Partitioned, Ranges, Scale, find_partitioning
 
 _CONVERT, _START, _FOLD = "flax.nnx.convert", "flax.nnx.start", "flax.nnx.fold_batch_norm"
 
@@ -24,24 +24,26 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
-    """scale, zero_point = gradient.initial(x, spec), wherever one is learned: from the kernels and a batch.
+    """Set the learned scales and zero points of an NNX model from its kernels and a batch, in place.
 
-    Call it once before training, and again after a float checkpoint is loaded: until then learned scales are NaN. The
-    model is called on the inputs as it is, so that each layer sees what the quantized ones before it return; of what
-    the call changes only the `Scale` variables stay.
+    scale, zero_point = gradient.initial(x, spec), for each operand with `Learned()`
+
+    Call it once before training, and again after a float checkpoint is loaded: learned scales are NaN until then. The
+    model is called on the inputs in its own mode, so each layer sees what the quantized layers before it return. Only
+    the `Scale` variables keep what that call changes.
 
     Args:
-        model: is updated in place.
-        inputs: what it is called with: a batch like those that it is trained on.
-        method: Static. The name of the method that is called.
+        model: An NNX module with quantized layers, updated in place.
+        inputs: The arguments of the call: a batch like those of the training.
+        method: Static. The name of the method to call.
 
     Returns:
         None.
 
     Raises:
-        TypeError: model is no NNX module.
-        ValueError: nothing is learned in it; or, after its path, a scale that the call did not reach, or of a batch
-            that is not finite.
+        TypeError: model is not an NNX module.
+        ValueError: the model has no layer with `Learned()`. Or, with the path of the layer in front: the call does not
+            reach the layer, or its inputs are not finite.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
@@ -53,48 +55,53 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
         >>> layer.dot_general.activation_scale[...]
         Array([1.], dtype=float32)
 
-    Source: the gradients' own, `jq.LSQ.initial` and its like.
+    Source: the papers of the gradients, which `jq.LSQ`, `jq.LSQPlus` and `jq.PACT` name.
     """
     require_module(_START, "model", model)
+    # A copy, because the call may also update ranges, batch statistics and random streams.
     copy = nnx.clone(model)
-    learning = [(path, c) for path, c in find_contractions(copy) if any(_list_learned(c))]
-    checks.require(bool(learning), _START, "model", "a layer with Learned() in it", "none")
+    learning = []
     for path, contraction in find_contractions(copy):
         contraction.layer = find_path(path, contraction)
-    for _, contraction in learning:
-        contraction.is_starting = True
+        if _list_learned(contraction):
+            contraction.is_starting = True
+            learning.append((path, contraction))
+    checks.require(bool(learning), _START, "model", "a model with a layer whose range is Learned()", "none")
     getattr(copy, method)(*inputs)
     for path, contraction in learning:
         with _layer_operand.prefix_errors(find_path(path, contraction)):
             for name in _list_learned(contraction):
-                expected = "a layer that the call comes by, and finite numbers"
-                checks.require(
-                    _layer_operand.is_finite(getattr(contraction, name)[...]), _START, name, expected, "none"
-                )
+                is_started = _learned.is_finite(getattr(contraction, name)[...])
+                expected = "the call to reach this layer with finite inputs"
+                checks.require(is_started, _START, name, expected, "NaN")
     nnx.update(model, nnx.state(copy, Scale))
 
 
 def convert(model: Model) -> Model:
-    """serving = a copy of model with quantize(kernel, weight) in the place of each kernel, and constants for ranges.
+    """Return a copy of a trained NNX model that contracts integers.
 
-    `serving(x)` contracts integers, with the codes that the model had while it was trained. Float kernels, calibrators
-    and learned scales are gone, and the model that is given stays as it is; so does all that is not quantized, biases
-    and norms for example. Layers under `nnx.vmap` and `nnx.scan` keep their leading axis, which must be 0.
+    serving.kernel = quantize(kernel, weight_spec), for the kernel of each quantized layer
 
-    A kernel becomes a `Codes` variable with a QuantizedArray, which no filter for `nnx.Param` finds: what is left
-    there can still be trained. Of a partitioned kernel the codes and the scale have a variable each, partitioned as it
-    was.
+    `serving(x)` uses the same codes as the model in training, so it returns the same numbers. Float kernels become
+    QuantizedArrays; calibrators and learned scales become constants. Everything that is not quantized, such as biases
+    and norms, is unchanged, and so is the model that is passed. Layers under `nnx.vmap` and `nnx.scan` keep their
+    leading axis, which must be axis 0.
+
+    A kernel becomes a `Codes` variable with a QuantizedArray. A filter for `nnx.Param` does not find it, so the
+    remaining `nnx.Param` variables can still be trained. Of a partitioned kernel, the codes and the scale have a
+    variable each, partitioned like the kernel.
 
     Args:
-        model: a module with layers of this package in it, or one of them.
+        model: An NNX module that contains layers of this package, or is one.
 
     Returns:
         A module of the same class.
 
     Raises:
-        TypeError: model is no NNX module.
-        ValueError: no layer is quantized; or, after its path, what is missing in one: data, a kernel of its shape, a
-            learned scale that was started.
+        TypeError: model is not an NNX module.
+        ValueError: no layer is quantized. Or, with the path of the layer in front: a range that has seen no data, a
+            kernel that is converted already or has an unexpected shape, a learned scale that was not started or that
+            training drove to 0, or a layer that takes no converted kernel.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -116,15 +123,16 @@ def convert(model: Model) -> Model:
     serving = nnx.clone(model)
     layers = list(_find_layers(serving))
     checks.require(bool(layers), _CONVERT, "model", "a model with quantized layers", "none")
-    done: dict[Any, Any] = {}
+    # The float variable is kept with its codes, so that its id is not used again.
+    converted: dict[Any, Any] = {}
     for layer in layers:
         with _layer_operand.prefix_errors(find_path(layer.path, layer.module)):
-            # Layers that share a kernel share its codes; what is learned differs from layer to layer.
-            variable, site = _check_kernel(layer), layer.contraction.sites[0]
-            key = (id(variable), site if isinstance(site.source, Dynamic) else layer.path)
-            if key not in done:
-                done[key] = variable, _quantize_kernel(layer, variable)
-            setattr(layer.module, layer.kernel, nnx.data(done[key][1]))
+            # Layers that share a kernel share its codes; learned scales differ from layer to layer.
+            variable, weight = _check_kernel(layer), layer.contraction.operands[0]
+            key = (id(variable), weight if isinstance(weight.source, Dynamic) else layer.path)
+            if key not in converted:
+                converted[key] = variable, _quantize_kernel(layer, variable)
+            setattr(layer.module, layer.kernel, nnx.data(converted[key][1]))
     for path, contraction in find_contractions(serving):
         contraction.layer = find_path(path, contraction)
         with _layer_operand.prefix_errors(contraction.layer):
@@ -133,23 +141,27 @@ def convert(model: Model) -> Model:
 
 
 def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
-    """kernel = kernel * scale / sqrt(var + epsilon), bias = (bias - mean) * scale / sqrt(var + epsilon) + its bias.
+    """Return a copy of an NNX layer that includes the batch normalization after it.
 
-    The layer then returns what the normalisation after it returned, in inference; take that out of the model. Fold
-    before ranges are observed, scales are started and training goes on: weights are quantized as they are folded.
+    kernel = kernel * scale / sqrt(var + epsilon)
+    bias = (bias - mean) * scale / sqrt(var + epsilon) + norm's bias
+
+    In inference, the folded layer returns what the normalization returned; remove the normalization from the model.
+    Fold before ranges are observed, scales are started and training continues, because the folded weights are
+    quantized.
 
     Args:
-        layer: a `Linear`, `LinearGeneral`, `Einsum`, `Conv` or `ConvTranspose`, of flax's or of this package. One
+        layer: A `Linear`, `LinearGeneral`, `Einsum`, `Conv` or `ConvTranspose`, of flax or of this package. A layer
             without a bias gets one.
-        norm: the `BatchNorm` over the last axis of its outputs.
+        norm: The `BatchNorm` over the last axis of the layer's outputs.
 
     Returns:
-        A copy of the layer; both that are given stay as they are.
+        A copy of the layer; both arguments are unchanged.
 
     Raises:
-        TypeError: an argument is no module, or the layer is none of these.
-        ValueError: norm is over another axis or over other features, its variances are negative, the layer is
-            converted, or no axis of its kernel is the last axis of its outputs.
+        TypeError: layer or norm is not of one of these classes.
+        ValueError: norm is over another axis or over another number of features, its variances are negative, the layer
+            is converted, or no axis of the kernel is the last axis of the outputs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -171,69 +183,71 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
     is_float = isinstance(kernel, nnx.Variable) and isinstance(kernel[...], jax.Array)
     checks.require(is_float, _FOLD, "layer", "a layer with a float kernel", type(layer).__name__)
     assert kernel is not None
-    axis = _last_output_axis(layer, kernel[...].ndim)
-    expected = "that of the features, the last"
-    checks.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", expected, norm.axis)
-    kept = find_feature_axes(layer, kernel[...].ndim) or (axis,)
-    start = jnp.zeros([kernel[...].shape[a] for a in kept], kernel[...].dtype) if bias is None else bias[...]
-    parts = {"kernel": kernel[...], "bias": start}
+    weights = kernel[...]
+    axis = _find_last_output_axis(layer, weights.ndim)
+    checks.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", "-1, the axis of the features", norm.axis)
+    axes = find_feature_axes(layer, weights.ndim) or (axis,)
+    zeros = jnp.zeros([weights.shape[a] for a in axes], weights.dtype)
+    params = {"kernel": weights, "bias": zeros if bias is None else bias[...]}
     learned = {name: v[...] for name in ("scale", "bias") if (v := getattr(norm, name)) is not None}
     stats = {"mean": norm.mean[...], "var": norm.var[...]}
-    new = _fold_batch_norm.fold_batch_norm(parts, learned, stats, epsilon=norm.epsilon, axis=axis)
-    kernel.set_value(new["kernel"])
+    params = _fold_batch_norm.fold_batch_norm(params, learned, stats, epsilon=norm.epsilon, axis=axis)
+    kernel.set_value(params["kernel"])
     if bias is not None:
-        bias.set_value(new["bias"])
+        bias.set_value(params["bias"])
     else:
-        folded.bias = nnx.Param(new["bias"])
+        folded.bias = nnx.Param(params["bias"])
         folded.use_bias = True
     return folded
 
 
-def _last_output_axis(layer: nnx.Module, rank: int) -> int:
-    """Returns the axis of a layer's kernel that is the last axis of its outputs, counted from the back."""
-    known = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
+def _find_last_output_axis(layer: nnx.Module, rank: int) -> int:
+    """Return the axis of a layer's kernel that is the last axis of its outputs, counted from the back."""
+    classes = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
     expected = "a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"
-    checks.require_type(isinstance(layer, known), _FOLD, "layer", expected, type(layer).__name__)
+    checks.require_type(isinstance(layer, classes), _FOLD, "layer", expected, type(layer).__name__)
     if not isinstance(layer, nnx.Einsum):
         axes = find_feature_axes(layer, rank)
         assert axes
         return axes[-1]
     operands, _, result = layer.einsum_str.replace(" ", "").partition("->")
-    labels = operands.split(",")[1]
+    inputs, labels = operands.split(",")
     last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
-    is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in operands.split(",")[0]
+    # A label of the inputs too would be a batch axis, and an ellipsis after the label would hide its position.
+    is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in inputs
     expected = "an einsum_str whose last output axis is an axis of the kernel alone"
     checks.require(is_feature, _FOLD, "layer", expected, repr(layer.einsum_str))
     return last - len(labels)
 
 
 def require_module(function: str, argument: str, value: Any) -> None:
-    """Requires an NNX module."""
-    expected = "a flax.nnx.Module (jaxquant.flax has it for Linen)"
+    """Raise ContractTypeError unless a value is an NNX module."""
+    expected = "a flax.nnx.Module (jaxquant.flax has this function for Linen)"
     checks.require_type(isinstance(value, nnx.Module), function, argument, expected, type(value).__name__)
 
 
 def find_path(path: tuple[Any, ...], module: Any) -> str:
-    """Returns the path of a layer, or of the layer around a contraction, for errors."""
-    inside = isinstance(module, Contraction)
-    return "/".join(map(str, path[:-1] if inside else path)) or (module.layer if inside else type(module).__name__)
+    """Return the path of a layer, or of the layer around a contraction, for errors."""
+    is_inside = isinstance(module, Contraction)
+    name = module.layer if is_inside else type(module).__name__
+    return "/".join(map(str, path[:-1] if is_inside else path)) or name
 
 
 def find_contractions(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Contraction]]:
-    """Yields the modules that contract, each with its path."""
+    """Yield the modules that contract, each with its path."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Contraction):
             yield path, module
 
 
 class _Layer(NamedTuple):
-    """A module that contracts its kernel with another.
+    """A module that contracts its inputs with its kernel.
 
     Attributes:
-        path: in the model.
-        module: the layer.
-        contraction: one of its attributes.
-        kernel: the name of another.
+        path: the path of the module in the model.
+        module: the module.
+        contraction: the attribute of the module that contracts.
+        kernel: the name of the attribute that holds the kernel.
     """
 
     path: tuple[Any, ...]
@@ -243,39 +257,39 @@ class _Layer(NamedTuple):
 
 
 def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
-    """Yields the quantized layers, and requires a layer around each contraction."""
-    around = set()
+    """Yield the quantized layers, and check that each contraction is in a layer."""
+    seen = set()
     for path, module in nnx.iter_modules(model):
-        own = [value for value in vars(module).values() if isinstance(value, Contraction)]
-        for contraction in own:
+        for contraction in [value for value in vars(module).values() if isinstance(value, Contraction)]:
             kernel = "embedding" if isinstance(contraction, Table) else "kernel"
             if hasattr(module, kernel):
-                around.add(id(contraction))
+                seen.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
         with _layer_operand.prefix_errors("/".join(map(str, path))):
-            expected = 'a layer around it, with a "kernel"'
-            checks.require(id(contraction) in around, _CONVERT, "model", expected, "none")
+            expected = 'a layer with a "kernel" around this module'
+            checks.require(id(contraction) in seen, _CONVERT, "model", expected, "none")
 
 
 def _check_kernel(layer: _Layer) -> nnx.Variable:
-    """Requires a float kernel, and a layer that takes a converted one."""
+    """Return the variable of a float kernel, and check that the layer takes a converted one."""
     variable = getattr(layer.module, layer.kernel)
     value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
-    expected = "a model with float kernels"
     got = "one that is already converted: call it as it is"
-    checks.require(not isinstance(variable, Codes | Partitioned), _CONVERT, "model", expected, got)
-    is_array = isinstance(value, jax.Array | np.ndarray)  # numpy's, where a checkpoint was read into the model
+    is_converted = isinstance(variable, Codes | Partitioned)
+    checks.require(not is_converted, _CONVERT, "model", "a model with float kernels", got)
+    # A checkpoint may have put a numpy array into the model.
+    is_array = isinstance(value, jax.Array | np.ndarray)
     is_float = is_array and jnp.issubdtype(value.dtype, jnp.floating)
     checks.require(is_float, _CONVERT, layer.kernel, "a float kernel", type(value).__name__)
     is_ready = isinstance(layer.contraction, Table) or getattr(layer.module, "promote_dtype", None) is promote_dtype
-    expected = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, for flax's own takes no converted kernel"
-    checks.require(is_ready, _CONVERT, "model", expected, "another")
+    expected = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, because flax's own takes no converted "
+    checks.require(is_ready, _CONVERT, "model", f"{expected}kernel", "another function")
     return variable
 
 
 def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
-    """Returns the shape of a kernel that is not stacked, or None where nothing tells it."""
+    """Return the shape of a kernel without the axes that stack layers, or None if it is unknown."""
     module: Any = layer.module
     if layer.contraction.kernel_shape is not None:
         return layer.contraction.kernel_shape
@@ -287,107 +301,92 @@ def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
 
 
 def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
-    """Returns the axes of a layer's kernel that are output features, counted from the back; None where unknown.
+    """Return the axes of a layer's kernel that are output features, counted from the back; None if unknown.
 
     Args:
-        module: a layer of flax's or one that is derived from it.
-        rank: of its kernel, without the axes of `nnx.vmap`.
+        module: a layer of flax or a subclass of one.
+        rank: the rank of its kernel, without the axes of `nnx.vmap`.
     """
     if isinstance(module, nnx.Embed):
-        return ROWS
+        return _operations.TABLE_FEATURES
     if isinstance(module, nnx.LinearGeneral):
+        # The kernel has the batch axes first, then those that are contracted.
         contracted = range(len(module.batch_axis), len(module.batch_axis) + len(module.axis))
-        return _layer_operand.find_kept_axes(rank, tuple(contracted))
+        return _operations.find_kept_axes(rank, tuple(contracted))
     if isinstance(module, nnx.Einsum):
-        return _layer_operand.find_kept_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else None
+        return _operations.find_kept_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else None
     if isinstance(module, nnx.ConvTranspose):
         return (-2,) if module.transpose_kernel else (-1,)
     return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
 
 
-def _find_weight_site(layer: _Layer, rank: int) -> Site:
-    """Returns how the kernel of a layer is quantized, its output features as axes."""
-    site = layer.contraction.sites[0]
+def _find_weight(layer: _Layer, rank: int) -> LayerOperand:
+    """Return how a layer's kernel is quantized, with `PerFeature()` replaced by axes."""
+    weight = layer.contraction.operands[0]
     axes = find_feature_axes(layer.module, rank)
     if axes is not None:
-        return _layer_operand.resolve_features(site, axes)
-    expected = f"PerAxis(...): it is not known which axes of the kernel of {type(layer.module).__name__} are features"
-    checks.require(site.spec.granularity != PerFeature(), _CONVERT, "weight_spec", expected, site.spec)
-    return site
+        return _operations.resolve_features(weight, axes)
+    expected = f"PerAxis(...), because the feature axes of the kernel of {type(layer.module).__name__} are unknown"
+    checks.require(weight.spec.granularity != PerFeature(), _CONVERT, weight.argument, expected, weight.spec)
+    return weight
 
 
 def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
-    """Returns the codes of a kernel, as variables."""
+    """Return a converted kernel as a variable, or as one variable for each array if it is partitioned."""
     kernel = jnp.asarray(variable.get_value())
-    shape = _find_kernel_shape(layer) or tuple(kernel.shape)
-    depth = kernel.ndim - len(shape)
-    expected = f"shape {shape}, with the axes of nnx.vmap before it"
-    fits = depth >= 0 and tuple(kernel.shape[depth:]) == tuple(shape)
-    checks.require(fits, _CONVERT, layer.kernel, expected, f"shape {tuple(kernel.shape)}")
-    site = _find_weight_site(layer, len(shape))
-    parts = _read_learned(layer.contraction, site)
-
-    def quantized(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
-        return _layer_operand.quantize_operand(
-            site, kernel, _layer_operand.read_learned(site, parts) if parts else None
-        )
-
-    q = _map_stacked(quantized, depth)(kernel, parts)
-    _layer_operand.check_shippable(_CONVERT, site, q.scale)
+    shape = tuple(_find_kernel_shape(layer) or kernel.shape)
+    depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
+    weight = _find_weight(layer, len(shape))
+    q = _converted.quantize_kernel(_CONVERT, weight, kernel, _read_learned(layer.contraction, weight), depth)
     metadata = variable.get_metadata()
     if not find_partitioning(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
-    return Partitioned(
-        q, lambda part: Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth)})
-    )  # fmt: skip
+
+    def box_part(part: jax.Array) -> nnx.Variable:
+        return Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth)})
+
+    return Partitioned(q, box_part)
 
 
 def _freeze_ranges(contraction: Contraction) -> None:
-    """Replaces what ranges are found by with what they were found to be."""
-    site = contraction.sites[1]
-    if site is not None and not isinstance(site.source, Dynamic):
-        scale, point = _find_constants(contraction, site)
-        _layer_operand.check_shippable(_CONVERT, site, scale)
+    """Replace the variables that find ranges by the constants that they found."""
+    activation = contraction.operands[1]
+    if activation is not None and not isinstance(activation.source, Dynamic):
+        scale, zero_point = _find_constants(contraction, activation)
         contraction.activation_scale = Ranges(scale)
-        contraction.activation_zero_point = nnx.data(None if point is None else Ranges(point))
+        contraction.activation_zero_point = nnx.data(None if zero_point is None else Ranges(zero_point))
     contraction.converted_specs = Ranges(contraction.describe_specs())
     for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))
 
 
-def _find_constants(contraction: Contraction, site: Site) -> tuple[jax.Array, jax.Array | None]:
-    if isinstance(site.source, Observed):
-        batches = contraction.activation_batches[...]
-        holds = checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-        expected = "a range: jaxquant.flax.nnx.calibrate(model, batches) finds it, or calls after model.train()"
-        checks.require(holds, _CONVERT, site.of, expected, "no data")
-        state = {"state": contraction.activation_range.get_value(), "batches": batches}
-        return _map_stacked(lambda state: _layer_operand.finalize_state(site, state, (1,)), batches.ndim)(state)
-    parts = _read_learned(contraction, site)
-    scale, point = _map_stacked(lambda *parts: _layer_operand.read_learned(site, parts), parts[0].ndim - 1)(*parts)
-    return scale, _layer_operand.find_code(
-        site, point
-    ) if point is not None and point.dtype != site.spec.carrier else point
+def _find_constants(contraction: Contraction, activation: LayerOperand) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point of the activations, from an observed or learned range."""
+    if not isinstance(activation.source, Observed):
+        parts = _read_learned(contraction, activation)
+        return _converted.find_constants(_CONVERT, activation, parts, parts[0].ndim - 1)
+    batches = contraction.activation_batches[...]
+    expected = "a range: call jaxquant.flax.nnx.calibrate(model, batches), or the model after model.train()"
+    checks.require(_observed.has_data(batches), _CONVERT, activation.role, expected, "no data")
+    state = {"state": contraction.activation_range.get_value(), "batches": batches}
+    return _converted.find_constants(_CONVERT, activation, state, batches.ndim, (1,))
 
 
-def _read_learned(contraction: Contraction, site: Site) -> tuple[jax.Array, ...]:
-    if not isinstance(site.source, Learned):
+def _read_learned(contraction: Contraction, operand: LayerOperand) -> tuple[jax.Array, ...]:
+    """Return the learned scale of an operand, and its zero point if that is learned; () if nothing is."""
+    if not isinstance(operand.source, Learned):
         return ()
-    parts = tuple(getattr(contraction, name)[...] for name in _layer_operand.list_names(site))
-    for name, part in zip(_layer_operand.list_names(site), parts, strict=True):
-        checks.require(
-            _layer_operand.is_finite(part), _CONVERT, name, f"finite numbers: jaxquant.{_START} starts it", "NaN"
-        )
-    return parts
+    parts = []
+    for name in _learned.list_names(operand):
+        part = getattr(contraction, name)[...]
+        expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"
+        checks.require(_learned.is_finite(part), _CONVERT, name, expected, "NaN")
+        parts.append(part)
+    return tuple(parts)
 
 
 def _list_learned(contraction: Contraction) -> list[str]:
-    sites = [site for site in contraction.sites if site is not None and isinstance(site.source, Learned)]
-    names = [name for site in sites for name in _layer_operand.list_names(site)]
-    return [name for name in names if getattr(contraction, name) is not None]  # a converted one has none
-
-
-def _map_stacked(function: Any, depth: int) -> Any:
-    for _ in range(depth):
-        function = jax.vmap(function)
-    return function
+    """Return the names of the variables that a layer learns. A converted layer learns none."""
+    operands = [o for o in contraction.operands if o is not None and isinstance(o.source, Learned)]
+    names = [name for operand in operands for name in _learned.list_names(operand)]
+    return [name for name in names if getattr(contraction, name) is not None]

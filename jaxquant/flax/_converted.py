@@ -1,0 +1,133 @@
+"""What conversion makes of kernels and ranges, and the checks of converted variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._arrays import scale_from_range
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks, small_floats
+from . import _learned, _observed
+from ._layer_operand import LayerOperand
+from ._operand_quantizer import quantize_operand
+from .ranges import Learned, Observed
+
+
+def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
+    """Check that a converted kernel has the codes, the scales and the blocks of the layer's weight_spec."""
+    spec, argument = weight.spec, weight.argument
+    expected = f"codes of {spec.dtype}, the dtype of the layer's spec"
+    holds = kernel.codebook == spec.codebook and kernel.codes.dtype == spec.carrier
+    checks.require_type(holds, "flax", argument, expected, kernel.codebook or kernel.codes.dtype)
+    shape = scale_from_range.find_shapes("flax", spec, kernel.shape)[0]
+    expected = f"scales of shape {shape}, the shape for the layer's spec"
+    checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")
+    block_size = scale_from_range.find_stored_block_size("flax", spec, kernel.shape)
+    expected = f"block_size={block_size}"
+    checks.require(kernel.block_size == block_size, "flax", argument, expected, kernel.block_size)
+
+
+def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> None:
+    """Raise ContractValueError unless a known scale is finite and, if it was learned, positive."""
+    if checks.is_traced(scale):
+        return
+    known = np.asarray(small_floats.scale_as_float32(scale))
+    argument = f"scale of the {operand.role}"
+    checks.require(bool(np.isfinite(known).all()), function, argument, "finite numbers", "NaN or an infinity")
+    least = float(known.min(initial=1))
+    holds = least > float(scale_from_range.find_least_scale(scale.dtype)) or not isinstance(operand.source, Learned)
+    checks.require(holds, function, argument, "a positive scale (training drove it to 0)", least)
+
+
+def count_leading_axes(
+    function: str, argument: str, kernel: jax.Array, shape: tuple[int, ...], transforms: str
+) -> int:  # fmt: skip
+    """Return how many axes stack the kernels of one layer, and check the shape behind them.
+
+    Args:
+        function: the name of the public function, for errors.
+        argument: the name of the kernel, for errors.
+        kernel: kernels with perhaps more axes in front.
+        shape: the shape of one layer's kernel.
+        transforms: the names of the transformations that stack kernels, for errors.
+    """
+    depth = kernel.ndim - len(shape)
+    fits = depth >= 0 and tuple(kernel.shape[depth:]) == tuple(shape)
+    expected = f"shape {shape}, with the axes of {transforms} in front of it"
+    checks.require(fits, function, argument, expected, f"shape {tuple(kernel.shape)}")
+    return depth
+
+
+def quantize_kernel(
+    function: str, weight: LayerOperand, kernel: jax.Array, parts: tuple[jax.Array, ...], depth: int
+) -> QuantizedArray:
+    """Return the codes of a kernel and check its scale.
+
+    Args:
+        function: the name of the public function, for errors.
+        weight: how to quantize the kernel.
+        kernel: float kernels with `depth` axes in front.
+        parts: the learned scale and zero point, or () where the range is found in the kernel.
+        depth: the number of axes that stack kernels.
+    """
+
+    def quantize_one(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
+        return quantize_operand(weight, kernel, _learned.read_learned(weight, parts) if parts else None)
+
+    q = _map_leading_axes(quantize_one, depth)(kernel, parts)
+    check_servable(function, weight, q.scale)
+    return q
+
+
+def find_constants(
+    function: str, activation: LayerOperand, values: Any, depth: int, shape: tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point that a converted layer quantizes its activations with.
+
+    Args:
+        function: the name of the public function, for errors.
+        activation: how to quantize the activations; its range is observed or learned.
+        values: the calibrator's state with its batch count, or the learned scale and zero point.
+        depth: the number of axes that stack layers.
+        shape: as in `_observed.finalize_state`.
+
+    Returns:
+        The scale, and the zero point as a code or None.
+    """
+
+    def find_one(values: Any) -> tuple[jax.Array, jax.Array | None]:
+        if isinstance(activation.source, Observed):
+            return _observed.finalize_state(activation, values, shape)
+        return _learned.read_learned(activation, values)
+
+    scale, zero_point = _map_leading_axes(find_one, depth)(values)
+    check_servable(function, activation, scale)
+    if zero_point is not None and zero_point.dtype != activation.spec.carrier:
+        zero_point = _learned.find_code(activation, zero_point)
+    return scale, zero_point
+
+
+def find_part_names(names: Sequence[Any], shape: tuple[int, ...], depth: int = 0) -> tuple[Any, ...]:
+    """Return the mesh axes along which a scale or zero point is partitioned.
+
+    Args:
+        names: the mesh axes of the kernel, perhaps fewer than it has axes.
+        shape: the shape of the scale or zero point.
+        depth: the number of leading axes that stack layers; they are partitioned even where they have length 1.
+    """
+    padded = (*names, *(None,) * (len(shape) - len(names)))
+    # An axis of length 1 is shared by the entries of the kernel: there is nothing to partition.
+    return tuple(
+        name if size != 1 or axis < depth else None for axis, (name, size) in enumerate(zip(padded, shape, strict=True))
+    )
+
+
+def _map_leading_axes(function: Callable[..., Any], depth: int) -> Callable[..., Any]:
+    """Return a function vectorized over this many leading axes."""
+    for _ in range(depth):
+        function = jax.vmap(function)
+    return function
