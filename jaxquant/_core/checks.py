@@ -233,6 +233,7 @@ def check_readable(function: str, argument: str, value: Any) -> None:
     elif not isinstance(value, _NUMBERS):
         got = type(value).__name__
     elif isinstance(value, int) and not -(2**31) <= value < 2**31:
+        # jnp.asarray converts a Python int to int32, and raises an error that names no argument if it does not fit.
         error, expected = ContractValueError, "a number that JAX can hold"
     else:
         return
@@ -261,6 +262,7 @@ def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -
     if value is None or isinstance(value, lax.Precision):
         return
     check_hashable(function, "precision", value)
+    # A single precision counts as the pair of it with itself.
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
     # A pair is two names or two Precisions: jax.lax refuses a mixed one.
     are_names = all(isinstance(side, str) and _is_precision_name(side) for side in pair)

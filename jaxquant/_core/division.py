@@ -61,7 +61,7 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
         shift = lax.clamp(np.int32(20), lax.sub(distance, exponent_q), np.int32(27))
         residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
         # First the whole number of ulp, from a float division that only needs to be close; then what remains of the
-        # residual, doubled, decides between this ulp and its neighbours.
+        # residual, doubled, decides between this ulp and its neighbors.
         coarse = as_int(lax.round(lax.div(as_float(residual), as_float(mantissa_s))))
         rest = lax.sub(residual, lax.mul(coarse, mantissa_s))
         rest = lax.add(rest, rest)

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+# The order of these tuples is the order in which errors list the dtypes.
 INTEGERS: tuple[np.dtype, ...] = tuple(
     np.dtype(d) for d in (jnp.int2, jnp.uint2, jnp.int4, jnp.uint4, jnp.int8, jnp.uint8, jnp.int16, jnp.uint16)
 )
@@ -22,12 +23,13 @@ FLOAT32 = np.dtype(jnp.float32)
 FLOAT16 = np.dtype(jnp.float16)
 BFLOAT16 = np.dtype(jnp.bfloat16)
 INT32 = np.dtype(jnp.int32)
+# Holds powers of two only: a dtype of scales, not of codes.
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 
 
 def find_dtype(dtype: Any) -> np.dtype:
-    """Return the numpy dtype that `dtype` names; raise TypeError if it names none."""
+    """Return the numpy dtype that `dtype` names; raise TypeError if it does not name one."""
     if dtype is None:
         raise TypeError("None is not a dtype")  # to numpy None is float64
     return np.dtype(dtype)

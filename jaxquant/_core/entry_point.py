@@ -46,6 +46,7 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
 
         @functools.wraps(operator)
         def call(*arguments: Any, **options: Any) -> Any:
+            # This loop runs in each eager call. A jax.Array costs one isinstance.
             for value in arguments:
                 if isinstance(value, _NUMPY_INTEGERS) and _loses_elements(value):
                     arguments = _narrow_integers(function, arrays, arguments)
@@ -53,6 +54,8 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
             try:
                 return compiled(*arguments, **options)
             except (TypeError, ValueError, OverflowError):
+                # JAX refused the call. Objects that wrap arrays are unwrapped and tried again; for all other calls
+                # the argument at fault is named.
                 unwrapped = tuple(unwrap_array(value) for value in arguments)
                 if any(a is not b for a, b in zip(unwrapped, arguments, strict=True)):
                     return call(*unwrapped, **options)

@@ -179,6 +179,7 @@ def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...])
     checks.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
     if isinstance(granularity, PerAxis):
         return tuple(n if a in axes else 1 for a, n in enumerate(shape))
+    # Rounded up, because the last run may be short.
     return tuple(-(-n // granularity.size) if a in axes else n for a, n in enumerate(shape))
 
 

@@ -35,6 +35,7 @@ def find_shapes(function: str, a: jax.Array, b: jax.Array, names: tuple[str, str
     """Return the shapes of a product; raise ContractValueError unless numpy.matmul accepts the operands."""
     for name, x in zip(names, (a, b), strict=True):
         checks.require(x.ndim > 0, function, name, "an array of rank 1 or more", "rank 0")
+    # As in numpy, a vector on the left is a row and a vector on the right is a column.
     wide_a = a.shape if a.ndim > 1 else (1, *a.shape)
     wide_b = b.shape if b.ndim > 1 else (*b.shape, 1)
     got = f"shapes {a.shape} and {b.shape}"

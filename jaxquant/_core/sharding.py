@@ -59,6 +59,7 @@ def check_out_sharding(function: str, out_sharding: Any) -> None:
     is_sharding = isinstance(out_sharding, NamedSharding | PartitionSpec)
     expected = "None, a jax.sharding.NamedSharding or a PartitionSpec"
     checks.require_type(is_sharding, function, "out_sharding", expected, checks.describe_value(out_sharding))
+    # A PartitionSpec names axes of the mesh in the context, which must therefore exist.
     if isinstance(out_sharding, PartitionSpec):
         has_mesh = not get_abstract_mesh().empty
         expected = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"

@@ -85,6 +85,7 @@ def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, numbers: Any) ->
         expected = f"three permutations of {tuple(rank)}"
         checks.require(holds, function, "dimension_numbers", expected, repr(numbers))
         return lax.ConvDimensionNumbers(*(tuple(int(axis) for axis in spec) for spec in numbers))
+    # jax.lax parses all other forms. Its errors become the explanation in ours.
     try:
         return lax.conv_dimension_numbers(lhs.shape, rhs.shape, numbers)
     except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
@@ -169,6 +170,7 @@ def check_zero_points(function: str, names: tuple[str, str], operands: Any, zero
 
     The zero point of x is a scalar. The kernel's is a scalar or has one element for each output feature.
     """
+    # Shape (1,) is a scalar too, as in ONNX Runtime.
     scalar = ((), (1,))
     shapes = (scalar, (*scalar, (features,)))
     texts = ("a scalar", f"a scalar or shape ({features},), one for each feature")

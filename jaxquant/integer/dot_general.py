@@ -211,6 +211,7 @@ def _place_output(
 
     The form in `_dot_kernel` needs reshapes whose shardings JAX cannot infer.
     """
+    # Without a reshape each dimension keeps its sharding. The zero points are corrected as in `_dot_kernel`.
     dimensions = ((left.contracted, right.contracted), (left.batch, right.batch))
     acc = lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.int32, out_sharding=out_sharding)
     batch, frees = len(left.batch), len(left.free)
@@ -231,6 +232,7 @@ def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[i
     """Return an array that varies along an operand's batch and free dimensions in the result's shape and sharding."""
     if value.ndim == 0:
         return granularity.PerTensor().expand(value, like)
+    # Batch and free dimensions first; the contracted ones, of length 1, are then dropped from the end.
     kept = lax.transpose(value, (*role.batch, *role.free, *role.contracted))
     kept = lax.squeeze(kept, tuple(range(len(places), value.ndim)))
     full = jnp.broadcast_to(kept, tuple(x.shape[a] for a in (*role.batch, *role.free)))
@@ -244,6 +246,7 @@ def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, R
         groups = [tuple(axes) for axes in (contracted_l, contracted_r, batch_l, batch_r)]
     except (TypeError, ValueError):
         groups = []
+    # A wrong structure and a wrong type of an axis share one error, which states the whole form.
     groups = groups if all(isinstance(axis, int | np.integer) for axes in groups for axis in axes) else []
     expected = "((lhs contracted, rhs contracted), (lhs batch, rhs batch)), sequences of ints"
     checks.require(len(groups) == 4, function, "dimension_numbers", expected, numbers)
@@ -269,6 +272,7 @@ def _check_zero_point(side: str, x: jax.Array, zero_point: Any, role: Role) -> N
         return
     argument = f"{side}_zero_point"
     checks.check_same_dtype(_NAME, argument, zero_point, x.dtype, f"{side}'s")
+    # A zero point that varies along a contracted dimension would not leave the sum.
     largest = tuple(1 if a in role.contracted else n for a, n in enumerate(x.shape))
     fits = zero_point.ndim == x.ndim and all(z in (1, n) for z, n in zip(zero_point.shape, largest, strict=True))
     expected = f"a scalar, or shape {largest}, in which each dimension may be 1"

@@ -69,6 +69,7 @@ def quantize_by_reciprocal(
 
     dst = saturate(round_half_even(src * (1 / scales) + zps))
     """
+    # The codes have no gradient; without this JAX would still trace the derivative of the division.
     src, scales = lax.stop_gradient((src, scales))
     inverse = division.divide(jnp.ones_like(scales), scales)
     value = barriers.round_result(src * granularity.expand(inverse, src))

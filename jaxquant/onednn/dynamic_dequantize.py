@@ -67,6 +67,7 @@ def dynamic_dequantize(
     """
     scales = convert_plain_scale(_NAME, "scales", scales)
     zps = fit_number(_NAME, "zps", zps, dtypes.INT32)
+    # A static argument must be hashable, and a list is not.
     groups = tuple(group_shape) if isinstance(group_shape, Sequence | np.ndarray) else group_shape
     return _dynamic_dequantize(src, scales, zps, qtype=qtype, axis=axis, group_shape=groups)
 

@@ -208,7 +208,7 @@ def test_one_bad_scale_among_good_ones_is_found() -> None:
     scale[2] = -0.25
     text = refused("fake_quantize: scale", lambda: jq.fake_quantize(X, SPEC, jnp.asarray(scale)))
     assert text.endswith("got -0.25")
-    x = np.ones((1, known_values._KNOWN + 1), np.float32)
+    x = np.ones((1, known_values._MOST_ELEMENTS + 1), np.float32)
     jax.eval_shape(lambda: jq.fake_quantize_linear(x, 0 * x[0]))  # too long to be looked at
 
 
