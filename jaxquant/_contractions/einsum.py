@@ -121,6 +121,7 @@ def contract_operands(
         statics = _Statics(function, out, precision, dtype, out_sharding)
         result = _contract_path(statics, terms, _find_path(terms, out, sizes))
     y = lax.transpose(result.x, [result.labels.index(label) for label in out])
+    # A single operand has no contraction that could take an out_sharding.
     if len(terms) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
     return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
@@ -201,6 +202,7 @@ def _find_sizes(
                 place = 'under "..."' if broadcasts else f"of index {label!r}"
                 expected = f"size {known} {place}, as before it"
                 checks.require(False, function, f"operands[{i}]", expected, f"shape {x.shape}")
+    # numpy's search for a path, and the backward pass of `quantized_einsum`, name every index by a letter.
     expected = f"{len(string.ascii_letters)} indices at most"
     checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", expected, len(sizes))
     return sizes
@@ -212,6 +214,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
         expected = "each index once in a quantized operand, or the operand dequantized"
         repeated = ", ".join(repr(label) for label in dict.fromkeys(labels) if labels.count(label) > 1)
         checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, f"{repeated} repeated")
+        # dot_general requires distinct dimensions, so a diagonal is taken before it.
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept
