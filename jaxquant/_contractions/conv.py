@@ -152,11 +152,11 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
         dot_integer.check_integer_array(function, argument, q)
         for name in ("scale", "zero_point"):
             part, axis = getattr(q, name), kept.get(name)
-            shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
-            if not shared:
-                expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
-                got = f"shape {part.shape} for codes of shape {q.shape}"
-                checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
+            if part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis):
+                continue
+            expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
+            got = f"shape {part.shape} for codes of shape {q.shape}"
+            checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
     expected = f"at most {limit} products of two codes in a sum, all that int32 can hold, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", expected, terms)

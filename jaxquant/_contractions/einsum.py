@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_einsum
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
+from opt_einsum.parser import parse_einsum_input
 
 from .._arrays.quantized_array import QuantizedArray, mark_checked
 from .._core import checks, rounding, sharding
@@ -155,7 +155,7 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
     _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
     shapes = [jax.ShapeDtypeStruct((1,) * rank, FLOAT32) for rank in ranks]
     try:
-        inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes))
+        inputs, output, _ = parse_einsum_input((subscripts, *shapes))
     except ValueError as error:  # the checks above leave nothing else that opt_einsum refuses
         expected = "an output of different indices of the operands"
         raise checks.ContractValueError(
@@ -292,7 +292,8 @@ def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) ->
         tuple(tuple(map(term.labels.index, labels)) for term in (lhs, rhs)) for labels in (contracted, batch)
     )
     is_float = not isinstance(lhs.x, QuantizedArray) and not isinstance(rhs.x, QuantizedArray)
-    x, y = lhs.x, rhs.x
+    x: Any = lhs.x
+    y: Any = rhs.x
     # Two dtypes are both converted to float32 here, because a user's strict promotion would refuse to mix them.
     if is_float or x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
