@@ -110,6 +110,7 @@ def plan_array_convolution(
     dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
 ) -> Plan:  # fmt: skip
     """Check the static arguments of a convolution and return its plan."""
+    # This must precede the jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)
     return plan_convolution(
         function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
@@ -142,6 +143,7 @@ def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) 
 
 def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan) -> None:
     """Check that two arrays convolve as integers: no scale or zero point varies along a dimension that is summed."""
+    # Only the batch of lhs and the features of rhs are not summed.
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
     for argument, q, kept, per in (
         ("lhs", lhs, {"scale": image}, "image"),
@@ -150,11 +152,11 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
         dot_integer.check_integer_array(function, argument, q)
         for name in ("scale", "zero_point"):
             part, axis = getattr(q, name), kept.get(name)
-            shared = part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis)
-            if not shared:
-                expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
-                got = f"shape {part.shape} for codes of shape {q.shape}"
-                checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
+            if part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis):
+                continue
+            expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
+            got = f"shape {part.shape} for codes of shape {q.shape}"
+            checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
     expected = f"at most {limit} products of two codes in a sum, all that int32 can hold, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", expected, terms)
@@ -162,6 +164,7 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
 def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
+    # Both sides in float32, so that a 16-bit result is rounded once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
@@ -189,6 +192,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+        # The kernel chooses the layout of acc: images are dimension 0, features are dimension `axis`.
         wide = sharding.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
         y = barriers.round_result(acc.astype(jnp.float32) * wide)
         return rounding.round_to_dtype(y, dtype).astype(dtype)

@@ -103,6 +103,7 @@ def contract_checked(
     return _contract(lhs, rhs, function=function, **statics)
 
 
+# A plain jit: the operands have been checked, and a QuantizedArray passes through it as a pytree.
 @functools.partial(
     jax.jit, inline=True,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
@@ -197,6 +198,7 @@ def matmul(
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
 
     def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
+        # The product may lack leading dimensions of 1 that the final reshape adds; these have no sharding.
         rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
         inner = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
         return contract_checked("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
@@ -230,6 +232,7 @@ def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> 
     full = (*batch, *wide[-2:])
     if x.shape == full:
         return x
+    # A scale with 1 for a batch dimension applies to all of it and needs no broadcast.
     if isinstance(x, QuantizedArray):
         return x.replace(codes=jnp.broadcast_to(x.codes, full))
     return jnp.broadcast_to(x, full)

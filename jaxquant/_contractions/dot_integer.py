@@ -253,6 +253,7 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     if rest:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
         last = _contract_whole(tails, plan.out_sharding)
+        # XLA must not fuse this addition with the last product, which is rounded first.
         y = last if y is None else barriers.round_result(y + last)
     assert y is not None
     return y

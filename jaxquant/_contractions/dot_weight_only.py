@@ -59,6 +59,7 @@ class _Config(NamedTuple):
         if chunk != slice(None):
             axis = self.find_axis(codes)
             assert axis is not None
+            # Indexing also selects the entries of the scale and zero point that belong to the chunk.
             q = indexing.index_array(q, (slice(None),) * axis + (chunk,))
             q = q.replace(scale=wait(q.scale))
         return quantized_array.dequantize_checked(q)
@@ -80,6 +81,7 @@ def contract_weight_only(
     which = 0 if isinstance(lhs, QuantizedArray) else 1
     q: Any = (lhs, rhs)[which]
     x: Any = (lhs, rhs)[1 - which]
+    # A 16-bit side is converted, because a user's strict promotion would refuse to mix dtypes.
     wide = dtypes.find_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
     config = _Config(left, right, which, static, precision, out_sharding)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_einsum
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 from jax.typing import DTypeLike
+from opt_einsum.parser import parse_einsum_input
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import checks, rounding, sharding
@@ -121,6 +121,7 @@ def contract_operands(
         statics = _Statics(function, out, precision, dtype, out_sharding)
         result = _contract_path(statics, terms, _find_path(terms, out, sizes))
     y = lax.transpose(result.x, [result.labels.index(label) for label in out])
+    # A single operand has no contraction that could take an out_sharding.
     if len(terms) == 1 and out_sharding is not None:
         y = reshard(y, out_sharding)
     return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
@@ -154,7 +155,7 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
     _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
     shapes = [jax.ShapeDtypeStruct((1,) * rank, FLOAT32) for rank in ranks]
     try:
-        inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes))
+        inputs, output, _ = parse_einsum_input((subscripts, *shapes))
     except ValueError as error:  # the checks above leave nothing else that opt_einsum refuses
         expected = "an output of different indices of the operands"
         raise checks.ContractValueError(
@@ -201,6 +202,7 @@ def _find_sizes(
                 place = 'under "..."' if broadcasts else f"of index {label!r}"
                 expected = f"size {known} {place}, as before it"
                 checks.require(False, function, f"operands[{i}]", expected, f"shape {x.shape}")
+    # numpy's search for a path, and the backward pass of `quantized_einsum`, name every index by a letter.
     expected = f"{len(string.ascii_letters)} indices at most"
     checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", expected, len(sizes))
     return sizes
@@ -212,6 +214,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
         expected = "each index once in a quantized operand, or the operand dequantized"
         repeated = ", ".join(repr(label) for label in dict.fromkeys(labels) if labels.count(label) > 1)
         checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, f"{repeated} repeated")
+        # dot_general requires distinct dimensions, so a diagonal is taken before it.
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept
@@ -289,7 +292,8 @@ def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) ->
         tuple(tuple(map(term.labels.index, labels)) for term in (lhs, rhs)) for labels in (contracted, batch)
     )
     is_float = not isinstance(lhs.x, QuantizedArray) and not isinstance(rhs.x, QuantizedArray)
-    x, y = lhs.x, rhs.x
+    x: Any = lhs.x
+    y: Any = rhs.x
     # Two dtypes are both converted to float32 here, because a user's strict promotion would refuse to mix them.
     if is_float or x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)

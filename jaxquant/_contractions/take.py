@@ -102,7 +102,9 @@ def _take(
     q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     index, is_inside = _find_index(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
+    # Index first, then dequantize: only the selected entries become floats.
     entries = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, index), out_sharding))
+    # "clip" and "wrap" have no index out of range left.
     if is_inside is None:
         return entries
     mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + is_inside.ndim)))
@@ -130,5 +132,6 @@ def _find_index(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, 
         return jnp.mod(wide, wide.dtype.type(max(length, 1))), None
     if mode == "fill":
         wide = jnp.where(wide < 0, wide + wide.dtype.type(length), wide)
+    # An index in range is unchanged by the clip, which is how "fill" recognizes it.
     clipped = jnp.clip(wide, wide.dtype.type(0), last)
     return clipped, (clipped == wide) if mode == "fill" else None

@@ -104,11 +104,13 @@ def _contract_in_chunks(
     length, width, divisor, axis = config.plan_cut(codes)
     rows = max(CHUNK // width, -(-length // _CHUNKS), 1)
     rows = -(-rows // divisor) * divisor
+    # Each chunk reads the float operand, which is arranged once, before the first.
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
     for start in range(0, length, rows):
         wait = functools.partial(_delay_scale, done=products[-1] if products else None)
         weights = config.dequantize_chunk(codes, scale, zero_point, slice(start, min(start + rows, length)), wait)
+        # The barrier keeps the dequantization out of the contraction, whose fast kernel reads its operands from memory.
         products.append(config.contract_chunk(operand, lax.optimization_barrier(weights)))
     return jnp.concatenate(products, axis=axis)
 

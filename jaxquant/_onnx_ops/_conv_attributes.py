@@ -26,6 +26,7 @@ class Attributes(NamedTuple):
 
 def check_attributes(function: str, **attributes: Any) -> Attributes:
     """Check that the attributes are hashable and their numbers integers, and return them as one static argument."""
+    # This must precede the jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     checked = {}
     for name, value in attributes.items():
         checked[name] = value if name == "auto_pad" else checks.check_integers(function, name, value)
@@ -46,6 +47,7 @@ def find_geometry(function: str, x: jax.Array, w: jax.Array, attributes: Attribu
     if attributes.kernel_shape is not None:
         kernel = check_positive(function, "kernel_shape", attributes.kernel_shape, rank)
         checks.require(kernel == w.shape[2:], function, "kernel_shape", f"{w.shape[2:]}, as in w", kernel)
+    # The number of elements that a dilated kernel spans in each dimension.
     reach = tuple((k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True))
     padding = _find_padding(function, x.shape[2:], reach, strides, attributes)
     check_window(function, "w", x.shape[2:], padding, reach)
@@ -64,6 +66,7 @@ def prepare_operands(
     checks.check_array(function, "x", x, _operands.EIGHT_BITS)
     checks.check_array(function, "w", w, _operands.EIGHT_BITS)
     geometry = find_geometry(function, x, w, attributes)
+    # After the rank of w, without which there may be no features to compare the zero points with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
     x_steps = _operands.convert_steps(x_zero_point, x.dtype, centred[0])
     w_steps = _operands.convert_steps(w_zero_point, w.dtype, centred[1])
@@ -86,6 +89,7 @@ def _find_padding(
     """Return the padding before and after each spatial dimension, after checking auto_pad and pads."""
     rank = len(spatial)
     checks.check_option(function, "auto_pad", attributes.auto_pad, _AUTO_PADS)
+    # ONNX lists the beginnings of all dimensions before their ends.
     pads = (0,) * (2 * rank) if attributes.pads is None else attributes.pads
     holds = isinstance(pads, tuple) and len(pads) == 2 * rank
     expected = f"{2 * rank} ints of 0 or more, for the beginning of each spatial dimension, then for the end of each"
@@ -95,6 +99,7 @@ def _find_padding(
     checks.require(all(pad >= 0 for pad in pads), function, "pads", expected, pads)
     if attributes.auto_pad == "NOTSET":
         return tuple((int(pads[i]), int(pads[rank + i])) for i in range(rank))
+    # The ONNX text excludes pads together with auto_pad; zeros say nothing and are accepted.
     expected = f"None or zeros together with auto_pad={attributes.auto_pad!r}"
     checks.require(not any(pads), function, "pads", expected, attributes.pads)
     if attributes.auto_pad == "VALID":

@@ -26,8 +26,10 @@ def read_per_column(function: str, argument: str, value: jax.Array, shapes: Shap
 
 
 def _read(function: str, argument: str, value: jax.Array, full: tuple[int, ...], axis: int, per: str) -> jax.Array:
+    # ONNX allows both () and [1] for one value for all rows or columns.
     if value.ndim <= 1 and value.size == 1:
         return value.reshape((1,) * len(full))
+    # A 1-D array applies to the rows or columns of every matrix of the stack.
     if value.shape == (full[axis],):
         return lax.expand_dims(value, [i for i in range(len(full)) if i != axis])
     fits = value.ndim == len(full) and all(v in (1, n) for v, n in zip(value.shape, full, strict=True))
@@ -74,6 +76,7 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, sh
         _check_placement(shapes.function, a, b, left, right)
         acc = contract_roles(a, b, a_steps, b_steps, left, right)
         return acc.reshape((*leading, *acc.shape)) if leading else acc
+    # The kernel needs operands with equal batch dimensions.
     batch = shapes.product[:-2]
     a, a_steps = _broadcast_operand(a, batch), _broadcast_steps(a_steps, batch)
     b, b_steps = _broadcast_operand(b, batch), _broadcast_steps(b_steps, batch)
@@ -107,6 +110,7 @@ def _broadcast_steps(steps: Any, batch: tuple[int, ...]) -> Any:
     """Return steps with the common batch dimensions, or with 1 in place of each where no batch dimension varies."""
     if steps is None or steps.ndim < 2:
         return steps
+    # The kernel accepts 1 for the whole batch, which spares it a correction for each matrix.
     if all(n == 1 for n in steps.shape[:-2]):
         return steps.reshape((1,) * len(batch) + steps.shape[-2:])
     return jnp.broadcast_to(steps, (*batch, *steps.shape[-2:]))

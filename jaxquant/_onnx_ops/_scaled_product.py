@@ -38,6 +38,7 @@ def read_scaled_columns(
         checks.check_same_dtype(function, "b_zero_point", b_zero_point, b.dtype, "b's")
         if b_zero_point.shape != b_scale.shape:
             b_zero_point = read_per_column(function, "b_zero_point", b_zero_point, shapes)
+        # The loop over blocks takes a zero point for each block, so one for all blocks is repeated.
         b_zero_point = jnp.broadcast_to(b_zero_point, (blocks, b_zero_point.shape[-1]))
     return b_scale, _operands.convert_steps(b_zero_point, b.dtype, centred)
 
@@ -55,12 +56,12 @@ def multiply_scaled(
     # a must be in memory before it is cut: XLA would otherwise repeat what computes it, perhaps a quantization, for
     # each block.
     a_blocks = barriers.pin_layout(jnp.moveaxis(a.reshape(*shapes.a[:-1], blocks, length), -2, 0))
-    varies = b_steps is not None and b_steps.ndim > 0
-    stacked_steps = b_steps[:, None] if varies else None
+    # A scalar zero point is not part of what the loop iterates over.
+    stacked_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]
 
     def contract_block(block: Any) -> jax.Array:
         rows, filters, steps, scale = block
-        acc = multiply_matrices(rows, filters, a_steps, steps if varies else b_steps, block_shapes)
+        acc = multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, block_shapes)
         return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))
 
     stacks = (a_blocks, b.reshape(blocks, length, shapes.b[1]), stacked_steps, b_scale[:, None])

@@ -86,4 +86,5 @@ def _conv_integer(
     attributes: Attributes, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
     prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
+    # The accumulator is the result, so the epilogue returns it unchanged.
     return convolve_planned(*prepared, False, lambda acc, _: acc)

@@ -171,6 +171,7 @@ def find_dynamic_range(
     scale = division.divide(width, steps)
     # XLA:CPU treats subnormal numbers as 0. A maximum in place of the comparison could lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
+    # A range of subnormal numbers is a range of zero to XLA:CPU, for which ONNX Runtime has a scale of 1.
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
     start = np.float32(qmin) - division.divide(low, scale)
     # ONNX Runtime's clamp turns a NaN into the upper bound.

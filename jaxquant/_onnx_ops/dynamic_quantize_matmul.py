@@ -87,6 +87,7 @@ def _dynamic_quantize_matmul(
     return _scaling.add_bias(y, bias).reshape(shapes.out)
 
 
+# A gradient rule is necessary because a is converted to integer codes, where JAX stops the gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array) -> jax.Array:
     """Return the product without its bias; b_steps is the zero point of the signed b."""
@@ -97,6 +98,7 @@ def _multiply_fwd(
     shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
+    # The operator has one scale for the whole of a, also where a is a stack of matrices.
     per_tensor = granularity.PerTensor()
     _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
@@ -111,6 +113,7 @@ def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ..
     blocks = count_blocks(b_scale, shapes)
     if b_steps is not None:
         weights = weights - jnp.broadcast_to(_spread_blocks(b_steps, blocks, shapes), shapes.b).astype(jnp.float32)
+    # Only the gradient of a needs dequantized weights; that of b_scale comes from the integer product.
     values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
     # jax.vjp needs an operand with the shape, sharding and variance of a. A product is linear, so its value is free.

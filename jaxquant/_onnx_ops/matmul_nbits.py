@@ -72,6 +72,7 @@ def matmul_nbits(
     -(g.T @ a) * scales, summed over each block. Of bias: g summed over rows. Integers have none.
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
+    # This must precede the jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
     return _matmul_nbits(entry_point.convert_number(a), b, scales, zero_points, bias, **statics)
 
@@ -104,6 +105,7 @@ class _Config(NamedTuple):
 
     def arrange_operand(self, x: jax.Array) -> list[jax.Array]:
         """Return the columns of a for each place: separating them costs less than interleaving the weights."""
+        # The codes past K in the last block are multiplied by zeros.
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
 
@@ -114,11 +116,13 @@ class _Config(NamedTuple):
         if chunk != slice(None):
             codes, scale = codes[chunk], wait(scale[chunk])
             zero_point = None if zero_point is None else zero_point[chunk]
+        # The places stay separate arrays: interleaving them would write the weights to memory once more.
         wide = jnp.broadcast_to(scale[..., None], codes.shape)
         return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
 
     def contract_chunk(self, x: list[jax.Array], weights: list[jax.Array]) -> jax.Array:
         """Return the sum over places of [rows, k] by [n, k]."""
+        # Without HIGHEST a GPU would round both operands to TF32.
         dimensions = (((1,), (1,)), ((), ()))
         products = [
             lax.dot_general(places, w, dimensions, precision=lax.Precision.HIGHEST)
@@ -140,9 +144,11 @@ def _matmul_nbits(
         zero_points = zero_points.reshape(N, width)
         zero_points = _unpack_codes(zero_points, config) if packed else zero_points.astype(jnp.float32)
     wide = a.astype(jnp.float32).reshape(-1, K)
+    # ONNX Runtime also accepts flat scales and zero points.
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
     y: Any = contract_in_cache(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
+    # The bias is added in float32, so that a 16-bit result is rounded once.
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)
@@ -155,6 +161,7 @@ def _check_attributes(K: Any, N: Any, bits: Any, block_size: Any) -> _Config:
     checks.require(K > 0, _NAME, "K", "a positive int", K)
     checks.require(N > 0, _NAME, "N", "a positive int", N)
     checks.require(bits in (2, 4, 8), _NAME, "bits", "2, 4 or 8", bits)
+    # A power of two has a single bit set.
     power = block_size >= 16 and block_size & (block_size - 1) == 0
     checks.require(power, _NAME, "block_size", "a power of two, 16 or more", block_size)
     return _Config(int(K), int(N), int(bits), int(block_size))
@@ -189,6 +196,7 @@ def _check_flat(argument: str, value: jax.Array, shape: tuple[int, int]) -> None
 
 def _unpack_codes(packed: jax.Array, config: _Config) -> jax.Array:
     """Return packed zero points of [N, bytes] as int32 [N, blocks]."""
+    # Consecutive zero points have consecutive places; the last byte of a row may hold unused codes.
     planes = [_unpack_plane(packed, i, config) for i in range(config.planes)]
     return jnp.stack(planes, axis=-1).reshape(packed.shape[0], -1)[:, : config.blocks]
 

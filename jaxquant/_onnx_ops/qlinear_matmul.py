@@ -98,15 +98,18 @@ def _qlinear_matmul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
+    # Unlike in MatMulInteger, zero points are required inputs: None must not pass for 0.
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     checks.check_array(_NAME, "a", a, _DTYPES)
+    # int8 and uint8 may be mixed, and so may the float8 dtypes, but not integers with floats.
     family = _operands.EIGHT_BITS if a.dtype in _operands.EIGHT_BITS else dtypes.FLOAT8
     checks.check_array(_NAME, "b", b, family)
     checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
         checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
     shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     scale = requantize.find_multiplier(
         _align(read_per_row(_NAME, "a_scale", a_scale, shapes), shapes),
         _align(read_per_column(_NAME, "b_scale", b_scale, shapes), shapes),
@@ -115,6 +118,7 @@ def _qlinear_matmul(
     y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
     a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
     b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
+    # A float8 zero point is 0, so only integers need the steps.
     if a.dtype in dtypes.FLOAT8:
         return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
     acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
@@ -130,6 +134,7 @@ def _align(value: jax.Array, shapes: Shapes) -> jax.Array:
 def _multiply_float8(a: jax.Array, b: jax.Array, scale: jax.Array, dtype: np.dtype, shapes: Shapes) -> jax.Array:
     """Return the codes of the product of two float8 operands, summed in float32."""
     lhs, rhs = (small_floats.decode_small_float(x).reshape(s) for x, s in ((a, shapes.a), (b, shapes.b)))
+    # Without HIGHEST a GPU would round both operands to TF32.
     product: Any = jnp.matmul(lhs, rhs, precision=lax.Precision.HIGHEST)
     scaled = product * _scaling.spread_over_product(scale, product)
     return small_floats.encode_small_float(scaled, dtype, True).reshape(shapes.out)

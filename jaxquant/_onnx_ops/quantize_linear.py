@@ -108,6 +108,7 @@ def _quantize_linear(
     checks.check_flag(_NAME, "saturate", saturate)
     dtype = _find_output_dtype(y_zero_point, output_dtype)
     carrier = _find_precision(x, y_scale, precision)
+    # Below this line a scale has x's rank: ONNX's 1-D and blocked shapes are converted here.
     granularity = resolve_onnx(_NAME, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
         check_matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
@@ -135,4 +136,5 @@ def _find_precision(x: jax.Array, scale: jax.Array, precision: Any) -> np.dtype:
     if scale.dtype == dtypes.INT32:
         expected = "a float dtype, or precision=, because only an int32 x is divided in int32, the dtype of y_scale"
         checks.require_type(x.dtype == dtypes.INT32, _NAME, "y_scale", expected, f"int32 with x of {x.dtype}")
+    # float8_e8m0fnu has only powers of two, which few quotients are.
     return dtypes.FLOAT32 if scale.dtype == dtypes.E8M0 else scale.dtype
