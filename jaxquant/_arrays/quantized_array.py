@@ -184,8 +184,10 @@ class QuantizedArray(RefusedOperators):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes, scale and zero point as they are stored: a 4-bit code takes half a byte, a 2-bit one a
-        quarter. In jax 0.10 a running CPU program holds each of these codes in a whole byte.
+        """The bytes of codes, scale and zero point as they are stored.
+
+        A 4-bit code takes half a byte and a 2-bit code a quarter. In jax 0.10 a running CPU program holds each of
+        these codes in a whole byte.
         """
         arrays = (self.codes, self.scale, self.zero_point)
         return sum(parts.count_stored_bytes(array) for array in arrays if array is not None)
@@ -211,16 +213,16 @@ class QuantizedArray(RefusedOperators):
 
     def __repr__(self) -> str:
         """Return the dtypes and shapes, without numbers; the children themselves if they are not arrays."""
-        is_complete = self.codes is not None and self.scale is not None
-        children = (self.codes, self.scale, self.zero_point)
-        if not is_complete or not all(child is None or hasattr(child, "dtype") for child in children):
-            return f"{_NAME}(codes={self.codes!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
-        codes = parts.describe_part(self.codes)
+        codes, scale, zero_point = self.codes, self.scale, self.zero_point
+        is_whole = hasattr(codes, "dtype") and hasattr(scale, "dtype")
+        if not is_whole or not (zero_point is None or hasattr(zero_point, "dtype")):
+            return f"{_NAME}(codes={codes!r}, scale={scale!r}, zero_point={zero_point!r})"
+        text = parts.describe_part(codes)
         if self._codebook is not None:
-            codes = codes.replace(str(self.codes.dtype), self._codebook.name)
-        zero_point = "None" if self.zero_point is None else parts.describe_part(self.zero_point)
+            text = text.replace(str(codes.dtype), self._codebook.name)
+        point = "None" if zero_point is None else parts.describe_part(zero_point)
         blocks = f", block_size={self._block_size}" if self._block_size else ""
-        text = f"{codes}, scale={parts.describe_part(self.scale)}, zero_point={zero_point}{blocks}"
+        text = f"{text}, scale={parts.describe_part(scale)}, zero_point={point}{blocks}"
         return f"{_NAME}({text}, dtype={self._dtype}, nbytes={self.nbytes})"
 
     # Conversions.
