@@ -67,6 +67,7 @@ def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
     expected = f"at most {len(shape)} dimensions, the rank of the array"
     checks.require(rest >= 0, _ITEM, "index", expected, len(shape) - rest)
     place = dots[0] if dots else len(items)
+    # Replace the ellipsis, or the missing end of the index, by full slices.
     items = [*items[:place], *[slice(None)] * rest, *items[place + len(dots) :]]
     axis, indices = 0, []
     for item in items:
@@ -110,6 +111,7 @@ def _read_item(index: Any) -> Any:
             if bound is not None:
                 checks.check_integer(_ITEM, "index", bound)
         return item
+    # A bool is an int in Python, but as an index it is a mask.
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
     return _convert_index(item)
@@ -156,7 +158,9 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
         if item is None:
             part_items.append(None)
             continue
+        # An item of None adds a dimension and is handled above; every other item indexes exactly one.
         length, entries, size = q.shape[axis], part.shape[axis], sizes[axis]
+        # With one index and one entry, the item applies to the entry as well: a slice may be empty.
         if entries == 1 and length != 1:
             part_items.append(_select_shared_entry(item))
         elif entries == length:
@@ -164,12 +168,14 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
         elif isinstance(item, slice):
             start, stop, step = item.indices(length)
             stop = max(start, stop)
+            # A slice of whole blocks keeps them. It may end inside the last block only if the size can be stored.
             if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == block_size):
                 part_items.append(slice(start // size, -(-stop // size)))
             else:  # the slice cuts through blocks
                 part = expand_blocks(part, axis, size, length)
                 part_items.append(item)
         else:
+            # The entry of an index is that of its block; count from the front before dividing.
             part_items.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
     return _index_part(part, part_items, out_sharding)
@@ -247,6 +253,7 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
         # Only one block size can be stored, so blocks of two sizes must divide their dimensions evenly.
         checks.require(len(sizes) < 2 or not is_short, _RESHAPE, "shape", expected, got)
         reshaped[name] = part.reshape(tuple(entries for entries, _ in plan))
+    # Blocks of two sizes are not stored: their shapes tell the sizes.
     block_size = sizes.pop() if len(sizes) == 1 else None
     return q.replace(codes=q.codes.reshape(new), block_size=block_size, **reshaped)
 
@@ -260,6 +267,7 @@ def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]
     expected = f"a shape of {q.size} elements with at most one dimension of -1"
     known = math.prod(n for n in new if n != -1)
     checks.require(new.count(-1) <= 1 and min(new, default=0) >= -1, _RESHAPE, "shape", expected, new)
+    # A product of 0 would leave the length of the -1 undetermined.
     if -1 in new:
         checks.require(known > 0 and q.size % known == 0, _RESHAPE, "shape", expected, new)
         new = tuple(q.size // known if n == -1 else n for n in new)
@@ -276,6 +284,7 @@ def _plan_reshape(
     """
     if old == new:
         return list(zip(entries, sizes, strict=True))
+    # Without elements no entry is used, and only a single one fits every shape.
     if 0 in old:
         return [(1, n) for n in new] if math.prod(entries) == 1 else None
     # Dimensions of length 1 hold nothing: leave them out and insert the new ones afterwards.
@@ -284,6 +293,7 @@ def _plan_reshape(
     plan = _plan_long_reshape(entries, sizes, old, tuple(n for n in new if n != 1))
     if plan is None:
         return None
+    # Every new dimension of length 1 has one entry; the others take theirs from the plan in order.
     rest = iter(plan)
     return [(1, 1) if n == 1 else next(rest) for n in new]
 
@@ -298,6 +308,7 @@ def _plan_long_reshape(
         if len(olds) == len(news) == 1:  # an unchanged dimension keeps its blocks, even with a short last one
             plan.append((entries[olds[0]], sizes[olds[0]]))
             continue
+        # Inside a group the elements are consecutive, so a scale fits if its runs are.
         run = _find_run([(old[i], entries[i], sizes[i]) for i in olds])
         part = None if run is None else _spread_part(run, lengths)
         if part is None:
@@ -312,6 +323,7 @@ def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[
     while i < len(old) or j < len(new):
         olds, news, left, right = [], [], 1, 1  # left and right are the products of the lengths in the group
         while not olds or left != right:
+            # Extend the side with fewer elements until both sides have the same number.
             if left <= right:
                 olds, left, i = [*olds, i], left * old[i], i + 1
             else:
@@ -329,6 +341,7 @@ def _find_run(dims: list[tuple[int, int, int]]) -> int | None:
     run, is_inside = 1, True  # from the last dimension on, as long as the dimensions are inside a run
     for place, (length, entries, size) in reversed(list(enumerate(dims))):
         if not is_inside:
+            # Outside the run every index must have its own entry.
             if entries != length:
                 return None
         elif entries == 1:

@@ -49,9 +49,11 @@ def pack(values: ArrayLike) -> jax.Array:
 def _pack(values: jax.Array) -> jax.Array:
     checks.check_array(_PACK, "values", values, DTYPES)
     width = dtypes.find_width(values.dtype)
+    # A reshape of a sharded array would need an out_sharding, so the array is gathered first.
     flat = sharding.place_whole(values).reshape(-1)
     if width == 8:
         return lax.bitcast_convert_type(flat, jnp.uint8)
+    # Only integers can be shifted: read the bits of a float4 as an integer.
     if flat.dtype in dtypes.FLOAT4:
         flat = lax.bitcast_convert_type(flat, jnp.uint4)
     # Negative codes are sign-extended in int8; the mask keeps the bits of the code.

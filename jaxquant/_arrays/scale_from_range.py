@@ -27,6 +27,7 @@ def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple
 
 def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the finer shape of a scale and a zero point, which their ranges have; None if neither is the finer one."""
+    # The finer shape must be as long as the other one in every dimension that is not shared.
     pairs = tuple(zip(scale, zero_point, strict=True))
     if not all(s == z or 1 in (s, z) for s, z in pairs):
         return None
@@ -126,14 +127,17 @@ def find_scale_and_zero_point(
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
+    # 0 must be a code exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     fixed = spec.fixed_zero_point
     if fixed is not None:
         scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(fixed)))
         return scale, None if fixed == 0 else jnp.full(point_shape, fixed, spec.carrier)
+    # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
     if scale_shape == low.shape != point_shape:  # several scales share a zero point
         pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
+        # The zero point comes from the widest range. Each scale must then reach both ends of its own range from there.
         point = _find_zero_point(spec, pooled_low, _find_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
         # An end other than 0 needs a code on its side of the zero point, or no scale would reach it.
         floor = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
@@ -144,8 +148,10 @@ def find_scale_and_zero_point(
         return _round_scale_up(spec, _guard_scale(scale, low, high)), point
     wide = _find_asymmetric_scale(low, high, qmax - qmin)
     if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
+        # An empty range has scale 1, which must not win over the scales of the other ranges.
         wide = _pool(jnp.where(is_empty(low, high), _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
+    # The zero point must be computed with the scale as it is stored, rounded.
     scale = _round_scale_up(spec, wide)
     wide = small_floats.scale_as_float32(scale)
     return scale, _find_zero_point(spec, low, _spread_like(wide, low))
@@ -258,5 +264,6 @@ def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
 def _encode_e8m0(power: jax.Array) -> jax.Array:
     """Return float32 powers of two as float8_e8m0fnu, whose code is the exponent of a float32."""
     code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF
+    # NaN and infinity have all exponent bits set, as 255 has.
     code = jnp.where(jnp.isfinite(power), code, 255)  # 255 is its NaN; there is no infinity
     return lax.bitcast_convert_type(code.astype(jnp.uint8), dtypes.E8M0)

@@ -32,6 +32,7 @@ def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype,
     """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
     if dtypes.find_width(dtype) < 8:
         return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
+    # 1 marks numpy's own dtypes, which every library knows; those of ml_dtypes have 2.
     if dtype.isbuiltin == 1:
         return dtype, shape
     return np.dtype(f"u{dtype.itemsize}"), shape
@@ -52,6 +53,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
     is_packed = dtypes.find_width(dtype) < 8
     expected, lengths = find_stored_type(dtype, shape)
+    # Some libraries restore bytes in another shape, which does not matter for packed codes.
     fits = stored.dtype == expected and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
     if not fits:
         description = f"{expected.name}{list(lengths)}, as described"
@@ -70,6 +72,7 @@ def write_description(q: QuantizedArray) -> np.ndarray:
         for name in PARTS
         if (part := getattr(q, name)) is not None
     }
+    # `encode_static` returns text; parse it so that the description is one JSON object.
     static = json.loads(serialization.encode_static((q.dtype, q.block_size, q.codebook)))
     text = json.dumps({"format": FORMAT, "version": _VERSION, "parts": parts, "static": static})
     return np.frombuffer(text.encode(), np.uint8)
@@ -84,6 +87,7 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
         checks.require(False, function, f"{place}['parts']", "codes, scale and optionally zero_point", got)
+    # A missing or unknown array means that the description belongs to another array.
     if set(node) != {*parts, KEY}:
         expected = f"the arrays {', '.join((*parts, KEY))}"
         checks.require(False, function, argument, expected, ", ".join(map(str, node)))
@@ -105,6 +109,7 @@ def store_text(node: StaticText) -> dict[str, np.ndarray]:
 def restore_text(function: str, argument: str, node: Mapping[str, Any]) -> StaticText:
     """Return the text that `store_text` stored."""
     place, stored = f"{argument}['{TEXT}']", node[TEXT]
+    # A traced array has no bytes that could be decoded.
     is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
     is_known = is_known and stored.dtype == np.uint8
     expected = "an array of uint8 that is not traced"
@@ -130,6 +135,7 @@ def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]
     description = serialization.parse_json(function, argument, np.asarray(text).tobytes())
     is_ours = isinstance(description, dict) and description.get("format") == FORMAT
     checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
+    # A later format may store parts that this version does not know.
     version = description.get("version")
     is_supported = type(version) is int and version == _VERSION  # True == 1 in Python, too
     expected = f"version {_VERSION}, the newest that this jaxquant can read"
