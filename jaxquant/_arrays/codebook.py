@@ -12,6 +12,7 @@ import numpy as np
 
 from .._core import checks
 
+# Only these lengths use all codes of a dtype, so that every code has an entry.
 _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
 
 
@@ -49,6 +50,7 @@ class Codebook:
         checks.require_type(is_sequence, "Codebook", "levels", expected, checks.describe_value(self.levels))
         for level in self.levels:
             checks.check_real("Codebook", "levels", level)
+        # Round first: two levels that differ only in float64 are not ascending in float32.
         levels = tuple(float(np.float32(level)) for level in self.levels)
         checks.require(len(levels) in _CARRIERS, "Codebook", "levels", "4, 16 or 256 numbers", len(levels))
         is_ascending = all(a < b for a, b in itertools.pairwise(levels))

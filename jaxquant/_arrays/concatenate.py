@@ -69,6 +69,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
 
 def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: int) -> None:
     """Check that an array can be joined to the first one."""
+    # These must match exactly: joining would otherwise have to convert codes or scales.
     properties = (
         ("codes", q.codes.dtype, first.codes.dtype),
         ("scale", q.scale.dtype, first.scale.dtype),
@@ -117,6 +118,7 @@ class _Part:
         for dim, size in enumerate(sizes):
             count = -(-self.lengths[dim] // size) if size else 1
             if entries.shape[dim] != count:
+                # A shared entry is repeated for every block; a longer block is divided into several shorter ones.
                 repeats = count if self.is_shared(dim) else self.sizes[dim] // size
                 entries = indexing.expand_blocks(entries, dim, repeats, count)
         return entries
@@ -127,6 +129,7 @@ def _join_arrays(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
     names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}
     codes = _concatenate_parts([q.codes for q in arrays], axis)
+    # The scale and the zero point may need different block sizes, but an array stores only one.
     sizes = {name: _find_sizes(each, axis) for name, each in parts.items()}
     sizes, block_size = _unify_sizes(sizes, codes.shape)
     joined = {
@@ -169,12 +172,15 @@ def _unify_sizes(
 
     If a last block is short, all blocks must have the stored size.
     """
+    # A size of 0, of 1 or of the whole dimension is not a block: the shape alone says how entries are shared.
     blocks = {(size, n) for each in sizes.values() for size, n in zip(each, shape, strict=True) if 1 < size < n}
     lengths = {size for size, _ in blocks}
     if len(lengths) < 2:
         return sizes, next(iter(lengths), None)
+    # Without a short block the shapes tell the sizes, which may then differ.
     if not any(n % size for size, n in blocks):
         return sizes, None
+    # The common divisor divides the blocks of every dimension; with 1 there is an entry per index.
     size = math.gcd(*lengths)
     cut = {
         name: tuple(size if 1 < s < n else s for s, n in zip(each, shape, strict=True)) for name, each in sizes.items()

@@ -17,6 +17,7 @@ from . import quantized_array
 from .quantized_array import QuantizedArray
 
 _NAME = "quantization_error"
+# 10 log10 v = 10 / ln(10) * ln v
 _DECIBELS = np.float32(10 / np.log(10))  # decibels in a natural logarithm of 1
 _OCTAVE = np.float32(20 * np.log10(2))  # decibels in a factor of two
 
@@ -111,6 +112,7 @@ def _find_largest(value: jax.Array) -> jax.Array:
 
 def _scale_near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return value / 2**n, which is exact, and n, such that the largest magnitude is near 1 and can be squared."""
+    # The exponent bits of a float32 give the power of two without rounding.
     power = jnp.clip((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127, -126, 126)
     factor = lax.bitcast_convert_type((127 - power) << 23, jnp.float32)
     return value * granularity.PerTensor().expand(factor, value), power
@@ -120,6 +122,7 @@ def _find_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -
     """Return the cosine of the angle between x and y from their product and their squares."""
     is_zero = (x_square == 0) | (y_square == 0)
     both_zero = (x_square == y_square).astype(jnp.float32)
+    # Divide by 1 where the cosine is not defined, because `jax_debug_nans` would stop at a NaN.
     length = jnp.sqrt(jnp.where(is_zero, np.float32(1), x_square * y_square))
     return jnp.where(is_zero, both_zero, jnp.clip(product / length, np.float32(-1), np.float32(1)))
 
@@ -138,6 +141,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
     low, high = dtypes.find_bounds(q.codes.dtype)
     codes = q.codes.astype(jnp.int32)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
+    # How far x is from its code, in steps.
     excess = value - (codes if point is None else codes - point).astype(jnp.float32)
     # A narrow range ends one code above the lowest one.
     return ((codes <= low + 1) & (excess < np.float32(-0.5))) | ((codes == high) & (excess > np.float32(0.5)))
@@ -147,6 +151,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
     """Return the fraction of the codes of q's format that occur in q."""
     codes, dtype = q.codes, q.codes.dtype
     count = 2 ** dtypes.find_width(dtype)
+    # Number the codes of every format from 0.
     if dtype in dtypes.FLOAT8:
         index = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
     elif dtype in dtypes.FLOAT4:
@@ -154,6 +159,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
         index = small_floats.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
         index = codes.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
+    # With explicit sharding a scatter would need an out_sharding; the codes are gathered instead.
     index = sharding.place_whole(index)
     is_used = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
     return jnp.mean(is_used, dtype=jnp.float32)

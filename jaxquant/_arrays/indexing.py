@@ -1,5 +1,4 @@
-"""Indexing, reshaping and transposing codes together with the scale and the zero point that belong to them. Knows
-nothing of what codes stand for."""
+"""Indexing, reshaping and transposing of quantized arrays: of the codes together with their scales and zero points."""
 
 from __future__ import annotations
 
@@ -22,80 +21,89 @@ _PER_INDEX = "QuantizedArray.per_index"
 _TRANSPOSE = "QuantizedArray.transpose"
 
 
-def _find_sizes(q: QuantizedArray, part: Any) -> tuple[int, ...]:
+def _find_run_lengths(q: QuantizedArray, part: Any) -> tuple[int, ...]:
+    """Return how many indices of each dimension share an entry of a scale or zero point."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     return sizes
 
 
 def _find_block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
+    """Return the dimensions of a scale or zero point that count blocks."""
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
 
 def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
-    """Returns what an index picks of the codes, and of what belongs to them; q has passed its contract.
+    """Return the elements that an index selects, with their entries of scale and zero point; q has been checked.
 
-    An out_sharding is that of the codes; their scale and zero point are then replicated.
+    With an out_sharding, which is that of the selected codes, the scale and the zero point are replicated.
     """
     items = _read_items(q.shape, index)
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
-    found = {_find_sizes(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
-    block_size = q.block_size or (found.pop() if len(found) == 1 else None)
-    values = _index_part(q.codes, items, out_sharding)
-    own = None if out_sharding is None else sharding.set_partition(out_sharding, ())
+    # Blocks that divide their dimension evenly have no stored size, but one of them may be short in the result.
+    sizes = {_find_run_lengths(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
+    block_size = q.block_size or (sizes.pop() if len(sizes) == 1 else None)
+    codes = _index_part(q.codes, items, out_sharding)
+    replicated = None if out_sharding is None else sharding.set_partition(out_sharding, ())
     scale, zero_point = (
-        None if p is None else _pick_part(q, p, items, block_size, own) for p in (q.scale, q.zero_point)
+        None if p is None else _index_entries(q, p, items, block_size, replicated) for p in (q.scale, q.zero_point)
     )
-    left = any(_find_block_dims(p, values.shape) for p in (scale, zero_point) if p is not None)
-    return q.replace(codes=values, scale=scale, zero_point=zero_point, block_size=block_size if left else q.block_size)
+    has_blocks = any(_find_block_dims(p, codes.shape) for p in (scale, zero_point) if p is not None)
+    stored_size = block_size if has_blocks else q.block_size
+    return q.replace(codes=codes, scale=scale, zero_point=zero_point, block_size=stored_size)
 
 
 def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
+    """Return the elements of one array that an index selects."""
     return part[tuple(items)] if out_sharding is None else part.at[tuple(items)].get(out_sharding=out_sharding)
 
 
 def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
-    """Returns an index as one item for each dimension, and a None for each new one."""
+    """Return an index as a list with one item for each dimension of the array and a None for each new dimension."""
     items = [_read_item(item) for item in (index if isinstance(index, tuple) else (index,))]
     rest = len(shape) - sum(_count_dimensions(item) for item in items)
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    checks.require(len(dots) <= 1, _ITEM, "index", "one ellipsis at most", index)
-    expected = f"at most {len(shape)} dimensions, the array's"
+    checks.require(len(dots) <= 1, _ITEM, "index", "at most one ellipsis", index)
+    expected = f"at most {len(shape)} dimensions, the rank of the array"
     checks.require(rest >= 0, _ITEM, "index", expected, len(shape) - rest)
     place = dots[0] if dots else len(items)
+    # Replace the ellipsis, or the missing end of the index, by full slices.
     items = [*items[:place], *[slice(None)] * rest, *items[place + len(dots) :]]
-    axis, found = 0, []
+    axis, indices = 0, []
     for item in items:
         if isinstance(item, int) and not -shape[axis] <= item < shape[axis]:
             expected = f"an int in [{-shape[axis]}, {shape[axis] - 1}] for dimension {axis}"
             raise IndexError(checks.format_message(_ITEM, "index", expected, item))
-        found += _replace_masks(item, shape[axis : axis + _count_dimensions(item)])
+        indices += _convert_mask(item, shape[axis : axis + _count_dimensions(item)])
         axis += _count_dimensions(item)
-    return found
+    return indices
 
 
 def _is_mask(item: Any) -> bool:
+    """Return whether an item is an array of bools."""
     return isinstance(item, jax.Array | np.ndarray) and item.dtype.kind == "b"
 
 
 def _count_dimensions(item: Any) -> int:
-    """Returns how many of the array's dimensions an item takes."""
+    """Return how many dimensions of the array an item indexes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if _is_mask(item) else 1
 
 
-def _replace_masks(item: Any, shape: tuple[int, ...]) -> list[Any]:
+def _convert_mask(item: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Return a mask as one array of indices for each of its dimensions, and any other item unchanged."""
     if not _is_mask(item):
         return [item]
     if item.shape != shape:
-        expected = f"a mask of shape {shape}, that of the dimensions it is for"
+        expected = f"a mask of shape {shape}, that of the dimensions it indexes"
         raise IndexError(checks.format_message(_ITEM, "index", expected, f"shape {item.shape}"))
     return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
 
 
-def _read_item(given: Any) -> Any:
-    item: Any = _convert_list(given) if isinstance(given, list) else given
+def _read_item(index: Any) -> Any:
+    """Return one item of an index as an int, a slice, None, an ellipsis or an array, after checking it."""
+    item: Any = _convert_list(index) if isinstance(index, list) else index
     if item is None or item is Ellipsis:
         return item
     if isinstance(item, slice):
@@ -103,148 +111,163 @@ def _read_item(given: Any) -> Any:
             if bound is not None:
                 checks.check_integer(_ITEM, "index", bound)
         return item
+    # A bool is an int in Python, but as an index it is a mask.
     if isinstance(item, int | np.integer) and not isinstance(item, bool):
         return int(item)
     return _convert_index(item)
 
 
-def _convert_list(given: list[Any]) -> np.ndarray:
-    """Returns a list of integers or bools as an array; one without elements as integers."""
+def _convert_list(numbers: list[Any]) -> np.ndarray:
+    """Return a list of integers or bools as an array, an empty list as an array of integers."""
     try:
-        item = np.asarray(given or np.zeros(0, np.int32))
-    except ValueError:  # numpy found rows of several lengths
-        checks.require(False, _ITEM, "index", "a list whose rows are equally long", given)
+        item = np.asarray(numbers or np.zeros(0, np.int32))
+    except ValueError:  # numpy refuses rows of different lengths
+        checks.require(False, _ITEM, "index", "a list whose rows have the same length", numbers)
         raise
-    if item.dtype.kind in "Of":  # numpy has no integers for these numbers, or they are no integers
-        for number in np.asarray(given, object).flat:
+    # numpy makes objects or floats of integers that are too large for its integer dtypes.
+    if item.dtype.kind in "Of":
+        for number in np.asarray(numbers, object).flat:
             if isinstance(number, int) and not np.iinfo(np.int64).min <= number <= np.iinfo(np.int64).max:
                 checks.require(False, _ITEM, "index", "integers that int32 holds", number)
     return item
 
 
 def _convert_index(item: Any) -> Any:
-    """Requires an array of integers, or a mask whose elements are known; returns integers as int32."""
+    """Check that an item is an array of integers or a mask that is not traced; return integers as int32."""
     is_array = isinstance(item, jax.Array | np.ndarray)
     expected = "ints, slices, None, an ellipsis, or arrays of integers or bools"
     checks.require_type(is_array and item.dtype.kind in "iub", _ITEM, "index", expected, checks.describe_value(item))
     if _is_mask(item):
-        expected = "a mask that is not traced, of rank 1 or more: its result's shape depends on it"
-        known = not checks.is_traced(item) and item.ndim > 0
-        checks.require_type(known, _ITEM, "index", expected, checks.describe_value(item))
+        expected = "a mask of rank 1 or more that is not traced, because the shape of the result depends on it"
+        is_usable = not checks.is_traced(item) and item.ndim > 0
+        checks.require_type(is_usable, _ITEM, "index", expected, checks.describe_value(item))
         return item
     item = entry_point.narrow_to_int32(_ITEM, "index", item)
-    if item.dtype.kind == "u" and item.dtype.itemsize > 2:  # JAX takes the upper half of uint32 for negative numbers
+    # JAX reads the upper half of uint32 as negative indices.
+    if item.dtype.kind == "u" and item.dtype.itemsize > 2:
         item = jnp.minimum(item, item.dtype.type(np.iinfo(np.int32).max))
     elif item.dtype.itemsize > 2:
         return item
-    return item.astype(np.int32)  # int8 cannot count to 200
+    return item.astype(np.int32)  # int8, for example, cannot hold a length of 200
 
 
-def _pick_part(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
-    sizes, axis, own = _find_sizes(q, part), 0, []
+def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: int | None, out_sharding: Any) -> Any:
+    """Return the entries of a scale or zero point that belong to the codes an index selects."""
+    sizes, axis, part_items = _find_run_lengths(q, part), 0, []
     for item in items:
         if item is None:
-            own.append(None)
+            part_items.append(None)
             continue
+        # An item of None adds a dimension and is handled above; every other item indexes exactly one.
         length, entries, size = q.shape[axis], part.shape[axis], sizes[axis]
+        # With one index and one entry, the item applies to the entry as well: a slice may be empty.
         if entries == 1 and length != 1:
-            own.append(_is_of_shared(item))
+            part_items.append(_select_shared_entry(item))
         elif entries == length:
-            own.append(item)
+            part_items.append(item)
         elif isinstance(item, slice):
             start, stop, step = item.indices(length)
             stop = max(start, stop)
+            # A slice of whole blocks keeps them. It may end inside the last block only if the size can be stored.
             if step == 1 and start % size == 0 and ((stop - start) % size == 0 or size == block_size):
-                own.append(slice(start // size, -(-stop // size)))
-            else:  # it cuts through blocks
+                part_items.append(slice(start // size, -(-stop // size)))
+            else:  # the slice cuts through blocks
                 part = expand_blocks(part, axis, size, length)
-                own.append(item)
+                part_items.append(item)
         else:
-            own.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
+            # The entry of an index is that of its block; count from the front before dividing.
+            part_items.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
-    return _index_part(part, own, out_sharding)
+    return _index_part(part, part_items, out_sharding)
 
 
 def expand_blocks(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
-    """Returns a scale or zero point with an entry per index of an axis along which it has one per `size` of them."""
+    """Return a scale or zero point with one entry per index of an axis on which each entry covers `size` indices."""
+    # The last block may be short: repeat as if it were whole, then cut off the rest.
     wide = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
     return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
 
 
 def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
-    """Returns q with an entry per index of some axes; q has passed its contract."""
+    """Return q with one entry for each index of the given axes; q has been checked."""
     parts = {}
     for name in ("scale", "zero_point"):
         part = getattr(q, name)
         if part is not None:
             for axis in axes:
                 axis = checks.check_axis(_PER_INDEX, axis, q.ndim)
-                size, length = _find_sizes(q, part)[axis], q.shape[axis]
+                size, length = _find_run_lengths(q, part)[axis], q.shape[axis]
                 if part.shape[axis] != length:
                     part = expand_blocks(part, axis, size, length)
             parts[name] = part
     return q.replace(**parts)
 
 
-def _is_of_shared(item: Any) -> Any:
-    """Returns the item that picks the one entry of a shared dimension, and keeps the rank that `item` gives."""
+def _select_shared_entry(item: Any) -> Any:
+    """Return the item that selects the only entry of a shared dimension, with a result of the same rank as `item`."""
     if isinstance(item, slice):
         return slice(None)
     return 0 if isinstance(item, int) else np.zeros((1,) * item.ndim, np.int32)
 
 
 def _wrap_negative(index: Any, length: int) -> Any:
-    """Returns an index counted from the front, the nearest where there is none such, as JAX takes it."""
-    counted = jnp.where(index < 0, index + index.dtype.type(length), index)
-    return jnp.clip(counted, index.dtype.type(0), index.dtype.type(max(length - 1, 0)))
+    """Return indices counted from the front; one that is out of range becomes the nearest index, as in JAX."""
+    from_front = jnp.where(index < 0, index + index.dtype.type(length), index)
+    return jnp.clip(from_front, index.dtype.type(0), index.dtype.type(max(length - 1, 0)))
 
 
 def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
-    """Returns q with its dimensions in another order; q has passed its contract."""
-    given = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list | None) else axes
-    order = tuple(range(q.ndim))[::-1] if not given else tuple(given)
+    """Return q with its dimensions in another order; q has been checked."""
+    # numpy accepts transpose(0, 1), transpose((0, 1)), transpose(None) and transpose().
+    order = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list | None) else axes
+    order = tuple(order) if order else tuple(range(q.ndim))[::-1]
     for axis in order:
         checks.check_integer(_TRANSPOSE, "axes", axis)
     expected = f"a permutation of {tuple(range(q.ndim))}"
-    in_range = all(-q.ndim <= a < q.ndim for a in order)
-    order = tuple(a % q.ndim for a in order) if in_range else order
+    is_in_range = all(-q.ndim <= a < q.ndim for a in order)
+    order = tuple(a % q.ndim for a in order) if is_in_range else order
     checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
-    values, scale, zero_point = (
+    codes, scale, zero_point = (
         None if p is None else jnp.transpose(p, order) for p in (q.codes, q.scale, q.zero_point)
     )
-    return q.replace(codes=values, scale=scale, zero_point=zero_point)
+    return q.replace(codes=codes, scale=scale, zero_point=zero_point)
 
 
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
-    """Returns q in another shape; q has passed its contract."""
+    """Return q in another shape; q has been checked."""
     new = _resolve_shape(q, shape)
-    found, sizes, short = [], set(), False
-    for name in ("scale", "zero_point"):
+    reshaped: dict[str, jax.Array | None] = {"scale": None, "zero_point": None}
+    sizes: set[int] = set()  # of the blocks of the result
+    is_short = False  # a last block is shorter than the others
+    for name in reshaped:
         part = getattr(q, name)
         if part is None:
-            found.append(None)
             continue
-        plan = _plan_reshape(part.shape, _find_sizes(q, part), q.shape, new)
-        expected = "a shape that keeps together what shares an entry, or q.dequantize().reshape"
-        got = f"{new} for {name} of shape {part.shape} on {q.shape}"
+        plan = _plan_reshape(part.shape, _find_run_lengths(q, part), q.shape, new)
+        expected = "a shape in which elements that share an entry stay neighbors, or q.dequantize().reshape"
+        got = f"{new} for a {name} of shape {part.shape} and codes of shape {q.shape}"
         checks.require(plan is not None, _RESHAPE, "shape", expected, got)
         assert plan is not None
         sizes |= {size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n)}
-        short |= any(n % size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n))
-        checks.require(len(sizes) < 2 or not short, _RESHAPE, "shape", expected, got)
-        found.append(part.reshape(tuple(entries for entries, _ in plan)))
+        is_short |= any(n % size for (entries, size), n in zip(plan, new, strict=True) if entries not in (1, n))
+        # Only one block size can be stored, so blocks of two sizes must divide their dimensions evenly.
+        checks.require(len(sizes) < 2 or not is_short, _RESHAPE, "shape", expected, got)
+        reshaped[name] = part.reshape(tuple(entries for entries, _ in plan))
+    # Blocks of two sizes are not stored: their shapes tell the sizes.
     block_size = sizes.pop() if len(sizes) == 1 else None
-    return q.replace(codes=q.codes.reshape(new), scale=found[0], zero_point=found[1], block_size=block_size)
+    return q.replace(codes=q.codes.reshape(new), block_size=block_size, **reshaped)
 
 
 def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:
-    given = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    for n in given:
+    """Return the new shape of an array with -1 replaced, after checking that it has the right size."""
+    lengths = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    for n in lengths:
         checks.check_integer(_RESHAPE, "shape", n)
-    new = tuple(int(n) for n in given)
-    expected = f"a shape of {q.size} elements, one dimension -1 at most"
+    new = tuple(int(n) for n in lengths)
+    expected = f"a shape of {q.size} elements with at most one dimension of -1"
     known = math.prod(n for n in new if n != -1)
     checks.require(new.count(-1) <= 1 and min(new, default=0) >= -1, _RESHAPE, "shape", expected, new)
+    # A product of 0 would leave the length of the -1 undetermined.
     if -1 in new:
         checks.require(known > 0 and q.size % known == 0, _RESHAPE, "shape", expected, new)
         new = tuple(q.size // known if n == -1 else n for n in new)
@@ -255,17 +278,22 @@ def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]
 def _plan_reshape(
     entries: tuple[int, ...], sizes: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
-    """Returns the entries and the run of each new dimension, or None where there is no such scale."""
+    """Return the number of entries and the run length of each new dimension, or None if no scale has that shape.
+
+    A run is the indices of a dimension that share an entry.
+    """
     if old == new:
         return list(zip(entries, sizes, strict=True))
+    # Without elements no entry is used, and only a single one fits every shape.
     if 0 in old:
         return [(1, n) for n in new] if math.prod(entries) == 1 else None
-    # Dimensions of 1 come and go.
+    # Dimensions of length 1 hold nothing: leave them out and insert the new ones afterwards.
     long = [i for i, n in enumerate(old) if n != 1]
     entries, sizes, old = (tuple(each[i] for i in long) for each in (entries, sizes, old))
     plan = _plan_long_reshape(entries, sizes, old, tuple(n for n in new if n != 1))
     if plan is None:
         return None
+    # Every new dimension of length 1 has one entry; the others take theirs from the plan in order.
     rest = iter(plan)
     return [(1, 1) if n == 1 else next(rest) for n in new]
 
@@ -273,12 +301,14 @@ def _plan_reshape(
 def _plan_long_reshape(
     entries: tuple[int, ...], sizes: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[int, int]] | None:
+    """Return what `_plan_reshape` returns, for shapes without dimensions of length 1."""
     plan: list[tuple[int, int]] = []
     for olds, news in _find_groups(old, new):
         lengths = [new[j] for j in news]
-        if len(olds) == len(news) == 1:  # the same dimension, its last block short or not
+        if len(olds) == len(news) == 1:  # an unchanged dimension keeps its blocks, even with a short last one
             plan.append((entries[olds[0]], sizes[olds[0]]))
             continue
+        # Inside a group the elements are consecutive, so a scale fits if its runs are.
         run = _find_run([(old[i], entries[i], sizes[i]) for i in olds])
         part = None if run is None else _spread_part(run, lengths)
         if part is None:
@@ -288,11 +318,12 @@ def _plan_long_reshape(
 
 
 def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Returns the least runs of old and new dimensions that hold the same elements."""
+    """Return the shortest groups of consecutive old and new dimensions that have the same number of elements."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
-        olds, news, left, right = [], [], 1, 1
+        olds, news, left, right = [], [], 1, 1  # left and right are the products of the lengths in the group
         while not olds or left != right:
+            # Extend the side with fewer elements until both sides have the same number.
             if left <= right:
                 olds, left, i = [*olds, i], left * old[i], i + 1
             else:
@@ -302,26 +333,33 @@ def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[
 
 
 def _find_run(dims: list[tuple[int, int, int]]) -> int | None:
-    """Returns how many neighbours in memory share an entry, or None where it is not the same number everywhere."""
-    run, inside = 1, True
+    """Return how many neighbors in row-major order share an entry, or None if the number varies.
+
+    Args:
+        dims: the length, the number of entries and the run length of each dimension.
+    """
+    run, is_inside = 1, True  # from the last dimension on, as long as the dimensions are inside a run
     for place, (length, entries, size) in reversed(list(enumerate(dims))):
-        if not inside:
+        if not is_inside:
+            # Outside the run every index must have its own entry.
             if entries != length:
                 return None
         elif entries == 1:
             run *= length
         elif entries == length:
-            inside = False
+            is_inside = False
         else:
-            if length % size and place:  # a short run in the middle
+            if length % size and place:  # short runs would lie between whole ones
                 return None
-            run, inside = run * size, False
+            run, is_inside = run * size, False
     return run
 
 
 def _spread_part(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
-    """Returns the entries and the run of dimensions over which neighbours share an entry, `run` of them each, but for
-    the last ones, which may be fewer."""
+    """Return the number of entries and the run length of each dimension if `run` neighbors share an entry.
+
+    The last run may be shorter. None if the dimensions do not allow it.
+    """
     plan: list[tuple[int, int]] = []
     for place, length in reversed(list(enumerate(lengths))):
         if length <= run:

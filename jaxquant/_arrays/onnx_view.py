@@ -67,6 +67,7 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     q = quantized_array.check_array(_NAME, "q", q)
     checks.require(q.codebook is None, _NAME, "q", "an array without a codebook, because ONNX has none", q.codebook)
     sizes = _find_common_sizes(q)
+    # A size of 0 is that of a dimension without indices, which still has an entry.
     entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
     scale, zero_point = (None if p is None else _pick_entries(p, q, entries, sizes) for p in (q.scale, q.zero_point))
     assert scale is not None
@@ -110,6 +111,7 @@ def _pick_entries(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes:
     for a, (count, size) in enumerate(zip(entries, sizes, strict=True)):
         if part.shape[a] == count:
             continue
+        # broadcast_to does not gather, so a shared entry stays cheap.
         if part.shape[a] == 1:
             shape = (*part.shape[:a], count, *part.shape[a + 1 :])
             part = jnp.broadcast_to(part, shape)
@@ -164,6 +166,7 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
+    # Convert before the check, so that an error describes the array that JAX reads.
     arguments = {"x": x, "x_scale": entry_point.convert_number(x_scale), "x_zero_point": x_zero_point}
     return _from_onnx(
         *entry_point.convert_arrays(_BACK, arguments), axis=axis, block_size=block_size, output_dtype=output_dtype

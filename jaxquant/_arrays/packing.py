@@ -1,4 +1,4 @@
-"""Codes of 4 and 2 bits in bytes, as ONNX packs them. Knows codes; knows nothing of what they stand for."""
+"""ONNX's packing of 4-bit and 2-bit codes into bytes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _PACK, _UNPACK = "checkpoint.pack", "checkpoint.unpack"
 
 
 def pack(values: ArrayLike) -> jax.Array:
-    """packed = the codes one after the other, the first in the lowest bits of its byte, zeros to the end of the last.
+    """Return codes packed into bytes, as ONNX packs them.
 
-    ONNX's packing of 4 bits, two to a byte, and of 2 bits, four to a byte, over the array laid flat. Codes of 8 bits
-    are their bytes.
+    The codes are packed in row-major order, the first one into the lowest bits of the first byte: two 4-bit codes or
+    four 2-bit codes to a byte. Unused bits of the last byte are 0. Codes of 8 bits are stored as they are.
 
     Args:
-        values: codes of any shape: int2, uint2, int4, uint4, int8, uint8, one of the four float8, float4_e2m1fn or
-            float8_e8m0fnu.
+        values: codes of any shape: int2, uint2, int4, uint4, int8, uint8, one of the four float8 dtypes,
+            float4_e2m1fn or float8_e8m0fnu.
 
     Returns:
-        uint8, of rank 1.
+        A uint8 array of rank 1.
 
     Raises:
-        TypeError: values are of another dtype.
+        TypeError: the codes have another dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,11 +49,14 @@ def pack(values: ArrayLike) -> jax.Array:
 def _pack(values: jax.Array) -> jax.Array:
     checks.check_array(_PACK, "values", values, DTYPES)
     width = dtypes.find_width(values.dtype)
+    # A reshape of a sharded array would need an out_sharding, so the array is gathered first.
     flat = sharding.place_whole(values).reshape(-1)
     if width == 8:
         return lax.bitcast_convert_type(flat, jnp.uint8)
+    # Only integers can be shifted: read the bits of a float4 as an integer.
     if flat.dtype in dtypes.FLOAT4:
         flat = lax.bitcast_convert_type(flat, jnp.uint4)
+    # Negative codes are sign-extended in int8; the mask keeps the bits of the code.
     codes = lax.bitcast_convert_type(flat.astype(jnp.int8), jnp.uint8) & np.uint8(2**width - 1)
     count = 8 // width
     codes = jnp.pad(codes, (0, -codes.size % count)).reshape(-1, count)
@@ -61,19 +64,19 @@ def _pack(values: jax.Array) -> jax.Array:
 
 
 def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
-    """values = what `pack` made these bytes of.
+    """Return the codes that `pack` packed into bytes.
 
     Args:
-        packed: uint8, of any shape; read flat.
-        dtype: Static. That of the values, one that `pack` takes.
-        shape: Static. That of the values.
+        packed: the bytes, uint8 of any shape; they are read in row-major order.
+        dtype: Static. The dtype of the codes, one that `pack` accepts.
+        shape: Static. The shape of the codes.
 
     Returns:
-        The values.
+        An array of the given dtype and shape.
 
     Raises:
-        TypeError: packed is not uint8, or dtype none that is packed.
-        ValueError: the bytes are not as many as the values take.
+        TypeError: `packed` is not uint8, `dtype` is not one that `pack` accepts, or `shape` is not a tuple of ints.
+        ValueError: the number of bytes does not fit the shape, or a dimension is negative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,14 +86,14 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
 
     Source: ONNX TensorProto, "int4, int2 packing"; onnx.numpy_helper.
     """
-    found = checks.check_dtype(_UNPACK, "dtype", dtype, DTYPES)
+    checked_dtype = checks.check_dtype(_UNPACK, "dtype", dtype, DTYPES)
     is_shape = isinstance(shape, tuple | list)
     checks.require_type(is_shape, _UNPACK, "shape", "a tuple of ints", checks.describe_value(shape))
     for length in shape:
         checks.check_integer(_UNPACK, "shape", length)
         if length < 0:
             checks.require(False, _UNPACK, "shape", "ints that are not negative", shape)
-    return _unpack(packed, dtype=found, shape=tuple(map(int, shape)))
+    return _unpack(packed, dtype=checked_dtype, shape=tuple(map(int, shape)))
 
 
 @compile_entry_point(_UNPACK)
@@ -99,7 +102,7 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
     checks.check_array(_UNPACK, "packed", packed, (np.dtype(jnp.uint8),))
     count = -(-size * width // 8)
     if packed.size != count:
-        checks.require(False, _UNPACK, "packed", f"{count} bytes, for {dtype}{list(shape)}", packed.size)
+        checks.require(False, _UNPACK, "packed", f"{count} bytes for {dtype}{list(shape)}", packed.size)
     if width == 8:
         return lax.bitcast_convert_type(packed.reshape(shape), dtype)
     shifts = np.arange(0, 8, width, dtype=np.uint8)
@@ -107,5 +110,6 @@ def _unpack(packed: jax.Array, *, dtype: np.dtype, shape: tuple[int, ...]) -> ja
     codes = lax.bitcast_convert_type(codes & np.uint8(2**width - 1), jnp.int8).reshape(-1)[:size].reshape(shape)
     if dtype in dtypes.FLOAT4:
         return lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype)
+    # Flipping the sign bit and subtracting it extends the sign of a code to 8 bits; it is 0 for unsigned dtypes.
     sign = np.int8(0 if dtypes.find_bounds(dtype)[0] == 0 else 2 ** (width - 1))
     return ((codes ^ sign) - sign).astype(dtype)

@@ -36,6 +36,7 @@ def check_parts(
     is_converted = isinstance(codes, jax.Array) and isinstance(scale, jax.Array)
     if not is_converted or not (zero_point is None or isinstance(zero_point, jax.Array)):
         codes, scale, zero_point = _convert_parts(function, argument, parts)
+    # Not the arrays themselves: they are not hashable, and the cache would keep them alive.
     point_dtype, point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
     _check_types(
         function, argument, codes.dtype, codes.shape, scale.dtype, scale.shape, point_dtype, point_shape, dtype,

@@ -120,6 +120,7 @@ def _check_known_range(lo: Any, hi: Any) -> None:
 @compile_entry_point(_NAME)
 def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec) -> QuantizedArray:
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+    # The scale would have a gradient but the codes would not, so that their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
     scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
@@ -157,5 +158,6 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
+    # Float codes saturate at the bounds of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
     return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)

@@ -70,6 +70,7 @@ class QuantizedArray(RefusedOperators):
         QuantizedArray(codes=(2, 3), scale=(2, 1), zero_point=None)
     """
 
+    # Static attributes are private, so that they are read through properties and set only by `_fill`.
     __slots__ = ("_block_size", "_codebook", "_dtype", "codes", "scale", "zero_point")
 
     codes: Any
@@ -95,6 +96,7 @@ class QuantizedArray(RefusedOperators):
 
     def _fill(self, codes: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
         """Set the attributes, which `__setattr__` refuses to do."""
+        # Written out, because a loop makes every unflatten slower.
         set_attribute = object.__setattr__
         set_attribute(self, "codes", codes)
         set_attribute(self, "scale", scale)
@@ -184,8 +186,10 @@ class QuantizedArray(RefusedOperators):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes, scale and zero point as they are stored: a 4-bit code takes half a byte, a 2-bit one a
-        quarter. In jax 0.10 a running CPU program holds each of these codes in a whole byte.
+        """The bytes of codes, scale and zero point as they are stored.
+
+        A 4-bit code takes half a byte and a 2-bit code a quarter. In jax 0.10 a running CPU program holds each of
+        these codes in a whole byte.
         """
         arrays = (self.codes, self.scale, self.zero_point)
         return sum(parts.count_stored_bytes(array) for array in arrays if array is not None)
@@ -211,16 +215,17 @@ class QuantizedArray(RefusedOperators):
 
     def __repr__(self) -> str:
         """Return the dtypes and shapes, without numbers; the children themselves if they are not arrays."""
-        is_complete = self.codes is not None and self.scale is not None
-        children = (self.codes, self.scale, self.zero_point)
-        if not is_complete or not all(child is None or hasattr(child, "dtype") for child in children):
-            return f"{_NAME}(codes={self.codes!r}, scale={self.scale!r}, zero_point={self.zero_point!r})"
-        codes = parts.describe_part(self.codes)
+        codes, scale, zero_point = self.codes, self.scale, self.zero_point
+        # JAX prints trees of shapes, strings or None in errors, so repr must not fail on them.
+        is_whole = hasattr(codes, "dtype") and hasattr(scale, "dtype")
+        if not is_whole or not (zero_point is None or hasattr(zero_point, "dtype")):
+            return f"{_NAME}(codes={codes!r}, scale={scale!r}, zero_point={zero_point!r})"
+        text = parts.describe_part(codes)
         if self._codebook is not None:
-            codes = codes.replace(str(self.codes.dtype), self._codebook.name)
-        zero_point = "None" if self.zero_point is None else parts.describe_part(self.zero_point)
+            text = text.replace(str(codes.dtype), self._codebook.name)
+        point = "None" if zero_point is None else parts.describe_part(zero_point)
         blocks = f", block_size={self._block_size}" if self._block_size else ""
-        text = f"{codes}, scale={parts.describe_part(self.scale)}, zero_point={zero_point}{blocks}"
+        text = f"{text}, scale={parts.describe_part(scale)}, zero_point={point}{blocks}"
         return f"{_NAME}({text}, dtype={self._dtype}, nbytes={self.nbytes})"
 
     # Conversions.
@@ -257,6 +262,7 @@ class QuantizedArray(RefusedOperators):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
+        # numpy calls this method for `array @ q`, before __rmatmul__.
         if ufunc is np.matmul and method == "__call__" and not keywords:
             from .._contractions.dot import matmul
 
@@ -352,6 +358,7 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
     codes, scale, zero_point = q.codes, q.scale, q.zero_point
     static = (q._dtype, q._block_size, q._codebook)
     checked = parts.check_parts(function, argument, (codes, scale, zero_point), static, is_awaited=is_awaited)
+    # Return the same object where nothing was converted: the usual case.
     if checked[0] is codes and checked[1] is scale and checked[2] is zero_point:
         return q
     return q.replace(codes=checked[0], scale=checked[1], zero_point=checked[2])

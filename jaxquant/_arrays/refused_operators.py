@@ -11,6 +11,7 @@ import numpy as np
 from .._core import checks
 
 _CLASS = "QuantizedArray"
+# The names of the special methods without underscores, and how the operators are written.
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "divmod": "divmod",
     "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
@@ -20,6 +21,7 @@ _UNARY = {
     "neg": "-{}", "pos": "+{}", "invert": "~{}", "abs": "abs({})", "round": "round({})",
     "float": "float({})", "int": "int({})", "complex": "complex({})",
 }  # fmt: skip
+# Without newlines, because JAX inserts the repr of the type into a sentence.
 _ADVICE = (
     "jq.matmul, jq.dot_general and jq.einsum contract it, jq.take and jq.concatenate take it, "
     "q.dequantize() returns a jax.Array"
@@ -36,6 +38,7 @@ class Advised(type):
 
     def __repr__(cls) -> str:
         """Return the public name of the class and the functions that take it."""
+        # Subclasses and this base keep the usual repr.
         if cls.__name__ != _CLASS:
             return super().__repr__()
         return f"<class 'jaxquant.{_CLASS}': {_ADVICE}>"
@@ -53,6 +56,7 @@ class RefusedOperators(metaclass=Advised):
     def __contains__(self, item: object) -> bool:
         """Raise TypeError: Python would compare the rows by identity, and the result would always be False."""
         _refuse("__contains__", "x in q.dequantize()", f"{_name_type(item)} in {self!r}")
+        # `_refuse` always raises; a type checker does not know.
         raise AssertionError
 
 
@@ -78,6 +82,7 @@ def _make_binary(method: str, symbol: str) -> Callable[[Any, Any], Any]:
     def refuse(self: Any, other: Any) -> Any:
         if not isinstance(other, refused_types):
             return NotImplemented  # the other class may support QuantizedArrays
+        # Show how both operands become floats.
         right = "p.dequantize()" if isinstance(other, RefusedOperators) else "x"
         got = _write_expression(symbol, repr(self), _name_type(other))
         return _refuse(method, _write_expression(symbol, "q.dequantize()", right), got)

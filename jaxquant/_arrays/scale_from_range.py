@@ -1,4 +1,4 @@
-"""Finds the shapes of ranges, and the scale and the zero point for a range, under a spec."""
+"""The shapes of ranges, and the scale and zero point that a spec gives a range."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _TINY, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
 def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes, of x's rank, of the scale and of the zero point of an x of this shape."""
-    points = spec.zero_point_granularity
-    assert points is not None
+    """Return the shapes of the scale and of the zero point of an x of this shape; both have x's rank."""
+    point_granularity = spec.zero_point_granularity
+    assert point_granularity is not None
     return (
         granularities.find_scale_shape(function, spec.granularity, shape),
-        granularities.find_scale_shape(function, points, shape),
+        granularities.find_scale_shape(function, point_granularity, shape),
     )
 
 
 def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the shape of the ranges that a scale and a zero point come from; None where neither is the coarser."""
+    """Return the finer shape of a scale and a zero point, which their ranges have; None if neither is the finer one."""
+    # The finer shape must be as long as the other one in every dimension that is not shared.
     pairs = tuple(zip(scale, zero_point, strict=True))
     if not all(s == z or 1 in (s, z) for s, z in pairs):
         return None
@@ -36,38 +37,40 @@ def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tu
 
 
 def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the ranges of an x of this shape: the scale's, or the zero point's where that is finer."""
-    found = find_finest_shape(*find_shapes(function, spec, shape))
-    expected = "one granularity that is the coarser of the two"
-    got = f"{spec.granularity} and {spec.zero_point_granularity}"
-    checks.require(found is not None, function, "spec", expected, got)
-    assert found is not None
-    return found
+    """Return the shape of the ranges of an x of this shape: that of the scale or of the zero point, if it is finer."""
+    range_shape = find_finest_shape(*find_shapes(function, spec, shape))
+    if range_shape is None:
+        expected = "granularities of scale and zero point such that one refines the other"
+        got = f"{spec.granularity} and {spec.zero_point_granularity}"
+        checks.require(False, function, "spec", expected, got)
+    assert range_shape is not None
+    return range_shape
 
 
 def find_block_size(spec: QuantSpec) -> int | None:
-    """Returns the length of the spec's blocks, of the scale's where the zero point's differ; None without blocks."""
+    """Return the block size of the spec, of the scale if that of the zero point differs; None without blocks."""
     sizes = _list_block_sizes(spec)
     return sizes[0] if sizes else None
 
 
 def check_one_block_size(function: str, spec: QuantSpec) -> int | None:
-    """Requires blocks of one length, or none, and returns it."""
+    """Check that all blocks of the spec have the same size, and return it; None without blocks."""
     sizes = sorted(set(_list_block_sizes(spec)))
     checks.require(len(sizes) < 2, function, "spec", "blocks of one size", f"sizes {sizes}")
     return find_block_size(spec)
 
 
 def find_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
-    """Returns the `block_size` that an array of this shape has: None where no dimension is cut into blocks.
+    """Return the `block_size` that an array of this shape stores: None if no dimension is divided into blocks.
 
-    A dimension no longer than a block has one entry, which says by itself that all of it shares a scale.
+    A dimension that is not longer than a block has a single entry, so its shape says that all of it shares a scale.
     """
     is_cut = any(n not in (1, m) for n, m in zip(find_range_shape(function, spec, shape), shape, strict=True))
     return check_one_block_size(function, spec) if is_cut else None
 
 
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
+    """Return the block sizes of the scale and of the zero point, as far as they are blocked."""
     both = (spec.granularity, spec.zero_point_granularity)
     return [granularity.size for granularity in both if isinstance(granularity, granularities.Blocked)]
 
@@ -75,32 +78,35 @@ def _list_block_sizes(spec: QuantSpec) -> list[int]:
 def find_scale_and_zero_point(
     spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (scale, zero_point) for float32 ranges; every argument has passed its contract.
+    """Return the scale and the zero point of float32 ranges; the arguments have been checked.
 
-    A range is widened to hold 0; one that is 0 has scale 1, and so has one of subnormal numbers, which XLA:CPU treats
-    as 0. Any other has a scale that is a normal float32, the least one where the formula gives less. NaN and infinite
-    ranges have such scales.
+    A range is widened to include 0. A range of zeros has scale 1, and so has one of subnormal numbers, which XLA:CPU
+    treats as 0. The scale of any other range is a normal float32, the least one if the formula gives less. A range
+    with a NaN or an infinity has a scale of NaN or infinity.
 
     Args:
-        spec: Static.
-        low: the lower ends, of the finer of the two shapes.
-        high: the upper ends.
-        scale_shape: Static. Of the scale.
-        point_shape: Static. Of the zero point.
+        spec: Static. The spec of the scale and the zero point.
+        low: the lower ends, in the finer of the two shapes.
+        high: the upper ends, in the same shape.
+        scale_shape: Static. The shape of the scale.
+        point_shape: Static. The shape of the zero point.
 
     Returns:
-        The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None where it is 0 by the spec.
+        The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
+    # 0 must be a code exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     fixed = spec.fixed_zero_point
     if fixed is not None:
         scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(fixed)))
         return scale, None if fixed == 0 else jnp.full(point_shape, fixed, spec.carrier)
+    # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
-    if scale_shape == low.shape != point_shape:  # a scale has less to share than a zero point
+    if scale_shape == low.shape != point_shape:  # several scales share a zero point
         pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
+        # The zero point comes from the widest range. Each scale must then reach both ends of its own range from there.
         point = _find_zero_point(spec, pooled_low, _find_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
-        # A bound other than 0 needs a step on its side of the zero point, or no scale reaches it.
+        # An end other than 0 needs a code on its side of the zero point, or no scale would reach it.
         floor = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
         ceiling = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
         point = jnp.clip(point.astype(jnp.int32), floor, ceiling).astype(spec.carrier)
@@ -108,102 +114,114 @@ def find_scale_and_zero_point(
         scale = jnp.maximum(_divide_bound(low, np.float32(qmin) - steps), _divide_bound(high, np.float32(qmax) - steps))
         return _round_scale_up(spec, _guard_scale(scale, low, high)), point
     wide = _find_asymmetric_scale(low, high, qmax - qmin)
-    if scale_shape != low.shape:  # each slice has its own zero point: what they share must span the widest
+    if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
+        # An empty range has scale 1, which must not win over the scales of the other ranges.
         wide = _pool(jnp.where(is_empty(low, high), _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
+    # The zero point must be computed with the scale as it is stored, rounded.
     scale = _round_scale_up(spec, wide)
     wide = small_floats.scale_as_float32(scale)
     return scale, _find_zero_point(spec, low, _spread_like(wide, low))
 
 
 def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a value broadcast to the shape and the sharding of another array."""
     return sharding.place_like(jnp.broadcast_to(value, like.shape), like)
 
 
 def _widen_to_zero(bound: jax.Array, sign: int) -> jax.Array:
-    """Returns a bound moved to 0 where it is on the other side; NaN stays."""
-    outside = bound * np.float32(sign) < 0
-    return jnp.where(outside, _ZERO, bound)
+    """Return one end of a range, 0 where the range would not include 0; NaN stays NaN."""
+    excludes_zero = bound * np.float32(sign) < 0
+    return jnp.where(excludes_zero, _ZERO, bound)
 
 
 def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Array:
-    axes = tuple(a for a, (n, expected) in enumerate(zip(values.shape, shape, strict=True)) if n != expected)
+    """Return values reduced to a coarser shape; a NaN among them gives a NaN."""
+    axes = tuple(a for a, (n, length) in enumerate(zip(values.shape, shape, strict=True)) if n != length)
     result = reduce(values, axis=axes, keepdims=True)  # type: ignore[operator]
-    nan = jnp.any(jnp.isnan(values), axis=axes, keepdims=True)  # XLA:CPU's own reductions lose it
-    return jnp.where(nan, np.float32(np.nan), result)
+    # XLA:CPU's minimum and maximum may lose a NaN.
+    has_nan = jnp.any(jnp.isnan(values), axis=axes, keepdims=True)
+    return jnp.where(has_nan, np.float32(np.nan), result)
 
 
-def _divide_by_number(x: jax.Array, by: float) -> jax.Array:
-    return division.divide(x, sharding.place_like(jnp.full(x.shape, by, jnp.float32), x))
+def _divide_by_number(x: jax.Array, divisor: float) -> jax.Array:
+    """Return x / divisor, rounded correctly."""
+    return division.divide(x, sharding.place_like(jnp.full(x.shape, divisor, jnp.float32), x))
 
 
 def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
-    """Returns bound / steps, and 0 for no steps: a bound of 0 needs none."""
-    none = steps == 0
-    return jnp.where(none, _ZERO, division.divide(bound, jnp.where(none, _ONE, steps)))
+    """Return bound / steps, or 0 if there are no steps, because the bound is then 0."""
+    is_zero = steps == 0
+    return jnp.where(is_zero, _ZERO, division.divide(bound, jnp.where(is_zero, _ONE, steps)))
 
 
 def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
-    least, most = spec.bounds
-    largest = spec.codebook.largest if spec.codebook else most - fixed
-    if spec.codebook or least - fixed == -largest:
+    """Return the scale of a spec whose zero point is fixed."""
+    qmin, qmax = spec.bounds
+    largest = spec.codebook.largest if spec.codebook else qmax - fixed
+    # One division suffices if the codes reach equally far on both sides of the zero point.
+    if spec.codebook or qmin - fixed == -largest:
         scale = _divide_by_number(jnp.maximum(-low, high), largest)
     else:
-        scale = jnp.maximum(_divide_by_number(low, least - fixed), _divide_by_number(high, largest))
+        scale = jnp.maximum(_divide_by_number(low, qmin - fixed), _divide_by_number(high, largest))
     return _guard_scale(scale, low, high)
 
 
 def _find_asymmetric_scale(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
-    # Halves, which are exact: the whole width may be more than a float32 holds.
+    """Return the scale at which a number of steps spans the range."""
+    # Halves are exact, and the whole width may overflow float32.
     half = np.float32(0.5)
     return _guard_scale(_divide_by_number(high * half - low * half, steps / 2), low, high)
 
 
 def _guard_scale(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns a scale that is 1 for a range of 0, a normal number for any other, and NaN for a NaN."""
+    """Return the scale, 1 for a range of zeros, at least the least normal number for others, and NaN for a NaN."""
     scale = jnp.where(is_empty(low, high), _ONE, jnp.maximum(scale, _TINY))
     return jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), scale)
 
 
 def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns where a range holds nothing but 0 and subnormal numbers.
+    """Return where a range includes only 0 and subnormal numbers.
 
-    XLA:CPU treats those as 0 when it runs a program, but not where it folds constants; other backends may not either.
+    XLA:CPU treats subnormal numbers as 0 in a running program but not in constant folding. Other backends may differ.
     """
     return (jnp.abs(low) < _TINY) & (jnp.abs(high) < _TINY)
 
 
 def find_least_scale(dtype: np.dtype) -> np.float32:
-    """Returns the least positive scale of a dtype that is a normal float32: XLA:CPU treats smaller ones as 0."""
+    """Return the least positive scale of a dtype that is a normal float32, because XLA:CPU treats smaller ones as 0."""
     return np.float32(max(float(jnp.finfo(dtype).smallest_subnormal), float(_TINY)))
 
 
 def _find_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the code of 0.0 for ranges that begin at `low`."""
     qmin, qmax = (int(b) for b in spec.bounds)
     start = np.float32(qmin) - division.divide(low, scale)
-    # As ONNX Runtime's DynamicQuantizeLinear: its clamp takes a NaN to the upper bound.
+    # As in ONNX Runtime's DynamicQuantizeLinear, whose clamp turns a NaN into the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
     return rounding.encode_steps(start, None, spec.carrier, (qmin, qmax))
 
 
 def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
-    """Returns a float32 scale rounded up to what the spec's scale can be."""
+    """Return a float32 scale rounded up to a scale that the spec allows, in its dtype."""
     if spec.power_of_two:
         scale = _round_to_power_of_two(scale)
     if spec.scale_dtype == dtypes.E8M0:
         return _encode_e8m0(scale)
     if spec.scale_dtype == dtypes.FLOAT32:
         return scale
-    # What is beyond the dtype saturates; an infinity that came stays one.
+    # A finite scale too large for the dtype saturates, but an infinity stays one.
     largest = np.float32(jnp.finfo(spec.scale_dtype).max)
     scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, largest), scale)
+    # Where the nearest number is less than the scale, add 1 to its bits: that is the next number above.
     nearest = rounding.round_to_dtype(scale, spec.scale_dtype)
     bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
     return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)
 
 
 def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
-    """Returns the least power of two that is not below a positive normal scale."""
+    """Return the least power of two that is not less than a positive normal scale."""
+    # Adding all mantissa bits carries into the exponent unless the mantissa is 0.
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     up = ((bits + np.int32(0x7FFFFF)) >> 23) << 23
     power = lax.bitcast_convert_type(jnp.minimum(up, np.int32(254 << 23)), jnp.float32)
@@ -211,6 +229,8 @@ def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
 
 
 def _encode_e8m0(power: jax.Array) -> jax.Array:
+    """Return float32 powers of two as float8_e8m0fnu, whose code is the exponent of a float32."""
     code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF
-    code = jnp.where(jnp.isfinite(power), code, 255)  # its NaN; it has no infinity
+    # NaN and infinity have all exponent bits set, as 255 has.
+    code = jnp.where(jnp.isfinite(power), code, 255)  # 255 is its NaN; there is no infinity
     return lax.bitcast_convert_type(code.astype(jnp.uint8), dtypes.E8M0)

@@ -18,6 +18,7 @@ from .codebook import Codebook
 
 Static = tuple[np.dtype | None, int | None, Codebook | None]
 _SAVED = "QuantizedArray"
+# JSON allows numbers that overflow float32.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -40,6 +41,7 @@ def decode_saved_program(text: str | bytes | bytearray) -> Static:
 def parse_json(function: str, argument: str, text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text, in which no object may have a key twice."""
     try:
+        # A second value for a key would silently replace the first one.
         return json.loads(text, object_pairs_hook=_collect_unique)
     except (ValueError, RecursionError) as error:
         got = "a text that is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -69,6 +71,7 @@ def decode_static(function: str, argument: str, fields: Any) -> Static:
     """Return the valid dtype, block size and codebook that a JSON object describes."""
     dtype = get_field(function, argument, fields, "dtype")
     block_size = get_field(function, argument, fields, "block_size")
+    # `type`, because True is an int for isinstance.
     is_size = block_size is None or (type(block_size) is int and block_size > 0)
     if not is_size:
         got = _shorten_json(block_size)
@@ -92,6 +95,7 @@ def decode_dtype(function: str, argument: str, name: Any, allowed: Sequence[np.d
 def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
     """Return a shape, after checking that an array can have it."""
     is_shape = isinstance(shape, list) and len(shape) <= 64 and all(type(n) is int and n >= 0 for n in shape)
+    # A length of 0 must not hide that the others overflow.
     if not is_shape or math.prod(max(n, 1) for n in shape) >= 2**63:
         expected = "a list of at most 64 lengths whose product fits into an int64"
         checks.require(False, function, argument, expected, _shorten_json(shape))
@@ -106,6 +110,7 @@ def _decode_codebook(function: str, argument: str, fields: Any) -> Codebook | No
     if not isinstance(name, str):
         checks.require(False, function, f"{argument}['name']", "a string", _shorten_json(name))
     # The constructor of Codebook is less strict and would raise errors that do not name the place in the file.
+    # Compare types first: abs of a string or a comparison of lists would raise an unnamed error.
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
     if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):

@@ -72,6 +72,7 @@ class QuantSpec:
         """Fill in the defaults and check that the attributes do not contradict each other."""
         dtype = _read_dtype(self.dtype)
         is_integer = dtype in dtypes.INTEGERS
+        # Float dtypes and codebooks count as signed: their range is symmetric.
         is_signed = not is_integer or dtypes.find_bounds(dtype)[0] < 0
         symmetric = is_signed if self.symmetric is None else self.symmetric
         narrow = (is_integer and bool(symmetric)) if self.narrow_range is None else self.narrow_range
@@ -81,6 +82,7 @@ class QuantSpec:
         )
         expected = f"False, because {dtype} has no lowest code to leave out"
         checks.require(is_integer or not narrow, _NAME, "narrow_range", expected, narrow)
+        # None is a default only for the zero point.
         for argument in ("granularity", "zero_point_granularity"):
             value = getattr(self, argument)
             is_choice = isinstance(value, Choice) or (value is None and argument != "granularity")
@@ -115,6 +117,7 @@ class QuantSpec:
             repr(self.granularity),
             *(f"{name}={getattr(self, name)}" for name in ("symmetric", "narrow_range", "scale_dtype")),
         ]
+        # Rarely used, so they are printed only if they are set.
         if self.power_of_two:
             texts.append("power_of_two=True")
         if self.zero_point_granularity != self.granularity:

@@ -1,5 +1,4 @@
-"""Checkpoints that hold quantized arrays at their true size: as plain arrays for any library, in safetensors files and
-in Orbax folders."""
+"""Checkpoints of quantized arrays at their true size: as plain arrays, in safetensors files and in Orbax folders."""
 
 from .._arrays.packing import pack, unpack
 from .arrays import from_arrays, to_arrays

@@ -54,6 +54,7 @@ def to_arrays(tree: Any) -> Any:
         if not isinstance(leaf, QuantizedArray):
             return leaf
         q = quantized_array.check_array("checkpoint.to_arrays", "tree", leaf)
+        # A missing zero point is left out, because None is not an array that a library can save.
         parts = {name: getattr(q, name) for name in PARTS if getattr(q, name) is not None}
         return {**{name: store_part(part) for name, part in parts.items()}, KEY: write_description(q)}
 
@@ -98,6 +99,7 @@ def restore_tree(function: str, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_stored)
 
 
+# Used as `is_leaf`: JAX would otherwise descend into the arrays of a QuantizedArray.
 def is_stored_apart(node: Any) -> bool:
     """Return whether `to_arrays` converts a node of a tree."""
     return isinstance(node, QuantizedArray | StaticText)
@@ -105,6 +107,7 @@ def is_stored_apart(node: Any) -> bool:
 
 def _is_stored(node: Any) -> bool:
     """Return whether `from_arrays` converts a node of a tree."""
+    # A dict of the caller may have a key "static_text" among others; a stored text has only this key.
     return isinstance(node, Mapping) and (KEY in node or set(node) == {TEXT})
 
 

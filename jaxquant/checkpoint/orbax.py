@@ -81,17 +81,20 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     with library.StandardCheckpointer() as checkpointer:
         if like is None:
             return restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path)))
+        # Orbax needs the stored dtypes and shapes, not those of the quantized arrays.
         target = jax.tree.map(
             lambda leaf: _make_target(leaf) if is_stored_apart(leaf) else leaf, like, is_leaf=is_stored_apart
         )
         tree = restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path), target))
     structure, saved = jax.tree.structure(like), jax.tree.structure(tree)
     checks.require(structure == saved, _LOAD, "like", f"{saved}, the structure that was saved", structure)
+    # Packed codes were restored on every device; the shardings of `like` are applied to the unpacked ones.
     return jax.tree.map(_place_like, tree, like)
 
 
 def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     """Return what Orbax restores the stored arrays into, sharded as the parts are unless they are packed."""
+    # The text is known from `like`, so its stored form has the right length.
     if isinstance(q, StaticText):
         return store_text(q)
     target: dict[str, Any] = {KEY: write_description(q)}

@@ -56,6 +56,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> N
         if array.dtype in _AS_BITS and array.dtype.isbuiltin != 1:
             bits[name] = {"dtype": array.dtype.name, "shape": list(array.shape)}
             array = np.asarray(store_part(array))
+        # safetensors writes the buffer without regard to strides.
         tensors[name] = np.asarray(array, order="C")
     library.save_file(tensors, os.fspath(path), metadata={FORMAT: json.dumps(bits)})
 
@@ -68,6 +69,7 @@ def _name_arrays(tree: Any) -> dict[str, Any]:
     )
     arrays: dict[str, Any] = {}
     for path, leaf in leaves:
+        # Check the keys before the leaf, so that the error names the outermost fault.
         names = [_read_key(path[:depth], entry.key) for depth, entry in enumerate(path)]
         if isinstance(leaf, Mapping) and not leaf:
             checks.require(not path, _SAVE, _describe_place(path), "a dict that is not empty", "{}")
@@ -125,6 +127,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         text = checks.format_message(_LOAD, "path", "a safetensors file", f"{os.fspath(path)!r}: {error}")
         raise checks.ContractValueError(text) from error
     place = f"path, the metadata {FORMAT!r}"
+    # A file of another program has no such metadata.
     bits = serialization.parse_json(_LOAD, place, metadata.get(FORMAT, "{}"))
     if not isinstance(bits, dict) or not set(bits) <= set(arrays):
         got = ", ".join(map(repr, bits)) if isinstance(bits, dict) else type(bits).__name__
@@ -145,6 +148,7 @@ def _nest_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
         for key in outer:
             node = node.setdefault(key, {})
             checks.require(isinstance(node, dict), _LOAD, "path", expected, repr(name))
+        # Both orders occur: "a" before "a/b", and "a/b" before "a".
         checks.require(last not in node, _LOAD, "path", expected, repr(name))
         node[last] = array
     return tree

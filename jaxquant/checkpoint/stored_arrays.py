@@ -1,6 +1,6 @@
-"""A QuantizedArray as arrays that every library can save, at their true size, and a description of them.
+"""The stored form of a quantized array: plain arrays and a JSON description of them.
 
-A description is data: nothing in it is executed, and what does not describe the arrays beside it is a contract error.
+A description is data and is never executed. One that does not fit its arrays raises a named error.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.static_text import StaticText
 from .._core import checks, dtypes
 
-_DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # those of the parts
-KEY = "quantized_array"  # the description lies beside the parts, under this name
+_DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # the dtypes of the parts
+KEY = "quantized_array"  # the key of the description, next to those of the parts
 FORMAT, _VERSION = "jaxquant.QuantizedArray", 1
-TEXT = "static_text"  # the name of what a StaticText is stored as
+TEXT = "static_text"  # the key of a stored StaticText
 PARTS = ("codes", "scale", "zero_point")
 
 
 def find_stored_type(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns the dtype and the shape that an array is stored in: one that every library knows."""
+    """Return the dtype and the shape in which an array is stored; every library supports the dtype."""
     if dtypes.find_width(dtype) < 8:
         return np.dtype(jnp.uint8), (-(-math.prod(shape) * dtypes.find_width(dtype) // 8),)
+    # 1 marks numpy's own dtypes, which every library knows; those of ml_dtypes have 2.
     if dtype.isbuiltin == 1:
         return dtype, shape
     return np.dtype(f"u{dtype.itemsize}"), shape
 
 
 def store_part(part: Any) -> Any:
-    """Returns an array as one that every library can save: codes of less than 8 bits packed, other types as bits."""
+    """Return an array in its stored form: codes of less than 8 bits are packed, other special dtypes become bits."""
     part = jnp.asarray(part)
     dtype, _ = find_stored_type(part.dtype, part.shape)
     if dtypes.find_width(part.dtype) < 8:
@@ -47,16 +48,17 @@ def store_part(part: Any) -> Any:
 
 
 def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-    """Returns what `store_part` was given; bytes of packed codes may have any shape."""
+    """Return the array that `store_part` stored; the bytes of packed codes may have any shape."""
     is_array = isinstance(stored, jax.Array | np.ndarray | np.generic)
     checks.require_type(is_array, function, argument, "an array", type(stored).__name__)
     is_packed = dtypes.find_width(dtype) < 8
     expected, lengths = find_stored_type(dtype, shape)
+    # Some libraries restore bytes in another shape, which does not matter for packed codes.
     fits = stored.dtype == expected and (stored.size == lengths[0] if is_packed else stored.shape == lengths)
     if not fits:
-        described = f"{expected.name}{list(lengths)}, as described"
-        described += "" if expected == dtype else f" for {dtype.name}{list(shape)}"
-        checks.require(False, function, argument, described, f"{stored.dtype}{list(stored.shape)}")
+        description = f"{expected.name}{list(lengths)}, as described"
+        description += "" if expected == dtype else f" for {dtype.name}{list(shape)}"
+        checks.require(False, function, argument, description, f"{stored.dtype}{list(stored.shape)}")
     if is_packed:
         return unpack(stored, dtype, shape)
     stored = jnp.asarray(stored)
@@ -64,26 +66,28 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
 
 
 def write_description(q: QuantizedArray) -> np.ndarray:
-    """Returns what the parts of a QuantizedArray are, as the bytes of a JSON text."""
+    """Return the description of a QuantizedArray: the bytes of a JSON text."""
     parts = {
         name: {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
         for name in PARTS
         if (part := getattr(q, name)) is not None
     }
+    # `encode_static` returns text; parse it so that the description is one JSON object.
     static = json.loads(serialization.encode_static((q.dtype, q.block_size, q.codebook)))
     text = json.dumps({"format": FORMAT, "version": _VERSION, "parts": parts, "static": static})
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> QuantizedArray:
-    """Returns the QuantizedArray that a dict of stored arrays and a description stand for."""
+    """Return the QuantizedArray that was stored as a dict of arrays and a description."""
     place = f"{argument}['{KEY}']"
-    found = _read_description(function, place, node[KEY])
-    parts = serialization.get_field(function, place, found, "parts")
+    description = _read_description(function, place, node[KEY])
+    parts = serialization.get_field(function, place, description, "parts")
     required = ("codes", "scale")
     if not isinstance(parts, dict) or not set(required) <= set(parts) <= set(PARTS):
         got = ", ".join(map(repr, parts)) if isinstance(parts, dict) else type(parts).__name__
-        checks.require(False, function, f"{place}['parts']", "values, scale, and zero_point or not", got)
+        checks.require(False, function, f"{place}['parts']", "codes, scale and optionally zero_point", got)
+    # A missing or unknown array means that the description belongs to another array.
     if set(node) != {*parts, KEY}:
         expected = f"the arrays {', '.join((*parts, KEY))}"
         checks.require(False, function, argument, expected, ", ".join(map(str, node)))
@@ -91,20 +95,21 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
     for name, part in parts.items():
         dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
-    static = serialization.get_field(function, place, found, "static")
-    dtype, block_size, book = serialization.decode_static(function, f"{place}['static']", static)
-    q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=book)
+    static = serialization.get_field(function, place, description, "static")
+    dtype, block_size, codebook = serialization.decode_static(function, f"{place}['static']", static)
+    q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=codebook)
     return quantized_array.check_array(function, argument, q, is_awaited=True)
 
 
 def store_text(node: StaticText) -> dict[str, np.ndarray]:
-    """Returns a text as a dict of an array that every library can save."""
+    """Return a text as a dict with a uint8 array, which every library can save."""
     return {TEXT: np.frombuffer(node.text.encode(), np.uint8)}
 
 
 def restore_text(function: str, argument: str, node: Mapping[str, Any]) -> StaticText:
-    """Returns the text that `store_text` was given."""
+    """Return the text that `store_text` stored."""
     place, stored = f"{argument}['{TEXT}']", node[TEXT]
+    # A traced array has no bytes that could be decoded.
     is_known = isinstance(stored, jax.Array | np.ndarray) and not checks.is_traced(stored)
     is_known = is_known and stored.dtype == np.uint8
     expected = "an array of uint8 that is not traced"
@@ -115,22 +120,24 @@ def restore_text(function: str, argument: str, node: Mapping[str, Any]) -> Stati
         raise checks.ContractValueError(checks.format_message(function, place, "UTF-8", "other bytes")) from None
 
 
-def read_type(function: str, argument: str, found: Any) -> tuple[np.dtype, tuple[int, ...]]:
-    """Returns the dtype and the shape in a description of an array."""
-    name, shape = (serialization.get_field(function, argument, found, field) for field in ("dtype", "shape"))
+def read_type(function: str, argument: str, description: Any) -> tuple[np.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape in the description of an array."""
+    name, shape = (serialization.get_field(function, argument, description, field) for field in ("dtype", "shape"))
     dtype = serialization.decode_dtype(function, f"{argument}['dtype']", name, _DTYPES)
     return dtype, serialization.decode_shape(function, f"{argument}['shape']", shape)
 
 
 def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]:
+    """Return the JSON object in the bytes of a description, after checking its format and version."""
     is_known = isinstance(text, jax.Array | np.ndarray) and not checks.is_traced(text)
     expected = "an array of uint8 that is not traced"
     checks.require_type(is_known and text.dtype == np.uint8, function, argument, expected, checks.describe_value(text))
-    found = serialization.parse_json(function, argument, np.asarray(text).tobytes())
-    is_ours = isinstance(found, dict) and found.get("format") == FORMAT
+    description = serialization.parse_json(function, argument, np.asarray(text).tobytes())
+    is_ours = isinstance(description, dict) and description.get("format") == FORMAT
     checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
-    version = found.get("version")
-    is_read = type(version) is int and version == _VERSION  # to Python True is 1 as well
-    expected = f"version {_VERSION}, the newest that is known here"
-    checks.require(is_read, function, argument, expected, f"version {checks.describe_value(version)}")
-    return found
+    # A later format may store parts that this version does not know.
+    version = description.get("version")
+    is_supported = type(version) is int and version == _VERSION  # True == 1 in Python, too
+    expected = f"version {_VERSION}, the newest that this jaxquant can read"
+    checks.require(is_supported, function, argument, expected, f"version {checks.describe_value(version)}")
+    return description

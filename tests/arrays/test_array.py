@@ -405,10 +405,10 @@ MORE: list[tuple[str, Any, type[Exception], str]] = [
      r"quantize: axis: expected different axes, got \(0, -2\)"),
     ("blocks of two sizes", P(jq.quantize, V.astype(jnp.float32), jq.QuantSpec(
         "uint8", jq.Blocked(1, 2), zero_point_granularity=jq.Blocked(1, 3))), ValueError,
-     r"quantize: spec: expected (one granularity|blocks of one size)"),
+     r"quantize: spec: expected (granularities of scale|blocks of one size)"),
     ("neither coarser", P(jq.quantize, V.astype(jnp.float32), jq.QuantSpec(
         "uint8", jq.PerAxis(0), zero_point_granularity=jq.PerAxis(1))), ValueError,
-     r"quantize: spec: expected one granularity that is the coarser of the two, got PerAxis\(axis=0\) and"),
+     r"quantize: spec: expected granularities of scale and zero point such that one refines the other, got PerAxis\(axis=0\) and"),
     ("lo alone", P(jq.quantize, S, jq.QuantSpec("int8"), 0.0), ValueError, r"quantize: hi: expected both lo and hi"),
     ("hi alone", P(jq.quantize, S, jq.QuantSpec("int8"), None, 0.0), ValueError,
      r"quantize: lo: expected both lo and hi"),

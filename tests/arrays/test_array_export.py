@@ -16,7 +16,7 @@ from jaxquant import Blocked, PerAxis, QuantizedArray, QuantSpec
 
 
 def test_an_array_goes_in_and_out(rng: np.random.Generator) -> None:
-    """What is static goes with it, code books of one's own included."""
+    """The static attributes are saved too, including user-defined codebooks."""
     book = jq.Codebook("mine", tuple(i**3 for i in range(-8, 8)))  # jax.export saves no 2-bit arrays
     w = rng.normal(size=(8, 100)).astype(np.float32)
     q = jq.quantize(w, QuantSpec(book, Blocked(1, 64)))

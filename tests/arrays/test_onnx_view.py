@@ -161,7 +161,7 @@ F8 = np.ones((4, 6), ml_dtypes.float8_e5m2)
 B = jq.from_onnx
 ROWS: list[tuple[str, Any, type[Exception], str, str, str, str]] = [
     ("float", P(jq.onnx_view, I8), TypeError, "onnx_view", "q", "a QuantizedArray", "int8"),
-    ("code book", P(jq.onnx_view, jq.quantize(jnp.ones(3), jq.QuantSpec(jq.nf4))), ValueError, "onnx_view", "q",
+    ("codebook", P(jq.onnx_view, jq.quantize(jnp.ones(3), jq.QuantSpec(jq.nf4))), ValueError, "onnx_view", "q",
      "an array without a codebook", "nf4"),
     ("bad parts", P(jq.onnx_view, Q8.replace(scale=jnp.ones((4, 4)))), ValueError, "onnx_view",
      "q.scale", "the rank", "4, 4"),
