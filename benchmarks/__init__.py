@@ -1,1 +1,1 @@
-"""jaxquant against ONNX Runtime, plain JAX and qwix, timed in turns and compared: `python -m benchmarks`."""
+"""Benchmarks of jaxquant, ONNX Runtime, plain JAX and qwix, timed in alternation: `python -m benchmarks`."""

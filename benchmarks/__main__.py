@@ -1,4 +1,7 @@
-"""`python -m benchmarks`: measures, compares, and prints the tables. Status 1 where jaxquant's results are wrong."""
+"""The benchmarks, which measure, compare and print tables: `python -m benchmarks`.
+
+The exit status is 1 if a result of jaxquant is wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,24 @@ _QUICK_LIMIT = 1024
 _QUICK_WORK = 1024**2
 _KINDS = {"latency": "", "queued": "queued: "}
 _LEGEND = (
-    "Medians of alternated runs in one process. First one call that is waited for, then, queued, ten calls of which "
-    "the last is waited for, per call. Ratios are jaxquant / opponent: below 1, jaxquant is faster. Mismatches are "
-    "elements that differ in any bit from ONNX Runtime's, or from numpy's where ONNX Runtime takes no part; of "
-    "float sums (matmul_nbits, matmul float32 x ...), elements that are off by more than 1e-5 of the largest."
+    "Medians over alternating runs in one process. The first columns time calls that each wait for their result. The "
+    "queued columns time ten calls that wait only for the last result, per call. Ratios are jaxquant / opponent: below "
+    "1, jaxquant is faster. Mismatches are elements that differ in any bit from ONNX Runtime's, or from numpy's if ONNX "
+    "Runtime has no result. For float sums (matmul_nbits, matmul float32 x ...) they are elements that differ by more "
+    "than 1e-5 of the largest element."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    jax.config.update("jax_enable_compilation_cache", False)  # or a first call would not compile
+    jax.config.update("jax_enable_compilation_cache", False)  # first calls must compile
     environment = _environment()
     print(", ".join(f"{value}" if key == "cpu" else f"{key} {value}" for key, value in environment.items()))
     print(f"\n{_LEGEND}")
     report = [_run(table, options) for table in TABLES]
     records = [record for part in report for record in part]
     if not records:
-        print("no row has such a name", file=sys.stderr)
+        print("no row matches --only", file=sys.stderr)
         return 2
     _print_first_calls(records)
     if options.json:
@@ -54,10 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__)
-    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="rows by name")
-    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per row at most; default 200, quick 20")
+    parser.add_argument(
+        "--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="run the rows whose name matches"
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="maximal number of rounds per row; default 200, quick 20"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: a smoke test")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where to write all figures")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this file")
     return parser
 
 
@@ -73,12 +81,12 @@ def _environment() -> dict[str, Any]:
 
 def _cpu() -> str:
     path = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
+    model = re.search(r"model name\s*:\s*(.+)", path.read_text()) if path.exists() else None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:
-    # ONNX Runtime's CPU kernels still say what is right when an accelerator is measured, but race against CPUs only.
+    # On an accelerator, ONNX Runtime's CPU kernels provide the expected results, but their times are not compared.
     on_cpu = jax.default_backend() == "cpu"
     opponents = table.opponents
     if not on_cpu:
@@ -99,11 +107,12 @@ def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _quick(rows: Sequence[Row]) -> list[Row]:
-    """Returns the small rows, and of an operation that has none, the smallest."""
-    least: dict[str, int] = {}
+    """Return the small rows, or the smallest row of an operation without small ones."""
+    smallest: dict[str, int] = {}
     for row in rows:
-        least[row.name] = min(math.prod(row.shape), least.get(row.name, sys.maxsize))
-    return [r for r in rows if max(r.shape) <= _QUICK_LIMIT and math.prod(r.shape) <= max(_QUICK_WORK, least[r.name])]
+        smallest[row.name] = min(math.prod(row.shape), smallest.get(row.name, sys.maxsize))
+    is_quick = lambda row: math.prod(row.shape) <= max(_QUICK_WORK, smallest[row.name])  # noqa: E731
+    return [row for row in rows if max(row.shape) <= _QUICK_LIMIT and is_quick(row)]
 
 
 def _measure(row: Row, opponents: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -129,15 +138,15 @@ def _measure(row: Row, opponents: Sequence[str], options: argparse.Namespace) ->
 
 
 def _compare(contest: Contest, calls: dict[str, Call]) -> dict[str, int | None]:
-    """Counts wrong elements by contestant; None where a contestant has nothing to be compared."""
+    """Return the number of wrong elements by contestant, or None if its results cannot be compared."""
     expected = None if isinstance(contest.expected, Missing) else contest.expected()
-    found: dict[str, int | None] = {}
+    counts: dict[str, int | None] = {}
     for name, call in calls.items():
         if name == ONNX_RUNTIME:
             continue
         comparable = expected is not None and name not in contest.unlike
-        found[name] = mismatches(contest.compared(call()), expected) if comparable else None
-    return found
+        counts[name] = mismatches(contest.compared(call()), expected) if comparable else None
+    return counts
 
 
 def _head(opponents: Sequence[str], throughput: str) -> list[str]:
@@ -169,7 +178,7 @@ def _cells(record: dict[str, Any], opponents: Sequence[str], throughput: str) ->
 
 
 def _print_first_calls(records: Sequence[dict[str, Any]]) -> None:
-    """Prints what tracing, compiling and one execution take together."""
+    """Print the total time to trace, compile and run each operation once."""
     compiled = [r for r in records if r["first_call_ms"]]
     if not compiled:
         return

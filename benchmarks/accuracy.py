@@ -1,15 +1,17 @@
-"""`python -m benchmarks.accuracy`: what int8, int4 and int2 weights cost on real data, and what training on recovers.
+"""Accuracy of int8, int4 and int2 weights on real data, after quantization and after further training.
 
-Two data sets that scikit-learn brings along, five seeds each; a seed draws the split, the first weights and the order.
-A float network is trained; quantized as it is, with ranges from the training data; and trained on with learned scales.
-Whatever is trained keeps the best of its start and its epochs by the loss on a validation split, and training on has
-targets that are half the data's and half the float network's outputs. The test split is used once per network, by what
-is shipped: converted, in integers. Post-training is the better of two ranges in the mean over the test splits, a
-choice in its favour.
+Run `python -m benchmarks.accuracy` from the repository root, with the extra "examples".
 
-Status 1 where training on recovers less than 90 % of what post-training loses at int4, or 70 % at int2, if that loses
-something measurable; where it ends below post-training; or where converting changes an output. A difference of means is
-measurable if it is beyond twice its standard error over the seeds. From the repository root, with the extra "examples".
+There are two data sets of scikit-learn and five seeds. A seed determines the split, the initial weights and the order
+of the batches. A float network is trained, then quantized with ranges from the training data, then trained further with
+learned scales. A validation split selects the best of the start and all epochs. The targets of the further training are
+the mean of the data's targets and the float network's outputs. The test split is used once per network, for the
+converted network in integers. Post-training is the better of two ranges in the mean over the test splits, a choice that
+favors it.
+
+The exit status is 1 if further training recovers less than 90 % of post-training's loss at int4, or 70 % at int2, where
+that loss is measurable; if it ends below post-training; or if conversion changes an output. A difference of means is
+measurable if it exceeds twice its standard error over the seeds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import jaxquant as jq
 from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 
-_SEEDS, _FIRST_SEED = 5, 100  # rates and widths were chosen on others
+_SEEDS, _FIRST_SEED = 5, 100  # learning rates and widths were chosen with other seeds
 _FLOAT, _TRAINED = "float32", "trained on"
 _POST_TRAINING = {
     "minmax": (jqf.Dynamic(), jqf.Observed(jq.minmax)),
@@ -42,29 +44,29 @@ _POST_TRAINING = {
 }
 _LEARNED = (jqf.Learned(jq.LSQPlus()), jqf.Learned(jq.LSQPlus()))
 _WEIGHTS = {name: jq.QuantSpec(name, jq.PerAxis(-1)) for name in ("int8", "int4", "int2")}
-_RATES = {"int8": 0.1, "int4": 0.5, "int2": 1.0}  # shares of a plan's: the less is lost, the smaller the steps
+_RATES = {"int8": 0.1, "int4": 0.5, "int2": 1.0}  # times the plan's rate: a smaller loss needs smaller steps
 _TARGETS = {"int4": 0.9, "int2": 0.7}
-_ERRORS = 2  # standard errors: a smaller difference of means is none that five seeds can tell from chance
+_ERRORS = 2  # standard errors: five seeds cannot distinguish a smaller difference of means from noise
 _HEADS = (f"{_TRAINED} - post-training", "recovered", "target", "")
-_TEMPERATURE = 2.0  # by which the float network's scores are divided where they are targets
-_AVERAGED = 0.98  # what is kept in a step of the average of all weights that is judged
+_TEMPERATURE = 2.0  # divides the float network's scores where they are targets
+_AVERAGED = 0.98  # the decay of the moving average of the weights, which is the network that is evaluated
 
 Split = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """A data set, and how its network is trained.
+    """A data set and the hyperparameters of its network.
 
     Attributes:
         name: in the table.
-        measure: what a score is.
-        is_classes: whether classes are to be found, and targets are probabilities; or numbers.
-        load: returns the inputs and what is to be found.
-        widths: of the network's layers.
-        batch: of a training step.
-        plan: epochs and the first learning rate, from scratch.
-        plan_on: the same, of training on.
+        measure: the name of the score.
+        is_classes: whether the targets are probabilities of classes, not numbers.
+        load: returns the inputs and the targets.
+        widths: the widths of the network's layers.
+        batch: the batch size.
+        plan: the epochs and the initial learning rate of training from scratch.
+        plan_on: those of the further training.
     """
 
     name: str
@@ -78,7 +80,7 @@ class _Task:
 
 
 class Network(nn.Module):
-    """Dense layers with ReLU between: flax's, or with a spec for the weights jaxquant's, of the same parameters."""
+    """Dense layers with ReLU between them: Flax's, or jaxquant's if there is a spec. The parameters are the same."""
 
     widths: tuple[int, ...]
     weight: jq.QuantSpec | None = None
@@ -86,7 +88,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the outputs of the last layer."""
+        """Return the outputs of the last layer."""
         dense: Any = nn.Dense
         if self.weight is not None:
             given = {"weight_spec": self.weight, "activation_spec": jq.QuantSpec(jnp.uint8)}
@@ -98,14 +100,14 @@ class Network(nn.Module):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.accuracy", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=_SEEDS, metavar="N", help=f"how many; default {_SEEDS}")
+    parser.add_argument("--seeds", type=int, default=_SEEDS, metavar="N", help=f"number of seeds; default {_SEEDS}")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("sklearn") is None:
-        print('the data come with scikit-learn: pip install -e ".[examples]"', file=sys.stderr)
+        print('the data need scikit-learn: pip install -e ".[examples]"', file=sys.stderr)
         return 2
     began = time.perf_counter()
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {options.seeds} seeds. In percent: means and")
-    print("standard deviations, of differences the standard errors. A scale per output feature; activations uint8.\n")
+    print("standard deviations; for differences, standard errors. One scale per output feature; uint8 activations.\n")
     kinds = [f"post-training, {name}" for name in _POST_TRAINING]
     heads = ["data", "measure", "weights", _FLOAT, *kinds, _TRAINED, "post-training - float32", *_HEADS]
     _print_line(heads)
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _judged(task: _Task, weights: str, scores: dict[tuple[str, str], np.ndarray]) -> list[str]:
-    """Prints a line, and returns what is wrong with it."""
+    """Print a row, and return descriptions of the targets that it misses."""
     full, after = scores[_FLOAT, ""], scores[_TRAINED, weights]
     before = max((scores[kind, weights] for kind in _POST_TRAINING), key=np.mean)
     (lost, lost_error), (gained, gained_error) = _mean(full - before), _mean(after - before)
@@ -139,11 +141,11 @@ def _judged(task: _Task, weights: str, scores: dict[tuple[str, str], np.ndarray]
         wanted += ", the loss may be chance"
     wrong += [f"{gained:+.2f} against post-training"] if gained < -_ERRORS * gained_error else []
     _print_line([task.name, task.measure, weights, *spread, *differences, share, wanted, "MISSED" if wrong else "met"])
-    return [f"{task.name} {weights}: {what}" for what in wrong]
+    return [f"{task.name} {weights}: {failure}" for failure in wrong]
 
 
 def _mean(differences: np.ndarray) -> tuple[float, float]:
-    """Returns the mean over the seeds, and its standard error."""
+    """Return the mean over the seeds, and its standard error."""
     return float(np.mean(differences)), _deviation(differences) / len(differences) ** 0.5
 
 
@@ -152,7 +154,7 @@ def _deviation(scores: np.ndarray) -> float:
 
 
 def _one_seed(task: _Task, seed: int) -> dict[tuple[str, str], float]:
-    """Returns the score of every network on the test split, and how many outputs converting changed."""
+    """Return the score of each network on the test split, and the number of outputs that conversion changed."""
     train, validation, test = _splits(task, seed)
     key = jax.random.key(seed)
     network = Network(task.widths)
@@ -178,7 +180,7 @@ _apply = jax.jit(lambda network, variables, x: network.apply(variables, x), stat
 
 @functools.partial(jax.jit, static_argnums=0)
 def _started(network: Network, params: Any, x: jax.Array) -> Any:
-    """Returns the variables of a quantized network with the weights of a float one, ranges or scales from x."""
+    """Return the variables of a quantized network with the weights of a float network and ranges or scales from x."""
     _, found = network.apply({"params": params}, x, mutable=["ranges", "scales"])
     return {"params": params, **found}
 
@@ -187,7 +189,7 @@ def _started(network: Network, params: Any, x: jax.Array) -> Any:
 def _trained(
     task: _Task, network: Network, plan: tuple[int, float], variables: Any, train: Split, validation: Split, key: Any
 ) -> Any:
-    """Returns the variables that do best on the validation split, of the start and of every epoch's end."""
+    """Return the variables with the least validation loss, at the start or after an epoch."""
     epochs, rate = plan
     steps = len(train[0]) // task.batch
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, epochs * steps))
@@ -226,7 +228,7 @@ def _loss(task: _Task, outputs: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def _softened(task: _Task, outputs: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Returns targets that are half what is wanted and half what the float network says."""
+    """Return the mean of the data's targets and the float network's outputs."""
     return (wanted + (jax.nn.softmax(outputs / _TEMPERATURE) if task.is_classes else outputs)) / 2
 
 
@@ -244,7 +246,7 @@ def _print_line(cells: Sequence[str]) -> None:
 
 
 def _splits(task: _Task, seed: int) -> list[Split]:
-    """Returns half of the data to train on, a fifth to choose by and the rest to judge by, standardized."""
+    """Return standardized splits: half of the data to train, a fifth to validate, the rest to test."""
     x, y = task.load()
     order = np.random.default_rng(seed).permutation(len(x))
     half, rest = len(x) // 2, 7 * len(x) // 10
@@ -260,7 +262,7 @@ def _standardized(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Returns images of 8 x 8 and which digit they are."""
+    """Return images of 8 x 8 pixels and their digits."""
     from sklearn.datasets import load_digits
 
     images, digits = load_digits(return_X_y=True)
@@ -268,7 +270,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the means and standard errors of ten measures of the cells in a biopsy, and the worst of each cell.
+    """Return the means and standard errors of ten measures of the cells in a biopsy, and the worst of each cell.
 
     In logarithms: sizes and their errors are positive and have long tails.
     """

@@ -1,10 +1,10 @@
-"""The rows of the quantized arrays: contractions, convolutions, lookups, and the way in and out.
+"""The rows on quantized arrays: contractions, convolutions, lookups, quantization and dequantization.
 
-Everything runs under one jax.jit with the arrays as arguments, as a user writes it. "raw integers" is what such a
-contraction costs without the array type: the bare integer contraction of the codes and its epilogue, written by hand
-in one jit. Of symmetric operands that is `lax.dot_general`; of others `jaxquant.integer`'s. "plain JAX" is the same
-work on floats and codes without this library. A shape is that of the contraction (a batch, rows, depth, columns), of
-NHWC images, output features and kernel width, or of the table that is looked up and the number of lookups.
+Everything runs under one jax.jit with the arrays as arguments, as users write it. "raw integers" is the same
+contraction without the array type: the bare integer contraction of the codes and the scaling, written by hand in one
+jit, with `lax.dot_general` for symmetric operands and `jaxquant.integer` for others. "plain JAX" is the same work on
+floats and codes without this library. A shape is that of the contraction (batch, rows, depth, columns); that of the
+NHWC images, output features and kernel width; or that of the table and the number of lookups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RAW = "raw integers"
 _QWIX_IS_UNLIKE = frozenset({QWIX})
 _FLOATS_ARE_UNLIKE = frozenset({FLOAT32, QWIX})
 _NONE = Missing("none")
-_TOLERANCE = 1e-5  # of the largest magnitude: a float32 sum may be taken in any order
+_TOLERANCE = 1e-5  # of the largest magnitude: XLA may add float32 numbers in any order
 _BLOCK = 128
 _FEW_LOOKUPS, _LOOKUPS = 128, 512
 _ATTENTION = "bqhd,bkhd->bhqk"
@@ -54,7 +54,7 @@ class Codes:
 
     @property
     def steps(self) -> np.ndarray:
-        """What the scale multiplies, in float64: sums of products of integers are exact."""
+        """The codes minus the zero point, in float64, in which sums of products of integers are exact."""
         if self.codebook is not None:
             return np.asarray(self.codebook.levels)[self.codes.astype(np.int8)]
         return self.codes.astype(np.float64) - (0 if self.zero_point is None else self.zero_point.astype(np.float64))
@@ -69,7 +69,7 @@ class Codes:
 
 
 def codes(shape: tuple[int, ...], dtype: Any, scales: tuple[int, ...], seed: int = 4) -> Codes:
-    """Returns an operand with scales of a shape; unsigned ones of 8 bits have one zero point, all others none."""
+    """Return an operand with scales of a shape. Only unsigned operands of 8 bits have a zero point."""
     is_asymmetric = np.dtype(dtype) == np.uint8
     zero_point = inputs.parameters((1,) * len(shape), dtype)[1] if is_asymmetric else None
     return Codes(inputs.codes(shape, dtype, seed), inputs.parameters(scales, "int8")[0], zero_point)
@@ -85,7 +85,7 @@ def _wide(part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _contest(
     a: Any, b: Codes, ours: Callable[..., Any], opponents: dict[str, Call | Missing], expected: Call, **rest: Any
 ) -> Contest:
-    """Returns the contest of jitted contractions of a, quantized or not, with b."""
+    """Return the contest of jitted contractions of `a`, quantized or not, with `b`."""
     held = a.array if isinstance(a, Codes) else jax.device_put(a)
     return Contest(partial(jax.jit(ours), held, b.array), opponents, expected, a.nbytes + b.nbytes, **rest)
 
@@ -95,7 +95,7 @@ def _jitted(work: Callable[..., Any], *operands: Any) -> Call:
 
 
 def raw_matmul(a: tuple[Any, ...], b: tuple[Any, ...]) -> jax.Array:
-    """Multiplies two matrices' (values, scale, zero_point), the second without a zero point, as users do by hand."""
+    """Multiply two matrices given as (values, scale, zero_point), as users do by hand. The second has no zero point."""
     (values, scale, zero_point), (b_values, b_scale, _) = a, b
     dimensions = (((1,), (0,)), ((), ()))
     if zero_point is None:
@@ -166,7 +166,7 @@ def _blocked(shape: tuple[int, ...]) -> Contest:
         FLOAT32: _jitted(jnp.matmul, a.floats, b.floats),
         QWIX: qwix_calls.matmul(a.floats, b.floats, block_size=_BLOCK),
     }
-    # By hand the blocks lie side by side and are added up in another order.
+    # The hand-written form computes all blocks first, and adds them up in another order.
     rest: Any = {"unlike": _FLOATS_ARE_UNLIKE | {RAW}, "multiply_adds": math.prod(shape)}
     return _contest(a, b, lambda a, b: a @ b, opponents, expected, **rest)
 
@@ -244,7 +244,7 @@ def _take(shape: tuple[int, ...]) -> Contest:
 
 
 def _quantize(size: int, axes: tuple[int, ...] | None, block: int | None = None, jitted: bool = True) -> Contest:
-    """Absolute maxima over `axes`, all where None; or over blocks of the last dimension."""
+    """Return absolute maxima over `axes`, or over all if it is None; or over blocks of the last dimension."""
     x = inputs.finite((size, size))
     granularity = jq.Blocked(-1, block) if block else jq.PerAxis(1 - axes[0]) if axes else jq.PerTensor()
     spec = jq.QuantSpec(jnp.int8, granularity)
@@ -281,7 +281,7 @@ def _dequantize(size: int, dtype: Any, scales: tuple[int, ...]) -> Contest:
 
     opponents: dict[str, Call | Missing] = {
         PLAIN: partial(jax.jit(plain), q.parts),
-        FLOAT32: _jitted(lambda x: x + 1, q.floats),  # what writing so much costs
+        FLOAT32: _jitted(lambda x: x + 1, q.floats),  # the time to write an array of this size
         QWIX: _NONE,
     }
     ours = partial(jax.jit(lambda q: q.dequantize()), q.array)
@@ -291,7 +291,7 @@ def _dequantize(size: int, dtype: Any, scales: tuple[int, ...]) -> Contest:
 def _rows(
     name: str, shapes: list[tuple[int, ...]], compiled: int, build: Callable[..., Contest], *given: Any
 ) -> list[Row]:
-    """Returns a row per shape; `compiled` is the place of the one whose compilation is timed."""
+    """Return a row per shape. `compiled` is the index of the row whose compilation is timed."""
     timed = shapes[compiled]
     return [Row(name, shape, partial(build, shape, *given), shape == timed) for shape in shapes]
 

@@ -1,9 +1,9 @@
-"""The rows of the calibrators: what it takes to see one more batch.
+"""The rows on calibrators: the time to process one more batch.
 
-Of 4 million float32, per tensor and with a range for each of 1024 channels. "one read" is the least that any of them
-must do, jnp.max of the batch. "ONNX Runtime" is what onnxruntime.quantization does: its minima and maxima run in ONNX
-Runtime, its histograms in numpy, and those are not per channel. Ranges are compared with numpy's over all data; what
-mse and entropy find, and histograms that leave some data out, is judged by `benchmarks.sqnr` and in the tests.
+The batches have up to 4 million float32, with one range per tensor or for each of 1024 channels. "one read" is jnp.max
+of the batch, the least that a calibrator must do. "ONNX Runtime" is onnxruntime.quantization: its minima and maxima run
+in ONNX Runtime, its histograms in numpy and not per channel. Ranges are compared with numpy's over all data. The
+results of mse and entropy, and of histograms that skip data, are checked by `benchmarks.sqnr` and by the tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNLIKE = frozenset({_ONE_READ, ONNX_RUNTIME})
 _PERCENTILE = 99.9
 _BINS = 2048
 _EVERY = 17
-_PER_TENSOR, _PER_CHANNEL = (0, 1), (0,)  # what is reduced
+_PER_TENSOR, _PER_CHANNEL = (0, 1), (0,)  # the reduced axes
 _Axes = tuple[int, ...]
 
 
@@ -61,7 +61,7 @@ def _histogram(size: tuple[int, int], axes: _Axes, name: str, every: int) -> Con
 def _contest(
     calibrator: Any, x: np.ndarray, axes: _Axes, onnx: Call | Missing, expected: Any, compared: Callable[[Any], Any]
 ) -> Contest:
-    """Returns the contest of a second batch: the first one, upside down."""
+    """Return the contest of a second batch, which is the first one in reverse order."""
     first, second = jax.device_put((x, x[::-1]))
     update = jax.jit(calibrator.update)
     state = jax.block_until_ready(update(calibrator.init(first), first))
@@ -75,24 +75,24 @@ def _spec(axes: _Axes) -> jq.QuantSpec:
 
 
 def _close(calibrator: Any, x: np.ndarray, axes: _Axes, state: Any) -> np.ndarray:
-    """Returns whether the ranges are within a bin of numpy's percentiles; every number was seen twice."""
+    """Return whether the ranges are within a bin of numpy's percentiles. The calibrator has seen each number twice."""
     magnitudes = np.abs(np.concatenate([x, x]))
     exact = np.percentile(magnitudes, _PERCENTILE, axes).astype(np.float32)
     reach = 2 ** np.ceil(np.log2(magnitudes.max(axes)))
     low, high = (np.asarray(end).reshape(exact.shape) for end in calibrator.finalize(state))
-    # Of a range that is clipped to the data one end is the percentile.
+    # The range is clipped to the data, so only one of its ends is the percentile.
     return np.abs(np.maximum(-low, high) - exact) <= 2 * reach / _BINS
 
 
 def _collector(name: str, x: np.ndarray, axes: _Axes) -> Call | Missing:
-    """Returns onnxruntime.quantization's way to see one more batch, or why there is none."""
+    """Return a call of onnxruntime.quantization that processes one more batch, or why there is none."""
     if name == "mse" or axes != _PER_TENSOR:
         return Missing("none")
     if importlib.util.find_spec("onnxruntime") is None:
         return Missing("not installed")
     try:
         from onnxruntime.quantization.calibrate import HistogramCollector
-    except ImportError:  # it asks for more than onnxruntime does
+    except ImportError:  # it has more dependencies than onnxruntime
         return Missing("not installed")
     collector = HistogramCollector(name, True, _BINS, 128, _PERCENTILE, "same")
     see = collector.collect_absolute_value if name == "percentile" else collector.collect_value

@@ -1,4 +1,4 @@
-"""What a row of the table is: who takes part, what they must agree on, and how disagreement is counted."""
+"""The contestants of a row of a table, their expected result, and the count of mismatches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BELOW_A_BYTE = ("int2", "uint2", "int4", "uint4")
 
 @dataclass(frozen=True)
 class Missing:
-    """Stands where an opponent would be, and says why there is none."""
+    """A placeholder for an opponent, with the reason for its absence."""
 
     reason: str
 
@@ -34,16 +34,16 @@ def _whole(result: Any) -> Any:
 
 @dataclass(frozen=True)
 class Contest:
-    """The contestants of one row. Every call takes no argument and returns its result, finished or still queued.
+    """The contestants of one row. A call takes no argument and returns its result, which may still be queued.
 
     Attributes:
-        jaxquant: what is measured.
-        opponents: by the name of their column.
-        expected: gives the right answer; called once, never timed.
-        bytes_read: the size of jaxquant's inputs, for the bandwidth.
-        unlike: opponents whose answer is another one by design, so that comparing it means nothing.
-        compared: picks from a contestant's result what `expected` returns.
-        multiply_adds: how many the work takes, for the operations per second of a contraction.
+        jaxquant: the call to measure.
+        opponents: the other calls, by the name of their column.
+        expected: returns the correct result; called once and not timed.
+        bytes_read: the size of jaxquant's inputs, from which the bandwidth is computed.
+        unlike: the opponents whose results differ by design and are not compared.
+        compared: selects the part of a contestant's result that `expected` returns.
+        multiply_adds: the number of multiply-adds, from which the operations per second of a contraction are computed.
     """
 
     jaxquant: Call
@@ -57,12 +57,12 @@ class Contest:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. Inputs and sessions come to life in `build`, so that only one row holds memory.
+    """One row of a table. `build` creates the inputs and sessions, so that only one row at a time uses memory.
 
     Attributes:
         name: the operation.
-        shape: what its size is made of.
-        build: makes the contest.
+        shape: its size.
+        build: returns the contest.
         compile_time: whether the first call is timed too.
     """
 
@@ -74,14 +74,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that share their opponents.
+    """A table: rows with the same opponents.
 
     Attributes:
-        title: what stands above the table.
+        title: the heading of the table.
         opponents: the columns, in order.
-        rows: the lines.
-        off_cpu: the columns that come first where an accelerator is measured.
-        throughput: what is shown of jaxquant there, "GB/s" or "TOP/s".
+        rows: the rows.
+        off_cpu: additional first columns on an accelerator.
+        throughput: the unit of jaxquant's throughput on an accelerator, "GB/s" or "TOP/s".
     """
 
     title: str
@@ -92,7 +92,7 @@ class Table:
 
 
 def mismatches(result: Any, expected: Any) -> int:
-    """Returns how many elements of two equally built results differ in any bit."""
+    """Return the number of elements that differ in any bit between two results of the same structure."""
     left, right = jax.tree.leaves(result), jax.tree.leaves(expected)
     if len(left) != len(right):
         raise ValueError(f"{len(left)} outputs against {len(right)}")
@@ -107,8 +107,8 @@ def _differing(result: np.ndarray, expected: np.ndarray) -> int:
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    # Floats as their bit patterns: == would let -0 pass for 0 and never let NaN pass for itself.
+    # Compare floats as bit patterns: with ==, -0 would equal 0, and NaN would not equal itself.
     if jnp.issubdtype(values.dtype, jnp.floating):
         return values.view(f"u{values.dtype.itemsize}")
-    # What is narrower than a byte reaches numpy unpacked from JAX, and widened from ONNX Runtime.
+    # Dtypes narrower than a byte become numpy's from JAX, and int8 from ONNX Runtime.
     return values.astype(np.int8) if values.dtype.name in _BELOW_A_BYTE else values

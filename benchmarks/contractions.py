@@ -1,11 +1,11 @@
-"""The rows of the matrix products and convolutions.
+"""The rows on matrix products and convolutions.
 
 A row is one function that returns a Contest, and one line in ROWS. The shape of a product is M x K x N, with the batch
 before it; that of a convolution is N x C x H x W, then output channels and kernel width.
 
-Everybody gets the weights beforehand: ONNX Runtime as initializers, which it packs; jaxquant and JAX as arguments, of
-which they know nothing when they compile, unless the row says "constant weights". The floats do the same work on
-operands of the same shapes, and qwix quantizes its activations anew in every call: their numbers are other numbers.
+All contestants receive the weights beforehand: ONNX Runtime as initializers, which it packs; jaxquant and JAX as
+arguments, whose values are unknown when they compile, unless the row says "constant weights". The results of float32
+JAX, and of qwix, which quantizes its activations in each call, are different numbers by design.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NO_OPERATOR = Missing("no operator")
 _UNLIKE = frozenset({FLOAT32, BFLOAT16, QWIX})
 _BLOCK = 128
 _NIBBLE_BLOCK = 32
-_TOLERANCE = 1e-5  # a float32 sum of K products may be taken in any order
+_TOLERANCE = 1e-5  # XLA may add the K products of a float32 sum in any order
 
 
 @dataclasses.dataclass(frozen=True)
 class _Conv:
-    """What a convolution does, whatever the size of its images."""
+    """The attributes of a convolution, without the size of its images."""
 
     channels: int
     outputs: int
@@ -50,7 +50,7 @@ class _Conv:
 
     @property
     def onnx(self) -> dict[str, Any]:
-        """The attributes in ONNX's words, which are jaxquant's."""
+        """The attributes under ONNX's names, which jaxquant also uses."""
         pads, strides = [self.kernel // 2] * 4, [self.stride] * 2
         return {"kernel_shape": [self.kernel] * 2, "pads": pads, "strides": strides, "group": self.group}
 
@@ -78,7 +78,7 @@ def _matmul_integer(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Conte
 
 
 def _against_bare(shape: tuple[int, ...]) -> Contest:
-    """The same beside the least that XLA can do: its own contraction of int8, no signs and no zero points."""
+    """Return the contest with XLA's bare int8 contraction, without unsigned operands and zero points, as a bound."""
     contest = _matmul_integer(shape, "uint8", "int8")
     a, b = (jax.device_put(inputs.codes(s, "int8", seed=i)) for i, s in enumerate((shape[:2], shape[1:]), 4))
     dimensions = (((1,), (0,)), ((), ()))
@@ -121,7 +121,7 @@ def _qlinear_conv(shape: tuple[int, ...], work: _Conv, constant: bool = False) -
 
 
 def _narrow_depthwise(shape: tuple[int, ...]) -> Contest:
-    """A depthwise convolution with a kernel of int4, beside the same codes in int8."""
+    """Return a contest of a depthwise convolution with an int4 kernel and the same codes in int8."""
     n, channels, height, width, _, kernel = shape
     x, w = inputs.codes((n, height, width, channels), "int8"), inputs.codes((kernel, kernel, 1, channels), "int4", 5)
     layout: dict[str, Any] = {
@@ -148,10 +148,10 @@ def _narrow_depthwise(shape: tuple[int, ...]) -> Contest:
 
 
 def _conv_constants(work: _Conv) -> dict[str, np.ndarray]:
-    """Returns all that follows x, in the operator's order."""
+    """Return all arguments after x, in the operator's order."""
     (x_scale, x_zero_point), (w_scale, _) = inputs.parameters((), "uint8"), inputs.parameters((work.outputs,), "int8")
     terms = math.prod(work.weights[1:])
-    # A uniform code deviates by 74: this puts the results across the range of y, and some beyond it.
+    # Uniform codes have a standard deviation of 74. With this scale the results span the range of y, and some saturate.
     y_scale = x_scale * w_scale.mean() * 74 * 74 * math.sqrt(terms) / 64
     return {
         "x_scale": x_scale,
@@ -174,7 +174,7 @@ def _blocked_scales(shape: tuple[int, ...]) -> Contest:
         total = np.zeros((m, n), np.float32)
         for block, scale in enumerate(b_scale):
             along_k = slice(_BLOCK * block, _BLOCK * (block + 1))
-            # In float32 these sums of integers are exact: none reaches 2**24.
+            # These sums of integers are exact in float32, because they stay below 2**24.
             total += (a[:, along_k].astype(np.float32) @ b[along_k].astype(np.float32)) * (a_scale * scale)
         return total
 
@@ -220,7 +220,7 @@ def _ours(operator: Callable[..., jax.Array], x: np.ndarray, *weights: np.ndarra
 
 
 def _floats(work: Callable[..., jax.Array], *operands: np.ndarray) -> dict[str, Call | Missing]:
-    """Returns the same work in float32 and, where it has units of its own, in bfloat16."""
+    """Return calls that do the same work in float32, and in bfloat16 if the backend has units for it."""
     jitted = jax.jit(work)
     found: dict[str, Call | Missing] = {FLOAT32: partial(jitted, *jax.device_put(operands))}
     if jax.default_backend() != "cpu":
@@ -231,13 +231,13 @@ def _floats(work: Callable[..., jax.Array], *operands: np.ndarray) -> dict[str, 
 def _products(
     name: str, shapes: list[tuple[int, ...]], compiled: int, build: Callable[..., Contest], *given: Any
 ) -> list[Row]:
-    """Returns a row per shape; `compiled` is the place of the one whose compilation is timed."""
+    """Return a row per shape. `compiled` is the index of the row whose compilation is timed."""
     timed = shapes[compiled]
     return [Row(name, shape, partial(build, shape, *given), shape == timed) for shape in shapes]
 
 
 def _convs(name: str, work: _Conv, *sizes: tuple[int, int], constant: bool = False) -> list[Row]:
-    """Returns a row per batch and resolution; it is the last whose compilation is timed."""
+    """Return a row per batch size and resolution. The compilation of the last one is timed."""
     rows = []
     for n, size in sizes:
         x = (n, work.channels, size, size)

@@ -1,4 +1,4 @@
-"""Inputs that are hard to quantize rightly, and the answers in numpy where ONNX Runtime has no such operator."""
+"""Inputs that are hard to quantize correctly, and results in numpy for operators that ONNX Runtime does not have."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_POOL = 2**20 + 7  # drawn once and repeated: not a multiple of any row, and fast to make
+_POOL = 2**20 + 7  # sampled once and repeated, which is fast; not a multiple of the length of any row
 
 
 def bounds(dtype: Any) -> tuple[int, int]:
-    """Returns the lowest and the highest code of an integer dtype."""
+    """Return the lowest and the highest code of an integer dtype."""
     info = jnp.iinfo(dtype)
     return int(info.min), int(info.max)
 
 
 def parameters(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns float32 scales of `shape`, none a power of two, and zero points other than 0."""
+    """Return float32 scales that are not powers of two, and zero points that are not 0."""
     low, high = bounds(dtype)
     rng = np.random.default_rng(1)
     middle, reach = (low + high) // 2, (high - low) // 4
@@ -26,14 +26,14 @@ def parameters(shape: tuple[int, ...], dtype: Any) -> tuple[np.ndarray, np.ndarr
 
 
 def along(parameter: np.ndarray, axis: int | None) -> np.ndarray:
-    """Returns a parameter per index of a matrix' axis so that it broadcasts; without an axis, as it is."""
+    """Return a scale or zero point along an axis of a matrix in a shape that broadcasts, unchanged without an axis."""
     return parameter if axis is None else np.expand_dims(parameter, 1 - axis)
 
 
 def near_ties(shape: tuple[int, ...], scale: np.ndarray, dtype: Any) -> np.ndarray:
-    """Returns float32 values of which half lie on a tie of their scale or one ulp beside it.
+    """Return float32 values, half of which are ties or one ulp away from a tie.
 
-    They reach past both ends of the dtype whatever the zero point; a few are infinite or NaN.
+    They exceed both bounds of the dtype for every zero point. A few are infinite or NaN.
     """
     low, high = bounds(dtype)
     span = high - low
@@ -47,30 +47,30 @@ def near_ties(shape: tuple[int, ...], scale: np.ndarray, dtype: Any) -> np.ndarr
 
 
 def finite(shape: tuple[int, ...]) -> np.ndarray:
-    """Returns float32 values of no particular kind, more of them above zero than below."""
+    """Return normally distributed float32 values with a positive mean."""
     pool = np.random.default_rng(3).normal(0.3, 1.0, _POOL)
     return np.resize(pool.astype(np.float32), shape)
 
 
 def codes(shape: tuple[int, ...], dtype: Any, seed: int = 4) -> np.ndarray:
-    """Returns codes from the whole range of a dtype; two operands want two seeds."""
+    """Return codes from the whole range of a dtype. Use different seeds for two operands."""
     low, high = bounds(dtype)
     pool = np.random.default_rng(seed).integers(low, high + 1, _POOL, np.int16)
     return np.resize(pool, shape).astype(dtype)
 
 
 def nibbles(packed: np.ndarray) -> np.ndarray:
-    """Returns the 4-bit codes of bytes along the last axis, low nibble first."""
+    """Return the 4-bit codes that bytes hold along the last axis, the low half first."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def encoded(steps: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns float32 steps cut to a dtype's codes, NaN to the lowest, and where nothing was cut."""
+    """Return float32 steps clipped to the codes of a dtype, NaN as the lowest code, and a mask of those in range."""
     low, high = bounds(dtype)
     inside = (steps >= low) & (steps <= high)  # False for NaN
     return np.where(np.isnan(steps), low, np.clip(steps, low, high)).astype(dtype), inside
 
 
 def decoded(q: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> np.ndarray:
-    """Returns the float32 values of codes, difference and product each rounded once."""
+    """Return the float32 values of codes. The difference and the product are rounded once each."""
     return (q.astype(np.float32) - zero_point.astype(np.float32)) * scale.astype(np.float32)

@@ -1,8 +1,7 @@
-"""`python -m benchmarks.memory`: what calibrating and quantizing hold in memory. Status 1 where a target is missed.
+"""Memory of calibration and quantization: `python -m benchmarks.memory`. The exit status is 1 if a target is missed.
 
-Every line is a process of its own, whose peak resident size is taken by getrusage before the work and after it: what
-the compiler takes for the work counts. Nothing here imports JAX but those processes: on Linux a process starts with
-the peak of the one that started it.
+Each row runs in a new process. getrusage measures the peak resident size before and after the work, so the memory of
+the compiler counts too. Only these processes import JAX, because on Linux a process starts with the peak of its parent.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _BATCH_BYTES = 64 * _MEGABYTE
 _CHANNELS = 1024
 _STATE_LIMIT = 50 * 10**6
 _PEAK_LIMIT = 1.6  # of the array that is quantized
-_HEADROOM = 3  # of the array: what must be free for its line
+_HEADROOM = 3  # sizes of the array that must be free before its row runs
 _CALIBRATORS = ("minmax", "absmax", "moving_average", "percentile", "mse", "entropy")
 _DTYPES = ("int8", "uint8", "int4")
 _PER_TENSOR, _PER_CHANNEL = ("PerTensor",), ("PerAxis", 1)
@@ -31,7 +30,12 @@ _FLOAT_BYTES = 4
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.memory", description=__doc__)
-    parser.add_argument("--megabytes", type=int, metavar="N", help="of data in every line; default 1024, or what fits")
+    parser.add_argument(
+        "--megabytes",
+        type=int,
+        metavar="N",
+        help="size of the data of each row; default 1024, or less if memory is short",
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
@@ -44,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fitting() -> int:
-    """Returns a gigabyte, or less where the machine has not three times that to spare."""
+    """Return a gigabyte, or less if the machine has less than three gigabytes free."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = _GIGABYTE
     while size * _HEADROOM > free and size > _BATCH_BYTES:
         size //= 2
     if size < _GIGABYTE:
-        print(f"{free // _MEGABYTE} MiB are free: {size // _MEGABYTE} MiB of data in place of 1024\n")
+        print(f"{free // _MEGABYTE} MiB are free: {size // _MEGABYTE} MiB of data instead of 1024\n")
     return size
 
 
@@ -72,7 +76,7 @@ def _calibration(size: int) -> list[str]:
 
 
 def _quantization(size: int) -> list[str]:
-    print(f"\n### Quantizing {size // _MEGABYTE} MiB of float32: the peak in sizes of the array, itself included\n")
+    print(f"\n### Quantizing {size // _MEGABYTE} MiB of float32: the peak in sizes of the array, including itself\n")
     heads = [f"{way}: {dtype}" for way in ("called as it is", "under jit") for dtype in _DTYPES]
     _print_line(["granularity", *heads, f"target below {_PEAK_LIMIT}"])
     _print_line(["---"] * (2 + len(heads)))
@@ -113,7 +117,7 @@ def _calibrated(case: dict[str, Any], granularity: Any) -> dict[str, int]:
 
     spec = jq.QuantSpec(jnp.int8, granularity)
     calibrator = getattr(jq, case["calibrator"])(spec, *((99.9,) if case["calibrator"] == "percentile" else ()))
-    grown = jax.jit(lambda x, i: x * (i + 1.0))  # each batch is larger than the last: histograms grow as well
+    grown = jax.jit(lambda x, i: x * (i + 1.0))  # the batches have increasing ranges, so that histograms grow too
     first = _made((_BATCH_BYTES // _FLOAT_BYTES // _CHANNELS, _CHANNELS))
     jax.block_until_ready(grown(first, 0.0))
     update = jax.jit(calibrator.update)
@@ -144,7 +148,7 @@ def _quantized(case: dict[str, Any], granularity: Any) -> dict[str, int]:
 
 
 def _made(shape: tuple[int, int]) -> Any:
-    """Returns float32 from -1 to 1 as if drawn by chance, in memory that holds nothing else."""
+    """Return pseudorandom float32 from -1 to 1, without temporary memory."""
     import jax
     import jax.numpy as jnp
 
@@ -157,7 +161,7 @@ def _made(shape: tuple[int, int]) -> Any:
 
 
 def _peak() -> int:
-    """Returns the largest resident size of this process so far, in bytes."""
+    """Return the largest resident size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

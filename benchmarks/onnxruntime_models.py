@@ -1,7 +1,7 @@
-"""ONNX Runtime's contestants: models of one node, on as many threads as XLA has.
+"""ONNX Runtime's contestants: models of one node, with as many threads as XLA has.
 
-Scales and zero points are initializers, as in a model file. Inputs are numpy arrays that `session.run` reads in
-place; its outputs are fresh memory from its arena, handed to numpy without a copy.
+Scales and zero points are initializers, as in a model file. `session.run` reads its numpy inputs in place. Its outputs
+are new memory from its arena, which numpy receives without a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_INSTALLED = Missing("not installed")
 
 
 def threads() -> int:
-    """Returns the number of threads XLA:CPU takes by default: the processors this process may run on."""
+    """Return the number of threads XLA:CPU takes by default: the processors this process may run on."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
@@ -36,7 +36,7 @@ def single_node(
     domain: str = "",
     **attributes: Any,
 ) -> Call | Missing:
-    """Returns a call that runs one ONNX operator, or why there is none.
+    """Return a call that runs one ONNX operator, or why there is none.
 
     Args:
         operator: the ONNX name.
@@ -62,7 +62,7 @@ def single_node(
 def blocked_int4(
     x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, block_size: int
 ) -> tuple[Call | Missing, Call | Missing]:
-    """Returns QuantizeLinear to int4 along the last axis, once to be timed and once to be compared with.
+    """Return QuantizeLinear to int4 along the last axis, once to be timed and once to be compared with.
 
     numpy cannot hold ONNX Runtime's packed int4, so the timed call leaves it in an OrtValue. That is fair: where
     numpy can hold a result, handing it over costs nothing either. The other call adds a Cast to int8.
@@ -106,6 +106,6 @@ def _session(
     model = helper.make_model(graph, opset_imports=versions, ir_version=_IR_VERSION)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads()
-    # Threads that spin after a run would starve whoever is measured next.
+    # Threads that spin after a run would slow down the next measurement.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,7 +1,7 @@
-"""The rows of the element-wise operators.
+"""The rows on element-wise operators.
 
-A row is one function that returns a Contest, and one line in ROWS. jaxquant's functions are called as a user calls
-them, outside of jit unless the row says otherwise; "plain JAX" is what one writes without the library, under jit.
+A row is one function that returns a Contest, and one line in ROWS. jaxquant's functions are called as users call them,
+outside of jit unless the row says otherwise. "plain JAX" is the same computation without the library, under jit.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _quantize(size: int, dtype: str, axis: int | None, jitted: bool = False) -> 
     return Contest(partial(ours, *arguments), opponents, onnx, x.nbytes)
 
 
-def _quantize_floor(size: int) -> Contest:
-    """The least that XLA asks for reading float32 and writing int8: what no formula of ours can go below."""
+def _quantize_lower_bound(size: int) -> Contest:
+    """Return a contest with the simplest program that reads float32 and writes int8: a bound for every formula."""
     contest = _quantize(size, "int8", None)
     x = jax.device_put(inputs.finite((size, size)))
     convert = jax.jit(lambda x: x.astype(jnp.int8))
@@ -98,7 +98,7 @@ def _dequantize_alone(size: int) -> Contest:
     q, scale, zero_point, x = _codes(size)
     quantized, s, z, values = jax.device_put((q, scale, zero_point, x))
     onnx = models.single_node("DequantizeLinear", {"x": q}, {"scale": scale, "zero_point": zero_point})
-    # x + 1 only shows what an output of this size costs: its numbers are other numbers.
+    # x + 1 only shows the time that an output of this size takes. Its numbers are not compared.
     opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(jax.jit(lambda x: x + 1), values)}
     ours = partial(jq.dequantize_linear, quantized, s, z)
     return Contest(ours, opponents, onnx, q.nbytes, unlike=frozenset({PLAIN}))
@@ -136,7 +136,7 @@ def _fake_quantize_gradient(size: int, argnums: tuple[int, ...]) -> Contest:
         return np.where(inside, g, np.float32(0))
 
     opponents = {ONNX_RUNTIME: _NO_OPERATOR, PLAIN: step(_straight_through)}
-    # The value and the gradient of the scale are sums, whose last bits hang on their order: only x's is compared.
+    # The last bits of the loss and of the scale's gradient depend on the order of sums: compare only the gradient of x.
     return Contest(step(jq.fake_quantize_linear), opponents, expected, x.nbytes + g.nbytes, compared=lambda r: r[1][0])
 
 
@@ -192,7 +192,7 @@ def _sized(name: str, sizes: tuple[int, ...], build: Callable[..., Contest], *ar
 ROWS = [
     *_sized("quantize_linear int8 per tensor", _SIZES, _quantize, "int8", None),
     *_sized("quantize_linear int8 per tensor, in the user's jit", (64, 256), _quantize, "int8", None, True),
-    *_sized("quantize_linear int8 per tensor; plain: only x.astype(int8)", _SIZES, _quantize_floor),
+    *_sized("quantize_linear int8 per tensor; plain: only x.astype(int8)", _SIZES, _quantize_lower_bound),
     *_sized("quantize_linear uint8 per tensor", _SIZES, _quantize, "uint8", None),
     *_sized("quantize_linear int8 axis=1", _SIZES, _quantize, "int8", 1),
     *_sized("quantize_linear uint8 axis=1", _SIZES, _quantize, "uint8", 1),

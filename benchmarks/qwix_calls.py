@@ -1,6 +1,6 @@
-"""qwix's contestants: int8 weights made beforehand, int8 activations made from float32 in every call, all in one jit.
+"""qwix's contestants: int8 weights quantized beforehand, activations quantized from float32 in each call, in one jit.
 
-Scales lie where qwix's own rules put them: one per row of the activations (per image in a convolution), and one per
+The granularity follows qwix's own rules: one scale per row of the activations (per image in a convolution), and one per
 column (output channel) of the weights, or per block of a column.
 """
 
@@ -25,7 +25,7 @@ _NOT_INSTALLED = Missing("not installed")
 def matmul(
     a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None, block_size: int | None = None
 ) -> Call | Missing:
-    """Returns a call that multiplies with int8 on both sides, batches included, or why there is none.
+    """Return a call that multiplies with int8 on both sides, batches included, or why there is none.
 
     Args:
         a: float32 activations.
@@ -49,12 +49,12 @@ def matmul(
 
 
 def int4_weights(a: np.ndarray, b: np.ndarray, block_size: int) -> Call | Missing:
-    """Returns a call that multiplies float32 activations with int4 weights, or why there is none."""
+    """Return a call that multiplies float32 activations with int4 weights, or why there is none."""
     return weight_only(a, b, jnp.int4, block_size)
 
 
 def weight_only(a: np.ndarray, b: np.ndarray, dtype: Any, block_size: int | None = None) -> Call | Missing:
-    """Returns a call that multiplies float32 activations with weights of a dtype or "nf4", or why there is none."""
+    """Return a call that multiplies float32 activations with weights of a dtype or "nf4", or why there is none."""
     if not _INSTALLED:
         return _NOT_INSTALLED
     import qwix
@@ -64,7 +64,7 @@ def weight_only(a: np.ndarray, b: np.ndarray, dtype: Any, block_size: int | None
 
 
 def einsum(subscripts: str, a: np.ndarray, b: np.ndarray) -> Call | Missing:
-    """Returns a call that contracts int8 with int8, a scale each, or why there is none: a is quantized in it."""
+    """Return a call that contracts int8 with int8, a scale each, or why there is none: a is quantized in it."""
     if not _INSTALLED:
         return _NOT_INSTALLED
     import qwix
@@ -75,7 +75,7 @@ def einsum(subscripts: str, a: np.ndarray, b: np.ndarray) -> Call | Missing:
 
 
 def quantize(x: np.ndarray, granularity: Any) -> Call | Missing:
-    """Returns a call that quantizes a float32 matrix to int8, a scale for what shares one of jaxquant's."""
+    """Return a call that quantizes a float32 matrix to int8, with the same granularity as jaxquant."""
     if not _INSTALLED:
         return _NOT_INSTALLED
     import qwix
@@ -91,7 +91,7 @@ def quantize(x: np.ndarray, granularity: Any) -> Call | Missing:
 def conv(
     x: np.ndarray, w: np.ndarray, bias: np.ndarray, attributes: dict[str, Any], feature_axis: int = 0
 ) -> Call | Missing:
-    """Returns a call that convolves with int8 on both sides, or why there is none.
+    """Return a call that convolves with int8 on both sides, or why there is none.
 
     Args:
         x: float32 images, batch first.
@@ -127,7 +127,7 @@ def _contracted(last: int) -> Any:
 
 
 def _tried(call: Call) -> Call | Missing:
-    """Returns a call that has run once, or what stopped it: XLA has not every integer kernel on every backend."""
+    """Return a call that has run once, or its error: XLA does not have every integer kernel on every backend."""
     try:
         jax.block_until_ready(call())
     except Exception as error:

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.residuals`: what a batch leaves in memory between the forward and the backward pass.
+"""Memory between the forward and the backward pass: `python -m benchmarks.residuals`.
 
-Measured from compiled programs: the size of what `jax.vjp` of a network returns to go back with, at one batch size less
-that at half of it, so that parameters and their codes cancel out. "save_codes" is the network under
-`jax.checkpoint(policy=jq.save_codes)`. The second table is of whole compiled gradients: what a layer more adds to the
-temporary memory of a deep network, without checkpoints, or with one for each layer and its relu. Status 1 where
-save_codes exceeds 0.3 of float32's bytes.
+The sizes are those of compiled programs. The first table shows the residuals of `jax.vjp` of a network for one batch
+size, minus those for half of it, so that the parameters and their codes cancel out. "save_codes" is the network under
+`jax.checkpoint(policy=jq.save_codes)`. The second table shows how much temporary memory one more layer adds to a
+compiled gradient of a deep network, without checkpoints, or with one for each layer and its relu. The exit status is 1
+if save_codes exceeds 0.3 of float32's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHAPES = {"mlp": (1024, 1024), "cnn": (16, 32, 32, 64)}
 
 
 def _bytes(model: Any, variables: Any, shape: tuple[int, ...], policy: Any) -> int:
-    """Returns the bytes that one batch adds."""
+    """Return the bytes that one batch adds."""
     trained, others = training._split(variables)
 
     def back(trained: Any, x: jax.Array) -> Any:
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """So many blocks, each under a checkpoint of its own where there is a policy."""
+    """A sequence of blocks, each under its own checkpoint if there is a policy."""
 
     depth: int
     specs: Any
@@ -72,7 +72,7 @@ class Deep(nn.Module):
 
 
 def _per_layer(specs: Any, policy: Any) -> float:
-    """Returns the MiB that a layer adds to the temporary memory of a gradient."""
+    """Return the MiB that one more layer adds to the temporary memory of a gradient."""
     found = []
     for depth in (4, 12):
         model = Deep(depth, None if specs is None else tuple(specs.items()), policy)
@@ -88,8 +88,8 @@ def _per_layer(specs: Any, policy: Any) -> float:
 
 
 def _print_deep() -> float:
-    """Prints the second table, and returns the worst ratio under save_codes."""
-    print(f"\nThe gradient of a deep network, {_DEEP[0]} examples, {_DEEP[1]} wide, relu after each layer:\n")
+    """Print the second table, and return the worst ratio under save_codes."""
+    print(f"\nThe gradient of a deep network: {_DEEP[0]} examples, {_DEEP[1]} features, a relu after each layer:\n")
     print("| layers | checkpoints | MiB for each layer | ratio |")
     print("|---|---|--:|--:|")
     everything = jax.checkpoint_policies.everything_saveable
@@ -127,7 +127,7 @@ def main() -> int:
                   f"{ratios[0]:.2f} | {ratios[1]:.2f} |")  # fmt: skip
     worst = max(worst, _print_deep())
     if worst > _LIMIT:
-        print(f"save_codes keeps {worst:.2f} of float32's bytes, more than {_LIMIT}", file=sys.stderr)
+        print(f"save_codes stores {worst:.2f} of float32's bytes, more than {_LIMIT}", file=sys.stderr)
     return int(worst > _LIMIT)
 
 

@@ -1,9 +1,11 @@
-"""`python -m benchmarks.sqnr`: what is left of the signal after quantization, by calibrator and dtype.
+"""The signal-to-quantization-noise ratio by calibrator and dtype.
 
-The data are the weights and the activations of a small network that is trained on handwritten digits, and draws from
-families with heavy tails. Ranges are found on one half of the data, batch by batch, and judged on the other; weights
-have no other half. The seeds are fixed. Status 1 where mse is worse than minmax: at all on the data that both have
-seen, or by more than 0.05 dB on those they have not. From the repository root, with the extra "examples".
+Run `python -m benchmarks.sqnr` from the repository root, with the extra "examples".
+
+The data are the weights and activations of a small network that is trained on handwritten digits, and samples of
+heavy-tailed distributions. Calibrators find the ranges in one half of the data, batch by batch, and the ratio is
+measured on the other half, except for weights. The seeds are fixed. The exit status is 1 if mse is worse than minmax on
+the data that both have seen, or worse by more than 0.05 dB on other data.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ import jaxquant as jq
 _DTYPES = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4, jnp.float8_e4m3fn)
 _INTEGERS = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4)
 _COLUMNS = ("minmax", "moving_average", "percentile 99.9", "percentile 99.99", "mse", "entropy")
-_SLACK = 0.05  # dB by which mse may fall behind minmax on data that it has not seen
-_BATCH, _WIDTH = 224, 64  # of the network's activations: all batches have one shape, so that little is compiled
+_SLACK = 0.05  # dB by which mse may be worse than minmax on data that it has not seen
+_BATCH, _WIDTH = 224, 64  # of the network's activations; all batches have one shape, so that few programs are compiled
 _HALF = 4 * _BATCH  # images
-_DRAWN, _DRAWN_BATCH = 16, (64, 1024)  # of the families, to find ranges on, and as many to judge
+_DRAWN, _DRAWN_BATCH = 16, (64, 1024)  # samples of each distribution to find ranges, and as many to measure
 _STEPS, _RATE = 2000, 0.2
 
 
 class _Data(NamedTuple):
-    """Float32 matrices to find ranges on, and one to judge them by."""
+    """Float32 matrices in which ranges are found, and one on which they are measured."""
 
     name: str
     granularity: Any
@@ -44,20 +46,20 @@ class _Data(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser("benchmarks.sqnr", description=__doc__).parse_args(arguments)
     if importlib.util.find_spec("sklearn") is None:
-        print('the digits come with scikit-learn: pip install -e ".[examples]"', file=sys.stderr)
+        print('the digits need scikit-learn: pip install -e ".[examples]"', file=sys.stderr)
         return 2
     network, right = _network()
-    print("SQNR in dB on data that no calibrator has seen, of weights on those that all have seen.")
-    print(f"The digits network finds {right:.1%} of the digits that it has not seen.\n")
+    print("SQNR in dB on data that no calibrator has seen; for weights, on the weights themselves.")
+    print(f"The network classifies {right:.1%} of unseen digits correctly.\n")
     _print_line(["data", "scale", "dtype", *_COLUMNS, "mse - minmax", "mse - minmax, data seen"])
     _print_line(["---"] * (len(_COLUMNS) + 5))
     wrong = [line for data in (*network, *_drawn()) for dtype in _DTYPES for line in _judged(data, dtype)]
-    print("\nmse is worse than minmax: " + "; ".join(wrong) if wrong else "\nmse is nowhere worse than minmax")
+    print("\nmse is worse than minmax: " + "; ".join(wrong) if wrong else "\nmse is never worse than minmax")
     return 1 if wrong else 0
 
 
 def _judged(data: _Data, dtype: Any) -> list[str]:
-    """Prints a line, and returns what is wrong with it."""
+    """Print a row, and return a description of each failure."""
     spec = jq.QuantSpec(dtype, data.granularity)
     ranges = {name: _range(name, spec, data.batches) for name in _COLUMNS if name != "entropy" or dtype in _INTEGERS}
     held_out = jnp.asarray(data.held_out)
@@ -86,7 +88,7 @@ def _range(name: str, spec: jq.QuantSpec, batches: Sequence[np.ndarray]) -> Any:
 
 
 def _noise(x: np.ndarray, q: jq.QuantizedArray) -> float:
-    """Returns the squared error in float64: what a float32 sum rounds away must not decide."""
+    """Return the squared error in float64, so that the rounding of float32 sums does not matter."""
     return float(np.sum((x.astype(np.float64) - np.asarray(q.dequantize(), np.float64)) ** 2))
 
 
@@ -100,7 +102,7 @@ def _gain(before: float, after: float) -> float:
 
 
 def _network() -> tuple[list[_Data], float]:
-    """Returns its weights and the inputs of its layers, and which share of the held-out digits it finds."""
+    """Return the weights, the inputs of the layers, and the accuracy on held-out digits."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -119,7 +121,7 @@ def _network() -> tuple[list[_Data], float]:
 
 
 def _layers(weights: Any, x: Any) -> list[jax.Array]:
-    """Returns the input of every layer, and the output of the last."""
+    """Return the inputs of all layers and the output of the last one."""
     inputs = [x]
     for w, b in weights[:-1]:
         inputs.append(jax.nn.relu(inputs[-1] @ w + b))
@@ -128,7 +130,7 @@ def _layers(weights: Any, x: Any) -> list[jax.Array]:
 
 
 def _trained(images: np.ndarray, labels: np.ndarray) -> Any:
-    """Returns the layers (weights, bias) after plain gradient descent; every step sees all images."""
+    """Return the layers (weights, bias) after plain gradient descent. Each step uses all images."""
     rng = np.random.default_rng(1)
     widths = (_WIDTH, _WIDTH, _WIDTH, 10)
     weights = [

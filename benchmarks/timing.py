@@ -1,13 +1,13 @@
-"""Times contestants in alternation.
+"""Timing of contestants in alternation.
 
-Every round runs every contestant once, in a new order, twice over: first one call each that is waited for
-("latency"), then ten calls each of which only the last is waited for ("queued", per call). A backend runs what one
-thread queues in order, so the last result is there when all are; ONNX Runtime is synchronous and simply loops.
+Each round runs all contestants in a new order, twice: first one call each, and waits for the result ("latency"); then
+ten calls each, and waits only for the last result ("queued", per call). A backend runs the calls of one thread in
+order, so all results are ready when the last one is. ONNX Runtime is synchronous and runs a plain loop.
 
-Both sides allocate their outputs anew in every call and copy none of them; results are dropped as soon as a user
-would drop them. JAX allocates with malloc, which may give a large output back to the operating system after a single
-call and pay for fresh pages in the next; in the loop of ten it more often hands out the same pages again. ONNX
-Runtime's arena keeps what it once had. For large outputs, latency and queued differ by that too.
+Each call allocates new outputs and does not copy them. A result is released as soon as a user would release it. JAX
+allocates with malloc, which may return a large output to the operating system after a single call, and then needs new
+pages for the next call. In the loop of ten calls it reuses pages more often. ONNX Runtime's arena keeps its memory. For
+large outputs this contributes to the difference between latency and queued.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class Timing:
     queued: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Returns medians and quartiles in milliseconds."""
-        found: dict[str, Any] = {"rounds": len(self.latency)}
+        """Return medians and quartiles in milliseconds."""
+        summary: dict[str, Any] = {"rounds": len(self.latency)}
         for kind, samples in (("latency", self.latency), ("queued", self.queued)):
             first, median, third = (1e3 * q for q in statistics.quantiles(samples, n=4, method="inclusive"))
-            found[kind] = {"median_ms": median, "quartiles_ms": [first, third]}
-        return found
+            summary[kind] = {"median_ms": median, "quartiles_ms": [first, third]}
+        return summary
 
 
 def measure(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str, Timing]:
-    """Times the calls against each other.
+    """Time the calls in alternation.
 
     Args:
         calls: the contestants by name.
-        rounds: how many rounds at most.
-        seconds: after which no new round begins, once there were five.
+        rounds: the maximal number of rounds.
+        seconds: the time after which no new round begins, if there were at least five.
 
     Returns:
         The samples by name.
     """
     waits = {name: _warm_up(call) for name, call in calls.items()}
     timings = {name: Timing() for name in calls}
-    shuffle = random.Random(0).shuffle  # which contestant runs before which must vary, but not from run to run
+    shuffle = random.Random(0).shuffle  # the order varies between rounds, but not between runs
     order = list(calls)
     deadline = time.perf_counter() + seconds
     gc.collect()
@@ -78,7 +78,7 @@ def measure(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str,
 
 
 def first_call(call: Call, repeats: int = 3) -> float:
-    """Returns the median seconds of a call that has to be traced and compiled, execution included."""
+    """Return the median seconds to trace, compile and run a call."""
     samples = []
     for _ in range(repeats):
         jax.clear_caches()
@@ -89,12 +89,12 @@ def first_call(call: Call, repeats: int = 3) -> float:
 
 
 def _warm_up(call: Call) -> Callable[[Any], Any]:
-    """Runs a contestant until nothing is left to compile, and returns the cheapest way to wait for its result."""
+    """Run a contestant until everything is compiled, and return the cheapest function that waits for its result."""
     for _ in range(_WARM_UP):
         result = jax.block_until_ready(call())
     if isinstance(result, jax.Array):
         return _wait_for_array
-    # A walk through the leaves takes microseconds; who has no JAX arrays must not be charged for it.
+    # Traversing the leaves takes microseconds, which must not count for a contestant without JAX arrays.
     in_jax = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result))
     return jax.block_until_ready if in_jax else _wait_for_nothing
 

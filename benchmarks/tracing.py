@@ -1,7 +1,7 @@
-"""The rows of what a user waits for before XLA compiles: milliseconds to trace one operation.
+"""The rows on tracing: milliseconds to trace one operation, which pass before XLA compiles.
 
-Every call traces anew, under a jit of its own, at a shape that nothing in the process has seen: no cache answers. The
-difference of two columns is what the operation adds to a trace.
+Each call traces under a new jit, with a shape that is new in the process, so that no cache is used. The difference
+between two columns is the time that the operation adds to a trace.
 """
 
 from __future__ import annotations

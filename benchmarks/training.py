@@ -1,10 +1,10 @@
-"""The rows of Flax layers: a step of training, and serving, of a network of dense layers and of a convolutional one.
+"""The rows on Flax layers: a training step and serving, for a network of dense layers and a convolutional network.
 
-"float32 JAX" is the same network of flax's own layers. "raw integers" is what its integers cost without a layer,
-written by hand in one jit: int8 contractions by `lax.dot_general` alone, a multiplication by a scale, relu, and codes
-by round-clip-convert. qwix and aqt quantize activations anew in each call, as they do by default. Steps are of plain
-SGD, one jitted function of the parameters and the batch. A shape is the batch, the width and the layers, or that of the
-images; qwix cannot train where the first two are equal.
+"float32 JAX" is the same network with Flax's own layers. "raw integers" is the network's integer arithmetic without
+layers, written by hand in one jit: int8 contractions by `lax.dot_general` alone, a multiplication by a scale, relu, and
+codes by rounding, clipping and conversion. qwix and aqt quantize the activations in each call, as they do by default. A
+step is plain SGD, one jitted function of the parameters and the batch. A shape is the batch size and the width, or the
+shape of the images. qwix cannot train if the batch size equals the width.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """Two convolutions of as many features as the images have, and a dense layer."""
+    """Two convolutions that keep the number of features, and a dense layer."""
 
     conv: Callable[..., Any]
     dense: Callable[..., Any]
@@ -64,28 +64,28 @@ class CNN(nn.Module):
 
 
 def quantized(network: str, width: int, **specs: Any) -> nn.Module:
-    """Returns a network of jaxquant's layers."""
+    """Return a network of jaxquant's layers."""
     dense = functools.partial(qnn.Dense, **specs)
     return MLP(width, dense) if network == "mlp" else CNN(functools.partial(qnn.Conv, **specs), dense)
 
 
 def plain(network: str, width: int, dense: Any = nn.Dense) -> nn.Module:
-    """Returns a network of flax's."""
+    """Return a network of Flax's layers."""
     return MLP(width, dense) if network == "mlp" else CNN(nn.Conv, dense)
 
 
 def batch(network: str, shape: tuple[int, ...]) -> jax.Array:
-    """Returns inputs of a network."""
+    """Return inputs for a network."""
     sizes = (shape[0], shape[1]) if network == "mlp" else shape
     return jnp.asarray(np.random.default_rng(7).normal(size=sizes), jnp.float32)
 
 
 def _width(shape: tuple[int, ...]) -> int:
-    return shape[1]  # of the convolutions the images say
+    return shape[1]  # for convolutions, the images determine the width
 
 
 def step(model: nn.Module, mutable: bool, rngs: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """Returns a jitted step of training: from variables and a batch to the logits and new variables."""
+    """Return a jitted training step, from variables and a batch to the logits and new variables."""
 
     @jax.jit
     def run(trained: Any, others: Any, x: jax.Array) -> Any:
@@ -108,7 +108,7 @@ def _split(variables: Any) -> tuple[Any, Any]:
 
 
 def _started(model: nn.Module, params: Any, x: jax.Array) -> Any:
-    """Returns the variables of a quantized network with these parameters, ranges and scales from x."""
+    """Return the variables of a quantized network with these parameters and ranges and scales from x."""
     _, found = model.apply({"params": params}, x, mutable=["ranges", "scales"])
     return {"params": params, **found}
 
@@ -130,7 +130,7 @@ def _training(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
         AQT: _aqt_step(network, shape, params, x),
     }
 
-    def expected() -> Any:  # what is shipped after this batch: the integers of the step's own forward pass
+    def expected() -> Any:  # the network converted after this batch: the integers of the step's forward pass
         _, _, seen = ours(trained, others, x)
         return jax.jit(model.apply)(jqf.convert(model, {**trained, **others, **seen}), x)
 
@@ -160,7 +160,7 @@ def _serving(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
 
 
 def _raw(network: str, serving: Any, x: jax.Array) -> Call | Missing:
-    """Returns the integers of a network of dense layers by hand; of symmetric int8 there is nothing to correct for."""
+    """Return a hand-written integer network of dense layers. Symmetric int8 has no zero points to correct for."""
     if network != "mlp":
         return Missing("none")
     layers = [serving["params"][name] for name in "abc"]
@@ -182,11 +182,11 @@ def _raw(network: str, serving: Any, x: jax.Array) -> Call | Missing:
 
 
 def _tried(make: Callable[[], Call]) -> Call | Missing:
-    """Returns a call that runs, or why there is none."""
+    """Return a call that runs, or why there is none."""
     try:
         call = make()
         jax.block_until_ready(call())
-    except Exception as error:  # whatever another library raises is its own answer
+    except Exception as error:  # any error of another library is reported as its result
         return Missing(f"raises {type(error).__name__}")
     return call
 
@@ -220,7 +220,7 @@ def _qwix_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Arra
 
 
 def _aqt(**modes: Any) -> Callable[..., Any]:
-    """Returns flax's dense layer with int8 contractions of aqt's, floats coming back."""
+    """Return Flax's dense layer with aqt's int8 contractions and a float backward pass."""
     from aqt.jax.v2 import config
     from aqt.jax.v2.flax import aqt_flax
 

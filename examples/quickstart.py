@@ -1,10 +1,11 @@
-"""Handwritten digits: trains a float network, takes it to int8 as it is and to int4 by training on, serves integers."""
+"""Train a network on handwritten digits, quantize it to int8, train it further in int4, and serve the integers."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,24 +20,25 @@ import jaxquant as jq
 from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 
-INT8, INT4 = (jq.QuantSpec(dtype, jq.PerFeature()) for dtype in (jnp.int8, jnp.int4))  # a scale for each output
+INT8 = jq.QuantSpec(jnp.int8, jq.PerFeature())  # one scale per output feature
+INT4 = jq.QuantSpec(jnp.int4, jq.PerFeature())
+UINT8 = jq.QuantSpec(jnp.uint8)  # one scale and zero point
 OPTIMIZER = optax.adam(1e-3)
 
 
 class Network(nn.Module):
-    """Three dense layers: flax's, or with a spec for the weights jaxquant's, of the same parameters."""
+    """Three dense layers: Flax's, or jaxquant's if there is a spec for the weights. The parameters are the same."""
 
-    weight: jq.QuantSpec | None = None
+    weight_spec: jq.QuantSpec | None = None
     weight_range: Any = jqf.Dynamic()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the logits."""
+        """Return the logits."""
         dense: Any = nn.Dense
-        if self.weight is not None:  # activations in uint8, over the range that the layer has seen
-            activation = jq.QuantSpec(jnp.uint8)
+        if self.weight_spec is not None:
             dense = functools.partial(
-                qnn.Dense, weight_spec=self.weight, activation_spec=activation, weight_range=self.weight_range
+                qnn.Dense, weight_spec=self.weight_spec, weight_range=self.weight_range, activation_spec=UINT8
             )
         for features in (1024, 1024):
             x = nn.relu(dense(features)(x))
@@ -45,67 +47,70 @@ class Network(nn.Module):
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def train(network: Network, variables: Any, images: jax.Array, labels: jax.Array, steps: int) -> Any:
-    """Returns trained variables: "params" and learned "scales" by gradients, observed "ranges" by what they see."""
+    """Return trained variables: gradients train "params" and learned "scales"; calls update the observed "ranges"."""
 
-    def loss(trained: Any, ranges: Any) -> Any:
-        logits, seen = network.apply({**trained, **ranges}, images, mutable=["ranges"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), seen
+    def compute_loss(trainable: Any, ranges: Any) -> Any:
+        logits, ranges = network.apply({**trainable, **ranges}, images, mutable=["ranges"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), ranges
 
     def step(carry: Any, _: None) -> Any:
-        trained, ranges, state = carry
-        gradient, ranges = jax.grad(loss, has_aux=True)(trained, ranges)
-        updates, state = OPTIMIZER.update(gradient, state)
-        return (optax.apply_updates(trained, updates), ranges, state), None
+        trainable, ranges, optimizer_state = carry
+        gradient, ranges = jax.grad(compute_loss, has_aux=True)(trainable, ranges)
+        updates, optimizer_state = OPTIMIZER.update(gradient, optimizer_state)
+        return (optax.apply_updates(trainable, updates), ranges, optimizer_state), None
 
     ranges = {name: value for name, value in variables.items() if name == "ranges"}
-    trained = {name: value for name, value in variables.items() if name != "ranges"}
-    trained, ranges, _ = jax.lax.scan(step, (trained, ranges, OPTIMIZER.init(trained)), None, steps)[0]
-    return {**trained, **ranges}
+    trainable = {name: value for name, value in variables.items() if name != "ranges"}
+    trainable, ranges, _ = jax.lax.scan(step, (trainable, ranges, OPTIMIZER.init(trainable)), None, steps)[0]
+    return {**trainable, **ranges}
 
 
-def started(network: Network, params: Any, images: jax.Array) -> Any:
-    """Returns the variables of a quantized network that takes the weights of a float one."""
-    _, found = network.apply({"params": params}, images, mutable=["ranges", "scales"])
-    return {"params": params, **found}
+def load_float_parameters(network: Network, params: Any, images: jax.Array) -> Any:
+    """Return the variables of a quantized network: float parameters, and the ranges and scales they lead to."""
+    _, ranges_and_scales = network.apply({"params": params}, images, mutable=["ranges", "scales"])
+    return {"params": params, **ranges_and_scales}
 
 
-def milliseconds(serve: Any, images: jax.Array) -> float:
-    """Returns the median time of a call."""
+def measure_milliseconds(predict: Callable[[jax.Array], Any], images: jax.Array) -> float:
+    """Return the median time of a call."""
     seconds = []
     for _ in range(60):
         start = time.perf_counter()
-        jax.block_until_ready(serve(images))
+        jax.block_until_ready(predict(images))
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds[10:])) * 1e3
 
 
 def main() -> int:
-    """Trains, quantizes, trains on, converts, and prints one table. Returns 1 if converting changed one number."""
+    """Train, quantize, train further, convert, and print a table. Return 1 if conversion changes a logit, else 0."""
     images, digits = load_digits(return_X_y=True)
-    split = train_test_split((images / 8 - 1).astype(np.float32), digits, random_state=0, stratify=digits)
-    x, test, y, expected = (jnp.asarray(part) for part in split)
+    images = (images / 8 - 1).astype(np.float32)  # from [0, 16] to [-1, 1]
+    split = train_test_split(images, digits, random_state=0, stratify=digits)
+    train_x, test_x, train_y, test_y = (jnp.asarray(part) for part in split)
 
-    network = Network()
-    variables = train(network, network.init(jax.random.key(0), x), x, y, 100)
-    models = {"float32": (network, variables)}
-    for name, spec in (("int8", INT8), ("int4", INT4)):  # post-training: the weights as they are, ranges from x
-        quantized = Network(spec)
-        models[name] = quantized, started(quantized, variables["params"], x)
-    learned = Network(INT4, jqf.Learned(jq.LSQ()))
-    models["int4 trained"] = learned, train(learned, started(learned, variables["params"], x), x, y, 100)
+    float_network = Network()
+    variables = train(float_network, float_network.init(jax.random.key(0), train_x), train_x, train_y, 100)
+    models = {"float32": (float_network, variables)}
+    for name, weight_spec in (("int8", INT8), ("int4", INT4)):  # post-training quantization
+        network = Network(weight_spec)
+        models[name] = network, load_float_parameters(network, variables["params"], train_x)
+    network = Network(INT4, weight_range=jqf.Learned(jq.LSQ()))
+    started = load_float_parameters(network, variables["params"], train_x)
+    models["int4 trained"] = network, train(network, started, train_x, train_y, 100)
 
     rows = {"test accuracy, percent": [], "weights (+ scales), bytes": [], "4096 images, ms": []}
     changed = 0
-    for module, trained in models.values():
-        serving = trained if module.weight is None else jqf.convert(module, trained)
-        logits = jax.jit(module.apply)(serving, test)
-        changed += int((logits != jax.jit(module.apply)(trained, test)).sum())
+    for network, variables in models.values():
+        predict = jax.jit(network.apply)
+        serving = variables if network.weight_spec is None else jqf.convert(network, variables)
+        logits = predict(serving, test_x)
+        changed += int((logits != predict(variables, test_x)).sum())
         kernels = [layer["kernel"] for layer in serving["params"].values()]
-        rows["test accuracy, percent"].append(f"{100 * (logits.argmax(1) == expected).mean():.2f}")
+        milliseconds = measure_milliseconds(functools.partial(predict, serving), jnp.resize(test_x, (4096, 64)))
+        rows["test accuracy, percent"].append(f"{100 * (logits.argmax(1) == test_y).mean():.2f}")
         rows["weights (+ scales), bytes"].append(str(sum(kernel.nbytes for kernel in kernels)))
-        serve = functools.partial(jax.jit(module.apply), serving)
-        rows["4096 images, ms"].append(f"{milliseconds(serve, jnp.resize(test, (4096, 64))):.1f}")
-    print(f"Handwritten digits: {len(x)} images to train, {len(test)} to test")
+        rows["4096 images, ms"].append(f"{milliseconds:.1f}")
+    print(f"Handwritten digits: {len(train_x)} images to train, {len(test_x)} to test")
     print(f"{'':28}" + "".join(f"{name:>14}" for name in models))
     for name, cells in rows.items():
         print(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
