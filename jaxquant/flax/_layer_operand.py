@@ -20,8 +20,9 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, sharding, small_floats
 from .._core.granularity import PerAxis, PerFeature, PerTensor
 from .._training.estimators import LSQ, LSQPlus, StraightThrough
-from .._training.fake_quantize import Config, make_array, read_parts, round_zero_point
+from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer
+from .._training.rounding_vjp import Config, make_array, round_zero_point
 from ..calibration import Calibrator
 from ..integer import _operands
 from .ranges import Dynamic, Learned, Observed, Partial, Source

@@ -201,10 +201,10 @@ def test_halves(rng: np.random.Generator, dtype: str) -> None:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "blocks": (I8, QuantSpec(jnp.int8, jq.Blocked(0, 4)), "for a scale differs from block to block"),
-    "points of columns": (I8, QuantSpec(jnp.uint8, PerAxis(1)), "for a zero point differs along"),
-    "points of rows": (QuantSpec(jnp.uint8, PerAxis(0)), I8, "for a zero point differs along"),
-    "weight-only": (None, I8, "two operands that are both quantized"),
-    "activations alone": (I8, None, "two operands that are both quantized"),
+    "points of columns": (I8, QuantSpec(jnp.uint8, PerAxis(1)), "because the zero point varies along"),
+    "points of rows": (QuantSpec(jnp.uint8, PerAxis(0)), I8, "because the zero point varies along"),
+    "weight-only": (None, I8, "because Int8Backward\(\) needs two quantized operands"),
+    "activations alone": (I8, None, "because Int8Backward\(\) needs two quantized operands"),
 }
 
 
