@@ -108,7 +108,7 @@ def quantize_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> Quantize
     return make_array(Config(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
 
 
-def fold_key(
+def fold_scale_into_gradient(
     function: str, q: QuantizedArray, summed: Sequence[int], g: jax.Array, places: Sequence[int | None]
 ) -> tuple[QuantizedArray, jax.Array]:
     """Return an operand whose scale is constant along the summed dimensions, and g multiplied by the scale it had.
@@ -166,7 +166,7 @@ def find_operand_cotangent(
     operand, partner = qs[which], qs[1 - which]
     summed = [a for a, label in enumerate(partner_labels) if label not in labels]
     places = [out.index(label) if label in out else None for label in partner_labels]
-    partner, g = fold_key(function, partner, summed, g.astype(jnp.float32), places)
+    partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), places)
     kept = tuple(a for a, label in enumerate(out) if label in labels)
     letters = dict(zip(dict.fromkeys((*labels, *partner_labels, *out)), string.ascii_letters, strict=False))
     # An index that only this operand has, and that the result lacks, was summed: its cotangent is broadcast below.

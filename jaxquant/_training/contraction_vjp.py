@@ -24,7 +24,7 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_c
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from .._core.affine import divide_by_scale
-from . import estimators
+from . import estimators, slopes
 from .backward import Backward, Int8Backward, check_backward, split_keys
 from .fake_quantize import read_parts
 from .quantizer import Quantizer, read_quantizer, split_quantizer
@@ -277,7 +277,7 @@ def _keep_residuals(side: Side, values: Sequence[Any], is_needed: Sequence[bool]
         aligned = granularity.Aligned(q.block_size)
         steps = round_zero_point(spec, values[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = estimators.find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
+        mask = slopes.find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
     bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
     return _Kept(q, bits, _NO_X, empty)
 

@@ -20,7 +20,7 @@ from .._core import checks, dtypes, entry_point
 from ..integer._conv_geometry import Plan
 from ..integer._operands import EIGHT_BITS
 from . import contraction_vjp
-from .backward import Backward, FloatBackward, fold_key, quantize_gradient
+from .backward import Backward, FloatBackward, fold_scale_into_gradient, quantize_gradient
 from .quantizer import Quantizer
 
 _NAME = "quantized_conv_general_dilated"
@@ -156,7 +156,7 @@ def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, 
     features, channels, *spatial = numbers.rhs_spec
     places: list[int | None] = [None] * rhs.ndim
     places[features] = numbers.out_spec[1]
-    rhs, g = fold_key(_NAME, rhs, [features, *spatial], g, places)
+    rhs, g = fold_scale_into_gradient(_NAME, rhs, [features, *spatial], g, places)
     values = lax.rev(rhs.codes, spatial)
     if plan.features > 1:  # [groups * out, in] becomes [groups * in, out]
         values = lax.transpose(values, numbers.rhs_spec)
@@ -191,7 +191,7 @@ def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     image, channels, *spatial = numbers.lhs_spec
     places: list[int | None] = [None] * lhs.ndim
     places[image] = numbers.out_spec[0]
-    lhs, g = fold_key(_NAME, lhs, [image, *spatial], g, places)
+    lhs, g = fold_scale_into_gradient(_NAME, lhs, [image, *spatial], g, places)
     images, features, *positions = numbers.out_spec
     g = lax.transpose(g, (images, *positions, features))
     q = _group_channels(quantize_gradient(g, (g.ndim - 1,), key), plan.features)

@@ -16,7 +16,7 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked, mark_c
 from .._arrays.spec import QuantSpec
 from .._core import dtypes, granularity, rounding, small_floats, toolkit_attributes
 from .._core.affine import dequantize_affine, divide_by_scale
-from . import estimators
+from . import slopes
 from .estimators import Rule, StraightThrough
 
 
@@ -120,7 +120,7 @@ def find_cotangents(
     u = _divide(config, x, scale)
     expanded = None if steps is None else shared.expand(steps, x)
     distance = _count_steps(config, x, scale, zero_point, steps, key)
-    inside, slope, has_offset = estimators.find_slopes(rule, spec, u, expanded, distance)
+    inside, slope, has_offset = slopes.find_slopes(rule, spec, u, expanded, distance)
     g, zero = g.astype(jnp.float32), np.float32(0)
     dx = g if inside is None else jnp.where(inside, g, zero)
     if config.linear is not None:
@@ -130,7 +130,7 @@ def find_cotangents(
     def sum_to_entries(values: jax.Array, like: jax.Array) -> jax.Array:
         factor = np.float32(1)
         if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
-            factor = estimators.find_factor(rule, spec, x, like.shape, steps)
+            factor = slopes.find_factor(rule, spec, x, like.shape, steps)
         return (granularity.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
 
     dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
@@ -186,7 +186,7 @@ def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array
     if spec.dtype in dtypes.SMALL_FLOATS:
         return small_floats.encode_small_float(value, spec.dtype, True)
     if key is not None:
-        value = estimators.round_stochastically(value, key)
+        value = slopes.round_stochastically(value, key)
     low, high = (int(bound) for bound in spec.bounds)
     # 16 bits hold the codes of every integer dtype but one, and codes of 16 bits need no loop to pack them.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
