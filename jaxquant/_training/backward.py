@@ -1,4 +1,4 @@
-"""How the gradient of an integer contraction is contracted: in floats, or in integers once more."""
+"""The ways to contract the gradient of an integer contraction: in floats, or again in integers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,52 @@ from .._contractions.einsum import contract_operands
 from .._core import checks, dtypes, granularity, sharding, small_floats
 from .._core.granularity import PerAxis, PerTensor
 from . import estimators
-from .fake_quantize import Config, make_array
+from .rounding_vjp import Config, make_array
 
 Labels = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class FloatBackward:
-    """dlhs = g contracted with the dequantized rhs, drhs = the dequantized lhs with g, in the operands' float dtype."""
+    """The gradients of a quantized contraction, computed in floats.
+
+    dlhs = g contracted with the dequantized rhs, and drhs = the dequantized lhs contracted with g, in the float dtype
+    of the operands.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> spec, w = jq.QuantSpec(jnp.int8), jnp.array([[127.0], [2.5]])  # 2.5 is a tie
+        >>> dense = lambda x: jq.quantized_einsum("bi,io->bo", x, w, specs=(spec, spec), backward=jq.FloatBackward())
+        >>> jax.grad(lambda x: dense(x).sum())(jnp.array([[0.1, -0.2]]))
+        Array([[127.,   2.]], dtype=float32)
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8Backward:
-    """dlhs = q(g) contracted with the codes of rhs, drhs = the codes of lhs with q(g): integers coming back, too.
+    """The gradients of a quantized contraction, computed in integers.
 
-    q quantizes g to int8, symmetrically, with a scale for each index that is not added up: for each row of dlhs, for
-    each column of drhs. A scale of the other operand that differs from index to index of what is added up is multiplied
-    into g beforehand.
+    dlhs = q(g) contracted with the codes of rhs, and drhs = the codes of lhs contracted with q(g).
+
+    q quantizes g to int8, symmetrically, with one scale for each index that the contraction does not sum over: for each
+    row of dlhs, for each column of drhs. If the scale of the other operand varies along a dimension that is summed
+    over, it is multiplied into g first.
 
     Attributes:
-        stochastic_rounding: whether g is rounded by chance, which keeps a gradient of many small parts unbiased. It
-            needs a key, where there is a gradient.
-        lhs: whether dlhs is found so; else as `FloatBackward` has it.
-        rhs: whether drhs is.
+        stochastic_rounding: whether g is rounded stochastically, which keeps a gradient of many small parts unbiased.
+            The call then needs a key if it is differentiated.
+        lhs: whether dlhs is computed in integers; otherwise as with `FloatBackward`.
+        rhs: whether drhs is computed in integers; otherwise as with `FloatBackward`.
+
+    Raises:
+        TypeError: an attribute is not True or False.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> spec, w = jq.QuantSpec(jnp.int8), jnp.array([[127.0], [2.5]])  # 2.5 is a tie
+        >>> dense = lambda x: jq.quantized_einsum("bi,io->bo", x, w, specs=(spec, spec), backward=jq.Int8Backward())
+        >>> jax.grad(lambda x: dense(x).sum())(jnp.array([[0.1, -0.2]])).round(4)
+        Array([[127.,   2.]], dtype=float32)
 
     Source: Banner et al., arXiv 1805.11046, section 5, who keep drhs in floats; Gupta et al., arXiv 1502.02551, for the
     rounding.
@@ -52,7 +75,7 @@ class Int8Backward:
     rhs: bool = True
 
     def __post_init__(self) -> None:
-        """Refuses what is no flag."""
+        """Check the flags."""
         for field in ("stochastic_rounding", "lhs", "rhs"):
             checks.check_flag("Int8Backward", field, getattr(self, field))
 
@@ -61,20 +84,23 @@ Backward = FloatBackward | Int8Backward
 
 
 def check_backward(function: str, backward: Any, key: Any, specs: Sequence[Any]) -> None:
-    """Requires one of the two, and what integers need; before a program is compiled that they are static in."""
-    is_one = isinstance(backward, Backward)
+    """Check `backward`, its key, and, for Int8Backward, that two operands are quantized.
+
+    This comes before the call is compiled, because `backward` is static in the compiled program.
+    """
+    is_backward = isinstance(backward, Backward)
     expected = "FloatBackward() or Int8Backward()"
-    checks.require_type(is_one, function, "backward", expected, checks.describe_value(backward))
+    checks.require_type(is_backward, function, "backward", expected, checks.describe_value(backward))
     is_key = key is None or checks.is_key(key)
     checks.require_type(is_key, function, "key", "None or one key of jax.random", checks.describe_value(key))
     if isinstance(backward, FloatBackward):
         return
-    expected = "FloatBackward(), or two operands that are both quantized"
+    expected = "FloatBackward(), because Int8Backward() needs two quantized operands"
     checks.require(len(specs) == 2 and None not in specs, function, "backward", expected, "Int8Backward()")
 
 
-def quantized_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> QuantizedArray:
-    """Returns g as int8 with a scale for each index of the kept dimensions."""
+def quantize_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> QuantizedArray:
+    """Return g as int8 with a scale for each index of the kept dimensions, rounded stochastically if there is a key."""
     spec = QuantSpec(jnp.int8, PerAxis(kept) if kept else PerTensor())
     q = quantize(g, spec)
     if key is None:
@@ -82,39 +108,41 @@ def quantized_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> Quantiz
     return make_array(Config(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
 
 
-def fold_key(
-    function: str, q: QuantizedArray, added_up: Sequence[int], g: jax.Array, places: Sequence[int | None]
+def fold_scale_into_gradient(
+    function: str, q: QuantizedArray, summed: Sequence[int], g: jax.Array, places: Sequence[int | None]
 ) -> tuple[QuantizedArray, jax.Array]:
-    """Returns an operand whose scale is one along the dimensions that are added up, and g times what it was there.
+    """Return an operand whose scale is constant along the summed dimensions, and g multiplied by the scale it had.
 
     Args:
-        function: for errors.
+        function: the name of the public function, for errors.
         q: the operand.
-        added_up: its dimensions that are.
+        summed: the dimensions of q that the gradient sums over.
         g: the cotangent, float32.
-        places: for each dimension of q which one of g it is, or None.
+        places: for each dimension of q the dimension of g that it is, or None.
     """
     shape = q.scale.shape
-    varies = [a for a in range(q.ndim) if shape[a] != 1]
-    point = q.zero_point is None or all(q.zero_point.shape[a] == 1 for a in added_up)
-    expected = "FloatBackward(), for a zero point differs along what comes back is added up along"
-    checks.require(point, function, "backward", expected, "Int8Backward()")
-    if not any(a in added_up for a in varies):
+    varying = [a for a in range(q.ndim) if shape[a] != 1]
+    has_one_point = q.zero_point is None or all(q.zero_point.shape[a] == 1 for a in summed)
+    expected = "FloatBackward(), because the zero point varies along a dimension that the gradient sums over"
+    checks.require(has_one_point, function, "backward", expected, "Int8Backward()")
+    if not any(a in summed for a in varying):
         return q, g
-    there = all(places[a] is not None for a in varies)  # a batch, too: g has each of its indices
-    expected = "FloatBackward(), for a scale differs from block to block, or along what the result does not have"
-    checks.require(there and q.block_size is None, function, "backward", expected, "Int8Backward()")
-    wide = [q.shape[a] if a in varies else 1 for a in range(q.ndim)]
-    scale = small_floats.decode_small_float(q.scale) if q.scale.dtype == dtypes.E8M0 else q.scale.astype(jnp.float32)
-    scale = granularity.Aligned(None).expand(scale, jnp.zeros(wide, jnp.float32))
-    order = sorted(varies, key=lambda a: places[a] or 0)
+    is_in_g = all(places[a] is not None for a in varying)
+    expected = (
+        "FloatBackward(), because the scale is blocked, or varies along a dimension that the result does not have"
+    )
+    checks.require(is_in_g and q.block_size is None, function, "backward", expected, "Int8Backward()")
+    wide = [q.shape[a] if a in varying else 1 for a in range(q.ndim)]
+    scale = granularity.Aligned(None).expand(small_floats.scale_as_float32(q.scale), jnp.zeros(wide, jnp.float32))
+    # The dimensions in the order that they have in g, so that a broadcast puts each in its place.
+    order = sorted(varying, key=lambda a: places[a] or 0)
     flat = lax.transpose(scale, [*order, *(a for a in range(q.ndim) if a not in order)])
     flat = flat.reshape([q.shape[a] for a in order])
     spread = lax.broadcast_in_dim(flat, g.shape, [places[a] or 0 for a in order])
     return q.replace(scale=jnp.ones((1,) * q.ndim, jnp.float32)), g * sharding.place_like(spread, g)
 
 
-def find_dimensions(
+def find_operand_cotangent(
     function: str,
     which: int,
     terms: Sequence[Labels],
@@ -123,35 +151,45 @@ def find_dimensions(
     g: jax.Array,
     key: Any,
 ) -> jax.Array:
-    """Returns the cotangent of one of the two operands of an einsum, from an integer contraction; float32."""
-    own, other = terms[which], terms[1 - which]
-    q = qs[1 - which]
-    added_up = [a for a, label in enumerate(other) if label not in own]
-    places = [out.index(label) if label in out else None for label in other]
-    q, g = fold_key(function, q, added_up, g.astype(jnp.float32), places)
-    kept = tuple(a for a, label in enumerate(out) if label in own)
-    letters = dict(zip(dict.fromkeys((*own, *other, *out)), string.ascii_letters, strict=False))
-    there = tuple(label for label in own if label in out or label in other)
-    texts = ["".join(letters[label] for label in labels) for labels in (out, other, there)]
-    pair = (quantized_gradient(g, kept, key), q)
+    """Return the float32 cotangent of one of the two operands of an einsum, computed by an integer contraction.
+
+    Args:
+        function: the name of the public function, for errors.
+        which: 0 for the first operand, 1 for the second.
+        terms: the labels of the dimensions of both operands.
+        out: the labels of the dimensions of the result.
+        qs: the quantized operands.
+        g: the cotangent of the result.
+        key: the key of the stochastic rounding, or None.
+    """
+    labels, partner_labels = terms[which], terms[1 - which]
+    operand, partner = qs[which], qs[1 - which]
+    summed = [a for a, label in enumerate(partner_labels) if label not in labels]
+    places = [out.index(label) if label in out else None for label in partner_labels]
+    partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), places)
+    kept = tuple(a for a, label in enumerate(out) if label in labels)
+    letters = dict(zip(dict.fromkeys((*labels, *partner_labels, *out)), string.ascii_letters, strict=False))
+    # An index that only this operand has, and that the result lacks, was summed: its cotangent is broadcast below.
+    contracted = tuple(label for label in labels if label in out or label in partner_labels)
+    texts = ["".join(letters[label] for label in term) for term in (out, partner_labels, contracted)]
+    pair = (quantize_gradient(g, kept, key), partner)
     out_sharding = None
-    if sharding.is_placed(qs[which].codes):  # a cotangent is sharded as its operand
-        places = sharding.find_partition(qs[which].codes)
-        mesh = jax.typeof(qs[which].codes).sharding.mesh
-        out_sharding = NamedSharding(mesh, PartitionSpec(*(places[own.index(label)] for label in there)))
+    if sharding.is_placed(operand.codes):  # a cotangent is sharded like its operand
+        partition = sharding.find_partition(operand.codes)
+        mesh = jax.typeof(operand.codes).sharding.mesh
+        out_sharding = NamedSharding(mesh, PartitionSpec(*(partition[labels.index(label)] for label in contracted)))
     d = contract_operands(function, f"{texts[0]},{texts[1]}->{texts[2]}", pair, None, dtypes.FLOAT32, out_sharding)
-    # An index that was summed alone has the same cotangent everywhere.
-    return lax.broadcast_in_dim(d, qs[which].shape, [own.index(label) for label in there])
+    return lax.broadcast_in_dim(d, operand.shape, [labels.index(label) for label in contracted])
 
 
 def split_keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
-    """Returns a key for each operand, or None where nothing is drawn."""
+    """Return a key for each operand, or None for each if nothing is rounded stochastically."""
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)
-    # Not before: a result alone, as an evaluation asks for, draws nothing.
+    # This is checked in the backward pass: an evaluation, which asks for the result alone, needs no key.
     expected = (
-        "a key, for Int8Backward(stochastic_rounding=True) draws "
-        '(of a Linen layer the rng "rounding", of an NNX layer in training that of its rngs)'
+        "a key, because Int8Backward(stochastic_rounding=True) rounds stochastically "
+        '(a Linen layer takes it from the rng "rounding", an NNX layer in training from its rngs)'
     )
     checks.require(key is not None, function, "key", expected, "None")
     return tuple(jax.random.split(key))

@@ -1,15 +1,16 @@
-"""One rule of differentiation for every contraction of quantized operands. Knows no contraction of its own.
+"""The one differentiation rule of contractions whose float operands are quantized.
 
-Forward the operation contracts integers. Back it is differentiated as the float operation on what the codes stand
-for, and each operand's cotangent goes through the rule of its rounding. What is kept in between are the codes; a mask
-of what saturated, where something can, eight to a byte; and x itself only where the gradient of its scale is asked for.
+The forward pass contracts integers. The backward pass differentiates the float operation on the dequantized operands,
+and sends the cotangent of each operand through the estimator of its rounding. In between, the rule keeps the codes; a
+mask of the elements that saturated, eight to a byte, if any can; and x itself only if the gradient of its scale is
+needed.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,58 +21,75 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from .._core.affine import divide_by_scale
-from . import estimators
-from .backward import Backward, Int8Backward, split_keys
-from .fake_quantize import Config, find_cotangents, make_array, read_parts, round_zero_point
-from .quantizer import split_quantizer
+from . import estimators, slopes
+from .backward import Backward, Int8Backward, check_backward, split_keys
+from .fake_quantize import read_parts
+from .quantizer import Quantizer, read_quantizer, split_quantizer
+from .rounding_vjp import Config, find_cotangents, make_array, round_zero_point
 
 CODES = "jaxquant.codes"
 _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
 
 
 def save_codes(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-    """A policy for `jax.checkpoint`: of a network it keeps the codes, scales and masks of the quantized contractions.
+    """Tell `jax.checkpoint` to keep the codes, scales and masks of quantized contractions, and nothing else.
 
-    All else, activation functions and float operands of learned scales among it, is computed again from them. Of one
-    `jax.checkpoint(network, policy=jq.save_codes)` XLA may compute all layers again at once; block by block,
-    `flax.linen.remat(Block, policy=jq.save_codes)` with an activation function at its end, it has one at a time in
-    memory.
+    This is a policy: pass the function itself, `jax.checkpoint(network, policy=jq.save_codes)`. The backward pass
+    computes everything else again from the codes: activation functions, and the float operands of learned scales.
+
+    With one checkpoint around a whole network, XLA may recompute all its layers at the same time. To hold one block in
+    memory at a time, wrap each block: `flax.linen.remat(Block, policy=jq.save_codes)`, with an activation function at
+    the end of the block.
+
+    Args:
+        primitive: what JAX passes to a policy: the primitive that computes a value.
+        operands: its operands, as abstract values.
+        **parameters: its parameters.
+
+    Returns:
+        What `jax.checkpoint_policies.save_only_these_names` returns for them.
     """
     return _POLICY(primitive, *operands, **parameters)
 
 
 class Operation(Protocol):
-    """A contraction: linear in each of its operands, and static."""
+    """A contraction that is linear in each of its operands, with its static attributes."""
 
     @property
     def preferred(self) -> Any:
-        """The dtype that it returns, or None for the operands'."""
+        """The dtype of the result, or None for the dtype of the operands."""
         ...
 
-    def forward(self, *operands: Any) -> jax.Array:
-        """Returns the result for quantized and float operands."""
+    def contract_quantized(self, *operands: Any) -> jax.Array:
+        """Return the contraction of operands of which some are quantized and the others floats."""
         ...
 
-    def floats(self, *operands: jax.Array) -> jax.Array:
-        """Returns the same for operands that are floats of one dtype."""
+    def contract_floats(self, *operands: jax.Array) -> jax.Array:
+        """Return the contraction of floats of one dtype."""
         ...
 
-    def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Returns the cotangent of one of two operands from an integer contraction, in float32."""
+    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `which`, 0 or 1, computed by an integer contraction."""
         ...
 
 
 class Side(NamedTuple):
-    """What is static of one operand: its config, None for floats; and whether its scale came from it."""
+    """The static part of one operand.
+
+    Attributes:
+        config: how the operand is rounded; None for floats.
+        is_dynamic: whether its scale was found from the operand itself.
+    """
 
     config: Config | None
     is_dynamic: bool
 
 
 class Product(NamedTuple):
-    """What is static of a contraction; `function` is for errors."""
+    """The static part of a contraction; `function` names it in errors."""
 
     function: str
     operation: Operation
@@ -79,60 +97,86 @@ class Product(NamedTuple):
     backward: Backward
 
 
+def check_options(
+    function: str, specs: Mapping[str, Any], backward: Any, key: Any, precision: Any, preferred_element_type: Any,
+    out_sharding: Any = None, *, has_algorithms: bool = True,
+) -> tuple[list[Quantizer | None], np.dtype | None]:  # fmt: skip
+    """Check the arguments that all quantized contractions take, and return their quantizers and the result's dtype.
+
+    Args:
+        function: the name of the public function, for errors.
+        specs: a spec, a Quantizer or None for each operand, by its argument name.
+        backward: how gradients are contracted.
+        key: a key of `jax.random`, or None.
+        precision: as in `jax.lax`.
+        preferred_element_type: the dtype of the result, or None.
+        out_sharding: the sharding of the result, or None.
+        has_algorithms: whether the precision may be a dot algorithm.
+    """
+    quantizers = [read_quantizer(function, name, spec) for name, spec in specs.items()]
+    check_backward(function, backward, key, quantizers)
+    checks.check_precision(function, precision, has_algorithms=has_algorithms)
+    sharding.check_out_sharding(function, out_sharding)
+    if preferred_element_type is None:
+        return quantizers, None
+    return quantizers, checks.check_dtype(function, "preferred_element_type", preferred_element_type, dtypes.FLOATS)
+
+
 def contract_with_gradient(
     function: str, names: Sequence[tuple[str, str]], operation: Operation, xs: Sequence[Any], specs: Sequence[Any],
     backward: Any, key: Any,
 ) -> jax.Array:  # fmt: skip
-    """Returns the contraction of float operands under their specs, held to their contracts.
+    """Check float operands against their specs, quantize them, and return their contraction with a gradient.
 
     Args:
-        function: for errors.
-        names: of each operand and of its spec, for errors.
-        operation: Static.
+        function: the name of the public function, for errors.
+        names: the argument names of each operand and of its spec, for errors.
+        operation: Static. The contraction.
         xs: the operands.
-        specs: a Quantizer or None for each.
-        backward: Static. Held to its contract.
-        key: for a backward pass that draws, or None.
+        specs: a Quantizer or None for each operand.
+        backward: Static. Already checked.
+        key: the key of a backward pass that rounds stochastically, or None.
     """
     checks.require_type(
         any(s is not None for s in specs), function, ", ".join(dict.fromkeys(spec for _, spec in names)),
-        "a QuantSpec or a Quantizer for one operand at least", "None",
+        "a QuantSpec or a Quantizer for at least one operand", "None for all of them",
     )  # fmt: skip
     sides, operands = [], []
-    for (name, own_name), x, spec in zip(names, xs, specs, strict=True):
-        if spec is None:
+    for (name, spec_name), x, quantizer in zip(names, xs, specs, strict=True):
+        if quantizer is None:
             sides.append(Side(None, False))
             operands.append((x, None, None, None))
             continue
-        config, (scale, zero_point, own) = split_quantizer(spec)
-        labels = (name, f"{own_name}.scale", f"{own_name}.zero_point")
+        config, (scale, zero_point, rounding_key) = split_quantizer(quantizer)
+        labels = (name, f"{spec_name}.scale", f"{spec_name}.zero_point")
         sides.append(Side(config, scale is None))
-        operands.append((*read_parts(function, labels, x, scale, zero_point, config.spec), own))
+        operands.append((*read_parts(function, labels, x, scale, zero_point, quantizer.spec), rounding_key))
     return _contract(Product(function, operation, tuple(sides), backward), _vary_alike(operands), key)
 
 
 def _vary_alike(operands: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
-    """Returns operands of which, under `jax.shard_map`, all vary where one does: of what every device holds JAX then
-    sums the cotangents.
+    """Return the operands, under `jax.shard_map` marked as varying over every axis that any of them varies over.
+
+    JAX then sums the cotangent of an operand that every device holds.
     """
     xs = [jnp.asarray(x) for x, *_ in operands]
     if not any(AxisType.Manual in jax.typeof(x).sharding.mesh.axis_types for x in xs):
         return tuple(operands)
-    found = []
-    for *parts, key in operands:
+    varying = []
+    for *arrays, key in operands:
         for like in xs:
-            parts = [None if part is None else sharding.vary_like(part, like) for part in parts]
-        found.append((*parts, key))
-    return tuple(found)
+            arrays = [None if array is None else sharding.vary_like(array, like) for array in arrays]
+        varying.append((*arrays, key))
+    return tuple(varying)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _contract(product: Product, operands: Any, key: Any) -> jax.Array:
-    """Returns the contraction; every argument has passed its contract."""
-    return product.operation.forward(*_quantize_side(product, operands))
+    """Return the contraction; all arguments are checked."""
+    return product.operation.contract_quantized(*_quantize_operands(product, operands))
 
 
-def _quantize_side(product: Product, operands: Any) -> list[Any]:
+def _quantize_operands(product: Product, operands: Any) -> list[Any]:
     return [
         x if side.config is None else make_array(side.config, jnp.asarray(x), jnp.asarray(scale), zero_point, key)
         for side, (x, scale, zero_point, key) in zip(product.sides, operands, strict=True)
@@ -144,12 +188,13 @@ def _name_codes(part: jax.Array) -> jax.Array:
 
 
 def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array, Any]:
-    asked = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
-    given = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
-    # Named before they are contracted: what a policy computes again starts from the codes that it kept.
-    qs = [jax.tree.map(_name_codes, q) if isinstance(q, QuantizedArray) else q for q in _quantize_side(product, given)]
-    y = product.operation.forward(*qs)
-    kept = [_keep_residuals(*part) for part in zip(product.sides, given, asked, qs, strict=True)]
+    is_needed = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
+    values = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
+    # The codes get their name before they are contracted, so that a checkpoint recomputes from the codes it kept.
+    operands = _quantize_operands(product, values)
+    qs = [jax.tree.map(_name_codes, q) if isinstance(q, QuantizedArray) else q for q in operands]
+    y = product.operation.contract_quantized(*qs)
+    kept = [_keep_residuals(*part) for part in zip(product.sides, values, is_needed, qs, strict=True)]
     return y, (kept, None if key is None else key.value)
 
 
@@ -157,13 +202,14 @@ def _contract_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
     kept, key = residuals
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return tuple((None,) * 4 for _ in kept), None
-    # Within one program XLA would divide or dequantize for both ways at once and keep the floats: let it wait for g.
-    parts, g = lax.optimization_barrier(([(k.q, k.mask, k.x, k.given[:2]) for k in kept], g))
-    kept = [
-        _Kept(q, mask, x, (*given, k.given[2])) for (q, mask, x, given), k in zip(parts, kept, strict=True)
-    ]  # fmt: skip
-    found = _find_operand_cotangents(product, [k.q for k in kept], g, key)
-    sides = zip(product.sides, kept, found, strict=True)
+    # If both passes are in one program, XLA would divide or dequantize once for both and keep the floats in memory. The
+    # barrier makes the backward pass wait for g. Keys stay outside: the barrier does not take them.
+    arrays, g = lax.optimization_barrier(([(k.q, k.mask, k.x, k.parameters[:2]) for k in kept], g))
+    waiting = []
+    for (q, mask, x, parameters), k in zip(arrays, kept, strict=True):
+        waiting.append(_Kept(q, mask, x, (*parameters, k.parameters[2])))
+    cotangents = _find_operand_cotangents(product, [k.q for k in waiting], g, key)
+    sides = zip(product.sides, waiting, cotangents, strict=True)
     return tuple(_pull_through_rounding(side, k, d) for side, k, d in sides), None
 
 
@@ -171,6 +217,7 @@ _contract.defvjp(_contract_fwd, _contract_bwd, symbolic_zeros=True)
 
 
 def _find_value(function: str, leaf: Any) -> Any:
+    """Return the value of a leaf of custom_vjp's symbolic zeros, guarded if it is differentiated."""
     if leaf is None:
         return None
     return _forbid_second_derivative(function, leaf.value) if leaf.perturbed else leaf.value
@@ -178,13 +225,13 @@ def _find_value(function: str, leaf: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forbid_second_derivative(function: str, value: jax.Array) -> jax.Array:
-    """Returns its argument. Codes have no gradient: of them a second derivative would be 0, where it is not."""
+    """Return the value, and raise if it is differentiated: codes would give a wrong second derivative, 0."""
     return value
 
 
 def _forbid_second_derivative_jvp(function: str, primals: Any, tangents: Any) -> tuple[Any, Any]:
     is_constant = isinstance(tangents[0], jax.custom_derivatives.SymbolicZero)
-    expected = "one derivative; of a second one, contractions of jq.fake_quantize"
+    expected = "only first derivatives (for second ones contract jq.fake_quantize(x) in floats)"
     checks.require_type(is_constant, function, "operands", expected, "the derivative of a gradient")
     return primals[0], tangents[0]
 
@@ -193,79 +240,86 @@ _forbid_second_derivative.defjvp(_forbid_second_derivative_jvp, symbolic_zeros=T
 
 
 class _Kept(NamedTuple):
-    """What one operand leaves for the way back. A float operand is all in `q`.
+    """The residuals of one operand. A float operand is in `q`.
 
-    JAX holds the structure of it once for all the calls of a cached program, whichever gradients each is asked for:
-    what is not needed is there as an array of nothing.
+    JAX keeps one structure of residuals for all calls of a cached program, whichever gradients a call needs. So a part
+    that is not needed is an empty array instead of None.
 
     Attributes:
         q: the codes.
-        mask: where the gradient passes, in bits; or nothing, int8.
-        x: the floats; or nothing, bool.
-        given: the scale, the zero point and the key as they came; or arrays of nothing.
+        mask: where the gradient passes, in bits; or an empty int8 array.
+        x: the floats; or an empty bool array.
+        parameters: the scale, the zero point and the key of the call; or empty arrays.
     """
 
     q: Any
     mask: Any
     x: Any
-    given: Any
+    parameters: Any
 
 
 _NO_MASK, _NO_X = np.zeros(0, np.int8), np.zeros(0, np.bool_)
 
 
-def _keep_residuals(side: Side, given: Sequence[Any], asked: Sequence[bool], q: Any) -> _Kept:
+def _keep_residuals(side: Side, values: Sequence[Any], is_needed: Sequence[bool], q: Any) -> _Kept:
+    """Return the residuals of one operand, given its (x, scale, zero_point, key) and which cotangents are needed."""
     if side.config is None:
-        return _Kept(given[0], _NO_MASK, _NO_X, (None, None, None))
-    if asked[1] or asked[2]:  # the gradient of a scale is a sum over x
-        return _Kept(q, _NO_MASK, given[0], tuple(given[1:]))
-    nothing = tuple(None if part is None else _NO_X for part in given[1:])
+        return _Kept(values[0], _NO_MASK, _NO_X, (None, None, None))
+    if is_needed[1] or is_needed[2]:  # the gradient of a scale is a sum over x
+        return _Kept(q, _NO_MASK, values[0], tuple(values[1:]))
+    empty = tuple(None if value is None else _NO_X for value in values[1:])
     mask = None
-    if asked[0] and not _never_saturates(side):
-        spec, rule = side.config
-        x, scale = jnp.asarray(given[0]), jnp.asarray(given[1])
+    if is_needed[0] and not _never_saturates(side):
+        spec, rule = side.config.spec, side.config.rule
+        x, scale = jnp.asarray(values[0]), jnp.asarray(values[1])
         aligned = granularity.Aligned(q.block_size)
-        points = round_zero_point(spec, given[2])
+        steps = round_zero_point(spec, values[2])
         u = divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32)
-        mask = estimators.find_mask(rule, spec, u, None if points is None else aligned.expand(points, x))
+        mask = slopes.find_mask(rule, spec, u, None if steps is None else aligned.expand(steps, x))
     bits = _NO_MASK if mask is None else _name_codes(_pack_mask(mask))
-    return _Kept(q, bits, _NO_X, nothing)
+    return _Kept(q, bits, _NO_X, empty)
 
 
 def _never_saturates(side: Side) -> bool:
-    """Whether no finite x can saturate: its own range, as many codes below the zero point as above, and a scale dtype
-    that holds every scale.
+    """Return whether no finite x can saturate.
+
+    That takes a range found from x, as many codes below the zero point as above it, and a scale dtype that can hold
+    every scale.
     """
     assert side.config is not None
-    spec, rule = side.config
+    assert isinstance(side.config.spec, QuantSpec)
+    spec, rule = side.config.spec, side.config.rule
     is_own = side.is_dynamic and spec.symmetric and spec.dtype in dtypes.INTEGERS
     if not is_own or not isinstance(rule, estimators.StraightThrough):
         return False
-    # Of two bits the scale is the largest x, and beyond 2**127 there is no power of two.
+    # With two bits the scale is the largest |x|, and a float32 has no power of two above 2**127.
     return spec.scale_dtype != dtypes.FLOAT16 and not (spec.power_of_two and dtypes.count_bits(spec.carrier) == 2)
 
 
 def _find_operand_cotangents(product: Product, values: Sequence[Any], g: jax.Array, key: Any) -> list[Any]:
+    """Return the cotangents of the dequantized operands, each from a float or from an integer contraction."""
     backward, operation = product.backward, product.operation
     floats = [dequantize_checked(v) if isinstance(v, QuantizedArray) else v for v in values]
-    # Of unlike dtypes the way back takes that of the result: weights may be kept in more digits than are computed in.
+    # Operands of different dtypes are contracted in the dtype of the result: weights may be stored in a wider dtype
+    # than the one the network computes in.
     dtype = operation.preferred or functools.reduce(dtypes.find_wider, (f.dtype for f in floats))
-    inward = [isinstance(backward, Int8Backward) and getattr(backward, n) for n in ("lhs", "rhs")]
-    found: list[Any] = [None] * len(values)
-    if not all(inward) or len(values) != 2:
-        _, pull = jax.vjp(operation.floats, *(f.astype(dtype) for f in floats))
-        found = list(pull(g.astype(dtype)))
-    for i, own in enumerate(split_keys(product.function, backward, key)):
-        if isinstance(backward, Int8Backward) and inward[i]:
-            found[i] = operation.integers(i, values, g, own)
-    return found
+    is_integer = [isinstance(backward, Int8Backward) and getattr(backward, n) for n in ("lhs", "rhs")]
+    cotangents: list[Any] = [None] * len(values)
+    if not all(is_integer) or len(values) != 2:
+        _, pull = jax.vjp(operation.contract_floats, *(f.astype(dtype) for f in floats))
+        cotangents = list(pull(g.astype(dtype)))
+    for i, rounding_key in enumerate(split_keys(product.function, backward, key)):
+        if isinstance(backward, Int8Backward) and is_integer[i]:
+            cotangents[i] = operation.find_integer_cotangent(i, values, g, rounding_key)
+    return cotangents
 
 
 def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
+    """Return the cotangents of (x, scale, zero_point, key), given the cotangent of the dequantized operand."""
     if side.config is None:
         return d.astype(kept.q.dtype), None, None, None
     if kept.x.dtype != np.bool_:
-        scale, zero_point, key = kept.given
+        scale, zero_point, key = kept.parameters
         return (*find_cotangents(side.config, kept.x, scale, zero_point, key, d), None)
     if kept.mask.dtype != np.int8:
         d = jnp.where(_unpack_mask(kept.mask, d.shape), d, jnp.zeros((), d.dtype))
@@ -273,7 +327,8 @@ def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, 
 
 
 def _pack_mask(mask: jax.Array) -> jax.Array:
-    """Returns a mask with eight elements in a byte: those a whole eighth of a row apart, which vectors like."""
+    """Return a mask with eight elements in a byte."""
+    # The elements of a byte are an eighth of a row apart, so that each shift works on a contiguous slice.
     if sharding.is_placed(mask) or mask.size < 8:
         return mask
     rows, columns = _find_rows(mask.shape)
@@ -284,13 +339,15 @@ def _pack_mask(mask: jax.Array) -> jax.Array:
 
 
 def _find_rows(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the matrix that a mask is cut up as. A batch that lies on several devices stays there, index by index."""
+    """Return the shape of the matrix as which a mask is packed."""
+    # The first dimension is kept as rows, so that a batch which is sharded over devices stays where it is.
     size = math.prod(shape)
     rows = shape[0] if len(shape) > 1 and size >= 16 * shape[0] else 1
     return rows, size // rows
 
 
 def _unpack_mask(bits: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the mask that `_pack_mask` packed."""
     if bits.dtype == np.bool_:
         return bits
     parts = [(bits >> np.uint8(i)) & np.uint8(1) for i in range(8)]

@@ -1,4 +1,4 @@
-"""`jax.lax.dot_general` of floats that are quantized on the way in, with a gradient."""
+"""`quantized_dot_general`: `jax.lax.dot_general` of floats that the call quantizes, with a gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.dot import contract_checked
-from .._core import checks, dtypes, sharding
+from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from ..integer.dot_general import DotDimensionNumbers, find_roles
-from . import contraction_vjp, quantizer
-from .backward import Backward, FloatBackward, check_backward, find_dimensions
+from . import contraction_vjp
+from .backward import Backward, FloatBackward, find_operand_cotangent
 from .quantizer import Quantizer
 
 _NAME = "quantized_dot_general"
@@ -36,33 +36,40 @@ def quantized_dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """out = dot_general(quantize(lhs, lhs_spec), quantize(rhs, rhs_spec)), float in and float out, with a gradient.
+    """Contract two float arrays in integers, with a gradient.
 
-    Forward it is the contraction of `dot_general` to the last bit, integers where both sides have a spec. For the way
-    back it keeps the codes; a bit for each element that can saturate; and the float operand only where the gradient of
-    its scale is asked for. `jax.checkpoint` with the policy `save_codes` keeps nothing else of a whole network.
+    out = dot_general(quantize(lhs, lhs_spec), quantize(rhs, rhs_spec))
+
+    The forward pass is the contraction of `dot_general` bit for bit: in integers if both operands have a spec. For the
+    backward pass the call keeps the codes; one bit for each element that can saturate; and a float operand only if the
+    gradient of its scale is needed. Under `jax.checkpoint` with the policy `save_codes`, a whole network keeps nothing
+    else.
 
     Args:
         lhs: float32, float16 or bfloat16, of any shape.
-        rhs: likewise.
-        dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as `jax.lax` has it.
-        lhs_spec: how lhs is quantized: a QuantSpec, whose scale comes from lhs, a `Quantizer`, or None: not at all.
-        rhs_spec: likewise; one of the two is not None.
-        backward: Static. `FloatBackward()`, or `Int8Backward()` where both sides are quantized.
-        key: of `jax.random`: the gradient of Int8Backward(stochastic_rounding=True) draws from it, no result does.
-        precision: Static. As `jax.lax` has it, for float contractions, those of the backward pass included.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
-            operands, float32 where they differ.
-        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `dot_general`. Cotangents
-            are sharded as the operands.
+        rhs: the same dtypes, of any shape.
+        dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax`.
+        lhs_spec: how lhs is quantized: a QuantSpec, which finds the scale from lhs; a `Quantizer`; or None, which
+            leaves lhs in floats.
+        rhs_spec: the same for rhs. At least one of the two must not be None.
+        backward: Static. How the gradients are contracted: `FloatBackward()`, or, if both operands are quantized,
+            `Int8Backward()`.
+        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True). The result does not
+            depend on it.
+        precision: Static. As in `jax.lax`, for float contractions, including those of the backward pass.
+        preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
+            the operands, or float32 if they differ.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `dot_general`. A cotangent
+            is sharded like its operand.
 
     Returns:
-        The batch dimensions, then lhs's free ones, then rhs's.
+        The result with the batch dimensions first, then the free dimensions of lhs, then those of rhs.
 
     Raises:
-        TypeError: an operand, a spec or a backward pass is none; or what `dot_general` refuses.
-        ValueError: shapes, scales or zero points do not fit each other; Int8Backward where integers cannot come back,
-            or, from the gradient, that draws without a key.
+        TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; neither operand has a spec; or
+            `dot_general` would raise a TypeError.
+        ValueError: shapes, scales or zero points do not fit each other; `backward` is Int8Backward() where a gradient
+            cannot be contracted in integers; or a gradient rounds stochastically and there is no key.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -77,23 +84,18 @@ def quantized_dot_general(
 
     Source: `jax.lax.dot_general`; Jacob et al., arXiv 1712.05877, section 3.
 
-    Cotangent of an operand: that of the contraction with the other side dequantized (or, of Int8Backward, in integers),
-    through the gradient of its Quantizer. Of a scale and a float32 zero point in a Quantizer: that gradient's.
+    Cotangent of an operand: the cotangent of the contraction with the other operand dequantized (with Int8Backward, of
+    the contraction in integers), passed through the gradient rule of its Quantizer. Of a scale and of a float32
+    zero_point in a Quantizer: what that gradient rule gives.
     """
     numbers = checks.check_integers(_NAME, "dimension_numbers", dimension_numbers)
     checks.check_hashable(_NAME, "dimension_numbers", numbers)
-    checks.check_precision(_NAME, precision)
-    if preferred_element_type is not None:
-        preferred_element_type = checks.check_dtype(
-            _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
-        )
-    sharding.check_out_sharding(_NAME, out_sharding)
-    operation = Dot(_NAME, numbers, precision, preferred_element_type, out_sharding)
-    specs = [
-        quantizer.read_quantizer(_NAME, name, given) for name, given in (("lhs_spec", lhs_spec), ("rhs_spec", rhs_spec))
-    ]
-    check_backward(_NAME, backward, key, specs)
-    return _quantized_dot_general(lhs, rhs, *specs, key, operation=operation, backward=backward)
+    quantizers, dtype = contraction_vjp.check_options(
+        _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
+        out_sharding,
+    )  # fmt: skip
+    operation = Dot(_NAME, numbers, precision, dtype, out_sharding)
+    return _quantized_dot_general(lhs, rhs, *quantizers, key, operation=operation, backward=backward)
 
 
 @compile_entry_point(_NAME)
@@ -110,7 +112,7 @@ def _quantized_dot_general(
 
 
 class Dot(NamedTuple):
-    """`dot_general` with its dimension numbers."""
+    """A `dot_general` with its static attributes."""
 
     function: str
     numbers: Any
@@ -118,32 +120,34 @@ class Dot(NamedTuple):
     preferred: Any
     out_sharding: Any = None
 
-    def forward(self, *operands: Any) -> jax.Array:
-        """Returns the contraction of quantized and float operands."""
+    def contract_quantized(self, *operands: Any) -> jax.Array:
+        """Return the contraction of operands of which at least one is quantized."""
         lhs, rhs = operands
         return contract_checked(
             self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding
         )
 
-    def floats(self, *operands: jax.Array) -> jax.Array:
-        """Returns the contraction of floats."""
+    def contract_floats(self, *operands: jax.Array) -> jax.Array:
+        """Return the contraction of floats."""
         lhs, rhs = operands
         return lax.dot_general(lhs, rhs, self.numbers, self.precision, out_sharding=self.out_sharding)
 
-    def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Returns the cotangent of one operand from an integer contraction."""
-        terms, out = self._labels(qs)
-        return find_dimensions(self.function, which, terms, out, qs, g, key)
+    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `which`, computed by an integer contraction."""
+        terms, out = self._label_dimensions(qs)
+        return find_operand_cotangent(self.function, which, terms, out, qs, g, key)
 
-    def _labels(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    def _label_dimensions(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+        """Return the labels of the dimensions of both operands and of the result, as an einsum would name them."""
         left, right = find_roles(self.function, qs[0], qs[1], self.numbers)
         terms = []
         for side, (q, role) in enumerate(zip(qs, (left, right), strict=True)):
             labels = [""] * q.ndim
             for kind in ("batch", "contracted", "free"):
-                own = side if kind == "free" else ""
+                # Free dimensions belong to one operand; the others have the same label on both.
+                suffix = side if kind == "free" else ""
                 for i, axis in enumerate(getattr(role, kind)):
-                    labels[axis] = f"{kind}{own}.{i}"
+                    labels[axis] = f"{kind}{suffix}.{i}"
             terms.append(tuple(labels))
         batch = tuple(terms[0][a] for a in left.batch)
         frees = (terms[i][a] for i, role in enumerate((left, right)) for a in role.free)

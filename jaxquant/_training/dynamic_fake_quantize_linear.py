@@ -1,4 +1,4 @@
-"""DynamicQuantizeLinear and DequantizeLinear in one, float in and float out, with a straight-through gradient."""
+"""`dynamic_fake_quantize_linear`: DynamicQuantizeLinear and DequantizeLinear in one call, with a gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .._core import dtypes, entry_point, toolkit_attributes
 from .._core.entry_point import compile_entry_point
 from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
-from .fake_quantize_linear import Config, fake_quantize_parts
+from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
 
 _NAME = "dynamic_fake_quantize_linear"
 
@@ -25,23 +25,25 @@ def dynamic_fake_quantize_linear(
     lda_coeff: float = 1.0,
     name: str | None = None,
 ) -> jax.Array:
-    """y = (q - y_zero_point) * y_scale, with (q, y_scale, y_zero_point) = dynamic_quantize_linear(x).
+    """Apply ONNX DynamicQuantizeLinear and DequantizeLinear to x, with a straight-through gradient.
 
-    The forward pass is `dequantize_linear(*dynamic_quantize_linear(x, ...), axis=axis)` to the last bit. On the
-    way back the scale and the zero point count as constants, although x gave them, and rounding as the identity.
-    For the whole derivative hand `dynamic_quantize_linear`'s y_scale to `fake_quantize_linear`.
+    y = (q - y_zero_point) * y_scale, with (q, y_scale, y_zero_point) = dynamic_quantize_linear(x)
+
+    The forward pass is `dequantize_linear(*dynamic_quantize_linear(x, ...), axis=axis)` bit for bit. The backward pass
+    treats the scale and the zero point as constants, although they are found from x, and rounding as the identity. To
+    differentiate through the scale too, pass the y_scale of `dynamic_quantize_linear` to `fake_quantize_linear`.
 
     Args:
-        x: values, float32, of any shape; a Python number is float32.
-        dtype: Static. uint8, or int8 for the range [-127, 127].
-        axis: Static. None for one scale; else the axis that is kept, negative from the back: a scale and a zero
-            point per index of it.
-        training: Static. False keeps nothing for the backward pass; differentiating then raises.
-        lda_coeff: Static. Multiplies the gradient that flows back to x; 0 stops it, -1 reverses it.
-        name: Static. A name for the operation in the lowered program, as `jax.named_scope` gives it.
+        x: the values, float32, of any shape. A Python number is float32.
+        dtype: Static. uint8, or int8 for the codes [-127, 127].
+        axis: Static. None finds one scale for all of x. An int is the axis that is kept, which gives a scale and a zero
+            point per index of it; negative numbers count from the back.
+        training: Static. False keeps no residuals; differentiating the call then raises.
+        lda_coeff: Static. The factor of the gradient of x: 0 stops the gradient, -1 reverses it.
+        name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
 
     Returns:
-        The values that the codes stand for, float32, x's shape.
+        The values of the codes, float32, in the shape of x.
 
     Raises:
         TypeError: x is not float32, dtype is neither uint8 nor int8, or a static argument has a wrong type.
@@ -58,8 +60,8 @@ def dynamic_fake_quantize_linear(
     Source: ONNX DynamicQuantizeLinear-11 and DequantizeLinear-10; training, lda_coeff and name from the node of
     Graiphic's Deep Learning Toolkit for LabVIEW.
 
-    Cotangent of x: lda_coeff * g * m, with m 1 where rounding alone lands on a code and 0 elsewhere (a rounded
-    zero point can push an extreme half a step out).
+    Cotangent of x: lda_coeff * g * m, where m is 1 if x rounds to a code without clipping and 0 otherwise. An extreme
+    of x can be clipped, because the zero point is rounded by up to half a step.
     """
     return _dynamic_fake_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
@@ -71,9 +73,10 @@ def _dynamic_fake_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
 ) -> jax.Array:  # fmt: skip
-    found, granularity = check_dynamic(_NAME, x, dtype, axis)
+    code_dtype, granularity = check_dynamic(_NAME, x, dtype, axis)
     toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
-    config = Config(granularity, found, dtypes.find_narrow_bounds(found), bool(training), float(lda_coeff), _NAME)
+    options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
+    config = Config(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
     with toolkit_attributes.name_scope(name):
-        _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, found)
-        return fake_quantize_parts(config, x, scale, zero_point)
+        _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
+        return quantize_and_dequantize(config, x, scale, zero_point, None)

@@ -1,4 +1,4 @@
-"""`numpy.einsum` of floats that are quantized on the way in, with a gradient."""
+"""`quantized_einsum`: `numpy.einsum` of floats that the call quantizes, with a gradient."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax.typing import ArrayLike, DTypeLike
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._contractions.einsum import contract_operands, parse_subscripts
-from .._core import checks, dtypes, entry_point, sharding
-from . import contraction_vjp, quantizer
-from .backward import Backward, FloatBackward, check_backward, find_dimensions
+from .._core import checks, dtypes, entry_point
+from . import contraction_vjp
+from .backward import Backward, FloatBackward, find_operand_cotangent
 from .quantizer import Quantizer
 
 _NAME = "quantized_einsum"
@@ -32,30 +32,37 @@ def quantized_einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """out = einsum(subscripts, *(quantize(x, spec) for each operand)), float in and float out, with a gradient.
+    """Contract float arrays in integers by numpy's subscripts, with a gradient.
 
-    Forward it is `einsum` to the last bit: two quantized operands are one integer contraction, more are contracted pair
-    by pair. What is kept for the way back is as of `quantized_dot_general`.
+    out = einsum(subscripts, *(quantize(x, spec) for each operand))
+
+    The forward pass is `einsum` bit for bit: two quantized operands are one integer contraction, more operands are
+    contracted pair by pair. The backward pass keeps the same residuals as `quantized_dot_general`.
 
     Args:
-        subscripts: Static. As of `einsum`.
-        operands: float32, float16 or bfloat16, each.
-        specs: how each of them is quantized: a QuantSpec, whose scale comes from it, a `Quantizer`, or None: not at
-            all. One at least is not None.
-        backward: Static. `FloatBackward()`, or `Int8Backward()` for two operands that are both quantized.
-        key: of `jax.random`: the gradient of Int8Backward(stochastic_rounding=True) draws from it, no result does.
-        precision: Static. As `jax.lax.dot_general` has it, for float contractions, those of the backward pass included.
-        preferred_element_type: Static. float32, float16 or bfloat16: what is returned. By default the dtype of the
-            operands, float32 where they differ.
-        out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `einsum`. Cotangents are
-            sharded as the operands.
+        subscripts: Static. As in `einsum`.
+        operands: arrays of float32, float16 or bfloat16.
+        specs: how each operand is quantized: a QuantSpec, which finds the scale from the operand; a `Quantizer`; or
+            None, which leaves it in floats. At least one must not be None.
+        backward: Static. How the gradients are contracted: `FloatBackward()`, or, for two operands that are both
+            quantized, `Int8Backward()`.
+        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True). The result does not
+            depend on it.
+        precision: Static. As in `jax.lax.dot_general`, for float contractions, including those of the backward pass.
+        preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
+            the operands, or float32 if they differ.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `einsum`. A cotangent is
+            sharded like its operand.
 
     Returns:
-        The dimensions of the output's indices, in their order.
+        The result, whose dimensions are the output's indices in their order.
 
     Raises:
-        TypeError: an operand, a spec or a backward pass is none; or what `einsum` refuses.
-        ValueError: likewise; or there are not as many specs as operands.
+        TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; no operand has a spec; or
+            `einsum` would raise a TypeError.
+        ValueError: the number of specs is not the number of operands; shapes, scales or zero points do not fit each
+            other; `backward` is Int8Backward() where a gradient cannot be contracted in integers; a gradient rounds
+            stochastically and there is no key; or `einsum` would raise a ValueError.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -71,26 +78,23 @@ def quantized_einsum(
 
     Source: numpy.einsum; Jacob et al., arXiv 1712.05877, section 3.
 
-    Cotangents: as of `quantized_dot_general`.
+    Cotangents: as for `quantized_dot_general`.
     """
     named = {f"operands[{i}]": entry_point.unwrap_array(x) for i, x in enumerate(operands)}
-    given = entry_point.convert_arrays(_NAME, named)
-    for i, x in enumerate(given):
+    arrays = entry_point.convert_arrays(_NAME, named)
+    for i, x in enumerate(arrays):
         checks.check_array(_NAME, f"operands[{i}]", x, dtypes.FLOATS)
-    counts = isinstance(specs, list | tuple) and len(specs) == len(given)
-    got = f"{len(specs)} for {len(given)} operands" if isinstance(specs, list | tuple) else checks.describe_value(specs)
-    checks.require(counts, _NAME, "specs", "a spec or None for each operand", got)
-    opened = tuple(quantizer.read_quantizer(_NAME, f"specs[{i}]", spec) for i, spec in enumerate(specs))
-    check_backward(_NAME, backward, key, opened)
-    if preferred_element_type is not None:
-        preferred_element_type = checks.check_dtype(
-            _NAME, "preferred_element_type", preferred_element_type, dtypes.FLOATS
-        )
-    checks.check_precision(_NAME, precision)
-    parse_subscripts(_NAME, subscripts, [x.ndim for x in given])
-    sharding.check_out_sharding(_NAME, out_sharding)
-    operation = Einsum(subscripts, precision, preferred_element_type, out_sharding)
-    return _quantized_einsum(given, opened, key, operation=operation, backward=backward)
+    is_list = isinstance(specs, list | tuple)
+    if not is_list or len(specs) != len(arrays):
+        got = f"{len(specs)} for {len(arrays)} operands" if is_list else checks.describe_value(specs)
+        checks.require(False, _NAME, "specs", "a list or tuple with a spec or None for each operand", got)
+    named_specs = {f"specs[{i}]": spec for i, spec in enumerate(specs)}
+    quantizers, dtype = contraction_vjp.check_options(
+        _NAME, named_specs, backward, key, precision, preferred_element_type, out_sharding
+    )
+    parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
+    operation = Einsum(subscripts, precision, dtype, out_sharding)
+    return _quantized_einsum(arrays, tuple(quantizers), key, operation=operation, backward=backward)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("operation", "backward"))
@@ -100,27 +104,27 @@ def _quantized_einsum(operands: Any, specs: Any, key: Any, *, operation: Einsum,
 
 
 class Einsum(NamedTuple):
-    """`einsum` with its subscripts."""
+    """An `einsum` with its static attributes."""
 
     subscripts: str
     precision: Any
     preferred: Any
     out_sharding: Any = None
 
-    def forward(self, *operands: Any) -> jax.Array:
-        """Returns the contraction of quantized and float operands."""
+    def contract_quantized(self, *operands: Any) -> jax.Array:
+        """Return the contraction of operands of which at least one is quantized."""
         return contract_operands(_NAME, self.subscripts, operands, self.precision, self.preferred, self.out_sharding)
 
-    def floats(self, *operands: jax.Array) -> jax.Array:
-        """Returns the contraction of floats."""
+    def contract_floats(self, *operands: jax.Array) -> jax.Array:
+        """Return the contraction of floats."""
         return jnp.einsum(self.subscripts, *operands, precision=self.precision, out_sharding=self.out_sharding)
 
-    def integers(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Returns the cotangent of one operand from an integer contraction."""
+    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `which`, computed by an integer contraction."""
         terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])
         sizes: dict[str, int] = {}
         for q, labels in zip(qs, terms, strict=True):
             for label, n in zip(labels, q.shape, strict=True):
-                expected = 'FloatBackward(), for a size of 1 stands for another under "..."'
+                expected = 'FloatBackward(), because a dimension of size 1 is broadcast under "..."'
                 checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", expected, "Int8Backward()")
-        return find_dimensions(_NAME, which, terms, out, qs, g, key)
+        return find_operand_cotangent(_NAME, which, terms, out, qs, g, key)

@@ -1,4 +1,4 @@
-"""The gradients that a rounding can be given, one frozen dataclass each. Knows formulas; knows nothing of calls."""
+"""The gradient rules of fake quantization, one frozen dataclass each, with their initial values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity, min_max, rounding
+from .._core import checks, dtypes, granularity, min_max
 from ..calibration import mse
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -21,60 +20,94 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 @dataclasses.dataclass(frozen=True)
 class StraightThrough:
-    """dx = g * m, with m = [qmin <= round_half_even(x / scale) + zero_point <= qmax], or 1 without `clip`.
+    """The straight-through estimator: rounding has the gradient of the identity, clipping has the gradient 0.
 
-    Rounding counts as the identity. The mask is that of the integers themselves, both bounds included.
+    dx = g * m, with m = 1 where qmin <= round_half_even(x / scale) + zero_point <= qmax, and 0 elsewhere
+
+    The mask m is that of the integers, with both bounds included.
 
     Attributes:
-        clip: whether what saturates has no gradient. Without it the clipping, too, counts as the identity.
+        clip: whether elements that saturate have the gradient 0. False makes m 1 everywhere, so that clipping, too, has
+            the gradient of the identity.
+
+    Raises:
+        TypeError: clip is not True or False.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x, spec = jnp.array([-9.0, 0.25, 9.0]), jq.QuantSpec(jnp.int4)
+        >>> jax.grad(lambda x: jq.fake_quantize(x, spec, 0.5, gradient=jq.StraightThrough()).sum())(x)
+        Array([0., 1., 0.], dtype=float32)
+        >>> jax.grad(lambda x: jq.fake_quantize(x, spec, 0.5, gradient=jq.StraightThrough(clip=False)).sum())(x)
+        Array([1., 1., 1.], dtype=float32)
 
     Source: Bengio et al., arXiv 1308.3432, section 4, for the estimator; Jacob et al., arXiv 1712.05877, section 3, for
     quantization; Jain et al., arXiv 1903.08066, section 3, for the scale.
 
-    Cotangents, with u = x / scale, z = the zero point, d = the steps that y has, y = d * scale:
+    Cotangents, with u = x / scale, z = zero_point, and d = the number of steps of y, so that y = d * scale:
     Cotangent of x: g * m. Of scale: sum of g * (d - m * u). Of a float32 zero_point: sum of -g * (1 - m) * scale.
     """
 
     clip: bool = True
 
     def __post_init__(self) -> None:
-        """Refuses what is no flag."""
+        """Check the flag."""
         checks.check_flag("StraightThrough", "clip", self.clip)
 
 
 @dataclasses.dataclass(frozen=True)
 class LSQ:
-    """dscale = sum of g * (round(u) - u if -QN < u < QP, else -QN or QP) / sqrt(N * QP), with u = x / scale.
+    """Learned step size quantization (LSQ): the scale is a parameter with a scaled gradient.
 
-    Learned step size. QN and QP are the steps from the zero point to the spec's least and largest code.
+    dscale = sum of g * s / sqrt(N * QP), with u = x / scale and s = round(u) - u where -QN < u < QP, -QN where
+    u <= -QN, and QP where u >= QP
+
+    QN and QP are the numbers of steps from the zero point to the least and to the largest code of the spec.
 
     Attributes:
-        elements: N, the elements that the gradient of a scale is a sum of: of weights all that share the scale, which
-            None stands for; of activations the paper counts the features of one example, not the whole batch.
+        elements: N, the number of elements that the gradient of one scale sums over. None counts all elements that
+            share the scale, which is right for weights. For activations the paper counts the features of one example
+            instead of the whole batch: pass that number.
 
-    Source: Esser et al., arXiv 1902.08153: equations 3 and 5, in sections 2.1 and 2.3, and section 2.2 for the factor.
+    Raises:
+        TypeError: elements is not None or an int.
+        ValueError: elements is not positive.
 
-    Cotangent of x: g * [-QN < u < QP], strictly, on what is not yet rounded. Of scale: as above. A zero point has none.
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x, spec = jnp.array([-9.0, 0.3, 0.9]), jq.QuantSpec(jnp.int4)  # -18, 0.6 and 1.8 steps of 0.5
+        >>> dscale = jax.grad(lambda scale: jq.fake_quantize(x, spec, scale, gradient=jq.LSQ()).sum())
+        >>> dscale(jnp.float32(0.5)).round(4)  # (-7 + 0.4 + 0.2) / sqrt(3 * 7)
+        Array(-1.3966, dtype=float32)
+
+    Source: Esser et al., arXiv 1902.08153: equations 3 and 5 in sections 2.1 and 2.3, and section 2.2 for the factor.
+
+    Cotangent of x: g where -QN < u < QP, strictly and before rounding, and 0 elsewhere. Of scale: as above. Of
+    zero_point: 0.
     """
 
     elements: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is no count."""
+        """Check the number of elements."""
         _check_elements("LSQ", self.elements)
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
-        """Returns (scale, zero_point) to start from: scale = 2 * mean(abs(x)) / sqrt(QP), slice by slice.
+        """Return the (scale, zero_point) from which training starts.
+
+        scale = 2 * mean(abs(x)) / sqrt(QP), for each slice that shares a scale
 
         Args:
-            x: values, float32, float16 or bfloat16.
-            spec: Static. Symmetric, or unsigned for values that are not negative; the zero point is then 0.
+            x: the values, float32, float16 or bfloat16.
+            spec: Static. How to quantize: symmetric; or unsigned with the zero point 0, for values that are not
+                negative.
 
         Returns:
-            A float32 scale of x's rank, and the zero point that the spec fixes: 0 as None.
+            A float32 scale of x's rank, and the zero point: None for a symmetric spec that fixes 0.
 
         Raises:
-            TypeError, ValueError: as of `quantize`.
+            TypeError: x has an unsupported dtype, or spec is not a QuantSpec.
+            ValueError: the granularity of the spec does not fit x.
 
         Source: Esser et al., arXiv 1902.08153, section 2.1.
         """
@@ -89,42 +122,61 @@ class LSQ:
 
 @dataclasses.dataclass(frozen=True)
 class LSQPlus:
-    """dzero_point = sum of -g * scale * [x / scale + zero_point outside (qmin, qmax)] / sqrt(N * qmax).
+    """Learned step size and offset quantization (LSQ+): the scale and a float32 zero point are parameters.
 
-    Learned step size and learned offset. The paper's offset beta is real; that of an integer runtime counts whole
-    steps. It is learned as a float32 zero point, beta = -zero_point * scale, which is rounded on the way forward; the
-    cotangents are the paper's under that change of variables.
+    dzero_point = sum of -g * scale / sqrt(N * qmax) over the elements with x / scale + zero_point outside (qmin, qmax)
+
+    The offset beta of the paper is a real number, but the zero point of an integer runtime counts whole steps. So the
+    offset is learned as a float32 zero point, beta = -zero_point * scale, which the forward pass rounds. The cotangents
+    are those of the paper after this change of variables.
 
     Attributes:
-        elements: N, as of `LSQ`.
+        elements: N, as in `LSQ`.
 
-    Source: Bhalgat et al., arXiv 2004.09576, section 3.1, and 3.2 for the start.
+    Raises:
+        TypeError: elements is not None or an int.
+        ValueError: elements is not positive.
 
-    Cotangents, with u = x / scale, z = the rounded zero point, d = the steps that y has, y = d * scale, and
-    m = [qmin < u + z < qmax], strictly, on what is not yet rounded:
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x, spec = jnp.array([-2.0, 0.3, 9.0]), jq.QuantSpec(jnp.uint4)
+        >>> fake = lambda zero_point: jq.fake_quantize(x, spec, jnp.float32(0.5), zero_point, jq.LSQPlus())
+        >>> fake(jnp.float32(2.0))  # codes 0, 3 and 15
+        Array([-1. ,  0.5,  6.5], dtype=float32)
+        >>> jax.grad(lambda zero_point: fake(zero_point).sum())(jnp.float32(2.0)).round(2)  # 2 * -0.5 / sqrt(3 * 15)
+        Array(-0.15, dtype=float32)
+
+    Source: Bhalgat et al., arXiv 2004.09576, section 3.1, and section 3.2 for the initial values.
+
+    Cotangents, with u = x / scale, z = the rounded zero point, d = the number of steps of y, so that y = d * scale, and
+    m = 1 where qmin < u + z < qmax, strictly and before rounding, and 0 elsewhere:
     Cotangent of x: g * m. Of scale: sum of g * (d - m * u) / sqrt(N * qmax). Of zero_point: as above.
     """
 
     elements: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is no count."""
+        """Check the number of elements."""
         _check_elements("LSQPlus", self.elements)
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
-        """Returns (scale, zero_point) to start from: symmetric scale = max(abs(mean -+ 3 deviations)) / 2**(bits - 1).
+        """Return the (scale, zero_point) from which training starts.
 
-        Asymmetric: those of the range of least mean squared error, as `mse` finds it.
+        For a symmetric spec, scale = max(abs(mean - 3 * deviation), abs(mean + 3 * deviation)) / 2**(bits - 1), for
+        each slice that shares a scale. For another spec, the scale and the zero point of the range with the least mean
+        squared error, as `mse` finds it.
 
         Args:
-            x: values, float32, float16 or bfloat16.
-            spec: Static. How to quantize; the paper takes symmetric ones for weights, others for activations.
+            x: the values, float32, float16 or bfloat16.
+            spec: Static. How to quantize. The paper uses symmetric specs for weights, asymmetric ones for activations.
 
         Returns:
             A float32 scale of x's rank, and a float32 zero point, or the one that the spec fixes.
 
         Raises:
-            TypeError, ValueError: as of `quantize`.
+            TypeError: x has an unsupported dtype, or spec is not a QuantSpec.
+            ValueError: the granularity of the spec does not fit x; or, for an asymmetric spec, a slice of x has no
+                elements, a NaN or an infinity.
 
         Source: Bhalgat et al., arXiv 2004.09576, section 3.2.
         """
@@ -147,32 +199,46 @@ class LSQPlus:
 
 @dataclasses.dataclass(frozen=True)
 class PACT:
-    """dalpha = sum of g * [x >= alpha], with alpha = scale * QP the clip that is learned; of scale QP times that.
+    """Parameterized clipping activation (PACT): the largest representable value is a parameter.
 
-    Parameterized clipping activation, for values from 0 to alpha in unsigned codes with the zero point 0. Of other
-    codes both ends count, with QN steps below the zero point: dscale = sum of g * (QP * [x >= scale * QP] - QN *
-    [x <= -scale * QN]). The paper's penalty on alpha belongs into the loss.
+    dalpha = sum of g over the elements with x >= alpha, where alpha = scale * QP, so that dscale = QP * dalpha
+
+    PACT is for values from 0 to alpha in unsigned codes with the zero point 0. For other codes both ends count:
+    dscale = sum of g * QP where x >= scale * QP, minus sum of g * QN where x <= -scale * QN. QN and QP are the numbers
+    of steps from the zero point to the least and to the largest code. Add the paper's penalty on alpha to the loss.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x, spec = jnp.array([-1.0, 0.3, 9.0]), jq.QuantSpec(jnp.uint4)
+        >>> fake = lambda scale: jq.fake_quantize(x, spec, scale, 0, jq.PACT())
+        >>> fake(jnp.float32(0.5))  # alpha = 7.5
+        Array([0. , 0.5, 7.5], dtype=float32)
+        >>> jax.grad(lambda scale: fake(scale).sum())(jnp.float32(0.5))
+        Array(15., dtype=float32)
 
     Source: Choi et al., arXiv 1805.06085, section 3, equations 1 to 3.
 
-    Cotangent of x: g * [0 <= x < alpha], of other codes g * [-scale * QN < x < alpha]. Of scale: QP * dalpha, or as
-    above. A zero point has none, and is the one that the spec fixes, or 0.
+    Cotangent of x: g where 0 <= x < alpha, and 0 elsewhere; for other codes g where -scale * QN < x < alpha. Of scale:
+    as above. zero_point has none; it must be the one that the spec fixes, or 0.
     """
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
-        """Returns (scale, zero_point) to start from: scale = max(abs(x)) / QP, slice by slice.
+        """Return the (scale, zero_point) from which training starts.
+
+        scale = max(abs(x)) / QP, for each slice that shares a scale
 
         Args:
-            x: values, float32, float16 or bfloat16.
-            spec: Static. Signed, or unsigned with the zero point 0, which it is given here.
+            x: the values, float32, float16 or bfloat16.
+            spec: Static. How to quantize: signed, or unsigned; the zero point of an unsigned asymmetric spec is 0.
 
         Returns:
-            A float32 scale of x's rank, and a zero point of 0: None where the spec fixes it.
+            A float32 scale of x's rank, and a zero point of 0: None if the spec fixes it.
 
         Raises:
-            TypeError, ValueError: as of `quantize`.
+            TypeError: x has an unsupported dtype, or spec is not a QuantSpec.
+            ValueError: the granularity of the spec does not fit x.
 
-        Source: Choi et al., arXiv 1805.06085, section 3: alpha starts above most of what comes.
+        Source: Choi et al., arXiv 1805.06085, section 3: alpha starts above most of the values.
         """
         scale_shape, point_shape = _check_shapes("PACT.initial", x, spec)
         low, high = min_max.find_extremes(x, scale_shape, scale_from_range.find_block_size(spec))
@@ -184,18 +250,29 @@ class PACT:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["clip"])
 @dataclasses.dataclass(frozen=True)
 class StochasticRounding:
-    """r = floor(u) + [a draw from [0, 1) < u - floor(u)], with u = x / scale: unbiased, straight through coming back.
+    """Stochastic rounding: each element rounds up with a probability equal to its fraction, so that the mean is exact.
 
-    A pytree, whose key is its only leaf. One draw for each element, to 32 bits: a fraction of less than 2**-32 rounds
+    r = floor(u) + 1 if a uniform sample from [0, 1) is less than u - floor(u), else floor(u), with u = x / scale
+
+    The backward pass is straight-through. Each element takes one sample of 32 bits: a fraction below 2**-32 rounds
     down. Integer dtypes only.
 
+    A pytree whose only leaf is the key. The constructor checks nothing; the function that takes the rule does.
+
     Attributes:
-        key: of `jax.random`.
-        clip: Static. Whether what saturates has no gradient.
+        key: a key of `jax.random`.
+        clip: Static. Whether elements that saturate have the gradient 0.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> x, spec = jnp.full(10000, 0.125), jq.QuantSpec(jnp.int4)  # a quarter of a step of 0.5
+        >>> rule = jq.StochasticRounding(jax.random.key(0))
+        >>> jq.fake_quantize(x, spec, 0.5, gradient=rule).mean().round(2)
+        Array(0.13, dtype=float32)
 
     Source: Gupta et al., arXiv 1502.02551, section 3.
 
-    Cotangents: as of `StraightThrough`, with m = [qmin <= u + z <= qmax], on what is not yet rounded.
+    Cotangents: as for `StraightThrough`, with m = 1 where qmin <= u + zero_point <= qmax, before rounding.
     """
 
     key: Any
@@ -206,121 +283,39 @@ Rule = StraightThrough | LSQ | LSQPlus | PACT | StochasticRounding
 
 
 def check_estimator(function: str, argument: str, rule: Any, spec: QuantSpec, zero_point: Any) -> None:
-    """Requires a rule, and one that the spec's codes and the zero point have."""
+    """Check that `rule` is an estimator, and that it supports the spec and the zero point."""
     names = "StraightThrough(), LSQ(), LSQPlus(), PACT() or StochasticRounding(key)"
     checks.require_type(isinstance(rule, Rule), function, argument, names, checks.describe_value(rule))
     if isinstance(rule, StochasticRounding):
         is_key, got = checks.is_key(rule.key), checks.describe_value(rule.key)
         checks.require_type(is_key, function, f"{argument}.key", "one key of jax.random", got)
         checks.check_flag(function, f"{argument}.clip", rule.clip)
-        expected = f"another rule: {spec.dtype} has no neighbours one step apart"
+        expected = f"another rule, because the codes of {spec.dtype} are not one step apart"
         checks.require_type(spec.dtype in dtypes.INTEGERS, function, argument, expected, "StochasticRounding")
     if isinstance(rule, PACT) and isinstance(zero_point, jax.Array | np.ndarray | np.generic):
         fixed, point = spec.fixed_zero_point or 0, argument.replace("gradient", "zero_point")
-        expected = f"{fixed} in {spec.carrier}, for PACT() does not learn it; LSQPlus() does"
+        expected = f"{fixed} in {spec.carrier}, because PACT() does not learn a zero point (LSQPlus() does)"
         holds = zero_point.dtype != dtypes.FLOAT32
         holds = holds and (checks.is_traced(zero_point) or bool((np.asarray(zero_point) == fixed).all()))
         checks.require(holds, function, point, expected, checks.describe_value(zero_point))
 
 
-def round_stochastically(value: jax.Array, key: Any) -> jax.Array:
-    """Returns float32 values rounded to an integer below or above, above as often as they lie near it."""
-    below = lax.floor(value)
-    # Both exact: the distance to an integer, and 2**32 times it. What is none, of an infinity, is no draw.
-    part = lax.mul(lax.sub(value, below), np.float32(2**32))
-    part = lax.select(lax.is_finite(part), part, lax.full_like(part, 0))
-    # Less than 2**-25 below an integer the distance rounds to 1: up for sure, and nothing that a uint32 holds.
-    sure = lax.ge(part, np.float32(2**32))
-    part = lax.convert_element_type(lax.min(part, np.float32(2**32 - 2**8)), jnp.uint32)
-    up = lax.bitwise_or(sure, lax.lt(jax.random.bits(key, value.shape, jnp.uint32), part))
-    return lax.select(up, lax.add(below, np.float32(1)), below)
-
-
-def find_mask(rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
-    """Returns where the gradient passes through to x, or None for everywhere. False for NaN.
-
-    Args:
-        rule: Static. Which gradient.
-        spec: Static. How x is quantized.
-        u: x / scale, float32.
-        steps: int32 zero point in u's shape, or None for 0.
-    """
-    if isinstance(rule, StraightThrough | StochasticRounding) and not rule.clip:
-        return None
-    low, high = (np.float32(b) for b in spec.bounds)
-    if isinstance(rule, StraightThrough):
-        if spec.codebook is not None:
-            return (u >= low) & (u <= high)
-        bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
-        return rounding.find_in_range(u, steps, spec.dtype, bounds)
-    # u + z would round: the bounds move instead, and they are whole numbers.
-    least, most = (b if steps is None else b - steps.astype(jnp.float32) for b in (low, high))
-    if isinstance(rule, StochasticRounding):
-        return (u >= least) & (u <= most)
-    above = u >= least if isinstance(rule, PACT) and low == (spec.fixed_zero_point or 0) else u > least
-    return above & (u < most)
-
-
-def find_slopes(
-    rule: Rule, spec: QuantSpec, u: jax.Array, steps: jax.Array | None, distance: jax.Array
-) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-    """Returns dy/dx, the summands of dy/dscale and of dy/dzero_point over scale; None is 1, and 0 for the last.
-
-    Args:
-        rule: Static. Which gradient.
-        spec: Static. How x is quantized.
-        u: x / scale, float32.
-        steps: int32 zero point in u's shape, or None for 0.
-        distance: float32, how many steps y has.
-    """
-    inside = find_mask(rule, spec, u, steps)
-    if inside is None:
-        return None, distance - u, None
-    if isinstance(rule, PACT):
-        return inside, jnp.where(inside, _ZERO, distance), None
-    ds = distance - jnp.where(inside, u, _ZERO)
-    return inside, ds, None if isinstance(rule, LSQ) else jnp.where(inside, _ZERO, -_ONE)
-
-
-def find_factor(rule: Rule, spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], steps: jax.Array | None) -> Any:
-    """Returns what the paper multiplies the gradient of a scale with: a float32, or one for each entry of `shape`.
-
-    Args:
-        rule: Static. Which gradient.
-        spec: Static. How x is quantized.
-        x: the values.
-        shape: Static. That of the scale, or of the zero point.
-        steps: int32 zero point, or None for 0.
-    """
-    if not isinstance(rule, LSQ | LSQPlus):
-        return _ONE
-    count: Any = rule.elements
-    if count is None:
-        counts = np.maximum(min_max.count_members(x, shape, scale_from_range.find_block_size(spec)), 1)
-        count = counts if counts.size and (counts != counts.flat[0]).any() else counts.max(initial=1)
-    most = spec.bounds[1]
-    if steps is None or isinstance(rule, LSQPlus):
-        return np.asarray(1 / np.sqrt(count * most), np.float32)
-    # A zero point may be finer than the scale; the farthest end then counts.
-    shared = tuple(a for a, (n, m) in enumerate(zip(steps.shape, shape, strict=True)) if m == 1 != n)
-    reach = np.int32(most) - jnp.min(steps, axis=shared, keepdims=True)
-    return lax.rsqrt(jnp.maximum(reach, 1).astype(jnp.float32) * np.asarray(count, np.float32))
-
-
 def _check_elements(rule: str, elements: Any) -> None:
+    """Raise unless elements is None or a positive int."""
     if elements is not None:
         checks.check_integer(rule, "elements", elements)
         checks.require(elements > 0, rule, "elements", "None or a positive int", elements)
 
 
 def _check_shapes(function: str, x: Any, spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Check the arguments of `initial`, and return the shapes of the scale and of the zero point."""
     checks.check_array(function, "x", x, dtypes.FLOATS)
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
     return scale_from_range.find_shapes(function, spec, x.shape)
 
 
 def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> list[jax.Array]:
-    """Returns the means of float32 arrays over the slices that share a scale."""
+    """Return the means of float32 arrays over the slices that share a scale."""
     aligned = granularity.Aligned(scale_from_range.find_block_size(spec))
     counts = np.maximum(min_max.count_members(values[0], shape, aligned.block_size), 1).astype(np.float32)
     like = jnp.zeros(shape, jnp.float32)
@@ -328,6 +323,6 @@ def _find_means(spec: QuantSpec, shape: tuple[int, ...], *values: jax.Array) -> 
 
 
 def _make_positive(scale: jax.Array, reach: jax.Array) -> jax.Array:
-    """Returns a scale that is 1 where there was nothing to take it from, and a normal float32 elsewhere."""
+    """Return a scale that is 1 where x has only zeros and subnormal numbers, and a normal float32 elsewhere."""
     tiny = np.finfo(np.float32).tiny
     return jnp.where(jnp.abs(reach) < tiny, _ONE, jnp.maximum(scale, tiny))

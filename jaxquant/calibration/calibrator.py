@@ -1,4 +1,4 @@
-"""What a calibrator is, and what every one of them asks of a spec, a batch and a state. Knows no statistics."""
+"""`Calibrator` and `Range`, and the checks of specs, batches and states that all calibrators share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from .._core import checks, dtypes, entry_point, sharding
 
 _NAN, _INFINITE, _NOTHING, _ZEROS = 1, 2, 3, 4
 _FAULTS = {
-    _NAN: ("a NaN", "leave such batches out, or mend what makes them"),
-    _INFINITE: ("an infinity", "leave such batches out, or mend what makes them"),
+    _NAN: ("a NaN", "leave out the batches that contain one, or correct the code that computes them"),
+    _INFINITE: ("an infinity", "leave out the batches that contain one, or correct the code that computes them"),
     _NOTHING: ("no data", "update the state with a batch first"),
-    _ZEROS: ("only zeros", "allow_zero=True takes them for the range (0, 0), which quantize gives scale 1"),
+    _ZEROS: ("only zeros", "allow_zero=True gives such slices the range (0, 0), for which quantize uses scale 1"),
 }
 
 
 class Range(NamedTuple):
-    """Two ends in the unit of the data, float32, of x's rank: what `quantize` takes as `lo` and `hi`."""
+    """The ends of a range for each slice: what `quantize` takes as `range`.
+
+    Attributes:
+        lo: the lower ends, float32, of x's rank, in the unit of x.
+        hi: the upper ends, likewise.
+    """
 
     lo: jax.Array
     hi: jax.Array
@@ -35,22 +40,31 @@ export.register_namedtuple_serialization(Range, serialized_name="jaxquant.Range"
 
 
 class Calibrator(NamedTuple):
-    """Five pure functions that find a range in a stream of batches without keeping the data.
+    """Five pure functions that find a range from a stream of batches, without keeping the data.
 
-    A state is a pytree of arrays of fixed shapes and dtypes: carry it through `lax.scan`, map it by `jax.vmap`, save
-    it. All but `finalize` can be jitted. A batch is float32, float16 or bfloat16; batches may differ in the dimensions
-    that share a range.
+    A state is a pytree of arrays with fixed shapes and dtypes. It can be carried through `lax.scan`, mapped by
+    `jax.vmap`, and saved. All functions except `finalize` can be jitted. A batch is float32, float16 or bfloat16;
+    batches may differ in the dimensions that share a range.
 
     Attributes:
-        init: `init(example)` returns the state of nothing seen. `example` is an array, whose values do not count, or
-            a `jax.ShapeDtypeStruct`.
-        update: `update(state, batch)` returns the state with one batch more.
-        merge: `merge(a, b)` returns the state that has seen what both have.
-        finalize: `finalize(state, allow_zero=False)` returns the `Range`. It is meant to be called eagerly, where it
-            raises for a slice that saw nothing, a NaN, an infinity, or only zeros; `allow_zero=True` gives the last of
-            them the range (0, 0). Under a trace it cannot raise: such slices have the range (NaN, NaN).
+        init: `init(example)` returns the state without data. `example` is a `jax.ShapeDtypeStruct`, or an array, of
+            which only the shape matters.
+        update: `update(state, batch)` returns the state after one more batch.
+        merge: `merge(a, b)` returns the state that holds the data of both.
+        finalize: `finalize(state, allow_zero=False)` returns the `Range`. Call it eagerly: it then raises if a slice
+            has no data, a NaN, an infinity, or only zeros; `allow_zero=True` gives slices of zeros the range (0, 0).
+            Under a trace it cannot raise, and gives such slices the range (NaN, NaN).
         all_reduce: `all_reduce(state, axis_name)` merges the states of all devices along an axis of `jax.shard_map`
-            (or of `jax.vmap` with a name): every device gets the state of one that saw all the data.
+            (or a named axis of `jax.vmap`). Each device gets the state that holds all the data.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> cal = jq.minmax(jq.QuantSpec(jnp.uint8))
+        >>> batches = jnp.array([[0.5, -1.0], [2.5, 0.0]])
+        >>> step = lambda state, batch: (cal.update(state, batch), None)
+        >>> state, _ = jax.lax.scan(step, cal.init(batches[0]), batches)
+        >>> cal.finalize(state)
+        Range(lo=Array([-1.], dtype=float32), hi=Array([2.5], dtype=float32))
     """
 
     init: Callable[..., Any]
@@ -61,16 +75,16 @@ class Calibrator(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What makes one calibrator another. Their arguments have passed their contracts.
+    """The functions that differ between calibrators. Their arguments are checked.
 
     Attributes:
-        function: the name of its factory, for errors.
+        function: the name of the calibrator's factory, for errors.
         spec: how to quantize.
-        nothing: from the shape of the ranges to the state of nothing seen.
-        step: from a state and a batch to a state.
-        together: from two states to one.
-        across: from a state and the name of an axis to a state.
-        finish: from a state to the least and the largest value of each slice, and its range.
+        nothing: `nothing(shape)` returns the state without data for ranges of this shape.
+        step: `step(state, batch)` returns the next state.
+        together: `together(a, b)` merges two states.
+        across: `across(state, axis_name)` merges the states along a mapped axis.
+        finish: `finish(state)` returns the least and the largest value of each slice, and the range.
     """
 
     function: str
@@ -83,12 +97,12 @@ class Parts(NamedTuple):
 
 
 def build_calibrator(parts: Parts) -> Calibrator:
-    """Returns the calibrator of these parts, with the contracts that all of them share."""
+    """Return the calibrator of these functions, with the checks that all calibrators share."""
     return Calibrator(*(functools.partial(f, parts) for f in (_init, _update, _merge, _finalize, _all_reduce)))
 
 
 def check_spec(function: str, spec: Any) -> None:
-    """Requires a QuantSpec."""
+    """Raise ContractTypeError unless spec is a QuantSpec."""
     checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
 
 
@@ -100,7 +114,7 @@ def _init(parts: Parts, example: Any) -> Any:
     expected = "an array or a jax.ShapeDtypeStruct"
     checks.require_type(has_shape, name, "example", expected, type(example).__name__)
     state = parts.nothing(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
-    if checks.is_traced(example):  # a loop under jax.shard_map takes no carry that does not vary as its data do
+    if checks.is_traced(example):  # under jax.shard_map, the carry of a loop must vary over devices as its data do
         state = jax.tree.map(lambda part: sharding.vary_like(part, example), state)
     return state
 
@@ -110,19 +124,19 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     _check_state(parts, name, "state", state)
     batch = _read_batch(name, "batch", batch)
     shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
-    expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as the example of init had"
-    got = f"ranges of shape {shape}, of a batch of shape {batch.shape}"
+    expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, like those of the example of init"
+    got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
     checks.require(shape == tuple(state.low.shape), name, "batch", expected, got)
     return parts.step(state, batch)
 
 
 def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
-    """Requires a batch of floats and returns it as JAX's."""
+    """Check that a batch holds floats, and return it as a JAX array."""
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
-        value = value.__jax_array__()  # a flax.nnx.Param, for one
+        value = value.__jax_array__()  # for example a flax.nnx.Param
     value = entry_point.convert_number(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
-        value = value.astype(np.float32)  # as JAX takes it
+        value = value.astype(np.float32)  # as JAX converts it
     (value,) = entry_point.convert_arrays(function, {argument: value})
     checks.check_array(function, argument, value, dtypes.FLOATS)
     return lax.stop_gradient(value)
@@ -132,7 +146,7 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     name = f"{parts.function}.merge"
     _check_state(parts, name, "a", a)
     _check_state(parts, name, "b", b)
-    expected = f"shape {tuple(a.low.shape)}, as that of a"
+    expected = f"shape {tuple(a.low.shape)}, like that of a"
     checks.require(a.low.shape == b.low.shape, name, "b.low", expected, f"shape {tuple(b.low.shape)}")
     return parts.together(a, b)
 
@@ -155,11 +169,11 @@ def _make_template(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, 
 
 
 def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
-    """Requires a state as `init` makes it."""
+    """Raise unless the state has the type, the shapes and the dtypes that `init` gives it."""
     expected = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
-    name, reason = type(expected).__name__, f"as {parts.function}.init makes it"
-    is_one = type(state) is type(expected)
-    checks.require_type(is_one, function, argument, f"a {name}, {reason}", type(state).__name__)
+    name, reason = type(expected).__name__, f"as {parts.function}.init returns it"
+    is_same = type(state) is type(expected)
+    checks.require_type(is_same, function, argument, f"a {name}, {reason}", type(state).__name__)
     for field in expected._fields:
         got, want = (jax.tree.leaves(getattr(s, field)) for s in (state, expected))
         described = [", ".join(f"{v.dtype}{list(v.shape)}" for v in leaves) or "None" for leaves in (got, want)]
@@ -168,33 +182,34 @@ def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None
 
 
 def _find_faults(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns what is wrong with each slice of which these are the extremes: 0 for nothing."""
-    none = low > high
-    infinite = (jnp.isinf(low) | jnp.isinf(high)) & ~none
-    # By their bits: a denormal number is 0 to XLA:CPU.
+    """Return the fault of each slice with these extremes, 0 for none; low > high marks a slice without data."""
+    has_no_data = low > high
+    infinite = (jnp.isinf(low) | jnp.isinf(high)) & ~has_no_data
+    # Compared by their bits, because XLA:CPU treats a subnormal number as 0.
     zero = (_clear_sign(low) | _clear_sign(high)) == 0
-    found = jnp.where(zero, _ZEROS, jnp.where(none, _NOTHING, jnp.where(infinite, _INFINITE, 0)))
-    return jnp.where(jnp.isnan(low) | jnp.isnan(high), _NAN, found)
+    fault = jnp.where(zero, _ZEROS, jnp.where(has_no_data, _NOTHING, jnp.where(infinite, _INFINITE, 0)))
+    return jnp.where(jnp.isnan(low) | jnp.isnan(high), _NAN, fault)
 
 
 def _clear_sign(value: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(value, jnp.int32) & np.int32(0x7FFFFFFF)
 
 
-def _conclude(function: str, low: jax.Array, high: jax.Array, found: Range, allow_zero: bool) -> Range:
-    """Returns the ranges that were found, or raises for slices that have none; low > high says nothing was seen."""
+def _conclude(function: str, low: jax.Array, high: jax.Array, ranges: Range, allow_zero: bool) -> Range:
+    """Return the ranges after a check of each slice: eagerly a fault raises, under a trace it gives NaN."""
     fault = _find_faults(low, high)
     if allow_zero:
         zero = fault == _ZEROS
-        found = Range(*(jnp.where(zero, np.float32(0), v) for v in found))
+        ranges = Range(*(jnp.where(zero, np.float32(0), end) for end in ranges))
         fault = jnp.where(zero, 0, fault)
     if not checks.is_traced(fault) and (fault.is_fully_addressable or fault.is_fully_replicated):
         _raise_faults(function, np.asarray(fault))
-        return found
-    return Range(*(jnp.where(fault == 0, v, np.float32(np.nan)) for v in found))
+        return ranges
+    return Range(*(jnp.where(fault == 0, end, np.float32(np.nan)) for end in ranges))
 
 
 def _raise_faults(function: str, fault: np.ndarray) -> None:
+    """Raise for the first kind of fault that a slice has, and name the first slice that has it."""
     for code, (what, remedy) in _FAULTS.items():
         slices = np.argwhere(fault == code)
         if len(slices):

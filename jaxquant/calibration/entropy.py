@@ -1,4 +1,4 @@
-"""The range that loses the least information, as TensorRT has it."""
+"""`entropy`: a calibrator for the range that loses the least information, as in TensorRT."""
 
 from __future__ import annotations
 
@@ -19,53 +19,57 @@ from .histogram import HistogramState, Settings
 
 _NAME = "entropy"
 _MOST = 2**13
-_EPSILON = np.float32(1e-4)  # of one count: what an empty bin is given
+_EPSILON = np.float32(1e-4)  # the count that an empty bin gets
 
 
 def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
-    """(lo, hi) = (-t, t) with the least KL(P || Q), clipped to the least and the largest value seen.
+    """Return a calibrator for the range whose codes lose the least information (KL divergence).
 
-    P are the counts of the bins within a candidate range, those beyond it added to its first and its last bin. Q is
-    what is left of them by `levels` codes: the bins within the range, without those beyond, are cut into `levels` runs
-    of equal length, bin k of n falling to run k * levels // n, and each run's counts are spread evenly over those of
-    its bins that are not empty in P. Empty bins of P and Q then get 1e-4 counts each, taken from the others in
-    proportion, both are divided by their sums, and KL(P || Q) = sum(P * log(P / Q)).
+    (lo, hi) = (-t, t) with the least KL(P || Q), clipped to the least and the largest value of the data
 
-    A symmetric spec looks at |x|: the candidates are the first n = levels, levels + 1, ... bins, and `levels` is the
-    number of magnitudes, 128 for int8. Another spec looks at x: the candidates reach n = levels / 2, ... bins to
-    either side of 0, but no farther than there are data, and `levels` is the number of codes, 256 for uint8. Of equal
-    candidates the smallest is taken. Exact zeros are left out: a code stands for them in every range.
+    P holds the counts of the bins in a candidate range; the counts of the bins outside are added to its first and its
+    last bin. Q is what `levels` codes keep of P: the bins in the range, without the counts from outside, are divided
+    into `levels` runs of equal length (bin k of n belongs to run k * levels // n), and the counts of a run are spread
+    evenly over those of its bins that are not empty in P. Then each empty bin of P and of Q gets 1e-4 counts, taken
+    from the other bins in proportion, P and Q are divided by their sums, and KL(P || Q) = sum(P * log(P / Q)).
 
-    ONNX Runtime differs in what follows: it counts zeros, spreads over empty bins too, gives the bins that `levels`
-    does not divide to the last run, and has 128 levels over bins to both sides of 0.
+    For a symmetric spec the histogram is that of |x|: the candidates are the first n = levels, levels + 1, ... bins,
+    and `levels` is the number of magnitudes, 128 for int8. For another spec it is that of x: the candidates extend
+    n = levels / 2, ... bins to each side of 0, but not beyond the data, and `levels` is the number of codes, 256 for
+    uint8. Of equally good candidates the smallest is taken. Exact zeros are left out, because every range has a code
+    for them.
 
-    The histogram does not depend on the order of the batches, nor on how states were merged. Its state holds 8 bytes
-    per bin and slice, 16 KiB for each slice by default, and counts 2**64 elements. `finalize` takes time in proportion
-    to the square of `bins`, for every slice.
+    ONNX Runtime differs in four details: it counts zeros, it spreads counts over empty bins too, it adds the bins that
+    remain after a division by `levels` to the last run, and it uses 128 levels for bins on both sides of 0.
+
+    The result depends neither on the order of the batches nor on how states are merged. The state has 8 bytes per bin
+    and slice, 16 KiB for each slice by default, and can count 2**64 elements. The time of `finalize` grows with the
+    square of `bins`, for each slice.
 
     Args:
-        spec: how to quantize: integers of 8 bits or fewer.
-        bins: Static. Bins over [-R, R), R the least power of two above max(|x|): a power of two up to 8192, at least
-            4 for each level.
-        every: Static. Every how many elements of a slice, in the order of the batch, one is counted, from the first
-            on. Counting is what takes time: 1 counts all. Choose a number that has no divisor with the last dimension
-            of the batch in common. The extremes are those of all elements whatever it is.
+        spec: Static. How to quantize: an integer dtype of at most 8 bits.
+        bins: Static. The number of bins over [-R, R), where R is the least power of two above max(|x|): a power of two
+            up to 8192, with at least 4 bins for each level.
+        every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
+            counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
+            dimension of the batch. The least and the largest value always include all elements.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is no QuantSpec or has another dtype, an argument has a wrong type, or a batch has another dtype
-            or is no array.
-        ValueError: bins or every is out of range, a batch has slices that do not fit the state's, an axis of the spec
-            is out of range, a state is not this calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity or,
-            without allow_zero, only zeros.
+        TypeError: spec is not a QuantSpec of an integer dtype of at most 8
+            bits, or an argument has a wrong type. `update`: the batch is not an array of a
+            float dtype. Every function of the calibrator: the state is not one of this calibrator.
+        ValueError: bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the
+            slices of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
+            or, without allow_zero, only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> spec = jq.QuantSpec(jnp.int4)
         >>> cal = jq.entropy(spec)
-        >>> x = jnp.sinh(jnp.linspace(-8.0, 8.0, 4001))  # most are small, the largest 1490
+        >>> x = jnp.sinh(jnp.linspace(-8.0, 8.0, 4001))  # most values are small, the largest is 1490
         >>> lo, hi = cal.finalize(cal.update(cal.init(x), x))
         >>> bool(hi < x.max()), bool(lo == -hi)
         (True, True)
@@ -81,13 +85,15 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     levels = 2 ** (dtypes.count_bits(spec.dtype) - 1) if symmetric else int(most - least) + 1
     checks.check_integer(_NAME, "bins", bins)
     enough = 4 * levels <= bins <= _MOST
-    checks.require(enough, _NAME, "bins", f"a power of two in [{4 * levels}, {_MOST}], for {levels} levels", bins)
+    checks.require(
+        enough, _NAME, "bins", f"a power of two in [{4 * levels}, {_MOST}], because there are {levels} levels", bins
+    )
     finish = functools.partial(_finish, levels=levels, symmetric=symmetric)
     return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every), finish)
 
 
 class _Bins(NamedTuple):
-    """The counts of one slice along a line, before each bin and in all, and the first and the last bin of a range."""
+    """The histogram of one slice, cumulative sums of its counts and of its non-empty bins, and the ends of its data."""
 
     counts: jax.Array
     before: Words
@@ -99,24 +105,24 @@ class _Bins(NamedTuple):
 @functools.partial(jax.jit, inline=True, static_argnames=("levels", "symmetric"))
 def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax.Array, jax.Array, Range]:
     half = histogram.find_bins(state) // 2
-    sides = jnp.arange(levels if symmetric else max(1, levels // 2), half + 1, dtype=jnp.int32)
+    candidates = jnp.arange(levels if symmetric else max(1, levels // 2), half + 1, dtype=jnp.int32)
 
-    def best(counts: Words) -> jax.Array:
+    def find_best_side(counts: Words) -> jax.Array:
         bins = _fold_bins(counts) if symmetric else _sign_bins(counts)
 
-        def divergence(side: jax.Array) -> jax.Array:
+        def measure_side(side: jax.Array) -> jax.Array:
             centre = 0 if symmetric else half
             start = jnp.maximum(centre - side, bins.first)
             end = jnp.minimum(centre + side, bins.last + 1)
-            found = _find_divergence(bins, start, end, levels)
-            return jnp.where((end - start >= levels) | (side == half), found, np.float32(np.inf))
+            divergence = _find_divergence(bins, start, end, levels)
+            return jnp.where((end - start >= levels) | (side == half), divergence, np.float32(np.inf))
 
-        return sides[jnp.argmin(lax.map(divergence, sides))]
+        return candidates[jnp.argmin(lax.map(measure_side, candidates))]
 
-    # Slice by slice: the bins of one stay in the cache, those of all do not.
-    found = lax.map(best, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
+    # Slice by slice, because the bins of one slice stay in the cache and those of all do not.
+    sides = lax.map(find_best_side, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
     low, high = state.low, state.high
-    reach = found.reshape(low.shape).astype(jnp.float32) * histogram.find_width(state)
+    reach = sides.reshape(low.shape).astype(jnp.float32) * histogram.find_width(state)
     return low, high, Range(lax.clamp(low, -reach, high), lax.clamp(low, reach, high))
 
 
@@ -129,7 +135,9 @@ def _fold_bins(counts: Words) -> _Bins:
 def _sign_bins(counts: Words) -> _Bins:
     half = counts.low.size // 2
     bins = _sum_bins(counts)
-    return bins._replace(first=jnp.minimum(bins.first, half), last=jnp.maximum(bins.last, half - 1))  # it holds 0
+    return bins._replace(
+        first=jnp.minimum(bins.first, half), last=jnp.maximum(bins.last, half - 1)
+    )  # the range includes 0
 
 
 def _sum_bins(counts: Words) -> _Bins:
@@ -149,7 +157,7 @@ def _drop_zero(values: jax.Array) -> jax.Array:
 
 
 def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
-    """Returns KL(P || Q) of the bins from `start` to before `end`."""
+    """Return KL(P || Q) of the bins from `start` up to, but without, `end`."""
     size = bins.counts.size
     n = jnp.maximum(end - start, 1)
     left, right = _sum_between(bins, jnp.zeros_like(start), start), _sum_between(bins, end, jnp.full_like(end, size))
@@ -162,33 +170,33 @@ def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int)
     lower, upper = edges[:-1], edges[1:]
     held = _sum_between(bins, lower, upper)
     filled = bins.filled[upper] - bins.filled[lower]
-    for edge, beyond in ((start, left), (end - 1, right)):  # a bin that is empty but for what lies beyond
+    for edge, beyond in ((start, left), (end - 1, right)):  # a bin whose only counts come from outside the range
         was_empty = (bins.counts[jnp.minimum(edge, size - 1)] == 0) & (beyond > 0)
         filled = filled + (was_empty & (lower <= edge) & (edge < upper)).astype(jnp.int32)
     even = held / jnp.maximum(filled, 1).astype(jnp.float32)
-    # offset * levels // n: the floats are right for so few bins, and XLA has vectors for them.
+    # This is offset * levels // n. Floats are exact for so few bins, and XLA divides them with vectors.
     part = (offset * levels).astype(jnp.float32) + np.float32(0.5)
     run = jnp.clip((part / n.astype(jnp.float32)).astype(jnp.int32), 0, levels - 1)
     q = jnp.where(p > 0, even[run], np.float32(0))
 
     p, q = _smooth(p, inside), _smooth(q, inside)
-    # sum(P * (R - 1 - log(R))), R = Q / P, for both sum to 1: no term is negative, so none cancels.
+    # KL = sum(P * (R - 1 - log(R))) with R = Q / P, because both sum to 1. No term is negative, so nothing cancels.
     ratio = jnp.where(inside, q / jnp.where(inside, p, np.float32(1)), np.float32(1))
     terms = p * (ratio - 1 - jnp.log(ratio))
     return jnp.where(jnp.sum(held) > 0, jnp.sum(terms), np.float32(np.inf))
 
 
 def _sum_between(bins: _Bins, start: jax.Array, end: jax.Array) -> jax.Array:
-    """Returns how many there are from the bin `start` to before `end`: exact until the last, a float32."""
+    """Return the number of elements from bin `start` up to, but without, `end`, as a float32 rounded once."""
     first, last = (Words(*(half[index] for half in bins.before)) for index in (start, end))
     return uint64.to_float32(uint64.subtract(last, first))
 
 
 def _smooth(counts: jax.Array, inside: jax.Array) -> jax.Array:
-    """Returns the counts with something in each bin, divided by their sum."""
+    """Return the counts divided by their sum, after each empty bin got a small count."""
     empty = inside & (counts == 0)
     total = jnp.maximum(jnp.sum(counts), np.float32(1))
     empties = jnp.sum(empty, dtype=jnp.int32).astype(jnp.float32)
-    given = jnp.minimum(_EPSILON * empties, total / 2)
-    each = given / jnp.maximum(empties, np.float32(1))
-    return jnp.where(empty, each, counts * (1 - given / total)) / total
+    added = jnp.minimum(_EPSILON * empties, total / 2)
+    each = added / jnp.maximum(empties, np.float32(1))
+    return jnp.where(empty, each, counts * (1 - added / total)) / total

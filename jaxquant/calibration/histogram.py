@@ -1,9 +1,8 @@
-"""A histogram that grows with what it sees, and depends on nothing else: neither on the order of the batches nor on
-how they were merged. Knows nothing of what is read off it.
+"""A histogram that grows with the data, and depends neither on the order of the batches nor on how states are merged.
 
-Bin j of a slice holds the numbers of [j, j + 1) * 2**exponent / (bins / 2), and of those below 0 the mirror image,
-(j, j + 1]. When a larger number comes, the exponent grows and bin j goes to bin j >> 1: no count is lost or guessed,
-and what came before is where it would be had the larger number come first.
+Bin j of a slice holds the numbers in [j, j + 1) * 2**exponent / (bins / 2); below 0 it is the mirror image, (j, j + 1].
+When a larger number arrives, the exponent grows and bin j is added to bin j >> 1. No count is lost or estimated, and
+each count is where it would be if the larger number had arrived first.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from .._core.uint64 import Words
 from . import running, slice_layout
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 
-_LEAST = -100  # the least exponent: the reciprocal of a bin's width is a float32 still
-_SPARE = 16  # slots of a table behind its bins, the first half of them for zeros
-_CHUNK = 2**14  # elements whose indices stay in the cache
+_LEAST = -100  # the least exponent: the reciprocal of a bin's width must be a float32
+_SPARE = 16  # extra slots after the bins of a table, the first half of them for zeros
+_CHUNK = 2**14  # the number of elements whose indices fit the cache
 _TABLES = 2**31
 _NONE = np.int32(2**31 - 1)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 class HistogramState(NamedTuple):
-    """Counts in `bins` equal bins over [-2**exponent, 2**exponent), the exponent being the least that holds all.
+    """Counts in equal bins over [-2**exponent, 2**exponent), with the least exponent that includes all the data.
 
-    A slice that saw a NaN or an infinity has it in `low` or `high`; its counts then mean nothing.
+    A NaN or an infinity in a slice shows in `low` or `high`; the counts of that slice are then meaningless.
 
     Attributes:
         low: the least value of each slice, float32.
-        high: the largest.
+        high: the largest value of each slice, float32.
         seen: the number of elements of each slice, two uint32 words.
-        zeros: how many zeros were counted, which are in no bin. To XLA:CPU denormal numbers are zeros.
-        exponent: int32.
-        counts: the bins, in a last dimension of their own, two uint32 words.
-        least: the bits of the least magnitude in each bin, int32; None where the calibrator does not ask.
-        most: those of the largest.
+        zeros: the number of counted zeros, which are in no bin. XLA:CPU treats subnormal numbers as zeros.
+        exponent: the exponent of each slice, int32.
+        counts: the counts of the bins, in an additional last dimension, two uint32 words.
+        least: the bits of the least magnitude in each bin, int32; None if the calibrator does not need them.
+        most: the bits of the largest magnitude in each bin, likewise.
     """
 
     low: jax.Array
@@ -63,14 +62,14 @@ for _state in (HistogramState, Words):
 
 
 class Settings(NamedTuple):
-    """What all calibrators with a histogram are told.
+    """The arguments that all calibrators with a histogram share.
 
     Attributes:
         function: the name of the factory.
         spec: how to quantize.
-        bins: a power of two.
-        every: every how many elements of a slice one is counted.
-        has_ends: whether each bin knows its least and its largest number.
+        bins: the number of bins, a power of two.
+        every: counts every n-th element of a slice.
+        has_ends: whether each bin stores its least and its largest magnitude.
     """
 
     function: str
@@ -81,7 +80,7 @@ class Settings(NamedTuple):
 
 
 def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
-    """Returns the calibrator that ends with `finish(state)`, after the contracts that it shares with others."""
+    """Return the calibrator whose range is `finish(state)`, after the checks that all histograms share."""
     function = settings.function
     check_spec(function, settings.spec)
     for argument in ("bins", "every"):
@@ -97,17 +96,17 @@ def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
 
 
 def find_bins(state: HistogramState) -> int:
-    """Returns the number of bins."""
+    """Return the number of bins."""
     return state.counts.low.shape[-1]
 
 
 def find_width(state: HistogramState) -> jax.Array:
-    """Returns the width of a bin, float32, a power of two."""
+    """Return the width of a bin, float32, a power of two."""
     return _find_power(state.exponent - (find_bins(state) // 2).bit_length() + 1)
 
 
 def divide_by_width(state: HistogramState) -> jax.Array:
-    """Returns the reciprocal of a bin's width, exactly."""
+    """Return the exact reciprocal of a bin's width."""
     return _find_power((find_bins(state) // 2).bit_length() - 1 - state.exponent)
 
 
@@ -117,7 +116,7 @@ def _find_power(exponent: jax.Array) -> jax.Array:
 
 def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
     slots = math.prod(shape) * (settings.bins + _SPARE)
-    expected = f"fewer than {_TABLES} bins in all"
+    expected = f"fewer than {_TABLES} bins in total"
     checks.require(slots < _TABLES, settings.function, "spec", expected, f"{math.prod(shape)} slices")
     full = (*shape, settings.bins)
     ends = (jnp.full(full, _NONE), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
@@ -127,14 +126,16 @@ def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
     )
 
 
-# Growing.
+# Growing the range.
 
 
 def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
-    """Returns the state with an exponent that is not below its own."""
+    """Return the state with a larger or equal exponent."""
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
-    steps = jnp.minimum(steps, find_bins(state).bit_length())  # then all that there is lies in the two bins beside 0
+    steps = jnp.minimum(
+        steps, find_bins(state).bit_length()
+    )  # after that many, all counts are in the two bins next to 0
     parts = jax.tree.map(lambda part: sharding.vary_like(part, steps), (state.counts, state.least, state.most))
 
     def halve(carry: Any) -> Any:
@@ -147,7 +148,7 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
 
 
 def _halve_bins(counts: Words, least: jax.Array | None, most: jax.Array | None) -> Any:
-    """Returns the bins two by two, in the middle of as many."""
+    """Return the bins added in pairs, in the middle of as many bins as before."""
     return (
         Words(
             *(
@@ -170,7 +171,7 @@ def _pad_bins(half: jax.Array, fill: Any) -> jax.Array:
     return lax.pad(half, jnp.asarray(fill, half.dtype), [(0, 0, 0)] * (half.ndim - 1) + [(side, side, 0)])
 
 
-# Seeing.
+# Counting a batch.
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("settings",))
@@ -193,24 +194,26 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
         uint64.add(state.zeros, uint64.convert_uint32(zeros)),
         state.exponent,
         uint64.add(state.counts, uint64.convert_uint32(counts)),
-        _align_both(lax.min, state.least, ends[0]),
-        _align_both(lax.max, state.most, ends[1]),
+        _combine_ends(lax.min, state.least, ends[0]),
+        _combine_ends(lax.max, state.most, ends[1]),
     )
 
 
-def _align_both(of: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
-    return None if a is None or b is None else of(a, b)
+def _combine_ends(combine: Any, a: jax.Array | None, b: jax.Array | None) -> jax.Array | None:
+    return None if a is None or b is None else combine(a, b)
 
 
 def _find_exponent(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Returns the least e with |x| < 2**e; of what is not finite the least, for it must not grow."""
+    """Return the least e with |x| < 2**e; an infinity or a NaN gets the least exponent, so that it grows nothing."""
     bits = lax.bitcast_convert_type(lax.max(lax.abs(low), lax.abs(high)), jnp.int32) & _MAGNITUDE
     return jnp.maximum(jnp.where(bits < 0x7F800000, (bits >> 23) - 126, _LEAST), _LEAST)
 
 
 def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -> list[jax.Array]:
-    """Returns, of the ranges' shape and a last dimension, how many elements are in each bin, and zeros behind the bins;
-    and if asked for the least and the largest magnitude."""
+    """Return the tables of counts and, if needed, of the least and the largest magnitudes.
+
+    A table has the shape of the ranges and a last dimension of the bins, then the extra slots.
+    """
     shape, block = per_width.shape, scale_from_range.find_block_size(settings.spec)
     is_padded = slice_layout.is_padded(batch, shape, block)
     x = _sample(slice_layout.arrange_slices(sharding.place_whole(batch), shape, block, np.nan), settings.every)
@@ -224,21 +227,21 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
         tables = tuple(sharding.vary_like(table, per_width) for table in tables)
         counts = [-(-n // size) for n, size in zip(x.shape, chunk, strict=True)]
         slot = lax.broadcasted_iota(jnp.int32, chunk, 1) * slots
-        # Neighbours that are 0 get different slots: adding to one that was just written to has to wait.
+        # Adjacent zeros get different slots, because adding to a slot that was just written has to wait.
         zero = slot + settings.bins + (lax.broadcasted_iota(jnp.int32, chunk, 2) & (_SPARE // 2 - 1))
-        if math.prod(counts) > 1:  # to be read in every step: computed there they cost as much as all the rest
+        if math.prod(counts) > 1:  # kept in memory: to compute them in each step doubles its time
             slot, zero = lax.optimization_barrier((slot, zero))
 
         def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            i = lax.convert_element_type(i, jnp.int32)  # int64 under JAX_ENABLE_X64, whatever the bounds are
+            i = lax.convert_element_type(i, jnp.int32)  # int64 under JAX_ENABLE_X64, whatever the dtype of the bounds
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
             index, magnitude = _find_indices(x, per_width, settings.bins, is_padded, slot, zero, place)
             return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
 
-    # In chunks XLA:CPU takes 0.7 ns for an element, at once 3: the indices leave the cache. Other backends scatter at
-    # once.
+    # On XLA:CPU one scatter of all elements is slow, because the indices do not fit the cache: it scatters in chunks.
+    # Other backends scatter all elements at once.
     tables = lax.platform_dependent(
         x, per_width,
         cpu=functools.partial(fill, chunk=_count_chunk(x.shape)), default=functools.partial(fill, chunk=x.shape),
@@ -247,11 +250,11 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
 
 
 def _sample(x: jax.Array, every: int) -> jax.Array:
-    """Returns every n-th element of each slice, from the first on."""
+    """Return every n-th element of each slice, starting with the first."""
     before, slices, after = x.shape
     if after == 1 and before > 1:
         x = x[::every]
-        # Slices that are columns become rows: of short rows XLA:CPU makes a slow loop.
+        # Slices that are columns become rows, because XLA:CPU loops slowly over short rows.
         return x.transpose(1, 0, 2).reshape(1, slices, x.shape[0])
     if every > 1 and before > 1:
         x = x.transpose(1, 0, 2).reshape(1, slices, before * after)
@@ -259,7 +262,7 @@ def _sample(x: jax.Array, every: int) -> jax.Array:
 
 
 def _count_chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns how many indices of each dimension are counted together."""
+    """Return the number of indices of each dimension that form a chunk."""
     before, slices, after = shape
     last = _find_chunk_size(after, _CHUNK)
     middle = _find_chunk_size(slices, max(1, _CHUNK // last))
@@ -267,7 +270,7 @@ def _count_chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _find_chunk_size(length: int, most: int) -> int:
-    """Returns the largest divisor of a length that is at most `most`, or `most` where all are much smaller."""
+    """Return the largest divisor of a length that is at most `most`, or `most` if all of these are much smaller."""
     if length <= most:
         return max(1, length)
     return next((n for n in range(most, most // 4, -1) if length % n == 0), max(1, most))
@@ -276,7 +279,7 @@ def _find_chunk_size(length: int, most: int) -> int:
 def _find_indices(
     x: jax.Array, per_width: jax.Array, bins: int, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the slots of a chunk's elements, and the bits of their magnitudes."""
+    """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
     chunk, half, trash = slot.shape, bins // 2, bins + _SPARE - 1
     expected = tuple(p * size for p, size in zip(place, chunk, strict=True))
     start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(expected, x.shape, chunk, strict=True))
@@ -284,12 +287,12 @@ def _find_indices(
     scale = lax.dynamic_slice(per_width, (start[1],), (chunk[1],))
     bits = lax.bitcast_convert_type(value, jnp.int32)
     scaled = lax.abs(value) * lax.broadcast_in_dim(scale, chunk, (1,))
-    size = jnp.clip(scaled.astype(jnp.int32), 0, half - 1)  # an index out of bounds must not be, of a NaN neither
+    size = jnp.clip(scaled.astype(jnp.int32), 0, half - 1)  # no index may be out of bounds, not even that of a NaN
     index = jnp.where(value == 0, zero, (size ^ (bits >> 31)) + half + slot)
     if is_padded:
         index = jnp.where(jnp.isnan(value), slot + trash, index)
     for axis, (n, step) in enumerate(zip(x.shape, chunk, strict=True)):
-        if n % step:  # the last chunk reaches back into the one before
+        if n % step:  # the last chunk overlaps the one before
             position = lax.broadcasted_iota(jnp.int32, chunk, axis) + start[axis]
             index = jnp.where(position < expected[axis], slot + trash, index)
     return (index + start[1] * (bins + _SPARE)).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
@@ -306,7 +309,7 @@ def _scatter_counts(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: 
     )
 
 
-# Meeting others.
+# Merging states.
 
 
 @functools.partial(jax.jit, inline=True)
@@ -320,8 +323,8 @@ def _merge_states(a: HistogramState, b: HistogramState) -> HistogramState:
         uint64.add(a.zeros, b.zeros),
         exponent,
         uint64.add(a.counts, b.counts),
-        _align_both(lax.min, a.least, b.least),
-        _align_both(lax.max, a.most, b.most),
+        _combine_ends(lax.min, a.least, b.least),
+        _combine_ends(lax.max, a.most, b.most),
     )
 
 

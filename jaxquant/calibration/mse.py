@@ -1,4 +1,4 @@
-"""The range with the least mean squared error."""
+"""`mse`: a calibrator for the range with the least mean squared error."""
 
 from __future__ import annotations
 
@@ -18,45 +18,50 @@ from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 
 _NAME = "mse"
-_SHORT = np.float32(1e-3)  # of a step: a stretch too short to be integrated, in float32, by a difference
+_SHORT = np.float32(1e-3)  # in steps: a shorter interval is not integrated, because float32 differences would cancel
 _SURE = np.float32(4)  # standard deviations
 
 
 def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -> Calibrator:
-    """(lo, hi) = t * (min(x, 0), max(x, 0)), t of 1/grid, 2/grid, ..., 1 with the least mean of (x - x_q)**2.
+    """Return a calibrator for the range with the least mean squared quantization error.
 
-    For a symmetric spec the candidates are (-t * a, t * a), a = max(|x|), clipped to the least and the largest value
-    seen. x_q is what `quantize` and `dequantize` make of x with the spec's dtype or code book and the scale and the
-    zero point that `quantize` gives the range. The whole range, t = 1, is that of `minmax`, and is returned unless
-    another one is better by more than the estimate may be off.
+    (lo, hi) = t * (min(x, 0), max(x, 0)), where t of 1/grid, 2/grid, ..., 1 has the least mean of (x - x_q)**2
 
-    The mean is estimated. Each bin of a histogram knows how many numbers it holds and the least and the largest of
-    them, and the others are taken to lie evenly between the two; over that stretch the squared error is integrated in
-    closed form. So it is exact for data that put one value in a bin (pixels, codes, exact zeros). For others the error
-    of a number varies within its bin, of which int8 has two to eight to a step: that gives the estimate a standard
-    deviation, a small share of it that falls with the root of how many there are, and four of them are what it may be
-    off. With `every` it is the mean of the elements that are counted.
+    x_q is x after `quantize` and `dequantize` with the spec's dtype or codebook, and with the scale and the zero point
+    that `quantize` gives the candidate range. For a symmetric spec the candidates are (-t * a, t * a), a = max(|x|),
+    clipped to the least and the largest value of the data. The whole range, t = 1, is that of `minmax`. It is returned
+    unless another one is better by more than the uncertainty of the estimate.
 
-    The histogram does not depend on the order of the batches, nor on how states were merged. Its state holds 16 bytes
-    per bin and slice, 32 KiB for each slice by default, and counts 2**64 elements. `finalize` takes time in proportion
-    to `bins * grid`, for every slice.
+    The mean is an estimate from a histogram. Each bin has its number of elements and the least and the largest of
+    them. The other elements are assumed to be spread evenly between these two, and the squared error is integrated over
+    this interval in closed form. The estimate is therefore exact for data with one value in a bin (pixels, codes, exact
+    zeros). For other data, the error of an element varies within its bin, and int8 has two to eight bins to a step.
+    This gives the estimate a standard deviation: a small fraction of it, which falls with the square root of the number
+    of elements. The uncertainty is four standard deviations. With `every`, the mean is over the counted elements.
+
+    The result depends neither on the order of the batches nor on how states are merged. The state has 16 bytes per bin
+    and slice, 32 KiB for each slice by default, and can count 2**64 elements. The time of `finalize` grows with
+    `bins * grid`, for each slice.
 
     Args:
-        spec: how to quantize. A scale and its zero point must have one granularity.
-        bins: Static. Bins over [-R, R), R the least power of two above max(|x|): a power of two in [16, 65536].
-        grid: Static. How many candidates, 1 or more.
-        every: Static. Every how many elements of a slice, in the order of the batch, one is counted, from the first
-            on. Counting is what takes time: 1 counts all. Choose a number that has no divisor with the last dimension
-            of the batch in common. The extremes are those of all elements whatever it is.
+        spec: Static. How to quantize. The scale and the zero point must have the same granularity.
+        bins: Static. The number of bins over [-R, R), where R is the least power of two above max(|x|): a power of two
+            in [16, 65536].
+        grid: Static. The number of candidates, from 1 to 65536.
+        every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
+            counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
+            dimension of the batch. The least and the largest value always include all elements.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is no QuantSpec, an argument has a wrong type, or a batch has another dtype or is no array.
-        ValueError: bins, grid or every is out of range, the spec's zero point has another granularity than its scale,
-            a batch has slices that do not fit the state's, an axis of the spec is out of range, a state is not this
-            calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity or, without allow_zero, only zeros.
+        TypeError: spec is not a QuantSpec or an argument has a wrong type. `update`: the batch is not an array of a
+            float dtype. Every function of the calibrator: the state is not one of this calibrator.
+        ValueError: bins, grid or every is out of range, or the zero point of the spec has
+            another granularity than the scale. `init`: an axis of the spec is out of range. `update`: the
+            slices of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
+            or, without allow_zero, only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -70,12 +75,12 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
         Array([0, 4, 7], dtype=int4)
 
     Source: the calibration by mean squared error of NVIDIA's pytorch-quantization; Jacob et al., arXiv 1712.05877, for
-    what is measured. The histogram's estimate and the candidates are this library's own.
+    the error. The estimate from a histogram and the candidates are specific to this library.
     """
     calibrator.check_spec(_NAME, spec)
     checks.check_integer(_NAME, "grid", grid)
     checks.require(0 < grid <= 2**16, _NAME, "grid", "an int in [1, 65536]", grid)
-    expected = "the granularity of the scale: each slice is judged with a scale and a zero point of its own"
+    expected = "the granularity of the scale, because each slice is measured with one scale and one zero point"
     same = spec.zero_point_granularity == spec.granularity
     checks.require(same, _NAME, "spec.zero_point_granularity", expected, spec.zero_point_granularity)
     finish = functools.partial(_finish, spec=spec, grid=int(grid))
@@ -83,7 +88,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
 
 
 class _Stretch(NamedTuple):
-    """Numbers between two ends, in bins, and how many."""
+    """Intervals of numbers: their ends in units of a bin, and the number of elements in each."""
 
     start: jax.Array
     end: jax.Array
@@ -93,7 +98,9 @@ class _Stretch(NamedTuple):
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "grid"))
 def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.Array, jax.Array, Range]:
     low, high = state.low, state.high
-    shares = jnp.asarray(np.arange(grid, 0, -1) / np.float64(grid), jnp.float32)  # the whole range first: it wins ties
+    shares = jnp.asarray(
+        np.arange(grid, 0, -1) / np.float64(grid), jnp.float32
+    )  # the whole range is first, so that argmin prefers it among equals
     shares = shares.reshape((grid,) + (1,) * low.ndim)
     ranges = _list_candidates(spec, low, high, shares)
     parameters = functools.partial(
@@ -105,7 +112,7 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     stretches = _cut_stretches(state)
     per_width = histogram.divide_by_width(state)
     means, doubts = lax.map(lambda v: _find_error(spec, stretches, v[0] * per_width, v[1]), (wide, zero))
-    # A range of denormal numbers, which XLA takes for 0, has scale 1 and an error beyond float32.
+    # XLA treats a range of subnormal numbers as 0: its scale is 1, and its error in bins overflows to NaN.
     best = jnp.argmin(jnp.where(jnp.isnan(means), np.float32(np.inf), means), axis=0)[None]
     mean, doubt = (jnp.take_along_axis(v, best, axis=0)[0] for v in (means, doubts))
     lo, hi = (jnp.take_along_axis(end, best, axis=0)[0] for end in ranges)
@@ -116,7 +123,7 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
 def _list_candidates(
     spec: QuantSpec, low: jax.Array, high: jax.Array, shares: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the ends of the candidates, along a first dimension."""
+    """Return the ends of the candidate ranges, along a new first dimension."""
     low, high = (jnp.broadcast_to(v, (shares.shape[0], *v.shape)) for v in (low, high))
     shares = jnp.broadcast_to(shares, low.shape)
     low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
@@ -127,7 +134,7 @@ def _list_candidates(
 
 
 def _cut_stretches(state: HistogramState) -> _Stretch:
-    """Returns what each bin holds, exact zeros last."""
+    """Return the interval of the elements in each bin, with the exact zeros as the last interval."""
     assert state.least is not None
     assert state.most is not None
     half = histogram.find_bins(state) // 2
@@ -147,23 +154,23 @@ def _cut_stretches(state: HistogramState) -> _Stretch:
 def _find_error(
     spec: QuantSpec, stretches: _Stretch, scale: jax.Array, point: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean squared error of each slice, in squared bins, and the variance of that estimate."""
+    """Return the mean squared error of each slice, in squared bins, and the variance of that estimate."""
     scale, point = scale[..., None], point[..., None]
     start, end = stretches.start / scale, stretches.end / scale
     (rest_a, sum_a), (rest_b, sum_b) = (_round_to_levels(spec, steps, point) for steps in (start, end))
-    # The integral of (u - q(u))**2 is rest**3 / 3, and per code that was passed its gap**3 / 12. A difference of cubes
-    # by its factors, that large ones do not cancel.
+    # The integral of (u - q(u))**2 is rest**3 / 3, plus gap**3 / 12 for each code that was passed. The difference of
+    # two cubes is computed from its factors, so that large cubes do not cancel.
     square = rest_a * rest_a + rest_a * rest_b + rest_b * rest_b
     same, length = sum_a == sum_b, end - start
     passed = (sum_b - sum_a) + (rest_b - rest_a) * square / 3
     ends = (rest_a * rest_a + rest_b * rest_b) / 2
     mean = jnp.where(length < _SHORT, ends, passed / jnp.maximum(length, _SHORT))
     mean = jnp.maximum(jnp.where(same, square / 3, mean), 0)
-    # Both ends are there; only what lies between them is guessed.
+    # The two ends of an interval are elements of the data; only the elements between them are estimated.
     known = jnp.minimum(stretches.count, 2)
     between = stretches.count - known
     total = jnp.maximum(jnp.sum(stretches.count, axis=-1), np.float32(1))
-    # The variance of one of them: that of a square whose root is spread over the length, or over many steps.
+    # The variance of one such element: that of a square whose root is spread over the interval, or over many steps.
     variance = jnp.minimum(length * length / 3, np.float32(1.25) * mean) * mean
     doubt = jnp.sum(variance * between, axis=-1) / total / total
     unit = scale[..., 0] * scale[..., 0]
@@ -171,7 +178,7 @@ def _find_error(
 
 
 def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns what is left of steps after they take the nearest code, and the sum of gap**3 / 12 from 0 to there."""
+    """Return the rounding error of steps, and the sum of gap**3 / 12 over the codes from 0 to the nearest one."""
     if spec.dtype in dtypes.INTEGERS:
         least, most = (np.float32(bound) for bound in spec.bounds)
         code = lax.clamp(
@@ -183,13 +190,13 @@ def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tup
     levels = _list_levels(spec)
     middles = (levels[:-1] + levels[1:]) / 2
     sums = np.concatenate([[0.0], np.cumsum(np.diff(levels) ** 3 / 12)])
-    sums -= sums[np.argmin(np.abs(levels))]  # small where levels are close together, so that differences are exact
+    sums -= sums[np.argmin(np.abs(levels))]  # small where levels are close, so that differences are exact
     index = jnp.searchsorted(jnp.asarray(middles, jnp.float32), steps, method="scan_unrolled")
     return steps - jnp.asarray(levels, jnp.float32)[index], jnp.asarray(sums, jnp.float32)[index]
 
 
 def _list_levels(spec: QuantSpec) -> np.ndarray:
-    """Returns the values of the codes, ascending, float64."""
+    """Return the values of the codes in ascending order, float64."""
     if spec.codebook is not None:
         return np.asarray(spec.codebook.levels)
     every = np.arange(2 ** dtypes.find_width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)

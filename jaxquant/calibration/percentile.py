@@ -1,4 +1,4 @@
-"""The range that holds so many percent of the data."""
+"""`percentile`: a calibrator for the range that holds a given percentage of the data."""
 
 from __future__ import annotations
 
@@ -21,41 +21,45 @@ _NAME = "percentile"
 
 
 def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -> Calibrator:
-    """(lo, hi) = (-p, p), p the q-th percentile of |x|, for a symmetric spec; else the central q percent of x.
+    """Return a calibrator for the range that holds q percent of the data.
 
-    For a spec that is not symmetric (100 - q) / 2 percent are cut off on each side. Both are numpy's percentiles with
-    linear interpolation, found in a histogram: off by less than the width of a bin, 2 * R / bins, where R is the least
-    power of two above max(|x|). Exact zeros are counted apart and have no such error. The range is clipped to the
-    least and the largest value seen; q = 100 gives those, as `minmax` does.
+    (lo, hi) = (-p, p), with p the q-th percentile of |x|, for a symmetric spec. For another spec, (lo, hi) are the
+    percentiles (100 - q) / 2 and (100 + q) / 2 of x.
 
-    The histogram does not depend on the order of the batches, nor on how states were merged. Its state holds 8 bytes
-    per bin and slice, 16 KiB for each slice by default, and counts 2**64 elements.
+    These are numpy's percentiles with linear interpolation, found in a histogram. They are off by less than the width
+    of a bin, 2 * R / bins, where R is the least power of two above max(|x|). Exact zeros are counted separately and
+    have no such error. The range is clipped to the least and the largest value of the data; q = 100 gives these, as
+    `minmax` does.
+
+    The result depends neither on the order of the batches nor on how states are merged. The state has 8 bytes per bin
+    and slice, 16 KiB for each slice by default, and can count 2**64 elements.
 
     Args:
-        spec: how to quantize; of it the granularity matters here, and whether it is symmetric.
-        q: percent, in (0, 100].
-        bins: Static. Bins over [-R, R), a power of two in [16, 65536].
-        every: Static. Every how many elements of a slice, in the order of the batch, one is counted, from the first
-            on. Counting is what takes time: 1 counts all. Choose a number that has no divisor with the last dimension
-            of the batch in common. The extremes are those of all elements whatever it is.
+        spec: Static. How to quantize. Only its granularity and whether it is symmetric matter here.
+        q: Static. The percentage of the data, in (0, 100].
+        bins: Static. The number of bins over [-R, R): a power of two in [16, 65536].
+        every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
+            counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
+            dimension of the batch. The least and the largest value always include all elements.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is no QuantSpec, an argument has a wrong type, or a batch has another dtype or is no array.
-        ValueError: q, bins or every is out of range, a batch has slices that do not fit the state's, an axis of the
-            spec is out of range, a state is not this calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity
+        TypeError: spec is not a QuantSpec or an argument has a wrong type. `update`: the batch is not an array of a
+            float dtype. Every function of the calibrator: the state is not one of this calibrator.
+        ValueError: q, bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the
+            slices of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
             or, without allow_zero, only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> cal = jq.percentile(jq.QuantSpec(jnp.int8), 90)
         >>> state = cal.init(jnp.zeros(10))
-        >>> for batch in (-jnp.arange(10.0), jnp.array([100.0])):  # the outlier makes the bins wider, and loses none
+        >>> for batch in (-jnp.arange(10.0), jnp.array([100.0])):  # the outlier widens the bins, and no count is lost
         ...     state = cal.update(state, batch)
         >>> lo, hi = cal.finalize(state)
-        >>> lo, hi  # numpy: 9, clipped to what was seen
+        >>> lo, hi  # numpy: 9; lo is clipped to the least value
         (Array([-9.], dtype=float32), Array([9.0625], dtype=float32))
         >>> jq.quantize(jnp.array([0.0, -9.0, 100.0]), jq.QuantSpec(jnp.int8), range=(lo, hi)).codes
         Array([   0, -126,  127], dtype=int8)
@@ -63,7 +67,7 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
     Source: ONNX Runtime's PercentileCalibrater; the percentile calibration of Wu et al., arXiv 2004.09602, section 4.
     """
     checks.check_real(_NAME, "q", q)
-    checks.require(0 < q <= 100, _NAME, "q", "percent, in (0, 100]", q)
+    checks.require(0 < q <= 100, _NAME, "q", "a percentage in (0, 100]", q)
     symmetric = isinstance(spec, QuantSpec) and bool(spec.symmetric)
     finish = functools.partial(_finish, q=float(q), symmetric=symmetric)
     return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every), finish)
@@ -87,7 +91,7 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
 
 
 def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
-    """Returns the counts of adjacent stretches, in ascending order, where each starts, and its length, in bins."""
+    """Return the counts of adjacent intervals in ascending order, and their starts and lengths in bins."""
     half = histogram.find_bins(state) // 2
     below, above = (jax.tree.map(lambda v, cut=cut: v[..., cut], state.counts) for cut in _split_halves(half))
     zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
@@ -107,7 +111,7 @@ def _split_halves(half: int) -> tuple[slice, slice]:
 
 
 def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
-    """Returns numpy's percentile, in bins: between two elements in proportion, and those evenly within their bins."""
+    """Return numpy's percentile in bins, interpolated between two elements that are spread evenly in their bins."""
     reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
     one = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
@@ -120,15 +124,15 @@ def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fractio
 
 
 def _find_element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
-    """Returns where the element of a rank lies, in bins; the rank of the least is 0."""
+    """Return the position of the element of a rank, in bins; the least element has the rank 0."""
     wide = jax.tree.map(lambda v: v[..., None], rank)
     after = uint64.is_less(jax.tree.map(lambda v, like: jnp.broadcast_to(v, like.shape), wide, reached), reached)
     index = jnp.minimum(jnp.sum(~after, axis=-1, dtype=jnp.int32), after.shape[-1] - 1)
 
-    def picked(words: Words) -> Words:
+    def pick(words: Words) -> Words:
         return jax.tree.map(lambda v: jnp.take_along_axis(v, index[..., None], axis=-1)[..., 0], words)
 
-    held = picked(counts)
-    within = uint64.to_float32(uint64.subtract(rank, uint64.subtract(picked(reached), held)))
+    held = pick(counts)
+    within = uint64.to_float32(uint64.subtract(rank, uint64.subtract(pick(reached), held)))
     share = (within + np.float32(0.5)) / jnp.maximum(uint64.to_float32(held), np.float32(1))
     return start[index] + span[index] * share

@@ -1,4 +1,4 @@
-"""The calibrators that need no histogram: minmax, absmax, moving_average."""
+"""The calibrators without a histogram: `minmax`, `absmax` and `moving_average`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .calibrator import Calibrator, Parts, Range
 
 
 class ExtremesState(NamedTuple):
-    """The least and the largest value of each slice so far, float32; (inf, -inf) for none, NaN where one came."""
+    """The least and the largest value of each slice so far, float32; (inf, -inf) without data, NaN after a NaN."""
 
     low: jax.Array
     high: jax.Array
 
 
 class AverageState(NamedTuple):
-    """The averaged least and largest value of each slice, and the sum of their batches' weights; all float32.
+    """The averages of the least and of the largest value of each slice, and the sum of the weights; all float32.
 
-    A batch that n others followed has the weight (1 - decay) * decay**n.
+    A batch that n other batches followed has the weight (1 - decay) * decay**n.
     """
 
     low: jax.Array
@@ -40,23 +40,25 @@ for _state in (ExtremesState, AverageState):
 
 
 def minmax(spec: QuantSpec) -> Calibrator:
-    """(lo, hi) = (min(x), max(x)) over everything seen.
+    """Return a calibrator for the smallest range that holds all the data.
 
-    Exactly numpy's, a NaN included, which makes `finalize` raise. The range is what was seen: it need not hold 0,
-    `quantize` widens it. A batch is read once.
+    (lo, hi) = (min(x), max(x)) over all batches
 
-    The state is two float32 per slice.
+    The values are exactly those of numpy. A NaN in the data makes the range NaN and `finalize` raise. The range may lie
+    on one side of 0; `quantize` then widens it to include 0. Each batch is read once. The state is two float32 numbers
+    per slice.
 
     Args:
-        spec: how to quantize; of it only the granularity matters here.
+        spec: Static. How to quantize. Only its granularity matters here.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is no QuantSpec, or a batch has another dtype or is no array.
-        ValueError: a batch has slices that do not fit the state's, an axis of the spec is out of range, a state is not
-            this calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity or, without allow_zero, only zeros.
+        TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Every function of the
+            calibrator: the state is not one of this calibrator.
+        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
+            the state. `finalize`: a slice has no data, a NaN, an infinity or, without allow_zero, only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -77,23 +79,25 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
 
 def absmax(spec: QuantSpec) -> Calibrator:
-    """(lo, hi) = (-a, a), a = max(|x|) over everything seen.
+    """Return a calibrator for the smallest symmetric range that holds all the data.
 
-    Exactly numpy's, a NaN included, which makes `finalize` raise. For a spec that is not symmetric the range is
-    symmetric all the same. A batch is read once.
+    (lo, hi) = (-a, a), with a = max(|x|) over all batches
 
-    The state is that of `minmax`, two float32 per slice.
+    The values are exactly those of numpy. A NaN in the data makes the range NaN and `finalize` raise. The range is
+    symmetric even if the spec is not. Each batch is read once. The state is that of `minmax`: two float32 numbers per
+    slice.
 
     Args:
-        spec: how to quantize; of it only the granularity matters here.
+        spec: Static. How to quantize. Only its granularity matters here.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is no QuantSpec, or a batch has another dtype or is no array.
-        ValueError: a batch has slices that do not fit the state's, an axis of the spec is out of range, a state is not
-            this calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity or, without allow_zero, only zeros.
+        TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Every function of the
+            calibrator: the state is not one of this calibrator.
+        ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
+            the state. `finalize`: a slice has no data, a NaN, an infinity or, without allow_zero, only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -110,32 +114,33 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
 
 def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
-    """(lo, hi) = (m, M), the means of min(batch) and of max(batch), where a batch counts decay times the next one.
+    """Return a calibrator for the moving averages of min(batch) and max(batch).
 
-    w = decay * w + (1 - decay) and m = m + (1 - decay) / w * (min(batch) - m), from w = 0; M likewise of max(batch).
-    Dividing by w, the sum of the weights so far, removes the bias toward the start, as Adam does: the first of n
-    batches counts decay**(n - 1) times the last, and up to about 1 / (1 - decay) of them are averaged nearly evenly.
-    This matters where each time step of a recurrent layer is a batch, the first of them small. A batch without
-    elements does not count. float32, every operation rounded once.
+    (lo, hi) = (m, M): each batch updates w = decay * w + (1 - decay) and m = m + (1 - decay) / w * (min(batch) - m),
+    starting from w = 0; M is the same average of max(batch).
 
-    The result depends on the order of the batches, unlike that of the other calibrators. `merge` and `all_reduce`
-    have no order between the states: each batch keeps the weight that it has in its own state, and the weights are
-    added.
+    Dividing by w, the sum of the weights so far, removes the bias toward the initial value, as in Adam. The first of n
+    batches has decay**(n - 1) times the weight of the last one, and up to about 1 / (1 - decay) batches are averaged
+    almost evenly. This matters where each time step of a recurrent layer is a batch and the first ones are small. A
+    batch without elements does not count. The arithmetic is float32, with each operation rounded once.
 
-    The state is three float32 per slice.
+    Unlike with the other calibrators, the result depends on the order of the batches. `merge` and `all_reduce` assume
+    no order between the states: each batch keeps the weight it has in its state, and the sums of the weights are added.
+    The state is three float32 numbers per slice.
 
     Args:
-        spec: how to quantize; of it only the granularity matters here.
-        decay: the weight of a batch relative to that of the next one, in [0, 1). 0 keeps the last batch only.
+        spec: Static. How to quantize. Only its granularity matters here.
+        decay: Static. The weight of a batch relative to the next one, in [0, 1). 0 uses the last batch only.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is no QuantSpec, decay is no number, or a batch has another dtype or is no array.
-        ValueError: decay is out of range, a batch has slices that do not fit the state's, an axis of the spec is out of
-            range, a state is not this calibrator's; `finalize`: a slice saw nothing, a NaN, an infinity or, without
-            allow_zero, only zeros.
+        TypeError: spec is not a QuantSpec, or decay is not a number. `update`: the batch is not an array of a float
+            dtype. Every function of the calibrator: the state is not one of this calibrator.
+        ValueError: decay is out of range. `init`: an axis of the spec is out of range. `update`: the slices of the
+            batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
+            or, without allow_zero, only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -144,7 +149,7 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
         >>> cal.finalize(cal.update(state, jnp.array([-3.0, 4.0])))  # the weights are 1 / 3 and 2 / 3
         Range(lo=Array([-2.], dtype=float32), hi=Array([3.], dtype=float32))
 
-    Source: the average of torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay, which starts at
+    Source: the average of torch's MovingAverageMinMaxObserver, with averaging_constant = 1 - decay; it starts at
     the first batch; Kingma and Ba, arXiv 1412.6980, section 3, for the division.
     """
     checks.check_real("moving_average", "decay", decay)
@@ -165,7 +170,7 @@ def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
 
 
 def make_empty(shape: tuple[int, ...]) -> ExtremesState:
-    """Returns the extremes of nothing."""
+    """Return the extremes of no data."""
     return ExtremesState(jnp.full(shape, np.float32(np.inf)), jnp.full(shape, np.float32(-np.inf)))
 
 
@@ -181,7 +186,7 @@ def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> Ext
 
 
 def merge_extremes(a: Any, b: Any) -> ExtremesState:
-    """Returns the extremes of both, NaN where one of them is."""
+    """Return the extremes of two states together, NaN where one of them has a NaN."""
     low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
     high = lax.max(*(min_max.encode_order(state.high) for state in (a, b)))
     return ExtremesState(*min_max.decode_ends(low, high))
@@ -191,7 +196,7 @@ _together = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
 def reduce_extremes(state: Any, axis_name: Any) -> ExtremesState:
-    """Returns the extremes over a mapped axis, NaN where there is one."""
+    """Return the extremes over a mapped axis, NaN where a state has a NaN."""
     low = lax.pmin(min_max.encode_order(state.low), axis_name)
     high = lax.pmax(min_max.encode_order(state.high), axis_name)
     return ExtremesState(*min_max.decode_ends(low, high))
@@ -204,6 +209,7 @@ def _finish_minmax(state: ExtremesState) -> tuple[jax.Array, jax.Array, Range]:
 
 @functools.partial(jax.jit, inline=True)
 def _finish_absmax(state: ExtremesState) -> tuple[jax.Array, jax.Array, Range]:
+    # By the bits, because a maximum of floats on XLA:CPU may lose a NaN and treats subnormal numbers as 0.
     sizes = (lax.bitcast_convert_type(v, jnp.int32) & np.int32(2**31 - 1) for v in (state.low, state.high))
     size = lax.max(*sizes)
     ends = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (size | np.int32(-(2**31)), size))
@@ -226,12 +232,13 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
     weight = barriers.round_result(np.float32(decay) * state.weight) + share
     rate = division.divide(jnp.full_like(weight, share), weight)
 
-    def moved(old: jax.Array, found: jax.Array) -> jax.Array:
-        step = barriers.round_result(rate * (found - old))
-        later = jnp.where(jnp.isinf(old), old, old + step)  # an infinity stays one
-        return jnp.where(state.weight == 0, found, later)  # the first batch as it is, also -0 and denormal numbers
+    def move_average(old: jax.Array, extreme: jax.Array) -> jax.Array:
+        step = barriers.round_result(rate * (extreme - old))
+        later = jnp.where(jnp.isinf(old), old, old + step)  # an infinity stays one: inf - inf would be NaN
+        # The first batch is taken as it is, with the sign of a zero and with subnormal numbers.
+        return jnp.where(state.weight == 0, extreme, later)
 
-    low, high = (moved(old, found) for old, found in zip(state[:2], new, strict=True))
+    low, high = (move_average(old, extreme) for old, extreme in zip(state[:2], new, strict=True))
     return AverageState(low, high, weight)
 
 
@@ -240,15 +247,15 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
     weight = a.weight + b.weight
     shares = [_find_share(state.weight, weight) for state in (a, b)]
 
-    def mean(of_a: jax.Array, of_b: jax.Array) -> jax.Array:
-        parts = (barriers.round_result(v * w) for v, w in zip((of_a, of_b), shares, strict=True))
-        return functools.reduce(lax.add, parts)
+    def average(first: jax.Array, second: jax.Array) -> jax.Array:
+        # Each product is rounded before the sum, on every backend: no fused multiplication and addition.
+        return barriers.round_result(first * shares[0]) + barriers.round_result(second * shares[1])
 
-    return AverageState(mean(a.low, b.low), mean(a.high, b.high), weight)
+    return AverageState(average(a.low, b.low), average(a.high, b.high), weight)
 
 
 def _find_share(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """Returns weight / total, and 0 where nothing was seen."""
+    """Return weight / total, and 0 where there is no data."""
     return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
@@ -261,6 +268,6 @@ def _reduce_averages(state: AverageState, axis_name: Any) -> AverageState:
 
 @functools.partial(jax.jit, inline=True)
 def _finish_average(state: AverageState) -> tuple[jax.Array, jax.Array, Range]:
-    none = state.weight == 0
-    low = jnp.where(none, np.float32(np.inf), state.low)
-    return low, jnp.where(none, np.float32(-np.inf), state.high), Range(state.low, state.high)
+    has_no_data = state.weight == 0
+    low = jnp.where(has_no_data, np.float32(np.inf), state.low)
+    return low, jnp.where(has_no_data, np.float32(-np.inf), state.high), Range(state.low, state.high)

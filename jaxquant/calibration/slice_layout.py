@@ -13,27 +13,28 @@ from .._core.min_max import find_slice_sizes
 
 
 def is_padded(x: Any, shape: tuple[int, ...], block: int | None) -> bool:
-    """Whether a block is short."""
+    """Return whether a block is short."""
     return any(s * e != n for s, e, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True))
 
 
 def arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill: Any) -> jax.Array:
-    """Returns x as (before, slices, after): a slice is what lies before and after its index, in the order of x.
+    """Return x in three dimensions, (before, slices, after): slice i is x[:, i, :], in the order of x.
 
-    Nothing is moved where the kept dimensions are neighbours. Short blocks are filled up with `fill`.
+    Nothing is transposed if the kept dimensions are adjacent. Short blocks are padded with `fill`.
     """
+    # Each dimension is split into a kept one, the entries of the ranges, and a reduced one, the members of an entry.
     lengths: list[int] = []
     kept: list[bool] = []
-    extra = []
+    padding = []
     for size, entries, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True):
-        extra.append((0, size * entries - n, 0))
+        padding.append((0, size * entries - n, 0))
         lengths += [entries, size]
         kept += [True, False]
-    if any(high for _, high, _ in extra):
-        x = lax.pad(x, jnp.asarray(fill, x.dtype), extra)
-    there = [(n, k) for n, k in zip(lengths, kept, strict=True) if n != 1]
-    x = x.reshape([n for n, _ in there])
-    keeps = [k for _, k in there]
+    if any(high for _, high, _ in padding):
+        x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+    dimensions = [(n, k) for n, k in zip(lengths, kept, strict=True) if n != 1]
+    x = x.reshape([n for n, _ in dimensions])
+    keeps = [k for _, k in dimensions]
     first = keeps.index(True) if any(keeps) else 0
     last = len(keeps) - keeps[::-1].index(True) if any(keeps) else 0
     if not all(keeps[first:last]):

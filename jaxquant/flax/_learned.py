@@ -11,7 +11,7 @@ import numpy as np
 from .._arrays import scale_from_range
 from .._core import checks
 from .._training.estimators import LSQ, LSQPlus
-from .._training.fake_quantize import round_zero_point
+from .._training.rounding_vjp import round_zero_point
 from ._layer_operand import UNSIGNED_AT_ZERO, LayerOperand, is_unsigned_at_zero
 from .ranges import Learned
 

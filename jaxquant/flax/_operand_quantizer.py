@@ -11,8 +11,9 @@ import jax
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._training.estimators import LSQ, LSQPlus, StraightThrough
-from .._training.fake_quantize import Config, make_array, read_parts
+from .._training.fake_quantize import read_parts
 from .._training.quantizer import Quantizer
+from .._training.rounding_vjp import Config, make_array
 from . import _observed
 from ._layer_operand import LayerOperand
 from .ranges import Dynamic

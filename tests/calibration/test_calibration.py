@@ -241,8 +241,8 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: jq.moving_average(INT4, "x"), TypeError, "decay: expected a static Python number"),  # type: ignore[arg-type]
     (lambda: jq.moving_average(INT4, 1.0), ValueError, r"decay: expected a number in \[0, 1\), got 1.0"),
     (lambda: jq.moving_average(INT4, -0.1), ValueError, r"decay: expected a number in \[0, 1\), got -0.1"),
-    (lambda: jq.percentile(INT4, 0), ValueError, r"q: expected percent, in \(0, 100\], got 0"),
-    (lambda: jq.percentile(INT4, 100.1), ValueError, r"q: expected percent, in \(0, 100\], got 100.1"),
+    (lambda: jq.percentile(INT4, 0), ValueError, r"q: expected a percentage in \(0, 100\], got 0"),
+    (lambda: jq.percentile(INT4, 100.1), ValueError, r"q: expected a percentage in \(0, 100\], got 100.1"),
     (lambda: jq.percentile(INT4, True), TypeError, "q: expected a static Python number"),
     (lambda: jq.percentile(INT4, 9, bins=100), ValueError, r"percentile: bins: expected a power of two .*100"),
     (
@@ -296,7 +296,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: made("minmax").update(made("mse").init(F), F),
         TypeError,
-        "minmax.update: state: expected a ExtremesState, as minmax.init makes it, got HistogramState",
+        "minmax.update: state: expected a ExtremesState, as minmax.init returns it, got HistogramState",
     ),
     (
         lambda: made("percentile").merge(made("percentile").init(F), jq.percentile(INT4, 9).init(F)),
@@ -306,12 +306,12 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: made("mse").merge(made("entropy").init(F), made("mse").init(F)),
         ValueError,
-        r"mse.merge: a.least: expected int32\[1, 1, 64\], as mse.init makes it, got None",
+        r"mse.merge: a.least: expected int32\[1, 1, 64\], as mse.init returns it, got None",
     ),
     (
         lambda: made("minmax").merge(made("minmax").init(F), made("minmax").init(F[0])),
         ValueError,
-        r"minmax.merge: b.low: expected shape \(1, 1\), as that of a, got shape \(1,\)",
+        r"minmax.merge: b.low: expected shape \(1, 1\), like that of a, got shape \(1,\)",
     ),
     (
         lambda: made("minmax").finalize(F),

@@ -200,11 +200,11 @@ def test_halves(rng: np.random.Generator, dtype: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "blocks": (I8, QuantSpec(jnp.int8, jq.Blocked(0, 4)), "for a scale differs from block to block"),
-    "points of columns": (I8, QuantSpec(jnp.uint8, PerAxis(1)), "for a zero point differs along"),
-    "points of rows": (QuantSpec(jnp.uint8, PerAxis(0)), I8, "for a zero point differs along"),
-    "weight-only": (None, I8, "two operands that are both quantized"),
-    "activations alone": (I8, None, "two operands that are both quantized"),
+    "blocks": (I8, QuantSpec(jnp.int8, jq.Blocked(0, 4)), "because the scale is blocked"),
+    "points of columns": (I8, QuantSpec(jnp.uint8, PerAxis(1)), "because the zero point varies along"),
+    "points of rows": (QuantSpec(jnp.uint8, PerAxis(0)), I8, "because the zero point varies along"),
+    "weight-only": (None, I8, r"because Int8Backward\(\) needs two quantized operands"),
+    "activations alone": (I8, None, r"because Int8Backward\(\) needs two quantized operands"),
 }
 
 
@@ -235,9 +235,12 @@ def test_arguments() -> None:
     for wrong in ("int8", Int8Backward, [1], None):
         with pytest.raises(TypeError, match=r"backward: expected FloatBackward\(\) or Int8Backward\(\), got"):
             call(backward=wrong)
-    np.testing.assert_array_equal(call(backward=stochastic), call())  # a result draws nothing, its gradient does
+    np.testing.assert_array_equal(call(backward=stochastic), call())  # only the gradient needs a key
     for grad in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(ValueError, match=r"quantized_dot_general: key: expected a key, for .* draws .*, got None"):
+        with pytest.raises(
+            ValueError,
+            match=r"quantized_dot_general: key: expected a key, because .* rounds stochastically .*, got None",
+        ):
             grad(lambda a: call(a, backward=stochastic).sum())(x)
     two = jax.random.split(jax.random.key(0), 2)
     for wrong in (5, "a", np.zeros(3, F32), two, jax.random.key_data(two)):

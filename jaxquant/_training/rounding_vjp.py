@@ -1,0 +1,207 @@
+"""The one differentiation rule of fake quantization, which every estimator, ONNX operator and contraction uses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arrays import scale_from_range
+from .._arrays.codebook import Codebook
+from .._arrays.quantize import encode_array
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.spec import QuantSpec
+from .._core import dtypes, granularity, rounding, small_floats, toolkit_attributes
+from .._core.affine import dequantize_affine, divide_by_scale
+from . import slopes
+from .estimators import Rule, StraightThrough
+
+
+class LinearCodes(NamedTuple):
+    """The codes of an ONNX operator, under the names that a QuantSpec has for its own.
+
+    Attributes:
+        dtype: the dtype of the codes.
+        bounds: the least and the largest code.
+        codebook: None, because ONNX has no codebooks.
+        fixed_zero_point: None, because the caller passes the zero point.
+    """
+
+    dtype: np.dtype
+    bounds: tuple[float, float]
+    codebook: Codebook | None = None
+    fixed_zero_point: int | None = None
+
+    @property
+    def carrier(self) -> np.dtype:
+        """The dtype of the codes."""
+        return self.dtype
+
+
+class LinearOptions(NamedTuple):
+    """What an ONNX operator adds to a rounding.
+
+    Attributes:
+        granularity: which elements share a scale, for scales in the shapes that ONNX gives them.
+        training: whether the call may be differentiated.
+        lda_coeff: the factor of the cotangent of x.
+        function: the name of the operator, for errors.
+    """
+
+    granularity: granularity.Granularity
+    training: bool
+    lda_coeff: float
+    function: str
+
+
+class Config(NamedTuple):
+    """The static part of a rounding.
+
+    Attributes:
+        spec: the codes; with a QuantSpec a scale has x's rank.
+        rule: the estimator, without a key.
+        linear: the options of an ONNX operator, which divides in the dtype of the scale. None divides in float32.
+    """
+
+    spec: QuantSpec | LinearCodes
+    rule: Rule = StraightThrough()
+    linear: LinearOptions | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def quantize_and_dequantize(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> jax.Array:
+    """Return x rounded to the values of its codes, differentiable under the rule of `config`; arguments are checked.
+
+    Args:
+        config: Static. The codes, the estimator and the granularity.
+        x: float32, float16 or bfloat16.
+        scale: the value per step, in a shape that fits the granularity.
+        zero_point: an integer array, a float32 array that is learned, or None for 0.
+        key: the key of a stochastic rounding, or None.
+    """
+    x, scale = jnp.asarray(x), jnp.asarray(scale)  # an inlined jit can pass a Python number through
+    if config.spec.codebook is not None:
+        return dequantize_checked(make_array(config, x, scale, zero_point, key))
+    steps = round_zero_point(config.spec, zero_point)
+    codes = _find_codes(config, x, scale, steps, key)
+    return dequantize_affine(codes, scale, steps, _find_granularity(config), x.dtype)
+
+
+def _quantize_and_dequantize_fwd(
+    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any
+) -> tuple[jax.Array, Any]:
+    if config.linear is not None:
+        toolkit_attributes.refuse_backward(config.linear.function, config.linear.training)
+    return quantize_and_dequantize(config, x, scale, zero_point, key), (x, scale, zero_point, key)
+
+
+def _quantize_and_dequantize_bwd(config: Config, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+    x, scale, zero_point, key = residuals
+    return (*find_cotangents(config, x, scale, zero_point, key, g), None)
+
+
+quantize_and_dequantize.defvjp(_quantize_and_dequantize_fwd, _quantize_and_dequantize_bwd)
+
+
+def find_cotangents(
+    config: Config, x: Any, scale: Any, zero_point: Any, key: Any, g: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return the cotangents of x, scale and zero_point; None for an E8M0 scale and for an integer zero point.
+
+    dx = lda_coeff * g * m, dscale = sum(g * s) * f and dzero_point = sum(-g * (1 - m) * scale) * f, with the mask m,
+    the slope s and the factor f of the estimator; a sum is over the elements that share the entry.
+    """
+    x, scale = jnp.asarray(x), jnp.asarray(scale)
+    spec, rule, shared = config.spec, config.rule, _find_granularity(config)
+    steps = round_zero_point(spec, zero_point)
+    u = _divide(config, x, scale)
+    expanded = None if steps is None else shared.expand(steps, x)
+    distance = _count_steps(config, x, scale, zero_point, steps, key)
+    inside, slope, has_offset = slopes.find_slopes(rule, spec, u, expanded, distance)
+    g, zero = g.astype(jnp.float32), np.float32(0)
+    dx = g if inside is None else jnp.where(inside, g, zero)
+    if config.linear is not None:
+        dx = np.float32(config.linear.lda_coeff) * dx
+    dx = dx.astype(x.dtype)
+
+    def sum_to_entries(values: jax.Array, like: jax.Array) -> jax.Array:
+        factor = np.float32(1)
+        if isinstance(spec, QuantSpec):  # ONNX has no estimator with a factor
+            factor = slopes.find_factor(rule, spec, x, like.shape, steps)
+        return (granularity.sum_to_scale(shared, values, like) * factor).astype(like.dtype)
+
+    dscale = None if scale.dtype == dtypes.E8M0 else sum_to_entries(g * slope, scale)
+    if zero_point is None or zero_point.dtype != dtypes.FLOAT32:
+        return dx, dscale, None
+    if inside is None or not has_offset:
+        return dx, dscale, jnp.zeros_like(zero_point)
+    values = shared.expand(small_floats.scale_as_float32(scale), x)
+    return dx, dscale, sum_to_entries(jnp.where(inside, zero, -g * values), jnp.asarray(zero_point))
+
+
+def _count_steps(
+    config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, steps: jax.Array | None, key: Any
+) -> jax.Array:
+    """Return how many steps the rounded x is away from 0, float32: its codes dequantized with a scale of 1."""
+    unit = jnp.ones(scale.shape, jnp.float32)
+    if config.spec.codebook is not None:
+        codes = make_array(config, x, scale, zero_point, key)
+        return dequantize_checked(codes.replace(scale=unit, dtype=jnp.float32))
+    codes = _find_codes(config, x, scale, steps, key)
+    return dequantize_affine(codes, unit, steps, _find_granularity(config), dtypes.FLOAT32)
+
+
+def make_array(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, key: Any) -> QuantizedArray:
+    """Return x as codes under a scale and a zero point of its rank; `config` holds a QuantSpec."""
+    spec, steps = config.spec, round_zero_point(config.spec, zero_point)
+    assert isinstance(spec, QuantSpec)
+    point = None if steps is None else steps.astype(spec.carrier)
+    if key is None:
+        codes = encode_array(x, scale, steps, spec)
+    else:
+        codes = _find_codes(config, x, scale, steps, key).astype(spec.carrier)
+    is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
+                 for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
+    size = scale_from_range.find_block_size(spec) if is_cut else None
+    return QuantizedArray(codes, scale, point, dtype=x.dtype, block_size=size, codebook=spec.codebook)
+
+
+def round_zero_point(spec: QuantSpec | LinearCodes, zero_point: Any) -> jax.Array | None:
+    """Return the zero point in whole steps, int32, or None."""
+    if zero_point is None or spec.dtype not in dtypes.INTEGERS:
+        return None
+    zero_point = jnp.asarray(zero_point)
+    if zero_point.dtype == dtypes.FLOAT32:
+        low, high = (int(bound) for bound in spec.bounds)
+        return rounding.encode_steps(zero_point, None, spec.carrier, (low, high)).astype(jnp.int32)
+    return zero_point.astype(jnp.int32)
+
+
+def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array | None, key: Any) -> jax.Array:
+    """Return the codes of x, those of an integer dtype as int32."""
+    spec, value = config.spec, _divide(config, x, scale)
+    if spec.dtype in dtypes.SMALL_FLOATS:
+        return small_floats.encode_small_float(value, spec.dtype, True)
+    if key is not None:
+        value = slopes.round_stochastically(value, key)
+    low, high = (int(bound) for bound in spec.bounds)
+    # 16 bits hold the codes of every integer dtype but one, and codes of 16 bits need no loop to pack them.
+    carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
+    expanded = None if steps is None else _find_granularity(config).expand(steps, x)
+    return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)
+
+
+def _divide(config: Config, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x / scale as float32, rounded to the dtype in which the operator divides."""
+    precision = dtypes.FLOAT32 if config.linear is None else scale.dtype
+    return divide_by_scale(x, _find_granularity(config).expand(scale, x), precision)
+
+
+def _find_granularity(config: Config) -> granularity.Granularity:
+    if config.linear is not None:
+        return config.linear.granularity
+    assert isinstance(config.spec, QuantSpec)
+    return granularity.Aligned(scale_from_range.find_block_size(config.spec))
