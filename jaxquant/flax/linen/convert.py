@@ -169,6 +169,7 @@ def _find_constants(
             expected += ", by a method that calls attend; or set activation_spec=None if none does"
         batches = None if values is None else values["batches"]
         checks.require(_observed.has_data(batches), _NAME, activation.role, expected, "no data")
+        assert batches is not None
         # The depth of the range itself: layers that share a kernel may each have a range.
         depth = batches.ndim
     else:

@@ -56,8 +56,9 @@ class _QuantizedLayer(nn.Module):
 
 def _check_quantization(layer: _QuantizedLayer) -> Quantization:
     """Check the specs of a layer, and return the arguments that say how to quantize it."""
-    specs: Any = (layer.weight_spec, layer.activation_spec, layer.weight_range, layer.activation_range)
-    quantization = Quantization(*specs, layer.backward)
+    weight_spec: Any = layer.weight_spec  # None, the default, is an error
+    sources = (layer.weight_range, layer.activation_range)
+    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
     _layer_operand.check_layer(_NAME, quantization)
     return quantization
 

@@ -204,8 +204,9 @@ class Contraction(nnx.Module):
         for name, part in zip(_learned.list_names(operand), parts, strict=True):
             # NaN shows in every result until `start` sets the scale.
             value = jnp.full(part.shape, np.float32(np.nan))
-            is_partitioned = kernel is not None and operand.role == "weight"
-            metadata = find_partitioning(kernel, part.shape, 0) if is_partitioned else {}
+            metadata = {}
+            if kernel is not None and operand.role == "weight":
+                metadata = find_partitioning(kernel, part.shape, 0)
             setattr(self, name, Scale(value, **metadata))
 
     def _find_shape(self, operand: LayerOperand) -> tuple[int, ...]:
