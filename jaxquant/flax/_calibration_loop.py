@@ -56,6 +56,7 @@ def find_fingerprint(tree: Any) -> int:
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        # The path counts too: the same arrays at other paths are another model.
         checksum = zlib.crc32(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode(), checksum)
         # numpy cannot hold random keys, so only their shapes count.
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -143,6 +144,7 @@ def run_loop(
                 _save(path, step, position)
                 saved = time.monotonic()
     finally:
+        # An error in a later batch must not lose the work on the earlier ones.
         if position.batches:
             keep(position.state)
             if path is not None:
@@ -170,6 +172,7 @@ def _iterate_positions(
             target = jax.eval_shape(step.run, start.state, *arguments)[0]
             position = _load(path, step, target)
             done = position.batches
+        # Batches that the file counts are read all the same, so that an iterator advances past them.
         if index < done:
             continue
         # A batch is checked only after the next one was read, so that the device computes while the host reads.
@@ -224,6 +227,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
     if not is_shown:
         yield from batches
         return
+    # Imported only when a bar is shown, because most loops show none.
     from rich import console
     from rich import progress as rich
 
@@ -234,6 +238,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
     stream = console.Console(stderr=True)
     # The bar disappears from a terminal; a log file keeps its last state.
     bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)
+    # A total of None, for an iterator without a length, shows a bar without an end.
     task = bar.add_task("calibrating", total=operator.length_hint(batches) or None)
     begin, is_running = time.monotonic(), False
     try:
@@ -289,6 +294,7 @@ def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
     expected_leaves = [(jax.tree_util.keystr(key_path), leaf.shape, leaf.dtype) for key_path, leaf in target_leaves]
     named_leaves = zip(content["names"], content["leaves"], strict=True)
     is_same = [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves] == expected_leaves
+    # The fingerprint of the weights is slow, so it is compared last.
     is_same = is_same and content["function"] == function and content["origin"] == _find_origin(step, target)
     expected = "a file written for these weights and layers; delete it to start again"
     checks.require(is_same, function, "checkpoint", expected, f"{path}, written for other weights or layers")

@@ -73,6 +73,7 @@ def fold_batch_norm(
     scale = _read_entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
     offset = _read_entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
     bias = _read_entry("layer", layer, "bias", default=0.0)
+    # A missing bias was read as the scalar 0.
     bias = jnp.zeros(features, jnp.float32) if bias.ndim == 0 else bias.astype(jnp.float32)
     expected = f"shape {features}, with the layer's other features in front"
     checks.require(bias.shape[-1:] == features, _NAME, 'layer["bias"]', expected, f"shape {bias.shape}")

@@ -161,6 +161,7 @@ def _check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
     if not callable(calibrator) and not (alternative and calibrator is None):
         checks.require_type(False, name, "calibrator", f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
     argument = None if calibrator is None else _find_unexpected_argument(calibrator)
+    # "" is a fault too: a function that takes no spec.
     if argument is not None:
         inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
         function = getattr(inner, "__name__", "the function")
@@ -171,6 +172,7 @@ def _check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
         checks.require_type(False, name, "calibrator", expected, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
+    # The order in which keywords were passed must not make two layers different.
     return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
 
 
@@ -197,6 +199,7 @@ def _find_unexpected_argument(factory: Callable[..., Any]) -> str | None:
     if others:
         return others[0].name
     try:
+        # Optional parameters are fine, as long as one positional argument is accepted.
         signature.bind(None)
     except TypeError:
         return ""
