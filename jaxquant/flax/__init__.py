@@ -1,6 +1,7 @@
-"""Flax layers that train, convert and serve. It needs flax, the extra `flax`; `nnx` is imported when it is first used.
+"""Quantized Flax layers, and the functions that calibrate and convert Linen modules; `nnx` has those for NNX models.
 
-The functions here are for Linen modules; `nnx` has its own.
+It needs the package flax, which `pip install "jaxquant[flax]"` installs. `nnx` is imported when it is first
+used.
 """
 
 import importlib
@@ -30,14 +31,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import nnx as nnx
-else:  # type checkers would take every name for one that is there
+else:  # hidden from type checkers, which would otherwise accept every attribute
 
     def __getattr__(name: str) -> Any:
-        """Imports `nnx` (PEP 562)."""
+        """Import `nnx` when it is first used (PEP 562)."""
         if name != "nnx":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return importlib.import_module(f".{name}", __name__)
 
     def __dir__() -> list[str]:
-        """Returns the public names, with `nnx`."""
+        """Return the public names, with `nnx`."""
         return sorted([*__all__, "nnx"])

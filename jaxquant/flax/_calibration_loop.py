@@ -1,4 +1,4 @@
-"""The loop over batches in which static ranges are found: what a batch is, the progress bar, and the file to resume."""
+"""The loop over batches that finds static ranges, with its progress bar and the file to resume from."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from jax.typing import ArrayLike
 from .._core import checks
 
 _SAVE_SECONDS = 60.0  # between two writes of the file to resume from
-_SHOW_SECONDS = 2.0  # what takes less shows no progress bar
+_SHOW_SECONDS = 2.0  # a shorter loop shows no progress bar
 _FORMAT, _VERSION = "jaxquant.calibration", 1
-_CHECKSUM_BYTES = 4  # at the start of the file: a damaged one is refused, not read as other ranges
+_CHECKSUM_BYTES = 4  # at the start of the file, so that a damaged file is rejected and not read as other ranges
 
 
 class Step(NamedTuple):
-    """What one batch does, and what it depends on.
+    """The work on one batch, and what it depends on.
 
     Attributes:
-        function: the name of the function that is called, for errors.
-        run: jitted; from the state and a batch's positional and keyword arguments to (state, whether it is finite).
-        fingerprint: returns a number that differs where the weights do; costly for large ones.
-        describe: from a state to a text that differs where the quantized layers do, the same in every process.
-        arguments: the names of the arguments that every call is given, which no batch may name.
+        function: the name of the public function, for errors.
+        run: a jitted function of the state and of a batch's positional and keyword arguments. Returns the updated
+            state, and whether it is finite.
+        fingerprint: a function that returns a number that differs for other weights. It is slow for large weights.
+        describe: a function of the state that returns a text of the quantized layers, equal in every process.
+        arguments: the names of the arguments of every call, which no batch may use.
     """
 
     function: str
@@ -44,27 +45,38 @@ class Step(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far the loop has come: the state, and the number of batches that it has seen."""
+    """The progress of the loop: the state, and the number of batches that it has seen."""
 
     state: Any
     batches: int
 
 
 def find_fingerprint(tree: Any) -> int:
-    """Returns a checksum of the arrays that this process holds."""
+    """Return a checksum of the arrays that this process holds."""
     checksum = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        # The path counts too: the same arrays at other paths are another model.
         checksum = zlib.crc32(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode(), checksum)
+        # numpy cannot hold random keys, so only their shapes count.
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             continue
-        for part in [shard.data for shard in array.addressable_shards] if isinstance(array, jax.Array) else [array]:
-            checksum = zlib.crc32(np.asarray(part).tobytes(), checksum)
+        shards = [shard.data for shard in array.addressable_shards] if isinstance(array, jax.Array) else [array]
+        for shard in shards:
+            checksum = zlib.crc32(np.asarray(shard).tobytes(), checksum)
     return checksum
 
 
 def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a batch as positional and keyword arguments: an array is one, a tuple several, a mapping has names."""
+    """Return a batch as positional and keyword arguments.
+
+    An array is one positional argument, a tuple is several, and a mapping holds keyword arguments.
+
+    Args:
+        step: the work on a batch.
+        index: the index of the batch, for errors.
+        batch: an array, a tuple, a list or a mapping.
+    """
     place = f"batches[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         expected = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
@@ -75,21 +87,24 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
         return tuple(batch), {}
     named = dict(batch)
     is_named = all(isinstance(name, str) for name in named)
-    expected = "names of arguments as its keys; (mapping,) passes it as one argument"
+    expected = "a mapping whose keys are names of arguments; (mapping,) passes the mapping as one argument"
     checks.require_type(is_named, step.function, place, expected, f"keys {list(named)[:3]}")
-    twice = sorted(step.arguments & set(named))
+    duplicates = sorted(step.arguments & set(named))
     expected = "names of arguments that no other argument of this call sets"
-    checks.require(not twice, step.function, place, expected, ", ".join(twice))
+    checks.require(not duplicates, step.function, place, expected, ", ".join(duplicates))
     _check_arrays(step.function, place, named)
     return (), named
 
 
 def _is_array(value: Any) -> bool:
-    # jax.Array by itself: of a union, Python 3.11 asks for the type, and that of a traced array is another.
+    """Return whether a value is something that JAX takes as an array."""
+    # jax.Array is named besides ArrayLike, because Python 3.11 compares types for a union, and a traced array has
+    # another type.
     return isinstance(value, (jax.Array, ArrayLike))
 
 
 def _check_arrays(function: str, place: str, batch: Any) -> None:
+    """Raise ContractTypeError unless each leaf of a batch is an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not _is_array(leaf):
             argument, expected = f"{place}{jax.tree_util.keystr(path)}", "an array, or nested tuples and dicts of them"
@@ -100,16 +115,20 @@ def run_loop(
     step: Step, state: Any, batches: Iterable[Any], *, checkpoint: Any, progress: Any,
     inspect: Callable[[Any], None], keep: Callable[[Any], None] = lambda state: None,
 ) -> Any:  # fmt: skip
-    """Returns the state after all batches.
+    """Return the state after all batches.
 
     Args:
-        step: what a batch does.
-        state: to start from, where the checkpoint has none.
-        batches: arrays, tuples or mappings.
+        step: the work on a batch.
+        state: the state to start from, unless the checkpoint has one.
+        batches: an iterable of arrays, tuples or mappings.
         checkpoint: the path of a file to resume from, or None.
-        progress: whether a bar is shown, or None to show it on a terminal.
-        inspect: is called with the state after the first batch, and raises where calibration makes no sense.
-        keep: is called with the last good state however the loop ends.
+        progress: whether to show a progress bar, or None to show it on a terminal.
+        inspect: called with the state after the first batch, to raise an error if calibration makes no sense.
+        keep: called with the last finite state when the loop ends, also by an error.
+
+    Raises:
+        ContractTypeError: batches, a batch, checkpoint or progress has a wrong type.
+        ContractValueError: there is no batch, a batch is not finite, or the checkpoint does not fit.
     """
     _check_batches(step.function, batches)
     path = _check_path(step.function, checkpoint)
@@ -125,6 +144,7 @@ def run_loop(
                 _save(path, step, position)
                 saved = time.monotonic()
     finally:
+        # An error in a later batch must not lose the work on the earlier ones.
         if position.batches:
             keep(position.state)
             if path is not None:
@@ -136,21 +156,31 @@ def run_loop(
 def _iterate_positions(
     step: Step, start: Position, batches: Iterable[Any], path: pathlib.Path | None
 ) -> Iterator[Position]:
-    """Yields the position after each batch whose values are finite; a batch is checked while the next one is read."""
+    """Yield the position after each batch, and check that its values are finite.
+
+    Args:
+        step: the work on a batch.
+        start: the position before the first batch, unless the file has one.
+        batches: the batches.
+        path: the file to resume from, or None.
+    """
     position, index, done, pending = start, -1, 0, None
     for index, batch in enumerate(batches):
         arguments = split_arguments(step, index, batch)
+        # The first batch gives the shapes with which the file is compared.
         if index == 0 and path is not None and path.exists():
             target = jax.eval_shape(step.run, start.state, *arguments)[0]
             position = _load(path, step, target)
             done = position.batches
+        # Batches that the file counts are read all the same, so that an iterator advances past them.
         if index < done:
             continue
+        # A batch is checked only after the next one was read, so that the device computes while the host reads.
         if pending is not None:
             position = _check_finite(step, *pending)
             yield position
         pending = (index, *step.run(position.state, *arguments))
-    expected = f"the {done} batches that {path} counts, and perhaps more; delete it to start anew"
+    expected = f"the {done} batches that {path} counts, and perhaps more; delete it to start again"
     checks.require(index + 1 >= done, step.function, "batches", expected, f"{index + 1}")
     if pending is not None:
         yield _check_finite(step, *pending)
@@ -159,24 +189,25 @@ def _iterate_positions(
 
 
 def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
-    expected = "arrays that are known: the loop runs outside of jax.jit"
-    checks.require(not checks.is_traced(finite), step.function, "batches", expected, "a trace")
+    """Return the position after a batch, and check that the state is finite."""
+    expected = "arrays that are not traced, because the loop runs outside of jax.jit"
+    checks.require(not checks.is_traced(finite), step.function, "batches", expected, "a traced array")
     expected = "batches whose activations are finite"
-    got = f"a NaN or an infinity with batch {index}, counted from 0; the ranges are as before it"
+    got = f"a NaN or an infinity in batch {index}, counted from 0; the ranges are those before this batch"
     checks.require(bool(finite), step.function, "batches", expected, got)
     return Position(state, index + 1)
 
 
 def _check_batches(function: str, batches: Any) -> None:
-    is_one = isinstance(batches, jax.Array | np.ndarray | Mapping | str)
-    expected = "an iterable of batches, such as [batch]"
-    checks.require_type(
-        isinstance(batches, Iterable) and not is_one, function, "batches", expected, checks.describe_value(batches)
-        if isinstance(batches, jax.Array | np.ndarray) else type(batches).__name__,
-    )  # fmt: skip
+    """Raise ContractTypeError for a single batch and for values that are not iterable."""
+    is_array = isinstance(batches, jax.Array | np.ndarray)
+    is_iterable = isinstance(batches, Iterable) and not is_array and not isinstance(batches, Mapping | str)
+    got = checks.describe_value(batches) if is_array else type(batches).__name__
+    checks.require_type(is_iterable, function, "batches", "an iterable of batches, such as [batch]", got)
 
 
 def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
+    """Return the path of a checkpoint, and check that a file can be written there before the work begins."""
     if checkpoint is None:
         return None
     is_path = isinstance(checkpoint, str | os.PathLike)
@@ -185,24 +216,29 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
     path = pathlib.Path(checkpoint)
     checks.require(path.parent.is_dir(), function, "checkpoint", "a folder that exists", str(path.parent))
     checks.require(not path.is_dir(), function, "checkpoint", "the path of a file", f"the folder {path}")
-    is_writable = os.access(path.parent, os.W_OK)  # found now, not after the first minute of work
+    is_writable = os.access(path.parent, os.W_OK)
     checks.require(is_writable, function, "checkpoint", "a folder that can be written to", str(path.parent))
     return path
 
 
 def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
-    """Yields the batches, with a bar on the error stream once they take long."""
+    """Yield the batches, and show a bar on the error stream once they take long."""
     is_shown = sys.stderr.isatty() if progress is None else progress
     if not is_shown:
         yield from batches
         return
+    # Imported only when a bar is shown, because most loops show none.
     from rich import console
     from rich import progress as rich
 
-    columns = (rich.TextColumn("calibrating"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    columns = (
+        rich.TextColumn("calibrating"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+    )  # fmt: skip
     stream = console.Console(stderr=True)
-    columns = (*columns, rich.TimeRemainingColumn())
-    bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)  # a file keeps the last state
+    # The bar disappears from a terminal; a log file keeps its last state.
+    bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)
+    # A total of None, for an iterator without a length, shows a bar without an end.
     task = bar.add_task("calibrating", total=operator.length_hint(batches) or None)
     begin, is_running = time.monotonic(), False
     try:
@@ -218,41 +254,49 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
 
 
 def _find_origin(step: Step, state: Any) -> int:
-    """Returns a number that differs where the weights or the quantized layers do."""
+    """Return a number that differs for other weights and for other quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 
 
 def _save(path: pathlib.Path, step: Step, position: Position) -> None:
-    """Writes the position to a file that is whole at any time."""
+    """Write the position to a file, so that the file is complete at any time."""
     leaves = jax.tree_util.tree_leaves_with_path(position.state)
     content = {
         "format": _FORMAT, "version": _VERSION, "function": step.function, "batches": position.batches,
         "origin": _find_origin(step, position.state),
-        "names": [jax.tree_util.keystr(where) for where, _ in leaves],
+        "names": [jax.tree_util.keystr(key_path) for key_path, _ in leaves],
         "leaves": [np.asarray(leaf) for _, leaf in leaves],
     }  # fmt: skip
     data = serialization.msgpack_serialize(content)
+    # Renaming is atomic: a process that is killed leaves the old file or the new one.
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES) + data)
     partial.replace(path)
 
 
 def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
-    """Returns the position that a file holds, if it was written for the same weights and layers."""
-    name, stored = step.function, path.read_bytes()
-    data = stored[_CHECKSUM_BYTES:]
-    is_whole = int.from_bytes(stored[:_CHECKSUM_BYTES]) == zlib.crc32(data) and bool(data)
-    content = serialization.msgpack_restore(data) if is_whole else None
-    is_ours = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
-    expected = "a file that this function wrote, whole, or none"
-    checks.require(is_ours, name, "checkpoint", expected, f"{path}, which is another file or a damaged one")
+    """Return the position in a file, and check that it was written for the same weights and layers.
+
+    Args:
+        path: the file.
+        step: the work on a batch.
+        target: the shapes and dtypes of the state.
+    """
+    function, file = step.function, path.read_bytes()
+    data = file[_CHECKSUM_BYTES:]
+    is_complete = int.from_bytes(file[:_CHECKSUM_BYTES]) == zlib.crc32(data) and bool(data)
+    content = serialization.msgpack_restore(data) if is_complete else None
+    is_known = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
+    expected = "no file, or a complete file that this function wrote"
+    checks.require(is_known, function, "checkpoint", expected, f"{path}, which is another file or a damaged one")
     assert content is not None
-    leaves = jax.tree_util.tree_leaves_with_path(target)
-    shapes = [(jax.tree_util.keystr(where), leaf.shape, leaf.dtype) for where, leaf in leaves]
-    found = [(n, v.shape, v.dtype) for n, v in zip(content["names"], content["leaves"], strict=True)]
-    is_same = found == shapes and content["function"] == name
-    is_same = is_same and content["origin"] == _find_origin(step, target)
-    expected = "a file written for these weights and layers; delete it to start anew"
-    checks.require(is_same, name, "checkpoint", expected, f"{path}, written for others")
+    target_leaves = jax.tree_util.tree_leaves_with_path(target)
+    expected_leaves = [(jax.tree_util.keystr(key_path), leaf.shape, leaf.dtype) for key_path, leaf in target_leaves]
+    named_leaves = zip(content["names"], content["leaves"], strict=True)
+    is_same = [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves] == expected_leaves
+    # The fingerprint of the weights is slow, so it is compared last.
+    is_same = is_same and content["function"] == function and content["origin"] == _find_origin(step, target)
+    expected = "a file written for these weights and layers; delete it to start again"
+    checks.require(is_same, function, "checkpoint", expected, f"{path}, written for other weights or layers")
     arrays = [jnp.asarray(leaf) for leaf in content["leaves"]]
     return Position(jax.tree.unflatten(jax.tree.structure(target), arrays), int(content["batches"]))

@@ -21,6 +21,7 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     """Check that a converted kernel has the codes, the scales and the blocks of the layer's weight_spec."""
     spec, argument = weight.spec, weight.argument
     expected = f"codes of {spec.dtype}, the dtype of the layer's spec"
+    # The carrier alone is not enough: two codebooks can have the same one.
     holds = kernel.codebook == spec.codebook and kernel.codes.dtype == spec.carrier
     checks.require_type(holds, "flax", argument, expected, kernel.codebook or kernel.codes.dtype)
     shape = scale_from_range.find_shapes("flax", spec, kernel.shape)[0]
@@ -38,6 +39,7 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
     known = np.asarray(small_floats.scale_as_float32(scale))
     argument = f"scale of the {operand.role}"
     checks.require(bool(np.isfinite(known).all()), function, argument, "finite numbers", "NaN or an infinity")
+    # `read_learned` raises a scale of 0 to the least scale, so that is the value to look for.
     least = float(known.min(initial=1))
     holds = least > float(scale_from_range.find_least_scale(scale.dtype)) or not isinstance(operand.source, Learned)
     checks.require(holds, function, argument, "a positive scale (training drove it to 0)", least)
@@ -46,7 +48,7 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
 def count_leading_axes(
     function: str, argument: str, kernel: jax.Array, shape: tuple[int, ...], transforms: str
 ) -> int:  # fmt: skip
-    """Return how many axes stack the kernels of one layer, and check the shape behind them.
+    """Return how many axes stack the kernels of one layer, and check the shape after them.
 
     Args:
         function: the name of the public function, for errors.
@@ -75,6 +77,7 @@ def quantize_kernel(
         depth: the number of axes that stack kernels.
     """
 
+    # Inside vmap the kernel and the learned scale have the ranks that one layer has.
     def quantize_one(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
         return quantize_operand(weight, kernel, _learned.read_learned(weight, parts) if parts else None)
 
@@ -106,6 +109,7 @@ def find_constants(
 
     scale, zero_point = _map_leading_axes(find_one, depth)(values)
     check_servable(function, activation, scale)
+    # A zero point is learned as a float; the converted layer adds it to codes.
     if zero_point is not None and zero_point.dtype != activation.spec.carrier:
         zero_point = _learned.find_code(activation, zero_point)
     return scale, zero_point
@@ -128,6 +132,7 @@ def find_part_names(names: Sequence[Any], shape: tuple[int, ...], depth: int = 0
 
 def _map_leading_axes(function: Callable[..., Any], depth: int) -> Callable[..., Any]:
     """Return a function vectorized over this many leading axes."""
+    # One vmap for each axis, because nn.vmap inside nn.scan stacks kernels twice.
     for _ in range(depth):
         function = jax.vmap(function)
     return function

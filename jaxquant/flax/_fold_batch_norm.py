@@ -1,4 +1,4 @@
-"""Batch normalisation, whose running statistics are constants once training is over, as part of the layer before it."""
+"""Folding of a batch normalization into the layer before it, once its statistics are constant."""
 
 from __future__ import annotations
 
@@ -19,29 +19,34 @@ def fold_batch_norm(
     layer: Mapping[str, Any], norm: Mapping[str, Any], stats: Mapping[str, Any], *, epsilon: float = 1e-5,
     axis: int = -1,
 ) -> dict[str, Any]:  # fmt: skip
-    """kernel = kernel * scale / sqrt(var + epsilon), bias = (bias - mean) * scale / sqrt(var + epsilon) + its bias.
+    """Return the parameters of a Linen layer that includes the batch normalization after it.
 
-    The layer then returns what the normalisation after it returned, in inference. It needs `use_bias=True`, and the
-    module to serve has no normalisation there. Fold before the ranges are observed and before training goes on: weights
-    are quantized as they are folded.
+    kernel = kernel * scale / sqrt(var + epsilon)
+    bias = (bias - mean) * scale / sqrt(var + epsilon) + norm's bias
+
+    In inference, a layer with these parameters returns what the normalization returned. The layer needs
+    `use_bias=True`, and the module to serve omits the normalization. Fold before ranges are observed and before
+    training continues, because the folded weights are quantized.
 
     Args:
-        layer: the parameters of a `Conv`, a `Dense` or the like: "kernel", float32, float16 or bfloat16, and perhaps
-            "bias".
-        norm: the parameters of a `BatchNorm` over that axis: "scale" and "bias", each of which may be missing.
-        stats: its "batch_stats": "mean" and "var".
-        epsilon: Static. That of the `BatchNorm`, not negative.
-        axis: Static. The axis of the kernel that becomes the normalised axis of the outputs: -1, the last, for `Dense`,
+        layer: The parameters of a layer such as `Dense` or `Conv`, a mapping: "kernel", a float32, float16 or bfloat16
+            array, and perhaps "bias".
+        norm: The parameters of a `BatchNorm` over the layer's features, a mapping: "scale" and "bias", which may be
+            missing, each with one element for each feature.
+        stats: The "batch_stats" of the `BatchNorm`, a mapping: "mean" and "var", each with one element for each
+            feature.
+        epsilon: Static. The epsilon of the `BatchNorm`, a number that is not negative.
+        axis: Static. The axis of the kernel that becomes the normalized axis of the outputs: -1, the last, for `Dense`,
             `DenseGeneral`, `Conv` and `ConvTranspose`; -2 for `ConvTranspose(transpose_kernel=True)`.
 
     Returns:
-        {"kernel": ..., "bias": ...} in the dtype of the kernel, and partitioned as it is.
+        {"kernel": ..., "bias": ...} in the dtype of the kernel, partitioned like the entries of `layer`.
 
     Raises:
-        TypeError: epsilon is no number, axis no int, or an entry no array of floats: that of a converted layer, for
-            one.
-        ValueError: an entry is missing or has no place there, or does not have one element for each feature; epsilon
-            is negative; or var + epsilon, where it is known, is not positive.
+        TypeError: epsilon is not a number, axis is not an int, or an entry is not an array of floats, as in a converted
+            layer.
+        ValueError: an entry is missing, is unknown, or does not have one element for each feature; epsilon is negative;
+            or a known var + epsilon is not positive.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax
@@ -57,63 +62,75 @@ def fold_batch_norm(
     checks.check_real(_NAME, "epsilon", epsilon)
     checks.require(epsilon >= 0, _NAME, "epsilon", "a number that is not negative", epsilon)
     kernel = _read_entry("layer", layer, "kernel")
+    # The arithmetic is in float32; the results have the kernel's dtype.
     axis = checks.check_axis(_NAME, axis, kernel.ndim)
     features = (kernel.shape[axis],)
     mean, var = (_read_entry("stats", stats, name, features).astype(jnp.float32) for name in ("mean", "var"))
     _check_variance(var, epsilon)
-    expected = 'a mapping with "scale" and "bias", or with less'
-    known = isinstance(norm, Mapping) and set(norm) <= {"scale", "bias"}
-    checks.require(known, _NAME, "norm", expected, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
+    expected = 'a mapping with "scale" and "bias", or with one of them or neither'
+    is_norm = isinstance(norm, Mapping) and set(norm) <= {"scale", "bias"}
+    checks.require(is_norm, _NAME, "norm", expected, sorted(norm) if isinstance(norm, Mapping) else type(norm).__name__)
     scale = _read_entry("norm", norm, "scale", features, 1.0).astype(jnp.float32)
     offset = _read_entry("norm", norm, "bias", features, 0.0).astype(jnp.float32)
     bias = _read_entry("layer", layer, "bias", default=0.0)
+    # A missing bias was read as the scalar 0.
     bias = jnp.zeros(features, jnp.float32) if bias.ndim == 0 else bias.astype(jnp.float32)
-    expected = f"shape {features}, with the layer's other features before it"
+    expected = f"shape {features}, with the layer's other features in front"
     checks.require(bias.shape[-1:] == features, _NAME, 'layer["bias"]', expected, f"shape {bias.shape}")
     factor = scale / jnp.sqrt(var + np.float32(epsilon))
-    wide = jax.lax.broadcast_in_dim(factor, kernel.shape, (axis,))
+    kernel_factor = jax.lax.broadcast_in_dim(factor, kernel.shape, (axis,))
+    mean, bias_factor, offset = (_broadcast_features(part, bias) for part in (mean, factor, offset))
     folded = {
-        "kernel": (kernel.astype(jnp.float32) * wide).astype(kernel.dtype),
-        "bias": ((bias - _spread_like(mean, bias)) * _spread_like(factor, bias) + _spread_like(offset, bias)).astype(
-            kernel.dtype
-        ),
+        "kernel": (kernel.astype(jnp.float32) * kernel_factor).astype(kernel.dtype),
+        "bias": ((bias - mean) * bias_factor + offset).astype(kernel.dtype),
     }
+    # Partitioned parameters are boxed, and stay boxed.
     boxes = {name: layer[name] for name in folded if isinstance(layer.get(name), meta.AxisMetadata)}
     return {**folded, **{name: meta.replace_boxed(box, folded[name]) for name, box in boxes.items()}}
 
 
-def _spread_like(part: jax.Array, bias: jax.Array) -> jax.Array:
+def _broadcast_features(part: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return an array with one element for each feature, broadcast to the shape of a bias whose last axis they are."""
     return jnp.broadcast_to(part.reshape(*(1,) * (bias.ndim - 1), part.size), bias.shape)
 
 
 def _check_variance(var: jax.Array, epsilon: float) -> None:
-    """Requires variances that have a positive root with epsilon, as far as they are known."""
+    """Raise ContractValueError unless known variances are finite, and positive once epsilon is added."""
     if checks.is_traced(var) or not var.is_fully_addressable:
         return
-    least, most = (float(v) for v in (np.asarray(var).min(initial=1), np.asarray(var).max(initial=1)))
+    argument, known = 'stats["var"]', np.asarray(var)
+    least, most = float(known.min(initial=1)), float(known.max(initial=1))
     expected = "numbers that are not negative"
-    checks.require(least >= 0, _NAME, 'stats["var"]', expected, "NaN" if np.isnan(least) else least)
-    checks.require(most < np.inf, _NAME, 'stats["var"]', "finite numbers", most)
-    expected = "positive numbers where epsilon, as a normal number of float32, is 0"
-    # XLA:CPU takes smaller numbers for 0, and would divide by it.
+    checks.require(least >= 0, _NAME, argument, expected, "NaN" if np.isnan(least) else least)
+    checks.require(most < np.inf, _NAME, argument, "finite numbers", most)
+    expected = "numbers that are normal float32 once epsilon is added, or a larger epsilon"
+    # XLA:CPU flushes subnormal numbers to 0, and the square root would divide by 0.
     holds = np.float32(least) + np.float32(epsilon) >= np.finfo(np.float32).tiny
-    checks.require(bool(holds), _NAME, 'stats["var"]', expected, least)
+    checks.require(bool(holds), _NAME, argument, expected, least)
 
 
 def _read_entry(
     argument: str,
-    given: Mapping[str, Any],
+    mapping: Mapping[str, Any],
     name: str,
     shape: tuple[int, ...] | None = None,
     default: float | None = None,
 ) -> jax.Array:
-    is_there = isinstance(given, Mapping) and name in given
-    expected = f'a mapping with "{name}"'
-    got = sorted(given) if isinstance(given, Mapping) else type(given).__name__
-    checks.require(is_there or default is not None, _NAME, argument, expected, got)
-    if default is not None and not is_there:
+    """Return an entry of an argument, and check its dtype and its shape.
+
+    Args:
+        argument: the name of the argument, for errors.
+        mapping: the argument.
+        name: the key of the entry.
+        shape: the expected shape, or None for any.
+        default: the value of all elements if the entry is missing; None raises an error instead.
+    """
+    is_present = isinstance(mapping, Mapping) and name in mapping
+    got = sorted(mapping) if isinstance(mapping, Mapping) else type(mapping).__name__
+    checks.require(is_present or default is not None, _NAME, argument, f'a mapping with "{name}"', got)
+    if default is not None and not is_present:
         return jnp.full(shape or (), default, jnp.float32)
-    value = meta.unbox(given[name])
+    value = meta.unbox(mapping[name])
     is_array = isinstance(value, jax.Array | np.ndarray)
     checks.require_type(is_array, _NAME, f'{argument}["{name}"]', "an array of floats", type(value).__name__)
     value = jnp.asarray(value)

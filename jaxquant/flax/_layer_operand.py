@@ -95,6 +95,7 @@ def check_layer(layer: str, quantization: Quantization) -> Operands:
         return weight, None
     activation = LayerOperand(quantization.activation_spec, quantization.activation_range, "activation")
     for operand in (weight, activation):
+        # A dtype that no layer supports is reported before a source that does not fit.
         _check_integers(layer, operand)
     for operand in (weight, activation):
         _check_source(layer, operand)
@@ -157,6 +158,7 @@ def is_alike(operand: LayerOperand | None, recorded: LayerOperand | None) -> boo
     """Return whether two operands have equal codes and ranges from the same kind of source."""
     if operand is None or recorded is None:
         return operand is recorded
+    # `freeze_after` and `gradient` are not compared, because they change no codes.
     sources = [(type(o.source), getattr(o.source, "calibrator", None)) for o in (operand, recorded)]
     return operand.spec == recorded.spec and sources[0] == sources[1]
 
@@ -166,6 +168,7 @@ def describe_operand(operand: LayerOperand | None) -> str:
     if operand is None:
         return "None"
     source = operand.source
+    # Checkpoints of a calibration hold this text: with another text they could not be resumed.
     settings = _describe_factory(getattr(source, "calibrator", None)), getattr(source, "freeze_after", None)
     return f"{operand.spec!r} with {type(source).__name__}{settings}"
 
@@ -183,6 +186,7 @@ def describe_converted(operand: LayerOperand | None) -> str:
         return "None"
     if operand.role == "weight":
         return _describe_spec(operand.spec)
+    # Converted variables hold this text: with another text they would be rejected.
     if not isinstance(operand.source, Dynamic):
         return f"{_describe_spec(operand.spec)} with a static range"
     return f"{_describe_spec(operand.spec)} with Dynamic({_describe_factory(operand.source.calibrator)})"

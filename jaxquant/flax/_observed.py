@@ -29,9 +29,11 @@ def update_state(operand: LayerOperand, state: dict[str, Any], x: jax.Array) -> 
     """Return the state updated by one batch; an empty batch and a frozen range leave it unchanged."""
     source = operand.source
     assert isinstance(source, Observed)
+    # An empty batch has no least value.
     if x.size == 0:
         return state
     shape = _find_observed_shape(operand, x.shape)
+    # With explicit sharding, JAX cannot merge dimensions that are sharded, so the array is gathered first.
     rows = x if shape == x.shape else sharding.place_whole(x).reshape(shape)
     updated = _make_calibrator(operand).update(state["state"], jax.lax.stop_gradient(rows))
     batches = state["batches"]
@@ -57,10 +59,12 @@ def finalize_state(
         The scale, and the zero point or None.
     """
     assert isinstance(operand.source, Observed)
+    # Features that are always 0, as after a ReLU, have the range (0, 0), which gives scale 1.
     lo, hi = _make_calibrator(operand).finalize(state["state"], allow_zero=True)
     if shape is None:
         return scale_from_range.find_scale_and_zero_point(operand.spec, lo, hi, lo.shape, lo.shape)
     lo, hi = (align_rank(operand, bound, len(shape)) for bound in (lo, hi))
+    # Only the shape counts here, because the range is known.
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     return find_parameters("quantize", like, operand.spec, lo, hi)[:2]
 
@@ -100,6 +104,7 @@ def check_observed(function: str, operand: LayerOperand, state: dict[str, Any] |
 
 def calibrate_batch(operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point of the range that the operand's calibrator finds in x alone."""
+    # The gradient passes through the rounding alone, not through the range.
     x = jax.lax.stop_gradient(x)
     calibrator = _make_calibrator(operand)
     lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)

@@ -49,6 +49,7 @@ def make_quantizer(operand: LayerOperand, x: jax.Array, parameters: Parameters |
 
 def _count_elements(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
     """Return how many elements of one example share an entry of a scale, from the shapes of x and of the scale."""
+    # The first axis is the batch, unless x is a single vector.
     example = shape[1:] if len(shape) > 1 else shape
     entries = scale[-len(example) :] if len(scale) == len(shape) and example else (1,) * len(example)
     return max(math.prod(n // max(e, 1) for n, e in zip(example, entries, strict=True)), 1)

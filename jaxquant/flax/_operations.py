@@ -90,7 +90,7 @@ class Variables(Protocol):
         """Record the operands of a layer that trains, where the layer's variables hold them."""
         ...
 
-    def find_parameters(self, operand: LayerOperand, x: jax.Array) -> Parameters:
+    def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
         """Return the scale and the zero point of an observed or learned range, and update the range by x."""
         ...
 
@@ -118,6 +118,7 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
     """
     with prefix_errors(variables.find_place()):
         weight, activation = variables.find_operands()
+        # The features depend on the dimension numbers of the call, so they are not resolved at construction.
         weight = resolve_features(weight, operation.find_output_axes(call))
         quantized = activation if operation.quantizes_x else None
         if isinstance(call.kernel, QuantizedArray):
@@ -140,7 +141,7 @@ def _make_quantizer(variables: Variables, operand: LayerOperand | None, x: jax.A
     if operand is None:
         return None
     is_dynamic = isinstance(operand.source, Dynamic)
-    return make_quantizer(operand, x, None if is_dynamic else variables.find_parameters(operand, x))
+    return make_quantizer(operand, x, None if is_dynamic else variables.read_range(operand, x))
 
 
 # Output features.
@@ -156,6 +157,7 @@ def resolve_features(weight: LayerOperand, axes: Sequence[int]) -> LayerOperand:
     spec = weight.spec
     if PerFeature() not in (spec.granularity, spec.zero_point_granularity):
         return weight
+    # A kernel of which no axis is kept has one output feature.
     features = PerAxis(tuple(axes)) if axes else PerTensor()
     granularities = {
         name: features if getattr(spec, name) == PerFeature() else getattr(spec, name)
@@ -232,6 +234,7 @@ def _bind_conv_general_dilated(lhs: jax.Array, rhs: Any, *positional: Any, **arg
 def _find_conv_general_dilated_axes(call: Call) -> tuple[int, ...]:
     """Return the axis of a convolution's kernel that holds output features."""
     shapes = (call.x.shape, call.kernel.shape)
+    # The rank decides what None and the layout strings mean.
     numbers = jax.lax.conv_dimension_numbers(*shapes, call.arguments.get("dimension_numbers"))
     return (numbers.rhs_spec[0] - call.kernel.ndim,)
 
@@ -304,6 +307,7 @@ def _train_lookup(call: Call, quantizers: Quantizers, gradients: dict[str, Any])
 
 def _serve_lookup(call: Call) -> jax.Array:
     """Return rows of a converted table, NaN for an index beyond it."""
+    # `jnp.take`, which trains, fills with NaN by default.
     return take(call.kernel, call.x, axis=0, mode="fill")
 
 

@@ -1,4 +1,4 @@
-"""Where the range of a layer's weights or activations comes from: a frozen dataclass for each way."""
+"""The sources of a layer's ranges: `Dynamic`, `Observed` and `Learned`, frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -19,40 +19,66 @@ _FACTORY = "a function from a spec to a calibrator, such as jq.moving_average"
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """(lo, hi) = the range of what is quantized, found anew at each call. Nothing is stored.
+    """A range that each call finds in the array that it quantizes. Nothing is stored.
+
+    (lo, hi) = the range that the calibrator finds in x
 
     Attributes:
-        calibrator: how: None takes the least and the largest value; `jq.mse` and the other calibrators are asked
-            through their `init`, `update` and `finalize`.
-        gradient: of the rounding.
+        calibrator: A function from a spec to a calibrator, such as `jq.mse`, which finds the range through its `init`,
+            `update` and `finalize`. None (the default) takes the least and the largest value.
+        gradient: The gradient rule of the rounding, `jq.StraightThrough()`.
+
+    Raises:
+        TypeError: calibrator is not such a function or None, or gradient is not `jq.StraightThrough()`.
+
+    Example:
+        >>> import jaxquant as jq, jaxquant.flax
+        >>> jq.flax.Dynamic(jq.mse) == jq.flax.Dynamic(jq.mse)
+        True
     """
 
     calibrator: Factory | None = None
     gradient: StraightThrough = StraightThrough()
 
     def __post_init__(self) -> None:
-        """Refuses what is no calibrator or gradient."""
+        """Check the arguments."""
         object.__setattr__(self, "calibrator", _check_factory("Dynamic", self.calibrator, " or None"))
         _check_gradient("Dynamic", self.gradient, (StraightThrough,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """(lo, hi) = what a calibrator found in the batches so far: a static range.
+    """A static range, which a calibrator finds in the batches that it has seen.
 
-    The calibrator's state is in the collection "ranges" (of NNX, in a `Ranges` variable). A batch moves it before it is
-    quantized while that collection is mutable (of NNX, while the layer's `use_running_average` is False, which
-    `model.train()` and `model.eval()` set); otherwise it is only read. `init` does not count as a batch, nor does an
-    empty one. `jq.flax.calibrate` and `jq.flax.nnx.calibrate` are the loop that moves nothing else.
+    (lo, hi) = the range that the calibrator finds in the batches so far
 
-    A layer that has seen nothing, a NaN or an infinity raises; under a trace, where it cannot, it returns NaN.
-    `check_calibrated` raises for it outside of the trace.
+    The state of the calibrator is in the collection "ranges", or for NNX in `Ranges` variables. In Linen, a call
+    updates the state while that collection is mutable. In NNX, a call updates it while the layer's
+    `use_running_average` is False; `model.train()` and `model.eval()` set it. Other calls only read the range. The
+    update comes first, so a batch is quantized with a range that includes it. `init` and empty batches do not count.
+    `jq.flax.calibrate` and `jq.flax.nnx.calibrate` run a loop over batches that updates nothing else.
+
+    A layer raises an error if its range has seen no data, a NaN or an infinity. Inside `jax.jit` no error can depend on
+    a value, so the layer returns NaN there; `check_calibrated` raises the error outside of `jit`.
 
     Attributes:
-        calibrator: a factory of calibrators: `jq.moving_average`, `jq.minmax`, `jq.mse`, a `functools.partial` of one.
-            It is static: a function made anew for each call would be another one each time.
-        freeze_after: the number of batches after which the state stays as it is. None: never.
-        gradient: of the rounding.
+        calibrator: A function from a spec to a calibrator: `jq.moving_average` (the default), `jq.minmax`, `jq.mse`, or
+            a `functools.partial` of one. It is static and compared by identity, so do not define it inside a function
+            that is called often.
+        freeze_after: The number of batches after which the range no longer changes. None (the default): it always
+            changes.
+        gradient: The gradient rule of the rounding, `jq.StraightThrough()`.
+
+    Raises:
+        TypeError: calibrator is not such a function, freeze_after is not an int or None, or gradient is not
+            `jq.StraightThrough()`.
+        ValueError: freeze_after is not positive.
+
+    Example:
+        >>> import functools, jaxquant as jq, jaxquant.flax
+        >>> source = jq.flax.Observed(functools.partial(jq.moving_average, decay=0.9), freeze_after=1000)
+        >>> source == jq.flax.Observed(functools.partial(jq.moving_average, decay=0.9), freeze_after=1000)
+        True
     """
 
     calibrator: Factory = moving_average
@@ -60,7 +86,7 @@ class Observed:
     gradient: StraightThrough = StraightThrough()
 
     def __post_init__(self) -> None:
-        """Refuses an argument that is not a calibrator's factory, a count or a gradient."""
+        """Check the arguments."""
         object.__setattr__(self, "calibrator", _check_factory("Observed", self.calibrator))
         _check_gradient("Observed", self.gradient, (StraightThrough,))
         if self.freeze_after is not None:
@@ -70,27 +96,37 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """y = fake_quantize(x, spec, scale, zero_point, gradient), whose scale is trained, with LSQPlus its zero point too.
+    """A range whose scale is trained by gradient descent, and with `jq.LSQPlus()` its zero point too.
 
-    They are in the collection "scales" (of NNX, in `Scale` variables), beside "params", where a float checkpoint would
-    not find them. Where they are missing and the collection is mutable, they start from the weights and the batch at
-    hand, as the gradient's `initial` has it; of NNX they are NaN until `qnnx.start(model, batch)`. A scale counts by
-    its magnitude.
+    y = fake_quantize(x, spec, scale, zero_point, gradient)
 
-    With `LSQ()` and `PACT()` the zero point of a spec that is not symmetric is 0: unsigned codes then hold nothing
-    negative. Weights of such a spec are refused, and so are activations that are negative where they start a scale of
-    `LSQ()`; under a trace they cannot be looked at, and become 0, as `PACT()` has it by intent. `LSQPlus()` learns a
-    zero point.
+    The scale and the zero point are in the collection "scales", or for NNX in `Scale` variables. They are not in
+    "params", so that float checkpoints still fit. In Linen, a call with "scales" mutable starts those that are missing
+    from its weights and its batch, by the `initial` method of the gradient. In NNX they are NaN until
+    `qnnx.start(model, batch)` sets them. The layer uses the magnitude of a learned scale, so its sign does not matter.
+
+    With `jq.LSQ()` and `jq.PACT()` the zero point of a spec that is not symmetric is 0, so unsigned codes represent no
+    negative values. Weights with such a spec raise an error when the layer is constructed. Negative activations raise
+    one when they start a scale of `jq.LSQ()`. Inside `jax.jit` they cannot be checked, and they become 0. `jq.PACT()`
+    makes them 0 on purpose. `jq.LSQPlus()` learns a zero point for them.
 
     Attributes:
-        gradient: `LSQ()`, `LSQPlus()` or `PACT()`. Of activations LSQ counts the elements of one example, where it is
-            told nothing else.
+        gradient: The gradient rule: `jq.LSQ()` (the default), `jq.LSQPlus()` or `jq.PACT()`. Unless its `elements` is
+            set, LSQ scales the gradient of an activation scale by the number of elements of one example.
+
+    Raises:
+        TypeError: gradient is none of these.
+
+    Example:
+        >>> import jaxquant as jq, jaxquant.flax
+        >>> jq.flax.Learned(jq.LSQPlus()).gradient
+        LSQPlus(elements=None)
     """
 
     gradient: LSQ | LSQPlus | PACT = LSQ()
 
     def __post_init__(self) -> None:
-        """Refuses what does not learn."""
+        """Check the gradient."""
         _check_gradient("Learned", self.gradient, (LSQ, LSQPlus, PACT))
 
 
@@ -99,63 +135,78 @@ Source = Dynamic | Observed | Learned
 
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """A `functools.partial` that is equal to another of the same arguments: layers are static, and made anew."""
+    """A `functools.partial` that equals another one with equal arguments.
+
+    A layer is static and constructed in every trace. With `functools.partial`, which compares by identity, equal layers
+    would be different.
+    """
 
     function: Callable[..., Calibrator]
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
 
     def __call__(self, spec: QuantSpec) -> Calibrator:
-        """Returns the calibrator."""
+        """Return the calibrator of a spec."""
         return self.function(*self.arguments, spec, **dict(self.keywords))
 
 
-def _check_factory(name: str, calibrator: Any, more: str = "") -> Any:
-    """Requires a factory, and returns it such that it compares by what it is."""
-    if not callable(calibrator) and not (more and calibrator is None):
-        checks.require_type(False, name, "calibrator", f"{_FACTORY}{more}", _describe_factory(calibrator))
-    fault = None if calibrator is None else _find_fault(calibrator)
-    if fault is not None:
+def _check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
+    """Check that a calibrator is a function of a spec, and return it in a form that compares by its arguments.
+
+    Args:
+        name: the name of the class, for errors.
+        calibrator: the argument.
+        alternative: " or None" where None is allowed.
+    """
+    if not callable(calibrator) and not (alternative and calibrator is None):
+        checks.require_type(False, name, "calibrator", f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
+    argument = None if calibrator is None else _find_unexpected_argument(calibrator)
+    # "" is a fault too: a function that takes no spec.
+    if argument is not None:
         inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
-        function = getattr(inner, "__name__", "the factory")
-        expected = f"{_FACTORY}{more}"
-        if fault:
-            expected += f", or functools.partial({function}, {fault}=...)"
-        got = f"{function}, which {f'needs {fault}= beside' if fault else 'does not take'} the layer's spec"
+        function = getattr(inner, "__name__", "the function")
+        expected, got = f"{_FACTORY}{alternative}", f"{function}, which does not take the layer's spec"
+        if argument:
+            expected += f", or functools.partial({function}, {argument}=...)"
+            got = f"{function}, which needs {argument}= besides the layer's spec"
         checks.require_type(False, name, "calibrator", expected, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
+    # The order in which keywords were passed must not make two layers different.
     return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
 
 
-def _describe_factory(calibrator: Any) -> str:
-    """Returns what a reader needs to know of something that is no factory."""
+def _describe_rejected(calibrator: Any) -> str:
+    """Return a text of a value that is no function, with what to pass instead."""
     if isinstance(calibrator, Calibrator):
-        return "a Calibrator, which already has a spec: give the function that made it; the layer calls it"
+        return "a Calibrator, which has a spec already: pass the function that made it, which the layer calls"
     if isinstance(calibrator, str):
-        return f"the string {calibrator!r}: give the function, jq.{calibrator}"
+        return f"the string {calibrator!r}: pass the function jq.{calibrator}"
     return str(checks.describe_value(calibrator))
 
 
-def _find_fault(factory: Callable[..., Any]) -> str | None:
-    """Returns the first argument that a factory needs beside the spec, "" where it takes no spec, or None."""
+def _find_unexpected_argument(factory: Callable[..., Any]) -> str | None:
+    """Return the first argument that a function needs besides a spec, "" if it takes no spec, or None if it fits."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # not every callable has a signature
         return None
-    given = signature.parameters.values()
-    needed = [p for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    positional = [p for p in needed if p.kind is not p.KEYWORD_ONLY]
-    rest = [*positional[1:], *(p for p in needed if p.kind is p.KEYWORD_ONLY)]
-    if rest:
-        return rest[0].name
+    parameters = signature.parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
+    # The first positional parameter receives the spec.
+    others = [*positional[1:], *(p for p in required if p.kind is p.KEYWORD_ONLY)]
+    if others:
+        return others[0].name
     try:
+        # Optional parameters are fine, as long as one positional argument is accepted.
         signature.bind(None)
     except TypeError:
         return ""
     return None
 
 
-def _check_gradient(name: str, gradient: Any, known: tuple[type[Rule], ...]) -> None:
-    expected = " or ".join(f"{rule.__name__}()" for rule in known)
-    checks.require_type(isinstance(gradient, known), name, "gradient", expected, checks.describe_value(gradient))
+def _check_gradient(name: str, gradient: Any, rules: tuple[type[Rule], ...]) -> None:
+    """Raise ContractTypeError unless a gradient is one of these rules."""
+    expected = " or ".join(f"{rule.__name__}()" for rule in rules)
+    checks.require_type(isinstance(gradient, rules), name, "gradient", expected, checks.describe_value(gradient))

@@ -160,7 +160,8 @@ def test_an_interrupted_calibration_resumes(tmp_path: Any, library: str) -> None
         rerun()
     path.write_bytes(b"something else")
     with pytest.raises(
-        ValueError, match=r"checkpoint: expected a file that this function wrote.*which is another file"
+        ValueError,
+        match=r"checkpoint: expected no file, or a complete file that this function wrote.*which is another file",
     ):
         run(batches)
     with pytest.raises(ValueError, match=r"checkpoint: expected a folder that exists"):
@@ -172,7 +173,7 @@ def test_a_batch_that_is_not_finite_is_named() -> None:
     variables = module.init(jax.random.key(0), batches[0])
     bad = [batches[0], batches[1].at[0, 0].set(np.nan), batches[2]]
     text = (
-        r"batches: expected batches whose activations are finite, got a NaN or an infinity with batch 1, counted from 0"
+        r"batches: expected batches whose activations are finite, got a NaN or an infinity in batch 1, counted from 0"
     )
     with pytest.raises(ValueError, match=rf"^jaxquant\.flax\.calibrate: {text}"):
         qflax.calibrate(module, variables, bad)
@@ -214,7 +215,7 @@ def test_what_cannot_be_calibrated() -> None:
         calibrate({"x": batch})
     with pytest.raises(TypeError, match=r"batches\[0\]: expected an array, a tuple .*, got str"):
         calibrate(["x"])
-    with pytest.raises(TypeError, match=r"batches\[0\]: expected names of arguments as its keys"):
+    with pytest.raises(TypeError, match=r"batches\[0\]: expected a mapping whose keys are names of arguments"):
         calibrate([{1: batch}])
     with pytest.raises(TypeError, match=r"progress: expected True or False"):
         calibrate([batch], progress="bar")  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def test_a_damaged_file_is_refused(tmp_path: Any) -> None:
         for damaged in (*flips, *cuts, content + b"x"):
             path.write_bytes(damaged)
             with pytest.raises(
-                ValueError, match=r"checkpoint: expected a file that this function wrote, whole, or none"
+                ValueError, match=r"checkpoint: expected no file, or a complete file that this function wrote"
             ):
                 calibrate(checkpoint=path)
     with pytest.raises(ValueError, match=r"checkpoint: expected the path of a file, got the folder"):
@@ -124,7 +124,7 @@ def test_batches_of_arrays_only() -> None:
             qflax.calibrate(layer, wrong, [x])
     for run in (lambda x: qflax.calibrate(layer, variables, [x]), lambda x: qnnx.calibrate(linear(), [x])):
         with pytest.raises(
-            ValueError, match=r"batches: expected arrays that are known: the loop runs outside of jax\.jit"
+            ValueError, match=r"batches: expected arrays that are not traced, because the loop runs outside of jax\.jit"
         ):
             jax.eval_shape(run, x)
     with pytest.raises(TypeError, match=r"method: expected the name of a method, got NoneType"):

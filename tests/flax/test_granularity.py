@@ -330,10 +330,16 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
             fold(more={**stats, "var": jnp.ones(5, dtype)})
     with pytest.raises(ValueError, match=r"epsilon: expected a number that is not negative, got -1e-05"):
         fold(epsilon=-1e-5)
-    for value, text in ((-1.0, "not negative, got -1"), (np.nan, "not negative, got NaN"), (0.0, "positive .*, got 0")):
+    for value, text in (
+        (-1.0, "not negative, got -1"),
+        (np.nan, "not negative, got NaN"),
+        (0.0, "normal float32 .*, got 0"),
+    ):
         with pytest.raises(ValueError, match=rf'stats\["var"\]: expected numbers? ?.*{text}|stats\["var"\]: .*{text}'):
             fold(more={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
-    with pytest.raises(ValueError, match=r'stats\["var"\]: expected positive numbers where epsilon, as .*, got 0'):
+    with pytest.raises(
+        ValueError, match=r'stats\["var"\]: expected numbers that are normal float32 once epsilon is added.*, got 0'
+    ):
         fold(more={**stats, "var": jnp.zeros(5)}, epsilon=1e-50)
     with pytest.raises(ValueError, match=r'stats\["var"\]: expected finite numbers, got inf'):
         fold(more={**stats, "var": jnp.full(5, np.inf)})
@@ -348,10 +354,10 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
 def test_a_calibrator_is_a_function_of_a_spec() -> None:
     for source in (Observed, Dynamic):
         with pytest.raises(
-            TypeError, match=r"calibrator: expected a function .*, got the string 'mse': give the function, "
+            TypeError, match=r"calibrator: expected a function .*, got the string 'mse': pass the function "
         ):
             source("mse")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r", got a Calibrator, which already has a spec: give the function that m"):
+        with pytest.raises(TypeError, match=r", got a Calibrator, which has a spec already: pass the function that m"):
             source(jq.minmax(A))  # type: ignore[arg-type]
         with pytest.raises(
             TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which needs"

@@ -6,4 +6,5 @@ __all__ = ["Conv", "Dense", "DenseGeneral", "Einsum", "Embed"]
 
 
 def __dir__() -> list[str]:
+    """Return the public names."""
     return __all__

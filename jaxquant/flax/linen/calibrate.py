@@ -80,24 +80,32 @@ def calibrate(
     reserved = ", ".join(name for name in _RESERVED if name in arguments)
     expected = f'arguments of the module; calibrate itself makes "{RANGES}" and "{SCALES}" mutable'
     checks.require(not reserved, _CALIBRATE, "arguments", expected, reserved)
+    # The program returns only the collections that change.
     moving = {name: collections[name] for name in (RANGES, SCALES) if name in collections}
     fixed = {name: value for name, value in collections.items() if name not in moving}
 
     # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
-    def run(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
+    def run_batch(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
         settings = {**kwargs, **arguments, "method": method, "rngs": rngs, "mutable": [RANGES, SCALES]}
         _, updates = module.apply({**fixed, **moving}, *args, **settings)
         updated = {**moving, **updates}  # type: ignore[dict-item]
         return updated, _observed.is_finite_state(updated)
 
     step = _calibration_loop.Step(
-        _CALIBRATE, lambda *rest: run(fixed, *rest),
+        _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
+        # The weights do not change in the loop, so their fingerprint is computed once.
         functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), _describe_layers,
         frozenset(arguments) | {"method", "rngs", *_RESERVED},
     )  # fmt: skip
     moving = _calibration_loop.run_loop(
-        step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=_check_layers
+        # The layers leave their records in the first call, so they are inspected after it.
+        step,
+        moving,
+        batches,
+        checkpoint=checkpoint,
+        progress=progress,
+        inspect=_check_layers,
     )
     calibrated = {**fixed, **moving}
     check_calibrated(calibrated)
@@ -203,6 +211,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
 def _describe_layers(moving: Mapping[str, Any]) -> str:
     """Return a text of how the layers quantize, equal in every process."""
     lines = []
+    # `jax.jit` returns sorted dicts, so only the first state may have another order.
     for path, state in sorted(find_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):
         record = state[NAME]
         operands = map(_layer_operand.describe_operand, (record.weight, record.activation))

@@ -55,6 +55,7 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
     Source: flax.linen.dtypes.promote_dtype.
     """
     arrays = [x for x in (inputs, bias) if x is not None]
+    # A QuantizedArray has a dtype but is no array to promote.
     like_kernel = jax.numpy.zeros((), kernel.dtype)
     promoted = dtypes.canonicalize_dtype(*arrays, like_kernel, dtype=dtype, inexact=inexact)
     inputs, bias = (None if x is None else jax.numpy.asarray(x, promoted) for x in (inputs, bias))
@@ -82,6 +83,7 @@ class Contraction(nn.Module):
     @nn.nowrap
     def run(self, operation: Operation, *operands: Any, **arguments: Any) -> jax.Array:
         """Return the result of an operation on this module's variables."""
+        # The methods of this class are marked `nn.nowrap`, so that flax adds no name scope for each of them.
         call = operation.bind(*operands, **arguments)
         return _operations.run_operation(operation, self, self.quantization.backward, call)
 
@@ -98,6 +100,7 @@ class Contraction(nn.Module):
     @nn.nowrap
     def make_key(self) -> jax.Array | None:
         """Return a key from the rng "rounding", or None where nothing is rounded stochastically."""
+        # `init` computes no gradient, so it needs no rng.
         backward = self.quantization.backward
         if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding or self.is_initializing():
             return None
@@ -110,6 +113,7 @@ class Contraction(nn.Module):
         """Check that the variables were converted with this layer's specs and sources of ranges."""
         for operand, argument in ((weight, "weight_spec"), (activation, "activation_spec")):
             text = _layer_operand.describe_converted(operand)
+            # `convert` wrote these texts; see `record_operands` for float variables.
             stored = self._read(RANGES, argument)
             converted = stored.text if isinstance(stored, StaticText) else text
             expected = f"what the variables were converted with: {converted}"
@@ -123,7 +127,7 @@ class Contraction(nn.Module):
         checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
 
     @nn.nowrap
-    def find_parameters(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
+    def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
         """Return the scale and the zero point of an observed or learned range.
 
         An observed range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
@@ -154,12 +158,14 @@ class Contraction(nn.Module):
         stored = meta.unbox(self._read_weights())
         expected = "promote_dtype=jq.flax.promote_dtype in the layer, because flax's own rounds a kernel before it is "
         expected += "quantized"
+        # A kernel of another dtype than its parameter was rounded on its way to this module.
         is_same = stored is None or stored.dtype == kernel.dtype
         got = f"{kernel.dtype} of {getattr(stored, 'dtype', None)}"
         checks.require_type(is_same, "flax", "kernel", expected, got)
         if self.is_mutable_collection(RANGES):
             self.put_variable(RANGES, NAME, self._make_record(weight, activation, kernel))
             return
+        # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
         record = self._read(RANGES, NAME)
         for operand, role in ((weight, "weight"), (activation, "activation")):
             recorded = getattr(record, role, operand)
@@ -174,6 +180,7 @@ class Contraction(nn.Module):
         """Return the record from which `convert` finds this layer."""
         parent = self.parent
         is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
+        # Attention layers of flax pass no promote_dtype on: the error of `convert` names them.
         outer = getattr(parent, "parent", None)
         attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
         return Record(weight, activation, self.kernel_name, tuple(kernel.shape), kernel.dtype, is_ready, attention)
@@ -275,4 +282,5 @@ class Injected:
         module = self.module(self.quantization)
         expected = "a call by a Linen layer (for NNX: jaxquant.flax.nnx.dot_general, conv_general_dilated)"
         checks.require(module.scope is not None or not operands, "flax", self.module.__name__, expected, "no layer")
+        # `dot_general_cls` is called without operands, `dot_general` with them.
         return module(*operands, **arguments) if operands else module

@@ -77,6 +77,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     holds = bool(layers) and "params" in collections
     checks.require(holds, _NAME, "variables", expected, sorted(collections) or "none")
     params = collections["params"]
+    # Modules without parameters keep their empty entries.
     params = traverse_util.flatten_dict(params, keep_empty_nodes=True) if isinstance(params, dict) else {}
     scales = find_scales(collections.get(SCALES))
     ranges = {}
@@ -121,6 +122,7 @@ def _convert_layer(
         scales: all learned scales by path and name.
     """
     record = state[NAME]
+    # The record is in the submodule that contracts; the kernel is in the layer around it.
     kernel_path = (*path[:-1], record.kernel)
     kernel = params.get(kernel_path)
     is_float = kernel is not None and not isinstance(kernel, QuantizedArray)
@@ -146,6 +148,7 @@ def _quantize_kernel(
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
 
+    # A box of flax holds one array with its mesh axes, so each part of the kernel gets a box.
     def box_part(part: Any) -> Any:
         if part is None:
             return None
@@ -169,6 +172,7 @@ def _find_constants(
             expected += ", by a method that calls attend; or set activation_spec=None if none does"
         batches = None if values is None else values["batches"]
         checks.require(_observed.has_data(batches), _NAME, activation.role, expected, "no data")
+        assert batches is not None
         # The depth of the range itself: layers that share a kernel may each have a range.
         depth = batches.ndim
     else:

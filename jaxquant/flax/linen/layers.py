@@ -20,6 +20,8 @@ from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, 
 _NAME = "flax.linen"
 
 
+# Listed before flax's layer as a base class: dataclass fields are collected from the last base class to the first, so
+# flax's own attributes keep their positions.
 class _QuantizedLayer(nn.Module):
     """The attributes that all quantized layers add to flax's, and their checks. A base class in front of flax's layer.
 
@@ -51,13 +53,15 @@ class _QuantizedLayer(nn.Module):
             quantization = _check_quantization(self)
             if self._field is not None and self._contraction is not None:
                 _check_not_set(self, self._field)
+                # A flax module is frozen once it is constructed.
                 object.__setattr__(self, self._field, Injected(self._contraction, quantization))
 
 
 def _check_quantization(layer: _QuantizedLayer) -> Quantization:
     """Check the specs of a layer, and return the arguments that say how to quantize it."""
-    specs: Any = (layer.weight_spec, layer.activation_spec, layer.weight_range, layer.activation_range)
-    quantization = Quantization(*specs, layer.backward)
+    weight_spec: Any = layer.weight_spec  # None, the default, is an error
+    sources = (layer.weight_range, layer.activation_range)
+    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
     _layer_operand.check_layer(_NAME, quantization)
     return quantization
 
@@ -176,6 +180,7 @@ class Einsum(_QuantizedLayer, nn.Einsum):
         ValueError: At a call: einsum_str does not have two operands and an explicit "->".
     """
 
+    # flax's Einsum has no attribute for its contraction, so this method repeats its steps.
     @nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
         """Return the contraction of the inputs with the kernel, plus the bias.
@@ -260,5 +265,6 @@ class Embed(_QuantizedLayer, nn.Embed):
         Returns:
             A float array; its last axis has one entry for each row.
         """
+        # A scalar represents the table, which may be a QuantizedArray.
         dtype = dtypes.canonicalize_dtype(query, jnp.zeros((), self.embedding.dtype), dtype=self.dtype)
         return self.table(_operations.ATTEND, query.astype(dtype), self.embedding)

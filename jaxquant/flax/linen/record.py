@@ -48,7 +48,8 @@ def find_layers(ranges: Any) -> dict[Path, Mapping[str, Any]]:
     """Return the variables of each quantized layer in the collection "ranges", by path. Each has a Record."""
     if not isinstance(ranges, dict | FrozenDict):
         return {}
-    nodes = traverse_util.flatten_dict(ranges, is_leaf=lambda _, node: _has_record(node))
+    # A layer's entries stay together; only the modules above it are flattened.
+    nodes: dict[Path, Any] = traverse_util.flatten_dict(ranges, is_leaf=lambda _, node: _has_record(node))
     return {path: node for path, node in nodes.items() if _has_record(node)}
 
 

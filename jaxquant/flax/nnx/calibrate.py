@@ -85,19 +85,21 @@ def calibrate(
 
     # The weights are arguments, not constants, so that XLA does not copy them into the program.
     @jax.jit
-    def run(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
+    def run_batch(fixed: Any, moving: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, jax.Array]:
         merged = nnx.merge(graph, moving, fixed)
         getattr(merged, method)(*args, **kwargs, **arguments)
         updated = nnx.state(merged, Ranges)
         return updated, _observed.is_finite_state(nnx.to_pure_dict(updated))
 
     step = _calibration_loop.Step(
-        _CALIBRATE, lambda *rest: run(fixed, *rest),
+        _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
+        # The weights do not change in the loop, so their fingerprint is computed once.
         functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), lambda state: "\n".join(layers),
         frozenset(arguments),
     )  # fmt: skip
     _calibration_loop.run_loop(
         step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None,
+        # Also after an error: the ranges of the batches before it are valid.
         keep=lambda state: nnx.update(model, state),
     )  # fmt: skip
     check_calibrated(model)

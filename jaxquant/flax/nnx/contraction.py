@@ -105,6 +105,8 @@ class Contraction(nnx.Module):
             self.use_running_average, self.is_starting = bool(use_running_average), False
             self.calibrating = False
             self.rngs: Any = nnx.data(self._fork_stream(rngs))
+            # All attributes exist from the start, so that each layer has the same structure. `nnx.data` lets None
+            # become a variable later.
             self.activation_range: Any = nnx.data(None)
             self.activation_batches: Any = nnx.data(None)
             self.weight_scale: Any = nnx.data(None)
@@ -124,6 +126,7 @@ class Contraction(nnx.Module):
         """Return the result of an operation on this module's variables, with the sharding that is given."""
         call = operation.bind(*operands, **arguments)
         y = _operations.run_operation(operation, self, self.backward, call)
+        # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
 
     def set_view(self, use_running_average: bool | None = None, calibrating: bool | None = None) -> None:
@@ -157,6 +160,7 @@ class Contraction(nnx.Module):
 
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the state of this layer was converted with its specs and sources of ranges."""
+        # Variables of another program may lack the text; their arrays are checked below.
         text = self.describe_specs().text
         converted = text if self.converted_specs is None else self.converted_specs.get_value().text
         expected = f"the weight_spec and activation_spec that the state was converted with: {converted}"
@@ -166,7 +170,7 @@ class Contraction(nnx.Module):
     def record_operands(self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array) -> None:
         """Do nothing: an NNX module is there to be asked when it is converted."""
 
-    def find_parameters(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
+    def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
         """Return the scale and the zero point of an observed or learned range, updated by x where that is asked for."""
         return self._observe_range(operand, x) if isinstance(operand.source, Observed) else self._learn(operand, x)
 
@@ -193,6 +197,7 @@ class Contraction(nnx.Module):
         """Make the variables of an observed or learned range."""
         shape, dtype = self._find_shape(operand), np.dtype(np.float32)
         if isinstance(operand.source, Observed):
+            # One range for the whole array has the same state for every shape.
             like = jax.ShapeDtypeStruct((1, 1), dtype)
             state = _observed.make_state(operand, like)  # type: ignore[arg-type]
             self.activation_range, self.activation_batches = Ranges(state["state"]), Ranges(state["batches"])
@@ -200,12 +205,14 @@ class Contraction(nnx.Module):
         if operand.role == "weight" and self.kernel_shape is not None and kernel is not None:
             dtype = kernel[...].dtype
         like = jax.ShapeDtypeStruct(shape, dtype)
+        # Only the shapes are needed here; `start` finds the values.
         parts = jax.eval_shape(lambda x: _learned.find_initial(operand, x), like)
         for name, part in zip(_learned.list_names(operand), parts, strict=True):
             # NaN shows in every result until `start` sets the scale.
             value = jnp.full(part.shape, np.float32(np.nan))
-            is_partitioned = kernel is not None and operand.role == "weight"
-            metadata = find_partitioning(kernel, part.shape, 0) if is_partitioned else {}
+            metadata = {}
+            if kernel is not None and operand.role == "weight":
+                metadata = find_partitioning(kernel, part.shape, 0)
             setattr(self, name, Scale(value, **metadata))
 
     def _find_shape(self, operand: LayerOperand) -> tuple[int, ...]:
@@ -239,6 +246,7 @@ class Contraction(nnx.Module):
         """Return a learned scale and zero point, set from x first where `start` asks for it."""
         variables = [getattr(self, name) for name in _learned.list_names(operand)]
         if self.is_starting:
+            # The variables keep the shapes with which they were made, whatever the rank of x.
             for variable, start in zip(variables, _learned.find_initial(operand, x), strict=True):
                 shape = variable[...].shape
                 expected = f"scales of shape {shape} (is kernel_shape the shape of the kernel?)"

@@ -1,4 +1,4 @@
-"""Conversion of a trained NNX model to one that serves in integers, and changes of a model before training."""
+"""Conversion of a trained NNX model to one that serves in integers, and the start of learned scales."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flax import nnx
 
 from ..._core import checks
 from ..._core.granularity import PerFeature
-from .. import _converted, _fold_batch_norm, _layer_operand, _learned, _observed, _operations
+from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
 from .contraction import Contraction, Table, promote_dtype
 from .variables import Codes, Partitioned, Ranges, Scale, find_partitioning
 
-_CONVERT, _START, _FOLD = "flax.nnx.convert", "flax.nnx.start", "flax.nnx.fold_batch_norm"
+_CONVERT, _START = "flax.nnx.convert", "flax.nnx.start"
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -129,6 +129,7 @@ def convert(model: Model) -> Model:
         with _layer_operand.prefix_errors(find_path(layer.path, layer.module)):
             # Layers that share a kernel share its codes; learned scales differ from layer to layer.
             variable, weight = _check_kernel(layer), layer.contraction.operands[0]
+            # Variables compare by value, so a shared one is recognized by its id.
             key = (id(variable), weight if isinstance(weight.source, Dynamic) else layer.path)
             if key not in converted:
                 converted[key] = variable, _quantize_kernel(layer, variable)
@@ -138,86 +139,6 @@ def convert(model: Model) -> Model:
         with _layer_operand.prefix_errors(contraction.layer):
             _freeze_ranges(contraction)
     return serving
-
-
-def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
-    """Return a copy of an NNX layer that includes the batch normalization after it.
-
-    kernel = kernel * scale / sqrt(var + epsilon)
-    bias = (bias - mean) * scale / sqrt(var + epsilon) + norm's bias
-
-    In inference, the folded layer returns what the normalization returned; remove the normalization from the model.
-    Fold before ranges are observed, scales are started and training continues, because the folded weights are
-    quantized.
-
-    Args:
-        layer: A `Linear`, `LinearGeneral`, `Einsum`, `Conv` or `ConvTranspose`, of flax or of this package. A layer
-            without a bias gets one.
-        norm: The `BatchNorm` over the last axis of the layer's outputs.
-
-    Returns:
-        A copy of the layer; both arguments are unchanged.
-
-    Raises:
-        TypeError: layer or norm is not of one of these classes.
-        ValueError: norm is over another axis or over another number of features, its variances are negative, the layer
-            is converted, or no axis of the kernel is the last axis of the outputs.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from jaxquant.flax import nnx as qnnx
-        >>> layer, norm = nnx.Linear(1, 2, use_bias=False, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-        >>> layer.kernel[...] = jnp.array([[1.0, 2.0]])
-        >>> norm.mean[...], norm.var[...], norm.epsilon = jnp.array([0.5, 4.0]), jnp.array([0.25, 4.0]), 0.0
-        >>> folded = qnnx.fold_batch_norm(layer, norm)
-        >>> folded.kernel[...], folded.bias[...]
-        (Array([[2., 1.]], dtype=float32), Array([-1., -2.], dtype=float32))
-
-    Source: Jacob et al., arXiv 1712.05877, section 3.2, equation 14.
-    """
-    require_module(_FOLD, "layer", layer)
-    checks.require_type(isinstance(norm, nnx.BatchNorm), _FOLD, "norm", "a BatchNorm", type(norm).__name__)
-    folded: Any = nnx.clone(layer)
-    kernel, bias = getattr(folded, "kernel", None), getattr(folded, "bias", None)
-    is_float = isinstance(kernel, nnx.Variable) and isinstance(kernel[...], jax.Array)
-    checks.require(is_float, _FOLD, "layer", "a layer with a float kernel", type(layer).__name__)
-    assert kernel is not None
-    weights = kernel[...]
-    axis = _find_last_output_axis(layer, weights.ndim)
-    checks.require(norm.axis in (-1, (-1,)), _FOLD, "norm.axis", "-1, the axis of the features", norm.axis)
-    axes = find_feature_axes(layer, weights.ndim) or (axis,)
-    zeros = jnp.zeros([weights.shape[a] for a in axes], weights.dtype)
-    params = {"kernel": weights, "bias": zeros if bias is None else bias[...]}
-    learned = {name: v[...] for name in ("scale", "bias") if (v := getattr(norm, name)) is not None}
-    stats = {"mean": norm.mean[...], "var": norm.var[...]}
-    params = _fold_batch_norm.fold_batch_norm(params, learned, stats, epsilon=norm.epsilon, axis=axis)
-    kernel.set_value(params["kernel"])
-    if bias is not None:
-        bias.set_value(params["bias"])
-    else:
-        folded.bias = nnx.Param(params["bias"])
-        folded.use_bias = True
-    return folded
-
-
-def _find_last_output_axis(layer: nnx.Module, rank: int) -> int:
-    """Return the axis of a layer's kernel that is the last axis of its outputs, counted from the back."""
-    classes = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
-    expected = "a Linear, LinearGeneral, Einsum, Conv or ConvTranspose"
-    checks.require_type(isinstance(layer, classes), _FOLD, "layer", expected, type(layer).__name__)
-    if not isinstance(layer, nnx.Einsum):
-        axes = find_feature_axes(layer, rank)
-        assert axes
-        return axes[-1]
-    operands, _, result = layer.einsum_str.replace(" ", "").partition("->")
-    inputs, labels = operands.split(",")
-    last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
-    # A label of the inputs too would be a batch axis, and an ellipsis after the label would hide its position.
-    is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in inputs
-    expected = "an einsum_str whose last output axis is an axis of the kernel alone"
-    checks.require(is_feature, _FOLD, "layer", expected, repr(layer.einsum_str))
-    return last - len(labels)
 
 
 def require_module(function: str, argument: str, value: Any) -> None:
@@ -263,6 +184,7 @@ def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
         for contraction in [value for value in vars(module).values() if isinstance(value, Contraction)]:
             kernel = "embedding" if isinstance(contraction, Table) else "kernel"
             if hasattr(module, kernel):
+                # A hook is an attribute of the layer that it contracts for.
                 seen.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
@@ -282,6 +204,7 @@ def _check_kernel(layer: _Layer) -> nnx.Variable:
     is_array = isinstance(value, jax.Array | np.ndarray)
     is_float = is_array and jnp.issubdtype(value.dtype, jnp.floating)
     checks.require(is_float, _CONVERT, layer.kernel, "a float kernel", type(value).__name__)
+    # An Embed reads its table itself and promotes nothing.
     is_ready = isinstance(layer.contraction, Table) or getattr(layer.module, "promote_dtype", None) is promote_dtype
     expected = "promote_dtype=jaxquant.flax.nnx.promote_dtype in this layer, because flax's own takes no converted "
     checks.require(is_ready, _CONVERT, "model", f"{expected}kernel", "another function")
@@ -291,6 +214,7 @@ def _check_kernel(layer: _Layer) -> nnx.Variable:
 def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
     """Return the shape of a kernel without the axes that stack layers, or None if it is unknown."""
     module: Any = layer.module
+    # The kernel itself may be stacked, so its shape is the last resort.
     if layer.contraction.kernel_shape is not None:
         return layer.contraction.kernel_shape
     if isinstance(module, nnx.LinearGeneral):
@@ -338,6 +262,7 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
     weight = _find_weight(layer, len(shape))
     q = _converted.quantize_kernel(_CONVERT, weight, kernel, _read_learned(layer.contraction, weight), depth)
+    # Metadata, such as the sharding, stays with the converted kernel.
     metadata = variable.get_metadata()
     if not find_partitioning(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
@@ -355,6 +280,7 @@ def _freeze_ranges(contraction: Contraction) -> None:
         scale, zero_point = _find_constants(contraction, activation)
         contraction.activation_scale = Ranges(scale)
         contraction.activation_zero_point = nnx.data(None if zero_point is None else Ranges(zero_point))
+    # The layer compares this text when it serves.
     contraction.converted_specs = Ranges(contraction.describe_specs())
     for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))

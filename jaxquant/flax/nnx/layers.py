@@ -205,6 +205,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
     _field = "table"
     _contraction = Table
     _kernel = "embedding"
+    table: Table
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Return rows of the table.

@@ -37,6 +37,7 @@ class Partitioned(nnx.Pytree):
 
     def __init__(self, q: QuantizedArray, box: Callable[[jax.Array], nnx.Variable]) -> None:
         self.codes, self.scale = box(q.codes), box(q.scale)
+        # `nnx.data` marks None as an empty place for a variable, not as a static value.
         self.zero_point = nnx.data(None if q.zero_point is None else box(q.zero_point))
         self.static = (q.dtype, q.block_size, q.codebook)
 
