@@ -135,6 +135,7 @@ def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # for example a flax.nnx.Param
     value = entry_point.convert_number(value)
+    # Only numpy has float64 here: a JAX array of float64 is refused by its dtype.
     if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
         value = value.astype(np.float32)  # as JAX converts it
     (value,) = entry_point.convert_arrays(function, {argument: value})
@@ -170,6 +171,7 @@ def _make_template(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, 
 
 def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
     """Raise unless the state has the type, the shapes and the dtypes that `init` gives it."""
+    # The template is cached, because eval_shape traces the function that makes a state.
     expected = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
     name, reason = type(expected).__name__, f"as {parts.function}.init returns it"
     is_same = type(state) is type(expected)
@@ -202,6 +204,7 @@ def _conclude(function: str, low: jax.Array, high: jax.Array, ranges: Range, all
         zero = fault == _ZEROS
         ranges = Range(*(jnp.where(zero, np.float32(0), end) for end in ranges))
         fault = jnp.where(zero, 0, fault)
+    # Faults on the devices of other hosts cannot be read here, unless every device holds them.
     if not checks.is_traced(fault) and (fault.is_fully_addressable or fault.is_fully_replicated):
         _raise_faults(function, np.asarray(fault))
         return ranges

@@ -268,7 +268,7 @@ def test_a_draw_without_a_key() -> None:
     def loss(params: Any, **rngs: Any) -> Any:
         return module.apply({**variables, "params": params}, X, **rngs).sum()  # type: ignore[union-attr]
 
-    with pytest.raises(ValueError, match=r'key: expected a key, .*of a Linen layer the rng "rounding"'):
+    with pytest.raises(ValueError, match=r'key: expected a key, .*a Linen layer takes it from the rng "rounding"'):
         jax.grad(loss)(variables["params"])
     found = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
