@@ -105,6 +105,7 @@ def quantize_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> Quantize
     q = quantize(g, spec)
     if key is None:
         return q
+    # The scale is that of the nearest rounding, so both roundings have the same range.
     return make_array(Config(spec, estimators.StochasticRounding(None)), g, q.scale, None, key)
 
 
@@ -125,6 +126,7 @@ def fold_scale_into_gradient(
     has_one_point = q.zero_point is None or all(q.zero_point.shape[a] == 1 for a in summed)
     expected = "FloatBackward(), because the zero point varies along a dimension that the gradient sums over"
     checks.require(has_one_point, function, "backward", expected, "Int8Backward()")
+    # A scale that is constant along the sum can be multiplied in after the contraction of integers.
     if not any(a in summed for a in varying):
         return q, g
     is_in_g = all(places[a] is not None for a in varying)
@@ -132,6 +134,7 @@ def fold_scale_into_gradient(
         "FloatBackward(), because the scale is blocked, or varies along a dimension that the result does not have"
     )
     checks.require(is_in_g and q.block_size is None, function, "backward", expected, "Int8Backward()")
+    # Only the dimensions along which the scale varies are expanded: the rest is broadcast into g.
     wide = [q.shape[a] if a in varying else 1 for a in range(q.ndim)]
     scale = granularity.Aligned(None).expand(small_floats.scale_as_float32(q.scale), jnp.zeros(wide, jnp.float32))
     # The dimensions in the order that they have in g, so that a broadcast puts each in its place.
@@ -167,7 +170,9 @@ def find_operand_cotangent(
     summed = [a for a, label in enumerate(partner_labels) if label not in labels]
     places = [out.index(label) if label in out else None for label in partner_labels]
     partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), places)
+    # These dimensions of g survive the contraction, so each of their indices can have its own scale.
     kept = tuple(a for a, label in enumerate(out) if label in labels)
+    # Labels are strings of any length; einsum takes one letter for each.
     letters = dict(zip(dict.fromkeys((*labels, *partner_labels, *out)), string.ascii_letters, strict=False))
     # An index that only this operand has, and that the result lacks, was summed: its cotangent is broadcast below.
     contracted = tuple(label for label in labels if label in out or label in partner_labels)

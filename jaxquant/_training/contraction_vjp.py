@@ -113,6 +113,7 @@ def check_options(
         out_sharding: the sharding of the result, or None.
         has_algorithms: whether the precision may be a dot algorithm.
     """
+    # Everything static is checked before the program is compiled, because a cache of compiled programs hashes it.
     quantizers = [read_quantizer(function, name, spec) for name, spec in specs.items()]
     check_backward(function, backward, key, quantizers)
     checks.check_precision(function, precision, has_algorithms=has_algorithms)
@@ -200,6 +201,7 @@ def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array,
 
 def _contract_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
     kept, key = residuals
+    # Nothing depends on the result: no contraction is needed.
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return tuple((None,) * 4 for _ in kept), None
     # If both passes are in one program, XLA would divide or dequantize once for both and keep the floats in memory. The
@@ -318,6 +320,7 @@ def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, 
     """Return the cotangents of (x, scale, zero_point, key), given the cotangent of the dequantized operand."""
     if side.config is None:
         return d.astype(kept.q.dtype), None, None, None
+    # The dtype of an empty array tells which residuals were kept.
     if kept.x.dtype != np.bool_:
         scale, zero_point, key = kept.parameters
         return (*find_cotangents(side.config, kept.x, scale, zero_point, key, d), None)
@@ -329,6 +332,7 @@ def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, 
 def _pack_mask(mask: jax.Array) -> jax.Array:
     """Return a mask with eight elements in a byte."""
     # The elements of a byte are an eighth of a row apart, so that each shift works on a contiguous slice.
+    # A mask whose sharding is part of its type cannot be reshaped freely, and a tiny one is not worth packing.
     if sharding.is_placed(mask) or mask.size < 8:
         return mask
     rows, columns = _find_rows(mask.shape)

@@ -106,6 +106,7 @@ def quantized_conv_general_dilated(
     lhs, rhs = entry_point.convert_arrays(_NAME, {"lhs": lhs, "rhs": rhs})
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
+    # The plan is computed before the call is compiled: errors then describe the arguments of the user.
     plan = plan_array_convolution(
         _NAME, lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
@@ -166,6 +167,8 @@ def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, 
         kernel = tuple(range(values.ndim))
     else:
         kernel = (channels, features, *spatial)
+    # The transpose of a convolution pads by what the kernel reaches beyond the padding of the forward pass, and swaps
+    # strides and dilation.
     low = [k - 1 - p[0] for k, p in zip(sizes.kernel, plan.geometry.padding, strict=True)]
     high = [x + k - 1 - y - p for x, k, y, p in zip(sizes.image, sizes.kernel, sizes.out, low, strict=True)]
     geometry = plan.geometry._replace(
@@ -176,6 +179,7 @@ def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, 
     per_tensor = (1,) * rhs.ndim
     point = None if rhs.zero_point is None else rhs.zero_point.reshape(per_tensor)
     flipped = rhs.replace(codes=values, scale=rhs.scale.reshape(per_tensor), zero_point=point)
+    # Each image keeps a scale: the cotangent of an image does not sum over the images.
     q = quantize_gradient(g, (numbers.out_spec[0],), key)
     return convolve_checked(_NAME, q, flipped, Plan(swapped, geometry, plan.features, 1), None, jnp.float32)
 
@@ -192,6 +196,7 @@ def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     places: list[int | None] = [None] * lhs.ndim
     places[image] = numbers.out_spec[0]
     lhs, g = fold_scale_into_gradient(_NAME, lhs, [image, *spatial], g, places)
+    # Channels last, so that positions and images can be merged into one contracted dimension.
     images, features, *positions = numbers.out_spec
     g = lax.transpose(g, (images, *positions, features))
     q = _group_channels(quantize_gradient(g, (g.ndim - 1,), key), plan.features)
@@ -200,6 +205,7 @@ def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     for position in itertools.product(*(range(rhs.shape[a]) for a in numbers.rhs_spec[2:])):
         starts = [p * d for p, d in zip(position, geometry.rhs_dilation, strict=True)]
         spans = zip(starts, g.shape[1:-1], geometry.strides, strict=True)
+        # The last position that the kernel offset reads, so that the strided slice has as many entries as g.
         limits = (dilated.shape[0], *(start + (n - 1) * t + 1 for start, n, t in spans), dilated.shape[-1])
         window = lax.slice(dilated.codes, (0, *starts, 0), limits, (1, *geometry.strides, 1))
         x = _group_channels(dilated.replace(codes=window), plan.features)

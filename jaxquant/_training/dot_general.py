@@ -104,6 +104,7 @@ def _quantized_dot_general(
 ) -> jax.Array:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         checks.check_array(_NAME, name, x, dtypes.FLOATS)
+    # This checks the shapes before anything is quantized, so that errors describe the arguments of the user.
     find_roles(_NAME, lhs, rhs, operation.numbers)
     names = (("lhs", "lhs_spec"), ("rhs", "rhs_spec"))
     return contraction_vjp.contract_with_gradient(
@@ -149,6 +150,7 @@ class Dot(NamedTuple):
                 for i, axis in enumerate(getattr(role, kind)):
                     labels[axis] = f"{kind}{suffix}.{i}"
             terms.append(tuple(labels))
+        # The result has the batch dimensions first, then the free dimensions of each operand.
         batch = tuple(terms[0][a] for a in left.batch)
         frees = (terms[i][a] for i, role in enumerate((left, right)) for a in role.free)
         return terms, (*batch, *frees)

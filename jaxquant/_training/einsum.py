@@ -80,6 +80,7 @@ def quantized_einsum(
 
     Cotangents: as for `quantized_dot_general`.
     """
+    # numpy arrays and wrapped arrays are converted here, because the operands are a tuple in the compiled program.
     named = {f"operands[{i}]": entry_point.unwrap_array(x) for i, x in enumerate(operands)}
     arrays = entry_point.convert_arrays(_NAME, named)
     for i, x in enumerate(arrays):
@@ -87,11 +88,12 @@ def quantized_einsum(
     is_list = isinstance(specs, list | tuple)
     if not is_list or len(specs) != len(arrays):
         got = f"{len(specs)} for {len(arrays)} operands" if is_list else checks.describe_value(specs)
-        checks.require(False, _NAME, "specs", "a list or tuple with a spec or None for each operand", got)
+        checks.require(False, _NAME, "specs", "a spec or None for each operand", got)
     named_specs = {f"specs[{i}]": spec for i, spec in enumerate(specs)}
     quantizers, dtype = contraction_vjp.check_options(
         _NAME, named_specs, backward, key, precision, preferred_element_type, out_sharding
     )
+    # Parsed only for its checks: the operation parses the subscripts again when it is traced.
     parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
     operation = Einsum(subscripts, precision, dtype, out_sharding)
     return _quantized_einsum(arrays, tuple(quantizers), key, operation=operation, backward=backward)
@@ -122,6 +124,7 @@ class Einsum(NamedTuple):
     def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
         """Return the float32 cotangent of the operand `which`, computed by an integer contraction."""
         terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])
+        # An integer contraction does not broadcast a dimension of 1.
         sizes: dict[str, int] = {}
         for q, labels in zip(qs, terms, strict=True):
             for label, n in zip(labels, q.shape, strict=True):

@@ -80,6 +80,7 @@ def fake_quantize(
     checks.require_type(isinstance(spec, QuantSpec), _NAME, "spec", "a QuantSpec", checks.describe_value(spec))
     scale, zero_point = check_parts(_NAME, ("scale", "zero_point"), scale, zero_point, spec)
     estimators.check_estimator(_NAME, "gradient", gradient, spec, zero_point)
+    # The key is an array, so it must be split off before the rule becomes static.
     rule, key = split_key(gradient)
     return _fake_quantize(entry_point.convert_number(x), scale, zero_point, key, spec=spec, rule=rule)
 
@@ -104,6 +105,7 @@ def check_parts(function: str, names: tuple[str, str], scale: Any, zero_point: A
     scale = entry_point.convert_number(scale)
     zero_point = convert_zero_point_number(function, names[1], zero_point, spec)
     for argument, part in zip(names, (scale, zero_point), strict=True):
+        # A wrapped array, such as a flax.nnx.Param, is unwrapped and checked later.
         if not hasattr(part, "__jax_array__"):
             checks.check_readable(function, argument, part)
     known_values.check_positive(function, names[0], scale)
@@ -135,6 +137,7 @@ def read_parts(
         if zero_point is not None:
             expected = f"None, because {names[1]} is None"
             checks.require(False, function, names[2], expected, "a zero point")
+        # stop_gradient: the range of x is a constant to the gradient.
         return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
     shapes = scale_from_range.find_shapes(function, spec, x.shape)
     checks.check_array(function, names[1], scale, (*dtypes.FLOATS, dtypes.E8M0))
@@ -142,6 +145,7 @@ def read_parts(
     if zero_point is None:
         expected = "a zero point, because the spec is asymmetric and a scale is given"
         checks.require(bool(spec.symmetric), function, names[2], expected, "None")
+        # None represents 0 without an array that has to be subtracted.
         fixed = spec.fixed_zero_point
         return x, scale, jnp.full((1,) * x.ndim, fixed, spec.carrier) if fixed else None
     if spec.dtype not in dtypes.INTEGERS:

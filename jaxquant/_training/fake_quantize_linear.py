@@ -89,6 +89,7 @@ def fake_quantize_linear(
     Cotangent of x: lda_coeff * g * m. Of scale: the sum over its slice of g * ((code - z) - m * u). Of a float32
     zero_point: the sum over its slice of -g * (1 - m) * scale. An integer zero_point has none.
     """
+    # Python numbers become arrays here, because a traced number can no longer be checked against x's dtype.
     if isinstance(scale, int | float):
         scale = convert_scale_number(_NAME, "scale", scale, x)
     if isinstance(zero_point, int | np.integer) and not checks.has_dtype(zero_point, dtypes.QUANTIZED):
@@ -100,6 +101,7 @@ def fake_quantize_linear(
         code_dtype = _find_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
             known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
+        # Only a known zero point can be checked here; a traced one of a float dtype is taken to be 0.
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(
         entry_point.convert_number(x), scale, zero_point,
@@ -121,6 +123,7 @@ def _fake_quantize_linear(
         allowed = (code_dtype, dtypes.FLOAT32) if code_dtype in dtypes.INTEGERS else (code_dtype,)
         checks.check_array(_NAME, "zero_point", zero_point, allowed)
         check_matching(_NAME, "zero_point", zero_point, scale, "scale")
+    # A float dtype saturates by itself: its codes have no integer bounds.
     bounds = dtypes.find_bounds(code_dtype) if code_dtype in dtypes.INTEGERS else (-np.inf, np.inf)
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     with toolkit_attributes.name_scope(name):

@@ -53,6 +53,7 @@ class Quantizer:
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the leaves and the static part."""
+        # The key of a stochastic rule is an array and must be a leaf.
         rule, key = split_key(self.gradient)
         return (self.scale, self.zero_point, key), (self.spec, rule)
 
@@ -75,6 +76,7 @@ def read_quantizer(function: str, argument: str, value: Any) -> Quantizer | None
     checks.require_type(is_quantizer, function, argument, expected, checks.describe_value(value))
     scale, point = map(entry_point.unwrap_array, (quantizer.scale, quantizer.zero_point))
     scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
+    # Only now are the scale and the zero point arrays, which the rule may depend on.
     estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
     return dataclasses.replace(quantizer, scale=scale, zero_point=point)
 

@@ -117,6 +117,7 @@ def find_cotangents(
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     spec, rule, shared = config.spec, config.rule, _find_granularity(config)
     steps = round_zero_point(spec, zero_point)
+    # The backward pass computes the quotient and the codes again, because x is smaller than all of them together.
     u = _divide(config, x, scale)
     expanded = None if steps is None else shared.expand(steps, x)
     distance = _count_steps(config, x, scale, zero_point, steps, key)
@@ -138,6 +139,7 @@ def find_cotangents(
         return dx, dscale, None
     if inside is None or not has_offset:
         return dx, dscale, jnp.zeros_like(zero_point)
+    # Where x saturates, y moves against the zero point by one scale per step.
     values = shared.expand(small_floats.scale_as_float32(scale), x)
     return dx, dscale, sum_to_entries(jnp.where(inside, zero, -g * values), jnp.asarray(zero_point))
 
@@ -163,6 +165,7 @@ def make_array(config: Config, x: jax.Array, scale: jax.Array, zero_point: Any, 
         codes = encode_array(x, scale, steps, spec)
     else:
         codes = _find_codes(config, x, scale, steps, key).astype(spec.carrier)
+    # A dimension no longer than a block has one entry: such an array needs no block size.
     is_cut = any(n not in (1, m) for part in (scale, steps) if part is not None
                  for n, m in zip(part.shape, x.shape, strict=True))  # fmt: skip
     size = scale_from_range.find_block_size(spec) if is_cut else None

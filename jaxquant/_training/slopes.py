@@ -97,6 +97,7 @@ def find_slopes(
         return None, distance - u, False
     if isinstance(rule, PACT):
         return inside, jnp.where(inside, _ZERO, distance), False
+    # Inside the range the slope is the rounding error; outside it is the number of steps to the end.
     ds = distance - jnp.where(inside, u, _ZERO)
     return inside, ds, not isinstance(rule, LSQ)
 

@@ -124,9 +124,10 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     _check_state(parts, name, "state", state)
     batch = _read_batch(name, "batch", batch)
     shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
-    expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, like those of the example of init"
-    got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
-    checks.require(shape == tuple(state.low.shape), name, "batch", expected, got)
+    if shape != tuple(state.low.shape):
+        expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, like those of the example of init"
+        got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
+        checks.require(False, name, "batch", expected, got)
     return parts.step(state, batch)
 
 
@@ -135,6 +136,7 @@ def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # for example a flax.nnx.Param
     value = entry_point.convert_number(value)
+    # Only numpy has float64 here: a JAX array of float64 is refused by its dtype.
     if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
         value = value.astype(np.float32)  # as JAX converts it
     (value,) = entry_point.convert_arrays(function, {argument: value})
@@ -146,8 +148,9 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     name = f"{parts.function}.merge"
     _check_state(parts, name, "a", a)
     _check_state(parts, name, "b", b)
-    expected = f"shape {tuple(a.low.shape)}, like that of a"
-    checks.require(a.low.shape == b.low.shape, name, "b.low", expected, f"shape {tuple(b.low.shape)}")
+    if a.low.shape != b.low.shape:
+        expected = f"shape {tuple(a.low.shape)}, like that of a"
+        checks.require(False, name, "b.low", expected, f"shape {tuple(b.low.shape)}")
     return parts.together(a, b)
 
 
@@ -170,6 +173,7 @@ def _make_template(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, 
 
 def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
     """Raise unless the state has the type, the shapes and the dtypes that `init` gives it."""
+    # The template is cached, because eval_shape traces the function that makes a state.
     expected = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
     name, reason = type(expected).__name__, f"as {parts.function}.init returns it"
     is_same = type(state) is type(expected)
@@ -202,6 +206,7 @@ def _conclude(function: str, low: jax.Array, high: jax.Array, ranges: Range, all
         zero = fault == _ZEROS
         ranges = Range(*(jnp.where(zero, np.float32(0), end) for end in ranges))
         fault = jnp.where(zero, 0, fault)
+    # Faults on the devices of other hosts cannot be read here, unless every device holds them.
     if not checks.is_traced(fault) and (fault.is_fully_addressable or fault.is_fully_replicated):
         _raise_faults(function, np.asarray(fault))
         return ranges

@@ -47,7 +47,7 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     square of `bins`, for each slice.
 
     Args:
-        spec: Static. How to quantize: an integer dtype of at most 8 bits.
+        spec: how to quantize: an integer dtype of at most 8 bits.
         bins: Static. The number of bins over [-R, R), where R is the least power of two above max(|x|): a power of two
             up to 8192, with at least 4 bins for each level.
         every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1

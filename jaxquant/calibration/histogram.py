@@ -115,6 +115,7 @@ def _find_power(exponent: jax.Array) -> jax.Array:
 
 
 def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
+    # Slots are indexed by int32.
     slots = math.prod(shape) * (settings.bins + _SPARE)
     expected = f"fewer than {_TABLES} bins in total"
     checks.require(slots < _TABLES, settings.function, "spec", expected, f"{math.prod(shape)} slices")
@@ -187,6 +188,7 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
     counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
     zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
     ends = [table[..., : settings.bins] for table in tables[1:]] or [None, None]
+    # The number of elements is static: short blocks have fewer.
     members = min_max.count_members(batch, shape, block).astype(np.int32)
     return HistogramState(
         *running.merge_extremes(state, new),

@@ -44,7 +44,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     `bins * grid`, for each slice.
 
     Args:
-        spec: Static. How to quantize. The scale and the zero point must have the same granularity.
+        spec: how to quantize. The scale and the zero point must have the same granularity.
         bins: Static. The number of bins over [-R, R), where R is the least power of two above max(|x|): a power of two
             in [16, 65536].
         grid: Static. The number of candidates, from 1 to 65536.

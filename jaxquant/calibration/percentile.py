@@ -35,8 +35,8 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
     and slice, 16 KiB for each slice by default, and can count 2**64 elements.
 
     Args:
-        spec: Static. How to quantize. Only its granularity and whether it is symmetric matter here.
-        q: Static. The percentage of the data, in (0, 100].
+        spec: how to quantize. Only its granularity and whether it is symmetric matter here.
+        q: the percentage of the data, in (0, 100].
         bins: Static. The number of bins over [-R, R): a power of two in [16, 65536].
         every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
             counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
@@ -80,6 +80,7 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
         return low, high, Range(low, high)
     counts, start, span = _cut_pieces(state, symmetric)
     width = histogram.find_width(state)
+    # A fraction keeps the rank exact beyond the 24 bits of a float32.
     share = Fraction(q) / 100
 
     def value(share: Fraction) -> jax.Array:
@@ -101,6 +102,7 @@ def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Arra
         parts, starts = [zeros, above], [[0], start]
     else:
         parts, starts = [below, zeros, above], [start - half, [0], start]
+    # Zeros are an interval of length 0 between the negative and the positive bins.
     counts = jax.tree.map(lambda *v: lax.concatenate(v, v[0].ndim - 1), *parts)
     spans = [np.full(len(s), float(len(s) > 1), np.float32) for s in starts]
     return counts, jnp.asarray(np.concatenate(starts, dtype=np.float32)), jnp.asarray(np.concatenate(spans))
@@ -115,6 +117,7 @@ def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fractio
     reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
     one = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
+    # A slice without data has no last rank: 0 keeps the subtraction from wrapping around.
     last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, one), 0, v), uint64.subtract(total, one))
     rank, rest = uint64.find_share(last, share)
     next_rank = uint64.add(rank, one)

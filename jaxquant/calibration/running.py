@@ -49,7 +49,7 @@ def minmax(spec: QuantSpec) -> Calibrator:
     per slice.
 
     Args:
-        spec: Static. How to quantize. Only its granularity matters here.
+        spec: how to quantize. Only its granularity matters here.
 
     Returns:
         A `Calibrator`.
@@ -88,7 +88,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
     slice.
 
     Args:
-        spec: Static. How to quantize. Only its granularity matters here.
+        spec: how to quantize. Only its granularity matters here.
 
     Returns:
         A `Calibrator`.
@@ -129,8 +129,8 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
     The state is three float32 numbers per slice.
 
     Args:
-        spec: Static. How to quantize. Only its granularity matters here.
-        decay: Static. The weight of a batch relative to the next one, in [0, 1). 0 uses the last batch only.
+        spec: how to quantize. Only its granularity matters here.
+        decay: the weight of a batch relative to the next one, in [0, 1). 0 uses the last batch only.
 
     Returns:
         A `Calibrator`.

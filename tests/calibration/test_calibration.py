@@ -260,7 +260,11 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         r"mse: spec.zero_point_granularity: expected the granularity of the scale.*, got PerAxis\(axis=0\)",
     ),
-    (lambda: jq.entropy(INT4, bins=16), ValueError, r"entropy: bins: .* \[32, 8192\], for 8 levels, got 16"),
+    (
+        lambda: jq.entropy(INT4, bins=16),
+        ValueError,
+        r"entropy: bins: .* \[32, 8192\], because there are 8 levels, got 16",
+    ),
     (
         lambda: jq.entropy(jq.QuantSpec(jnp.int16)),
         TypeError,
@@ -291,7 +295,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: over(jq.minmax(jq.QuantSpec(jnp.int8, jq.PerAxis(1))), F, F[:, :2]),
         ValueError,
-        r"minmax.update: batch: expected a batch whose ranges have shape \(1, 3\), .*, got ranges of shape \(1, 2\), .*",
+        r"minmax.update: batch: expected a batch whose ranges have shape \(1, 3\), .*, got ranges of shape \(1, 2\) for .*",
     ),
     (
         lambda: made("minmax").update(made("mse").init(F), F),
@@ -327,7 +331,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: made("mse", jq.QuantSpec(jnp.int4, jq.PerAxis(0))).init(jax.ShapeDtypeStruct((2**28, 1), jnp.float32)),
         ValueError,
-        r"mse: spec: expected fewer than 2147483648 bins in all, got 268435456 slices",
+        r"mse: spec: expected fewer than 2147483648 bins in total, got 268435456 slices",
     ),
 ]
 

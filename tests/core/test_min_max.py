@@ -47,7 +47,7 @@ def split_slices(x: np.ndarray, shape: tuple[int, ...], block: int | None) -> di
 
 
 def order(x: np.ndarray) -> np.ndarray:
-    """Floats as integers: -0 is less than 0, as in numpy's sort of no float."""
+    """Return integers that sort as the floats do, with -0 below 0, which no comparison of floats can tell apart."""
     bits = x.view(np.int32).astype(np.int64)
     return np.where(bits < 0, -(2**31) - bits - 1, bits)
 
@@ -70,8 +70,8 @@ def spoil(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return x
 
 
-def assert_same_bits(got: jax.Array, want: np.ndarray) -> None:
-    got = np.asarray(got)
+def assert_same_bits(result: jax.Array, want: np.ndarray) -> None:
+    got = np.asarray(result)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     held = ~np.isnan(want)
     np.testing.assert_array_equal(got[held].view(np.int32), want[held].view(np.int32))

@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
     "blocked": (conv(weight_spec=jq.QuantSpec("int8", jq.Blocked(1, 2)), activation_spec=A), ValueError,
                 r"quantized_conv_general_dilated: rhs.scale: expected one scale, or one for each output feature"),
     "backward": (dense(weight_spec=W, backward=True), TypeError, r"backward: expected FloatBackward\(\) or Int8Backward\(\)"),
-    "int8 back": (dense(weight_spec=W, backward=jq.Int8Backward()), ValueError, r"backward: expected FloatBackward\(\), or"),
+    "int8 back": (dense(weight_spec=W, backward=jq.Int8Backward()), ValueError, r"backward: expected FloatBackward\(\), because"),
     "equation": (functools.partial(qnn.Einsum, (6, 5), "...i,ij", weight_spec=W), ValueError, r"einsum_str: expected two"),
     "no integers": (embed(weight_spec=W), TypeError, r"flax\.linen: inputs: expected an integer dtype, got float32"),
     "bfloat16": (functools.partial(nn.Dense, 5, dtype=jnp.bfloat16, dot_general=qflax.dot_general(W)), TypeError,
@@ -268,7 +268,7 @@ def test_a_draw_without_a_key() -> None:
     def loss(params: Any, **rngs: Any) -> Any:
         return module.apply({**variables, "params": params}, X, **rngs).sum()  # type: ignore[union-attr]
 
-    with pytest.raises(ValueError, match=r'key: expected a key, .*of a Linen layer the rng "rounding"'):
+    with pytest.raises(ValueError, match=r'key: expected a key, .*a Linen layer takes it from the rng "rounding"'):
         jax.grad(loss)(variables["params"])
     found = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))

@@ -302,7 +302,7 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
     after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
     jax.tree.map(np.testing.assert_array_equal, after, before)
     if way == "draws":  # a gradient draws, in training
-        with pytest.raises(ValueError, match="key: expected a key, for Int8Backward"):
+        with pytest.raises(ValueError, match="key: expected a key, because Int8Backward"):
             jax.grad(lambda x: layer(x).sum())(x)
         layer.train()
         assert jnp.isfinite(nnx.grad(lambda m, x: m(x).sum(), argnums=1)(layer, x)).all()

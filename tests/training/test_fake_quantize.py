@@ -219,7 +219,7 @@ BAD: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "a scale of rank 1": ((X, BLOCKS, X[0, :3]), ValueError, r"scale: expected .*\(3, 3\).*, got shape \(3,\)"),
     "a block too many": ((X, BLOCKS, X[:, :4]), ValueError, r"scale: expected .*\(3, 3\).*, got shape \(3, 4\)"),
     "a scale for each": ((X, BLOCKS, X), ValueError, r"scale: expected .*\(3, 3\).*, got shape \(3, 10\)"),
-    "a point alone": ((X, INT8, None, 0), ValueError, "zero_point: expected None, or a scale .*, got"),
+    "a point alone": ((X, INT8, None, 0), ValueError, "zero_point: expected None, because scale is None, got"),
     "no point": ((X, UINT4, 0.5), ValueError, "zero_point: expected .*, got None"),
     "a point of int32": ((X, UINT4, 0.5, np.zeros(1, np.int32)), TypeError, "zero_point: expected dtype .*, got int32"),
     "a point of uint8": ((X, UINT4, 0.5, np.zeros(1, np.uint8)), TypeError, "zero_point: expected dtype .*, got uint8"),

@@ -305,10 +305,10 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (X, W, {"preferred_element_type": jnp.int8}, TypeError, "preferred_element_type: expected dtype float32"),
     (X, W, {"precision": {}}, TypeError, "precision: expected a static, hashable value"),
     (X, W, {"backward": [1]}, TypeError, r"backward: expected FloatBackward\(\) or Int8Backward\(\), got \[1\]"),
-    (X, W, {"backward": Int8Backward(), "lhs_spec": None}, ValueError, "backward: expected .* two operands"),
-    (X, W, {"backward": Int8Backward(), "batch_group_count": 2}, ValueError, "backward: .* there are groups"),
+    (X, W, {"backward": Int8Backward(), "lhs_spec": None}, ValueError, "backward: expected .* two quantized operands"),
+    (X, W, {"backward": Int8Backward(), "batch_group_count": 2}, ValueError, "backward: .* because batch_group_count is not 1"),
     (X, W, {"backward": Int8Backward(), "rhs_spec": QuantSpec(jnp.uint8, PerAxis(0))}, ValueError, "backward: .* zero"),
-    (X, W, {"backward": Int8Backward(True)}, ValueError, "key: expected a key, for Int8Backward"),
+    (X, W, {"backward": Int8Backward(True)}, ValueError, "key: expected a key, because Int8Backward"),
     (X, W, {"key": 3}, TypeError, r"key: expected None or one key of jax\.random, got 3"),
 ]  # fmt: skip
 

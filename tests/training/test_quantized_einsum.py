@@ -173,15 +173,15 @@ REFUSALS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
     ("ij,jk", (X, W), {"specs": (QuantSpec(jnp.int16), I8)}, TypeError, "lhs: expected values of int8.*, got int16"),
     ("ij,jk", (X, W), {"specs": (I8, QuantSpec(jnp.int8, PerAxis(2)))}, ValueError, r"axis: expected an integer in \[-2"),
     ("ij,jk", (X, W), {"backward": "int8"}, TypeError, "backward: expected .* or Int8Backward.*, got 'int8'"),
-    ("ij,jk", (X, W), {"backward": Int8Backward(), "specs": (I8, None)}, ValueError, "backward: .* two operands"),
+    ("ij,jk", (X, W), {"backward": Int8Backward(), "specs": (I8, None)}, ValueError, "backward: .* two quantized operands"),
     ("ij,jk,k", (X, W, W[0]), {"backward": Int8Backward(), "specs": (I8,) * 3}, ValueError, "backward: .* two"),
-    ("ij,jk", (X, W), {"backward": Int8Backward(True)}, ValueError, "key: expected a key, for Int8Backward"),
+    ("ij,jk", (X, W), {"backward": Int8Backward(True)}, ValueError, "key: expected a key, because Int8Backward"),
     ("ij,jk", (X, W), {"key": "a"}, TypeError, r"key: expected None or one key of jax\.random, got 'a'"),
     ("ij,jk", (X, W), {"preferred_element_type": jnp.int32}, TypeError, "preferred_element_type: expected dtype float32"),
     ("ij,jk", (X, W), {"precision": []}, TypeError, r"precision: expected a static, hashable value, got \[\]"),
     ("...ij,...jk", (X[None], np.ones((2, 3, 4), F32)), {"backward": Int8Backward()}, ValueError, "backward: .* size"),
     ("ij,jk->k", (X, W), {"backward": Int8Backward(), "specs": (QuantSpec(jnp.int8, PerAxis(0)), I8)}, ValueError,
-     "backward: expected FloatBackward.*along what the result does not have"),
+     "backward: expected FloatBackward.*along a dimension that the result does not have"),
 ]  # fmt: skip
 
 
