@@ -29,10 +29,10 @@ _QUICK_WORK = 1024**2
 _KINDS = {"latency": "", "queued": "queued: "}
 _LEGEND = (
     "Medians over alternating runs in one process. The first columns time calls that each wait for their result. The "
-    "queued columns time ten calls that wait only for the last result, per call. Ratios are jaxquant / opponent: below "
-    "1, jaxquant is faster. Mismatches are elements that differ in any bit from ONNX Runtime's, or from numpy's if "
-    "ONNX Runtime has no result. For float sums (matmul_nbits, matmul float32 x ...) they are elements that differ by more "
-    "than 1e-5 of the largest element."
+    "queued columns time ten calls that wait only for the last result, per call. Ratios are jaxquant / opponent: "
+    "below 1, jaxquant is faster. Mismatches are elements that differ in any bit from ONNX Runtime's, or from numpy's "
+    "if ONNX Runtime has no result. For float sums (matmul_nbits, matmul float32 x ...) they are elements that differ "
+    "by more than 1e-5 of the largest element."
 )
 
 

@@ -41,7 +41,7 @@ def single_node(
     Args:
         operator: the ONNX name.
         inputs: the arrays that are fed, by name, in the operator's order; they come before the constants.
-        constants: the initializers, likewise; None leaves an optional input out.
+        constants: the initializers; None omits an optional input.
         outputs: names for the outputs.
         opset: the version of the ONNX operator set.
         domain: the operator's, where it is not ONNX's own.

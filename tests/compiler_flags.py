@@ -1,7 +1,7 @@
-"""Which compiler flags keep the codes: every operator against numpy, in a process of its own for each set of flags.
+"""A check of all operators against numpy under different compiler flags, with a new process for each set of flags.
 
-`python -m tests.compiler_flags` prints the table of `docs/exactness.md`. XLA reads `XLA_FLAGS` once, when a process
-starts, so each row is a subprocess: `python -m tests.compiler_flags --measure` under the flags of the row.
+`python -m tests.compiler_flags` prints the table of `docs/exactness.md`. XLA reads `XLA_FLAGS` only once, so each row
+is measured in a subprocess with the flags of the row: `python -m tests.compiler_flags --measure`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .support import inputs, transforms
 FAST_MATH = "--xla_cpu_enable_fast_math=true"
 STRICT = {name: f"--xla_cpu_fast_math_honor_{name}=true" for name in ("division", "nans", "infs", "functions")}
 LOOSE = {name: flag.replace("true", "false") for name, flag in STRICT.items()}
-HONEST = (FAST_MATH, STRICT["division"], STRICT["nans"], STRICT["infs"])  # what is promised to change nothing
+HONEST = (FAST_MATH, STRICT["division"], STRICT["nans"], STRICT["infs"])  # flags that must not change a result
 
 # The flags of each row.
 FLAGS: tuple[tuple[str, ...], ...] = (
@@ -56,7 +56,7 @@ Check = tuple[str, Callable[..., Any], tuple[Any, ...], Any]
 
 
 def drawn_values(rng: np.random.Generator, scale: np.ndarray, point: np.ndarray, kind: str) -> np.ndarray:
-    """Values on ties and an ulp beside them, of int8 codes; with them infinities or NaN, some of each sign."""
+    """Sample ties of int8 codes and numbers one ulp next to them, with infinities or NaN of both signs."""
     wide = onnx_text.expand(scale, SHAPE, 1, 0)
     x = inputs.near_ties(rng, wide, onnx_text.expand(point, SHAPE, 1, 0).astype(np.int64), (-128, 127), scale.dtype)
     x = np.where(np.isfinite(x.astype(np.float32)) & (np.abs(x.astype(np.float32)) < 1e30), x, wide)
@@ -67,7 +67,7 @@ def drawn_values(rng: np.random.Generator, scale: np.ndarray, point: np.ndarray,
 
 
 def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
-    """Returns the name of each operator, the operator, its arguments, and what numpy makes of them."""
+    """Yield the name of each operator, the operator, its arguments, and numpy's result."""
     scale, point = inputs.scales(rng, (160,), np.dtype(np.float32)), inputs.zero_points(rng, (160,), "int8")
     x = drawn_values(rng, scale, point, kind)
     codes = onnx_text.quantize_linear(x, scale, point, "int8")
@@ -84,7 +84,7 @@ def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
     steps = point.astype(np.int32)
     yield "onednn.quantize", multiplied, (x, scale, steps), onnx_text.onednn_quantize(x, scale, steps, "int8", axis=1)
     yield from list_half_precision_checks(rng, kind)
-    for rows in (1, 32):  # XLA reduces 4096 elements and more in another way
+    for rows in (1, 32):  # XLA reduces 4096 elements and more differently
         part = np.ascontiguousarray(x[:rows])
         y, found, start = onnx_text.dynamic_quantize_linear(part)
         want = y.astype(np.uint8), np.float32(found), np.uint8(start)
@@ -96,7 +96,7 @@ def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
 
 
 def list_half_precision_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
-    """Returns checks of arrays of 16 bits, which are divided and multiplied in 16 bits."""
+    """Yield checks of 16-bit floats, which are divided and multiplied in 16 bits."""
     for name in ("float16", "bfloat16"):
         dtype = onnx_text.dtype(name)
         scale, point = inputs.scales(rng, (160,), dtype), inputs.zero_points(rng, (160,), "int8")
@@ -109,7 +109,7 @@ def list_half_precision_checks(rng: np.random.Generator, kind: str) -> Iterator[
 
 
 def check_of_spec(x: np.ndarray, dtype: str) -> tuple[Callable[..., Any], tuple[np.ndarray, ...], Any]:
-    """Returns a check of `quantize` with a scale for each row."""
+    """Return a check of `quantize` with one scale per row."""
     spec = jq.QuantSpec(dtype, jq.PerAxis(0))
     with np.errstate(all="ignore"):
         low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
@@ -127,7 +127,7 @@ def check_of_spec(x: np.ndarray, dtype: str) -> tuple[Callable[..., Any], tuple[
 
 
 def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
-    """Returns checks of the contractions, in each of the forms that they take."""
+    """Yield checks of the contractions, one for each form of their programs."""
     a, b = rng.integers(0, 256, (16, 24)).astype(np.uint8), rng.integers(-128, 128, (24, 40)).astype(np.int8)
     a_scale, b_scale = inputs.scales(rng, (16,), np.dtype(np.float32)), inputs.scales(rng, (40,), np.dtype(np.float32))
     left, right = np.uint8(131), np.int8(-3)
@@ -152,20 +152,20 @@ def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
 
 
 def count_mismatches(seed: int) -> dict[str, dict[str, int]]:
-    """Returns how many elements differ from numpy's, for each kind of input and each operator that has any."""
+    """Return the number of elements that differ from numpy's, by kind of input and by operator."""
     found: dict[str, dict[str, int]] = {}
     for kind in KINDS:
         counts = found.setdefault(kind, {})
         for name, op, args, want in list_checks(np.random.default_rng([seed, KINDS.index(kind)]), kind):
             fixed = lambda x, op=op, rest=args[1:]: op(x, *rest)  # noqa: E731
-            for got in (op(*args), jax.jit(fixed)(args[0])):  # and with scales that XLA knows when it compiles
+            for got in (op(*args), jax.jit(fixed)(args[0])):  # also with constant scales
                 wrong = transforms.mismatches(got, want)
                 counts[name] = counts.get(name, 0) + wrong
     return {kind: {name: n for name, n in counts.items() if n} for kind, counts in found.items()}
 
 
 def measure(flags: tuple[str, ...], seed: int) -> dict[str, dict[str, int]] | str:
-    """Returns what a process under these flags counts, or its error where it fails."""
+    """Return the counts of a process with these flags, or its error."""
     own = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     environment = {**os.environ, **own}
     command = [sys.executable, "-m", "tests.compiler_flags", "--measure", "--seed", str(seed)]
@@ -177,7 +177,7 @@ def measure(flags: tuple[str, ...], seed: int) -> dict[str, dict[str, int]] | st
 
 
 def main() -> None:
-    """Prints the table, or with --measure counts under the flags of this process."""
+    """Print the table, or with --measure the counts for the flags of this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 def describe_counts(counts: dict[str, int]) -> str:
-    """Returns the text of one cell."""
+    """Return the text of one cell."""
     return ", ".join(f"{name} {n}" for name, n in counts.items()) or "0"
 
 

@@ -1,6 +1,6 @@
-"""The full check: every operator, dtype and granularity against its oracle under every transform.
+"""The full check of each operator, dtype and granularity against its oracle under each transform.
 
-`pytest` runs it case by case; `python -m tests.exactness` prints the table of docs/exactness.md.
+`pytest` runs the cases one by one. `python -m tests.exactness` prints the table of docs/exactness.md.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Case", "cases", "check", "table"]
 
 
 def cases() -> list[Case]:
-    """Every case."""
+    """Return all cases."""
     return [*elementwise_cases(), *contraction_cases()]
 
 
 def stacked(case: Case, args: Arrays, *, shared: bool) -> Any:
-    """The oracle's answer for each member of the batch."""
+    """Return the oracle's results, stacked over the batch."""
     found = [case.want(*(a[b if i == 0 or not shared else 0] for i, a in enumerate(args))) for b in range(len(args[0]))]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
 
 
 def check(case: Case, seed: int) -> dict[str, tuple[int, int]]:
-    """Runs a case under every transform; returns {transform: (elements, mismatches)}."""
+    """Run a case under every transform; return {transform: (elements, mismatches)}."""
     args = case.draw(np.random.default_rng([seed, zlib.crc32(case.id.encode())]))
     want = {shared: stacked(case, args, shared=shared) for shared in (False, True)}
     result = {}
@@ -45,7 +45,7 @@ def check(case: Case, seed: int) -> dict[str, tuple[int, int]]:
 
 
 def table(seed: int) -> tuple[str, int, int]:
-    """The table of docs/exactness.md: a line for each operator, dtype and oracle; with all elements and mismatches."""
+    """Return the table of docs/exactness.md, the number of elements, and the number of mismatches."""
     lines: dict[tuple[str, str, str], list[int]] = {}
     for case in cases():
         counts = check(case, seed).values()
@@ -61,7 +61,7 @@ def table(seed: int) -> tuple[str, int, int]:
 
 
 def main() -> int:
-    """Runs every case and prints the table; exits with 1 on a mismatch."""
+    """Run every case and prints the table; exits with 1 on a mismatch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     seed = parser.parse_args().seed
@@ -71,8 +71,8 @@ def main() -> int:
     every, few = (
         ", ".join(name.removeprefix("shared_").replace("_", " ") for name in names) for names in (transforms.ALL, FEW)
     )
-    print(f"jax {jax.__version__}, backend {jax.default_backend()}, seed {seed}; each case under: {every};")
-    print(f"of the contractions, a line's first variant, and the others under: {few}.\n\n{text}")
+    print(f"jax {jax.__version__}, backend {jax.default_backend()}, seed {seed}; transformations: {every};")
+    print(f"for contractions, only the first variant of a row uses all; the others use: {few}.\n\n{text}")
     return int(wrong > 0)
 
 

@@ -1,6 +1,6 @@
-"""The cases of the contractions: ONNX Runtime where it has a kernel, int64 numpy elsewhere.
+"""The cases of the contractions, compared with ONNX Runtime if it has a kernel, and otherwise with int64 numpy.
 
-com.microsoft's MatMulNBits is not here: its float sums have no order of their own, so nothing is equal bit for bit.
+com.microsoft's MatMulNBits is missing: the order of its float sums is not specified, so results are not bit-identical.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ LARGE = ((3, 130), (130, 67))
 
 @functools.cache
 def whole_sums() -> bool:
-    """Whether ONNX Runtime keeps the sum of two products: on an x86-64 without VNNI it saturates at 16 bits."""
+    """Return whether ONNX Runtime keeps sums of two products. On an x86-64 without VNNI they saturate at 16 bits."""
     a, b = np.full((1, 2), 255, np.uint8), np.full((2, 1), 127, np.int8)
     return int(onnx_runtime.ask("MatMulInteger", (a, b), np.int32)[0, 0]) == 2 * 255 * 127
 
 
 def from_runtime(node: str, text: Callable[..., Any], output: Any, domain: str = "", **attributes: Any) -> Any:
-    """ONNX Runtime's answer to the operator's arguments in order; the text's where its sums saturate."""
+    """Return ONNX Runtime's result for the operator's arguments in order, or the oracle's where its sums saturate."""
 
     def want(*args: np.ndarray) -> np.ndarray:
         return onnx_runtime.ask(node, args, output, domain, **attributes) if whole_sums() else text(*args, **attributes)
@@ -50,7 +50,7 @@ def from_runtime(node: str, text: Callable[..., Any], output: Any, domain: str =
 
 
 def call(name: str, **attributes: Any) -> Callable[..., Any]:
-    """An operator of jaxquant by its name, its attributes bound."""
+    """Return jaxquant's operator of a name, with its attributes bound."""
 
     def op(*args: Any) -> Any:
         function: Any = functools.reduce(getattr, name.split("."), jq)
@@ -60,7 +60,7 @@ def call(name: str, **attributes: Any) -> Callable[..., Any]:
 
 
 def matmul_integer_cases() -> Iterator[Case]:
-    """MatMulInteger: ONNX Runtime for one zero point of a, the text for one per row."""
+    """Yield cases of MatMulInteger: ONNX Runtime for one zero point of a, the text for one per row."""
     name, text = "matmul_integer", contraction_text.matmul_integer
     kernel = from_runtime("MatMulInteger", text, np.int32)
     for a, b in PAIRS:
@@ -81,7 +81,7 @@ def matmul_integer_cases() -> Iterator[Case]:
 
 
 def qlinear_matmul_cases() -> Iterator[Case]:
-    """QLinearMatMul: ONNX Runtime for its three dtypes, the text for the other five, rows, 16-bit scales, float8."""
+    """Yield cases of QLinearMatMul: ONNX Runtime for its dtypes, the text for others, rows, 16-bit scales, float8."""
     name, text = "qlinear_matmul", contraction_text.qlinear_matmul
     batched = ((2, 5, 7), (2, 7, 9))
     for names in KERNELS:
@@ -114,7 +114,7 @@ def qlinear_matmul_cases() -> Iterator[Case]:
 
 
 def convolution_shapes() -> Iterator[tuple[str, Shape, Shape, dict[str, Any]]]:
-    """Convolutions: (name, shape of x, shape of w, attributes)."""
+    """Return convolutions as (name, shape of x, shape of w, attributes)."""
     yield "2-D padded, strided", (2, 5, 9, 11), (7, 5, 3, 2), {"pads": [1, 0, 2, 1], "strides": [2, 1]}
     yield "2-D in groups, dilated", (2, 6, 9, 8), (9, 2, 3, 3), {"group": 3, "dilations": [2, 1], "pads": [1, 2, 3, 0]}
     yield "1-D", (2, 4, 17), (6, 4, 5), {"pads": [2, 2], "dilations": [2]}
@@ -125,7 +125,7 @@ def convolution_shapes() -> Iterator[tuple[str, Shape, Shape, dict[str, Any]]]:
 
 
 def conv_integer_cases() -> Iterator[Case]:
-    """ConvInteger: ONNX Runtime for one zero point of w, the text for one per output channel."""
+    """Yield cases of ConvInteger: ONNX Runtime for one zero point of w, the text for one per output channel."""
     name, text = "conv_integer", contraction_text.conv_integer
     for i, (shown, x, w, attributes) in enumerate(convolution_shapes()):
         for known, pairs in ((True, PAIRS if i == 0 else PAIRS[i % 4 : i % 4 + 1]), (False, [PAIRS[-1 - i % 4]])):
@@ -139,12 +139,12 @@ def conv_integer_cases() -> Iterator[Case]:
 
 
 def qlinear_conv_cases() -> Iterator[Case]:
-    """QLinearConv: ONNX Runtime for its three dtypes, the text for others and a zero point per output channel."""
+    """Yield cases of QLinearConv: ONNX Runtime for its dtypes, the text for others and zero points per channel."""
     name, text = "qlinear_conv", contraction_text.qlinear_conv
     for i, (shown, x, w, attributes) in enumerate(convolution_shapes()):
         for names in KERNELS if i == 0 else KERNELS[i % 3 : i % 3 + 1]:
             scale = w[:1] if i % 2 == 0 else ()
-            # Of a signed filter's zero points ONNX Runtime wants 0, of an unsigned one's that they are equal.
+            # ONNX Runtime requires zero points of 0 for signed filters, and equal zero points for unsigned ones.
             options: dict[str, Any] = {"zero_weights": names[1] == "int8" or bool(scale), "bias": i != 1}
             draw = Requantized(names, (x, w), ((), scale, ()), convolution=attributes, **options)
             want = from_runtime("QLinearConv", text, np.dtype(names[2]), **attributes)
@@ -157,7 +157,7 @@ def qlinear_conv_cases() -> Iterator[Case]:
 
 
 def float_cases() -> Iterator[Case]:
-    """com.microsoft's DynamicQuantizeMatMul and MatMulIntegerToFloat: ONNX Runtime, the text for rows and blocks."""
+    """Yield cases of DynamicQuantizeMatMul and MatMulIntegerToFloat: ONNX Runtime, the text for rows and blocks."""
     name, text = "dynamic_quantize_matmul", contraction_text.dynamic_quantize_matmul
     kernel = from_runtime("DynamicQuantizeMatMul", text, np.float32, MICROSOFT)
     for b in ("int8", "uint8"):
@@ -184,7 +184,7 @@ def float_cases() -> Iterator[Case]:
 
 
 def dot_general_cases() -> Iterator[Case]:
-    """integer.dot_general over 4 and 8 bits."""
+    """Yield cases of integer.dot_general for 4 and 8 bits."""
     for left, right, numbers, points, left_shape, right_shape in (
         ("int8", "int8", (((1,), (0,)), ((), ())), ((5, 1), (1, 9)), *SMALL),
         ("uint8", "int8", (((1,), (0,)), ((), ())), ((), ()), *LARGE),
@@ -206,7 +206,7 @@ def dot_general_cases() -> Iterator[Case]:
 
 
 def conv_general_cases() -> Iterator[Case]:
-    """integer.conv_general_dilated over 4 and 8 bits: (layouts, strides, padding, dilations, groups)."""
+    """Yield cases of integer.conv_general_dilated for 4 and 8 bits: (layouts, strides, padding, dilations, groups)."""
     square, cube = ("NHWC", "HWIO", "NHWC"), ("CDHWN", "ODHWI", "NDHWC")
     rest = ([(1, 0), (1, 1), (0, 0)], ((1,) * 3, (1,) * 3), (1, 1))
     for dtypes, shapes, layouts, strides, padding, dilations, groups in (
@@ -231,7 +231,7 @@ def conv_general_cases() -> Iterator[Case]:
 
 
 def every_contraction() -> Iterator[Case]:
-    """Every case of the contractions, under every transform."""
+    """Return all cases of the contractions, with all transforms."""
     for maker in (
         matmul_integer_cases,
         qlinear_matmul_cases,
@@ -245,7 +245,7 @@ def every_contraction() -> Iterator[Case]:
 
 
 def contraction_cases() -> Iterator[Case]:
-    """Every case of the contractions: the first of each line of the table under all transforms, the rest under FEW.
+    """Return all cases of the contractions: all transforms for the first case of each table row, FEW for the others.
 
     Tracing and compiling is what takes the time, and the dtypes and shapes of one operator take the same paths.
     """

@@ -1,4 +1,4 @@
-"""Inputs for the contractions: whole ranges, extremes with opposite zero points, sums that fall on ties."""
+"""Inputs for the contractions: whole ranges, extremes with opposite zero points, and sums that are ties."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ STEP = 32
 
 
 def integers(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
-    """Codes over the whole dtype, one in five at a bound."""
+    """Sample codes from the whole dtype, one in five at a bound."""
     low, high = onnx_text.BOUNDS[name]
     anywhere = rng.integers(low, high + 1, shape)
     return np.where(rng.random(shape) < 0.2, rng.choice([low, high], shape), anywhere).astype(onnx_text.dtype(name))
 
 
 def point(rng: np.random.Generator, name: str, shape: Shape = ()) -> np.ndarray:
-    """A zero point over the whole dtype, odd more often than not."""
+    """Sample zero points from the whole dtype, most of them odd."""
     return np.asarray(inputs.zero_points(rng, shape, name), onnx_text.dtype(name))
 
 
 def central(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
-    """Odd zero points in the middle half of the dtype: sums stay small, and few results saturate."""
+    """Sample odd zero points from the middle half of the dtype, so that sums are small and few results saturate."""
     low, high = onnx_text.BOUNDS[name]
     quarter = (high - low + 1) // 4
     return (rng.integers(low + quarter, high - quarter, shape) | 1).astype(onnx_text.dtype(name))
 
 
 def opposed(rng: np.random.Generator, name: str, shape: Shape, point: Shape) -> Arrays:
-    """Batches of codes and zero points over the whole dtype; in member 1 they are at opposite bounds."""
+    """Sample batches of codes and zero points from the whole dtype. In member 1 they are at opposite bounds."""
     codes, points = integers(rng, name, (BATCH, *shape)), inputs.zero_points(rng, (BATCH, *point), name)
     codes[1], points[1] = rng.permutation(np.array(onnx_text.BOUNDS[name])).astype(onnx_text.dtype(name))
     return codes, points
 
 
 def draw_operands(left: tuple[str, Shape, Shape], right: tuple[str, Shape, Shape]) -> Draw:
-    """Draws (a, b, a_zero_point, b_zero_point) of the given (dtype, shape, shape of the zero point)."""
+    """Return a function that samples (a, b, a_zero_point, b_zero_point) of (dtype, shape, shape of the zero point)."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         (a, az), (b, bz) = opposed(rng, *left), opposed(rng, *right)
@@ -54,12 +54,12 @@ def draw_operands(left: tuple[str, Shape, Shape], right: tuple[str, Shape, Shape
 
 
 def draw_codes(*operands: tuple[str, Shape]) -> Draw:
-    """Draws codes without zero points."""
+    """Return a function that samples codes without zero points."""
     return lambda rng: tuple(integers(rng, name, (BATCH, *shape)) for name, shape in operands)
 
 
 def stepped(rng: np.random.Generator, point: np.ndarray, shape: Shape, outputs: Shape) -> np.ndarray:
-    """Codes at zero_point + STEP * j, |j| <= 3, for half of the `outputs`, anywhere for the other half.
+    """Sample codes at zero_point + STEP * j, |j| <= 3, for half of the `outputs`, and anywhere for the other half.
 
     A sum over such codes is a multiple of STEP, so that a power of two makes a tie of it.
     """
@@ -71,7 +71,7 @@ def stepped(rng: np.random.Generator, point: np.ndarray, shape: Shape, outputs: 
 
 
 class Requantized:
-    """Draws (a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point) for the QLinear operators."""
+    """Samples of (a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point) for QLinear operators."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Requantized:
         zero_weights: bool = False,
         bias: bool = False,
     ) -> None:
-        """zero_weights: b's zero points are 0, as ONNX Runtime wants a signed filter's; bias: draw one, last."""
+        """With zero_weights b's zero points are 0, as ONNX Runtime requires for signed filters. A bias comes last."""
         self.names, self.shapes, self.scales = names, shapes, scales
         self.convolution, self.dtype, self.zero_weights, self.bias = (
             convolution,
@@ -94,34 +94,34 @@ class Requantized:
         )
 
     def columns(self, value: np.ndarray) -> np.ndarray:
-        """b's parameter so that it broadcasts with b."""
+        """Return a scale or zero point of b in a shape that broadcasts with b."""
         if self.convolution is None:
             return contraction_text.per_column(value)
         return value.reshape(-1, *[1] * (len(self.shapes[1]) - 1))
 
     def total(self, a, az, b, bz) -> np.ndarray:
-        """The int32 sums."""
+        """Return the int32 sums."""
         if self.convolution is None:
             return contraction_text.matmul_integer(a, b, az, bz)
         return contraction_text.conv_integer(a, b, az, bz, **self.convolution)
 
     def exact(self, total: np.ndarray, a_scale: np.ndarray, b_scale: np.ndarray) -> np.ndarray:
-        """The real numbers that the sums stand for, in float64."""
+        """Return the real numbers that the sums represent, in float64."""
         own = b_scale.astype(np.float64)
         spread = self.columns(own) if self.convolution is None else own.reshape(-1, *[1] * (total.ndim - 2))
         return total * (contraction_text.per_row(a_scale).astype(np.float64) * spread)
 
     def outputs(self) -> Shape:
-        """b's shape where it matters to which output an element goes, else 1."""
+        """Return b's shape with 1 for the dimensions that are summed."""
         shape = self.shapes[1]
         return shape[-1:] if self.convolution is None else (shape[0], *[1] * (len(shape) - 1))
 
     def depth(self) -> int:
-        """How many products a sum has."""
+        """Return the number of products of a sum."""
         return int(np.prod(self.shapes[1][1:])) if self.convolution is not None else self.shapes[1][-2]
 
     def tied(self, rng: np.random.Generator, *, rational: bool) -> list[np.ndarray]:
-        """Powers of two under which sums of `stepped` codes are ties; rational: over 3, 5 or 7, beside ties."""
+        """Sample powers of two with which sums of `stepped` codes are ties, or if rational, divided by 3, 5 or 7."""
         a_shape, b_shape, y_shape = self.scales
         common = int(rng.integers(-3, 4))
         unit = 5 + max(2, round(np.log2(self.depth()) / 2 + 0.7))
@@ -130,7 +130,7 @@ class Requantized:
         return [np.exp2(a + common), np.exp2(b), np.exp2(y + common + unit) * odd]
 
     def aimed(self, rng: np.random.Generator, a, az, b, bz) -> list[np.ndarray]:
-        """Scales of full mantissas; y_scale puts one sum, or one in each row, within an ulp or two of a tie."""
+        """Sample scales with full mantissas. With y_scale one sum, or one per row, is within two ulp of a tie."""
         a_scale, b_scale = (np.exp(rng.uniform(-3, 0, shape)).astype(self.dtype) for shape in self.scales[:2])
         real = np.abs(self.exact(self.total(a, az, b, bz), a_scale, b_scale))
         rows = real.reshape(-1, real.shape[-1]) if self.scales[2] else real.reshape(1, -1)
@@ -139,7 +139,7 @@ class Requantized:
         return [a_scale, b_scale, aim.reshape(self.scales[2])]
 
     def member(self, rng: np.random.Generator, index: int) -> Arrays:
-        """One member of the batch: ties, ties over an odd number, or an aimed scale."""
+        """Sample one member of the batch: ties, ties divided by an odd number, or an aimed scale."""
         a_name, b_name, y_name = self.names
         a_shape, b_shape = self.shapes
         points = inputs.zero_points if index == 3 else lambda rng, shape, name: central(rng, name, shape)
@@ -155,19 +155,19 @@ class Requantized:
         found = (a, a_scale, az, b, b_scale, bz, y_scale, yz)
         if not self.bias:
             return found
-        # Multiples of STEP and a few others; the first wraps.
+        # Multiples of STEP and a few other numbers. The first one wraps around.
         bias = STEP * rng.integers(-500, 500, b_shape[0]) + rng.integers(0, 2, b_shape[0])
         bias[0] = rng.choice([2**31 - 1, -(2**31), 7])
         return *found, bias.astype(np.int32)
 
     def __call__(self, rng: np.random.Generator) -> Arrays:
-        """The whole batch."""
+        """Sample the whole batch."""
         members = [self.member(rng, index) for index in range(BATCH)]
         return tuple(np.stack(parts) for parts in zip(*members, strict=True))
 
 
 def draw_float8(names: tuple[str, str, str], scales: tuple[Shape, Shape, Shape], shapes: tuple[Shape, Shape]) -> Draw:
-    """Draws float8 operands whose float32 sums are exact in any order, and scales for ties, NaN-free saturation."""
+    """Sample float8 operands whose float32 sums are exact in any order, and scales for ties and for saturation."""
 
     def codes(rng: np.random.Generator, name: str, shape: Shape) -> np.ndarray:
         every = np.arange(256, dtype=np.uint8).view(onnx_text.dtype(name)).astype(np.float64)
@@ -185,7 +185,7 @@ def draw_float8(names: tuple[str, str, str], scales: tuple[Shape, Shape, Shape],
 
 
 def draw_dynamic(name: str, shapes: tuple[Shape, Shape], scale: Shape, point: Shape | None, bias: Shape | None) -> Draw:
-    """Draws (a, b, b_scale, b_zero_point, bias) with a, float32, on the ties of its own scale."""
+    """Sample (a, b, b_scale, b_zero_point, bias), where the float32 elements of a are ties of its scale."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         members = []
@@ -214,7 +214,7 @@ def draw_scaled(
     points: tuple[Shape, Shape] | None = None,
     bias: Shape | None = None,
 ) -> Draw:
-    """Draws (a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias) for MatMulIntegerToFloat."""
+    """Sample (a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias) for MatMulIntegerToFloat."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         parts = [integers(rng, n, (BATCH, *s)) for n, s in zip(names, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Bad input to the contractions, as rows for `bad_input`: good arguments of every operator, and what spoils them."""
+"""Invalid input to the contractions, as rows for `bad_input`: valid arguments of each operator, with one replaced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import jaxquant as jq
 
 from ..support.bad_input import Row
 
-P: Any = functools.partial  # untyped: the rows are wrong on purpose
+P: Any = functools.partial  # untyped, because the rows are intentionally wrong
 T, V = TypeError, ValueError
 F, F16, U8, I8, I16, I32 = np.float32, np.float16, np.uint8, np.int8, np.int16, np.int32
 I4, E4, E5 = ml_dtypes.int4, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def of(dtype: Any, *shape: int) -> Any:
-    """Ones; a numpy scalar where no shape is given."""
+    """Return ones, or a numpy scalar without a shape."""
     return np.ones(shape, dtype)[()]
 
 
@@ -28,14 +28,14 @@ def of(dtype: Any, *shape: int) -> Any:
 def dot_general(
     lhs: Any, rhs: Any, lhs_zero_point: Any, rhs_zero_point: Any, dimension_numbers: Any = (((1,), (0,)), ((), ()))
 ) -> Any:
-    """The zero points by position, as jit and vmap hand them on."""
+    """Call the function with positional zero points, as jit and vmap pass them."""
     points = {"lhs_zero_point": lhs_zero_point, "rhs_zero_point": rhs_zero_point}
     return jq.integer.dot_general(lhs, rhs, dimension_numbers, **points)
 
 
 @functools.wraps(jq.integer.conv_general_dilated)
 def conv_general_dilated(lhs: Any, rhs: Any, lhs_zero_point: Any, rhs_zero_point: Any, **statics: Any) -> Any:
-    """Likewise."""
+    """Call the function with positional zero points, as jit and vmap pass them."""
     keywords = {"window_strides": (1, 1), "padding": "VALID", **statics}
     points = {"lhs_zero_point": lhs_zero_point, "rhs_zero_point": rhs_zero_point}
     return jq.integer.conv_general_dilated(lhs, rhs, **keywords, **points)
@@ -72,7 +72,7 @@ OPERANDS = {MI: "ab", QM: "ab", CI: "xw", QC: "xw", MF: "ab", DG: ("lhs", "rhs")
 
 
 def row(op: Any, changes: dict[str, Any], error: Any, argument: str, wanted: str, got: str) -> Row:
-    """A row in which some of the good arguments are replaced; others in `changes` are static."""
+    """Return a row in which some of the valid arguments are replaced. Other entries of `changes` are static."""
     good = GOOD[op]
     statics = {name: value for name, value in changes.items() if name not in good}
     arrays = {name: changes.get(name, value) for name, value in good.items()}
@@ -81,14 +81,14 @@ def row(op: Any, changes: dict[str, Any], error: Any, argument: str, wanted: str
 
 
 def value_name(value: Any) -> str:
-    """What a row puts in the place of something good, briefly."""
+    """Return a short description of the invalid argument of a row."""
     if isinstance(value, np.ndarray | np.generic):
         return f"{value.dtype}{list(value.shape)}"
     return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)
 
 
 def not_arrays() -> Iterable[Row]:
-    """Every argument of every operator as what no operator takes."""
+    """Return rows with each argument of each operator replaced by a type that no operator accepts."""
     for op, good in GOOD.items():
         for argument, like in good.items():
             yield row(op, {argument: [1]}, T, argument, "an array", "list")
@@ -105,7 +105,7 @@ def not_arrays() -> Iterable[Row]:
 
 
 def zero_points() -> Iterable[Row]:
-    """What goes for every zero point in the dtype of its operand, here a uint8 and an int8 one."""
+    """Return rows on zero points that must have the dtype of their operand, here uint8 and int8."""
     sides = [(op, name, i) for op, names in OPERANDS.items() for i, name in enumerate(names)]
     for op, name, i in (*sides, (DM, "b", 1)):
         own, other = (U8, I8) if i == 0 else (I8, U8)
@@ -123,7 +123,7 @@ def zero_points() -> Iterable[Row]:
 
 
 def products() -> Iterable[Row]:
-    """What goes for the four that multiply 8-bit matrices as numpy.matmul does."""
+    """Return rows for the four operators that multiply 8-bit matrices as numpy.matmul does."""
     for op in (MI, QM, DM, MF):
         own = F if op is DM else U8
         for dtype in (I32, F16, I4) if op is DM else (I32, F, I4):
@@ -156,7 +156,7 @@ def products() -> Iterable[Row]:
 
 
 def scales() -> Iterable[Row]:
-    """What goes for every scale; the blocked ones besides."""
+    """Return rows on scales, including blocked ones."""
     for op, names in {QM: "aby", QC: "xwy", DM: "b", MF: "ab"}.items():
         for argument in (f"{name}_scale" for name in names):
             for dtype in (I8, I32, *(() if op is QM else (F16, ml_dtypes.bfloat16))):
@@ -183,7 +183,7 @@ def scales() -> Iterable[Row]:
 
 
 def quantized() -> Iterable[Row]:
-    """What the QLinear operators have alone: y's zero point, float8 and an int32 bias."""
+    """Return rows on arguments that only the QLinear operators have: y's zero point, float8 and an int32 bias."""
     for op in (QM, QC):
         for value in (of(I32), of(F), of(I4), np.zeros((), E5)[()]):
             yield row(op, {"y_zero_point": value}, T, "y_zero_point", "dtype int8", str(value.dtype))
@@ -213,13 +213,13 @@ def quantized() -> Iterable[Row]:
 
 
 class Unhashable:
-    """What no static argument may be."""
+    """Return rows on invalid static arguments."""
 
     __hash__: Any = None
 
 
 def nbits() -> Iterable[Row]:
-    """Packed weights and what is said of them."""
+    """Return rows on packed weights and the attributes that describe them."""
     for name in ("K", "N", "bits", "block_size"):
         for value in (4.0, True, None, "4"):
             yield row(NB, {name: value}, T, name, "an int", "4.0|True|None|'4'")
@@ -243,7 +243,7 @@ def nbits() -> Iterable[Row]:
 
 
 def nbits_operands() -> Iterable[Row]:
-    """Their shapes and dtypes."""
+    """Return rows on the shapes and dtypes of the operands."""
     for value in (of(I32, 3, 40), of(U8, 3, 40)):
         yield row(NB, {"a": value}, T, "a", "dtype float32, float16 or bfloat16", str(value.dtype))
     for value in (of(F), of(F, 40, 3)):

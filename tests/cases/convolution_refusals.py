@@ -1,4 +1,4 @@
-"""Bad input to the convolutions and bad dimension numbers, as rows for `bad_input`."""
+"""Invalid input to the convolutions and invalid dimension numbers, as rows for `bad_input`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADS = "4 ints of 0 or more, for the beginning of each spatial dimension, then f
 
 
 def attributes() -> Iterable[Row]:
-    """ONNX's attributes."""
+    """Return rows on ONNX's attributes."""
     for op in (CI, QC):
         for value in ("SAME", "same_upper", "", None, 3, True, b"VALID"):
             wanted = "'NOTSET' or 'SAME_UPPER' or 'SAME_LOWER' or 'VALID'"
@@ -45,7 +45,7 @@ def attributes() -> Iterable[Row]:
 
 
 def windows() -> Iterable[Row]:
-    """Operands of ONNX's convolutions that do not fit each other."""
+    """Return rows on operands of ONNX's convolutions that do not fit each other."""
     for op in (CI, QC):
         for shape in ((), (4,), (2, 4)):
             yield row(op, {"x": of(U8, *shape)}, V, "x", r"an array \(N, C, \*spatial\) of rank 3 or more", r"shape \(")
@@ -75,7 +75,7 @@ def windows() -> Iterable[Row]:
 
 
 def general_windows() -> Iterable[Row]:
-    """The static arguments of jax.lax's convolution."""
+    """Return rows on the static arguments of jax.lax's convolution."""
     for name in ("window_strides", "lhs_dilation", "rhs_dilation"):
         for value in ((), (2,), (2, 2, 2), (0, 2), (-2, 2), 2, "22"):
             yield row(CG, {name: value}, V, name, INTS, "")
@@ -103,7 +103,7 @@ def general_windows() -> Iterable[Row]:
 
 
 def general_operands() -> Iterable[Row]:
-    """What jax.lax's convolution is to work on."""
+    """Return rows on the operands of jax.lax's convolution."""
     for name, good in (("lhs", X), ("rhs", W)):
         for dtype in (F, I32, I16):
             yield row(CG, {name: of(dtype, *good.shape)}, T, name, "dtype int8, uint8, int4", np.dtype(dtype).name)
@@ -131,7 +131,7 @@ def general_operands() -> Iterable[Row]:
 
 
 def dimension_numbers() -> Iterable[Row]:
-    """Those of a contraction, and the zero points that go with them."""
+    """Return rows on the dimension numbers of a contraction, and on its zero points."""
     for name, shape in (("lhs", (4, 6)), ("rhs", (6, 5))):
         for dtype in (F, I32, I16):
             yield row(DG, {name: of(dtype, *shape)}, T, name, "dtype int8, uint8, int4", np.dtype(dtype).name)

@@ -1,4 +1,4 @@
-"""The cases of the operators that work element by element: quantize, dequantize, dynamic quantize, fake quantize."""
+"""The cases of the element-wise operators: quantize, dequantize, dynamic quantize and fake quantize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTEGERS = tuple(onnx_text.BOUNDS)
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A granularity: ONNX's attributes and the shape of the scale for an x of SHAPE."""
+    """A granularity: ONNX's attributes, and the shape of the scale for an x of SHAPE."""
 
     name: str
     scale: tuple[int, ...]
@@ -39,7 +39,7 @@ LAYOUTS = (
 
 
 def draw_floats(x_dtype: np.dtype, scale_dtype: np.dtype, name: str, layout: Layout) -> Callable[..., Arrays]:
-    """Draws (x, scale, zero_point) batches with x on and beside the ties of its own scale."""
+    """Return a function that samples batches of (x, scale, zero_point), with x at and next to ties of its scale."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         scale = inputs.scales(rng, (BATCH, *layout.scale), scale_dtype)
@@ -49,7 +49,7 @@ def draw_floats(x_dtype: np.dtype, scale_dtype: np.dtype, name: str, layout: Lay
             wide = onnx_text.expand(s, SHAPE, layout.axis, layout.block)
             steps = onnx_text.expand(z, SHAPE, layout.axis, layout.block)
             xs.append(inputs.near_ties(rng, wide, steps.astype(np.int64), onnx_text.BOUNDS[name], x_dtype))
-        # The first scale serves the whole batch under some transforms: half of each x sits on its ties.
+        # Some transforms use the first scale for the whole batch, so half of each x is at its ties.
         wide = onnx_text.expand(scale[0], SHAPE, layout.axis, layout.block)
         steps = onnx_text.expand(point[0], SHAPE, layout.axis, layout.block)
         other = inputs.near_ties(rng, wide, steps.astype(np.int64), onnx_text.BOUNDS[name], x_dtype)
@@ -60,7 +60,7 @@ def draw_floats(x_dtype: np.dtype, scale_dtype: np.dtype, name: str, layout: Lay
 
 
 def trusted(x: np.ndarray, scale: np.ndarray, name: str, layout: Layout) -> np.ndarray:
-    """Where ONNX Runtime's QuantizeLinear is itself right.
+    """Return where ONNX Runtime's QuantizeLinear is correct.
 
     It converts to int32 before it clips for float16, for 2 bits, for an odd last element of 4 bits and for blocks
     off the last axis; beyond int32, infinities and NaN included, its answer there is an accident.
@@ -74,7 +74,7 @@ def trusted(x: np.ndarray, scale: np.ndarray, name: str, layout: Layout) -> np.n
 
 
 def quantize_cases() -> Iterator[Case]:
-    """QuantizeLinear of float32 to every integer dtype: ONNX Runtime."""
+    """Yield cases of QuantizeLinear from float32 to all integer dtypes: ONNX Runtime."""
     for name in INTEGERS:
         for layout in LAYOUTS:
             keywords: dict[str, Any] = {"axis": layout.axis, "block_size": layout.block}
@@ -95,7 +95,7 @@ def quantize_cases() -> Iterator[Case]:
 
 
 def half_cases() -> Iterator[Case]:
-    """QuantizeLinear of 16-bit floats and int32: the text; and with precision=float32 ONNX Runtime's float16."""
+    """Yield cases of QuantizeLinear from 16-bit floats and int32: the text, and ONNX Runtime for precision=float32."""
     half, brain = onnx_text.dtype("float16"), onnx_text.dtype("bfloat16")
     layout = LAYOUTS[1]
     for name in ("int8", "uint8", "int4", "uint16"):
@@ -125,7 +125,7 @@ def half_cases() -> Iterator[Case]:
 
 
 def mixed_cases() -> Iterator[Case]:
-    """float32 x with another scale dtype or precision: the division is done in that one."""
+    """Yield cases of float32 x with another dtype of the scale or another precision, in which the division is done."""
     half, brain, single = onnx_text.dtype("float16"), onnx_text.dtype("bfloat16"), np.dtype(np.float32)
     for scale, precision in ((half, None), (brain, None), (single, half), (single, brain), (brain, single)):
 
@@ -141,7 +141,7 @@ def mixed_cases() -> Iterator[Case]:
 
 
 def int32_cases() -> Iterator[Case]:
-    """QuantizeLinear of int32: divided in float32, or exactly by an int32 scale."""
+    """Yield cases of QuantizeLinear from int32: divided in float32, or exactly by an int32 scale."""
     for scale_dtype in (np.float32, np.int32):
 
         def draw(rng: np.random.Generator, scale_dtype=scale_dtype) -> Arrays:
@@ -164,7 +164,7 @@ def int32_cases() -> Iterator[Case]:
 
 
 def draw_small_floats(name: str, layout: Layout) -> Callable[..., Arrays]:
-    """Draws x beside the ties of a float8 or float4 dtype: half way between two neighbours, and beyond the last."""
+    """Return a function that samples x next to ties of a float8 or float4 dtype, and beyond its last value."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         target = onnx_text.dtype(name)
@@ -172,7 +172,7 @@ def draw_small_floats(name: str, layout: Layout) -> Callable[..., Arrays]:
         values = np.unique(codes[np.isfinite(codes)])
         middle = (values[1:] + values[:-1]) / 2
         beyond = values[-1] + np.array([-1, 0.25, 0.5, 0.75, 1, 2]) * (values[-1] - values[-2])
-        # The sign that a NaN leaves on float4's zero says nothing: one sign of NaN there.
+        # float4 maps NaN to a zero with an unspecified sign, so only one sign of NaN is used.
         extremes = [e for e in inputs.EXTREMES if not (np.isnan(e) and np.signbit(e) and target.itemsize == 1)]
         pool = np.concatenate([values, middle, beyond, -beyond, np.asarray(extremes)]).astype(np.float32)
         scale = np.exp2(rng.integers(-3, 4, (BATCH, *layout.scale))).astype(np.float32)
@@ -182,14 +182,14 @@ def draw_small_floats(name: str, layout: Layout) -> Callable[..., Arrays]:
             near = np.where(rng.random(picked.shape) < 0.5, picked, moved)
             own = np.stack([onnx_text.expand(s, SHAPE, layout.axis, layout.block) for s in scale])
             x = (near * np.where(rng.random(picked.shape) < 0.5, own, own[:1])).astype(np.float32)
-        # Subnormal float32 is what XLA:CPU flushes; the promise is about normal numbers.
+        # XLA:CPU flushes subnormal float32 numbers to 0. Bit equality is promised for normal numbers.
         return np.where(np.abs(x) < 1e-30, np.float32(0), x), scale
 
     return draw
 
 
 def small_float_cases() -> Iterator[Case]:
-    """QuantizeLinear to float8 and float4: onnx's reference."""
+    """Yield cases of QuantizeLinear to float8 and float4: onnx's reference implementation."""
     for name in (*onnx_text.FLOAT8, "float4_e2m1fn"):
         for layout in (LAYOUTS[0], LAYOUTS[3]):
             for saturate in (True, False) if name in onnx_text.FLOAT8 else (True,):
@@ -210,7 +210,7 @@ def small_float_cases() -> Iterator[Case]:
 
 
 def power_cases() -> Iterator[Case]:
-    """float8_e8m0fnu scales, which are powers of two: the text."""
+    """Yield cases of float8_e8m0fnu scales, which are powers of two: the text."""
     power = onnx_text.dtype("float8_e8m0fnu")
 
     def draw(rng: np.random.Generator) -> Arrays:
@@ -244,7 +244,7 @@ def power_cases() -> Iterator[Case]:
 
 
 def draw_codes(name: str, scale_dtype: np.dtype, layout: Layout) -> Callable[..., Arrays]:
-    """Draws codes over the whole dtype with scales and zero points."""
+    """Return a function that samples codes from the whole dtype, with scales and zero points."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         scale = inputs.scales(rng, (BATCH, *layout.scale), scale_dtype)
@@ -261,7 +261,7 @@ def draw_codes(name: str, scale_dtype: np.dtype, layout: Layout) -> Callable[...
 
 
 def dequantize_cases() -> Iterator[Case]:
-    """DequantizeLinear: ONNX Runtime for float32 and float16, the text where it has no kernel."""
+    """Yield cases of DequantizeLinear: ONNX Runtime for float32 and float16, the text if it has no kernel."""
     half, brain, single = onnx_text.dtype("float16"), onnx_text.dtype("bfloat16"), np.dtype(np.float32)
     for name in (*INTEGERS, "int32", *onnx_text.FLOAT8, "float4_e2m1fn"):
         for layout, scale_dtype in (
@@ -291,7 +291,7 @@ def dequantize_cases() -> Iterator[Case]:
 
 
 def draw_ranges(shape: tuple[int, ...]) -> Callable[[np.random.Generator], Arrays]:
-    """Draws float32 of many ranges: two-sided, one-sided, narrow, shifted, on the ties of their own scale."""
+    """Sample float32 with two-sided, one-sided, narrow and shifted ranges, at the ties of their scale."""
 
     def draw(rng: np.random.Generator) -> Arrays:
         batches = []
@@ -309,7 +309,7 @@ def draw_ranges(shape: tuple[int, ...]) -> Callable[[np.random.Generator], Array
 
 
 def dynamic_cases() -> Iterator[Case]:
-    """DynamicQuantizeLinear: ONNX Runtime for uint8, the text for int8 and for a scale per slice."""
+    """Yield cases of DynamicQuantizeLinear: ONNX Runtime for uint8, the text for int8 and for a scale per slice."""
 
     def whole(x):
         y = {"y": np.uint8, "s": np.float32, "z": np.uint8}
@@ -346,7 +346,7 @@ def dynamic_cases() -> Iterator[Case]:
 
 
 def fake_cases() -> Iterator[Case]:
-    """The fake-quantize operators: the two operators one after the other, in numpy."""
+    """Yield cases of the fake-quantize operators: quantization followed by dequantization, in numpy."""
     single = np.dtype(np.float32)
     for name in ("int8", "uint4", "uint16"):
         for layout in (LAYOUTS[0], LAYOUTS[3]):
@@ -380,7 +380,7 @@ def fake_cases() -> Iterator[Case]:
 
 
 def elementwise_cases() -> Iterator[Case]:
-    """Every case of the ONNX operators that work element by element."""
+    """Return all cases of the element-wise ONNX operators."""
     makers = (quantize_cases, half_cases, small_float_cases, power_cases, dequantize_cases, dynamic_cases, fake_cases)
     for maker in makers:
         yield from maker()

@@ -1,4 +1,4 @@
-"""The dtypes and granularities of the gradient rules, problems for them, and how their cotangents are compared."""
+"""Dtypes, granularities and problems for the gradient rules, and the comparison of their cotangents."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spec_of(case: str) -> jq.QuantSpec:
 
 
 class Drawn(NamedTuple):
-    """A problem, and the same as the oracle wants it. `learned` rounds to `point`; both None where it is fixed."""
+    """A problem, also in the oracle's form. `learned` rounds to `point`; both are None if the zero point is fixed."""
 
     x: np.ndarray
     scale: np.ndarray
@@ -57,7 +57,7 @@ class Drawn(NamedTuple):
 
 
 def _with_both(x: np.ndarray, scale: np.ndarray, beyond: float) -> np.ndarray:
-    """x with a number first that is in range whatever was drawn, 0, and one that is not."""
+    """Return x with three fixed first elements: one in range, 0, and one out of range."""
     x.flat[0], x.flat[1] = 0, beyond * scale.flat[1]
     return x
 
@@ -67,7 +67,7 @@ def drawn(rng: np.random.Generator, case: str) -> Drawn:
     spec = spec_of(case)
     each = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
     entries = array_text.entries(SHAPE, each)
-    # A power of two puts an end and its neighbours where they should be, exactly.
+    # With a power of two, a bound and its neighbors are exact.
     scale = np.where(
         rng.random(entries) < 0.5, np.exp2(rng.integers(-9, 3, entries)), inputs.scales(rng, entries, np.dtype(F32))
     )
@@ -76,7 +76,7 @@ def drawn(rng: np.random.Generator, case: str) -> Drawn:
     point = learned = steps = None
     if not spec.symmetric:
         low, high = (int(b) for b in spec.bounds)
-        # LSQ's gradient scale has no value where the zero point is the largest code.
+        # LSQ's gradient scale is undefined if the zero point is the largest code.
         point = np.clip(inputs.zero_points(rng, entries, name).astype(np.int64), low, high - 1)
         learned = (point + rng.choice([-0.5, -0.3, 0.0, 0.3, 0.5], entries)).astype(F32)
         learned = np.where(np.clip(np.rint(learned), low, high - 1) == point, learned, point).astype(F32)
@@ -95,13 +95,13 @@ def drawn(rng: np.random.Generator, case: str) -> Drawn:
 
 
 def pull(spec: jq.QuantSpec, rule: Any, x: Any, scale: Any, point: Any, g: Any) -> tuple[Any, Any]:
-    """(y, (dx, ds, dz))."""
+    """Return (y, (dx, ds, dz))."""
     y, back = jax.vjp(lambda x, s, z: jq.fake_quantize(x, spec, s, z, gradient=rule), x, scale, point)
     return y, back(g)
 
 
 def summed(got: Any, terms: np.ndarray, each: array_text.Sizes, of: np.ndarray) -> None:
-    """A float32 sum: right to 16 times half float32's epsilon of the sum of the magnitudes of its terms."""
+    """Check a float32 sum up to 16 times half of float32's epsilon of the sum of the magnitudes of its terms."""
     assert got.shape == of.shape
     assert got.dtype == of.dtype
     tolerance = rules.collected(np.abs(terms), each) * 2.0**-20

@@ -1,4 +1,4 @@
-"""A good call of every public function, by the names of its arguments, for tests that spoil one argument at a time."""
+"""A valid call of each public function, by argument names, for tests that replace one argument by an invalid one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F, U8, I8, I32 = np.float32, np.uint8, np.int8, np.int32
 
 
 class Call(NamedTuple):
-    """A function, good arguments for it, and what kinds of argument they are.
+    """A function, valid arguments for it, and their kinds.
 
     Attributes:
         name: the function's, as its errors give it.
@@ -35,12 +35,12 @@ class Call(NamedTuple):
     dtypes: tuple[str, ...] = ()
 
     def spoiled(self, **changes: Any) -> Any:
-        """Returns the call with other arguments."""
+        """Return the call with other arguments."""
         return self.function(**{**self.arguments, **changes})
 
 
 def ones(dtype: Any, *shape: int) -> Any:
-    """Ones; a numpy scalar where no shape is given."""
+    """Return ones, or a numpy scalar without a shape."""
     return np.ones(shape, dtype)[()]
 
 
@@ -54,7 +54,7 @@ def quantized_einsum(operands_0: Any, operands_1: Any, **statics: Any) -> Any:
 
 
 def calls() -> list[Call]:
-    """The calls; made when they are asked for, since they quantize."""
+    """Return the calls. They quantize, so they are not built on import."""
     return [*elementwise(), *integer_operators(), *over_arrays(), *trained(), *others()]
 
 
@@ -114,7 +114,7 @@ def integer_operators() -> list[Call]:
 
 
 def quantized(dtype: Any, *shape: int, fill: int = 1) -> jq.QuantizedArray:
-    """Codes that are all alike, made without a program."""
+    """Return a quantized array with equal codes, without compiling a program."""
     return jq.QuantizedArray(np.full(shape, fill, dtype), np.full((1,) * len(shape), 0.5, F))
 
 
@@ -162,7 +162,7 @@ def trained() -> list[Call]:
 
 
 def calibrator(factory: Any) -> Any:
-    """`update` by the names of its arguments, from a state of nothing."""
+    """Call `update` by the names of its arguments, with an empty state."""
     spec = jq.QuantSpec(I8)
     made = factory(spec, 99.0) if factory is jq.percentile else factory(spec)
     return lambda batch: made.update(made.init(X), batch)
@@ -182,6 +182,6 @@ def others() -> list[Call]:
 
 
 def has(call: Call, argument: str) -> bool:
-    """Whether a function takes an argument of this name."""
+    """Return whether a function has a parameter of this name."""
     function = {einsum: jq.einsum, quantized_einsum: jq.quantized_einsum}.get(call.function, call.function)
     return argument in inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Arrays of every dtype and granularity for `quantize`, and the text that they are held to."""
+"""Arrays of each dtype and granularity for `quantize`, and their comparison with the text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec_of(name: str, granularity: str, **options: Any) -> jq.QuantSpec:
 
 
 def expected(x: np.ndarray, spec: jq.QuantSpec, each: tuple[int, ...]) -> tuple[Any, Any, np.ndarray]:
-    """(scale, zero point, codes) by the text; of x's rank."""
+    """Return (scale, zero point, codes) by the text, of x's rank."""
     name, narrow = spec.dtype.name, bool(spec.narrow_range)
     low, high = array_text.extremes(x, each)
     scale, point = array_text.parameters(
@@ -43,8 +43,8 @@ def expected(x: np.ndarray, spec: jq.QuantSpec, each: tuple[int, ...]) -> tuple[
 def drawn(
     rng: np.random.Generator, spec: jq.QuantSpec, granularity: str, dtype: Any = F32, lead: int = 0
 ) -> np.ndarray:
-    """Values whose range is known, so that most of them can be put on ties and beside them. Some slices are zeros,
-    some hold an infinity or a NaN."""
+    """Return values with a known range, so that most of them can be at or next to ties. Some slices are zeros, and
+    some contain an infinity or a NaN."""
     shape = (lead, *SHAPE) if lead else SHAPE
     kind = GRANULARITIES[granularity][1]
     if lead and kind[0] != "tensor":
@@ -79,7 +79,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def agrees(q: jq.QuantizedArray, x: np.ndarray, spec: jq.QuantSpec, granularity: str) -> np.ndarray:
-    """Holds an array to the text, and returns what it stands for by the text."""
+    """Compare an array with the text, and return the values that it represents by the text."""
     each = array_text.sizes(x.shape, GRANULARITIES[granularity][1])
     scale, point, codes = expected(x, spec, each)
     same(q.scale, scale)

@@ -1,7 +1,7 @@
-"""Problems on which float32 rounds nothing, so that two ways to a gradient must agree to the last bit.
+"""Problems without rounding in float32, so that two ways to compute a gradient must agree bit for bit.
 
-Scales are powers of two, x lies on quarters of a step (ties and both ends among them, and beyond), cotangents are small
-whole numbers: every product and every sum is a whole number of some power of two, below 2**24 of it.
+Scales are powers of two, x is at multiples of a quarter step (including ties, bounds, and numbers out of range), and
+cotangents are small integers. So each product and each sum is a multiple of a power of two, below 2**24 times it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def key(rng: np.random.Generator) -> jax.Array:
 
 
 def quarters(rng: np.random.Generator, spec: jq.QuantSpec, scale: Any, point: int, shape: tuple[int, ...]) -> Any:
-    """x on quarters of a step, one in eight at an end of the codes or up to three quarters off it, or two steps out."""
+    """Sample x at quarter steps, one in eight at or near a bound of the codes or two steps out of range."""
     low, high = (int(b) - point for b in spec.bounds)
     inner = rng.integers(4 * low, 4 * high + 1, shape) / 4
     at_ends = rng.choice([low, high], shape) + rng.integers(-3, 4, shape) / 4
@@ -34,19 +34,19 @@ def quarters(rng: np.random.Generator, spec: jq.QuantSpec, scale: Any, point: in
 
 
 def whole(rng: np.random.Generator, shape: tuple[int, ...], most: int = 2) -> Any:
-    """Cotangents."""
+    """Sample cotangents."""
     return rng.integers(-most, most + 1, shape).astype(F32)
 
 
 def faked(quantizer: jq.Quantizer | None, x: Any) -> Any:
-    """What one operand stands for, with the gradient of `fake_quantize`."""
+    """Return the values that one operand represents, with the gradient of `fake_quantize`."""
     return x if quantizer is None else quantizer(x)
 
 
 def both_ways(
     quantized: Callable[..., Any], floats: Callable[..., Any], xs: Sequence[Any], quantizers: Sequence[Any], g: Any
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """(y, cotangents) of `quantized(*xs, *quantizers)`, and of `floats` of the fake-quantized operands."""
+    """Return (y, cotangents) of `quantized(*xs, *quantizers)`, and of `floats` of the fake-quantized operands."""
     parts = [None if q is None else jax.tree.flatten(q) for q in quantizers]
     leaves = [[] if p is None else p[0] for p in parts]
 
@@ -67,7 +67,7 @@ def both_ways(
 
 
 def same(got: Any, want: Any) -> None:
-    """Every leaf: dtype, shape and bits, but for the sign of a 0. Cotangents of integers and keys are float0."""
+    """Compare dtypes, shapes and bits, except the sign of 0. Integers and keys have float0 cotangents."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -76,7 +76,7 @@ def same(got: Any, want: Any) -> None:
 
 
 def rules(rng: np.random.Generator) -> dict[str, Any]:
-    """Every rule, those that draw with a key of their own."""
+    """Return all rules. Each rule that samples has its own key."""
     return {
         "straight": jq.StraightThrough(),
         "identity": jq.StraightThrough(clip=False),

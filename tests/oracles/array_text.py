@@ -1,4 +1,4 @@
-"""Scales, zero points and codes under a spec in numpy, written from the text of `quantize`. Never imports jaxquant."""
+"""Scales, zero points and codes for a spec in numpy, written from the docstring of `quantize`, without jaxquant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sizes = tuple[int, ...]
 
 
 def sizes(shape: tuple[int, ...], granularity: tuple[Any, ...]) -> Sizes:
-    """How many indices of each dimension share an entry, of ("tensor",), ("axis", axes) or ("blocked", axes, size)."""
+    """Return how many indices per dimension share an entry: ("tensor",), ("axis", axes) or ("blocked", axes, size)."""
     kind, *rest = granularity
     axes = {a % len(shape) for a in rest[0]} if rest else set()
     if kind == "blocked":
@@ -26,19 +26,19 @@ def sizes(shape: tuple[int, ...], granularity: tuple[Any, ...]) -> Sizes:
 
 
 def entries(shape: tuple[int, ...], each: Sizes, shared: bool = True) -> tuple[int, ...]:
-    """The shape of a scale. A dimension of 0 has one entry where it is shared, else none."""
+    """Return the shape of a scale. A dimension of length 0 has one entry if it is shared, and otherwise none."""
     return tuple(-(-n // size) if n or not shared else 1 for n, size in zip(shape, each, strict=True))
 
 
 def spread(part: np.ndarray, each: Sizes, shape: tuple[int, ...]) -> np.ndarray:
-    """A part with every entry repeated as often as it is shared."""
+    """Return a scale or zero point with each entry repeated as often as it is shared."""
     for axis, size in enumerate(each):
         part = np.repeat(part, size, axis=axis)
     return part[tuple(slice(n) for n in shape)]
 
 
 def aligned(part: np.ndarray, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
-    """A part of x's rank in x's shape, by what the shapes say."""
+    """Return a scale or zero point of x's rank expanded to x's shape. The shapes determine the repetitions."""
     for axis, n in enumerate(shape):
         if part.shape[axis] == 1:
             picked = np.zeros(n, np.int64)
@@ -51,7 +51,7 @@ def aligned(part: np.ndarray, shape: tuple[int, ...], block_size: int | None) ->
 
 
 def extremes(x: np.ndarray, each: Sizes) -> tuple[np.ndarray, np.ndarray]:
-    """(min(x, 0), max(x, 0)) of every box of `each` indices, float32; NaN where there is one."""
+    """Return (min(x, 0), max(x, 0)) of each box of `each` indices in float32, and NaN for a box with a NaN."""
     x = x.astype(F32)
     counts = tuple(-(-n // size) for n, size in zip(x.shape, each, strict=True))
     x = np.pad(x, [(0, c * s - n) for c, s, n in zip(counts, each, x.shape, strict=True)])  # 0 is in every range
@@ -62,14 +62,14 @@ def extremes(x: np.ndarray, each: Sizes) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _grid(name: str) -> np.ndarray:
-    """Every positive finite value of a 16-bit float dtype, ascending, as float64."""
-    with np.errstate(invalid="ignore"):  # signalling NaN are among these patterns; they are left out below
+    """Return all positive finite values of a 16-bit float dtype in ascending order, as float64."""
+    with np.errstate(invalid="ignore"):  # the patterns include signaling NaN, which are removed below
         values = np.arange(2**15, dtype=np.uint16).view(onnx_text.dtype(name)).astype(np.float64)
     return np.unique(values[np.isfinite(values) & (values > 0)])
 
 
 def held(scale: np.ndarray, name: str, power_of_two: bool) -> np.ndarray:
-    """The least value of a scale dtype that is not below a float32 scale; the largest where there is none."""
+    """Return the least value of a scale dtype that is at least a float32 scale, or else the largest value."""
     wide = scale.astype(np.float64)
     finite = np.isfinite(wide)
     if power_of_two or name == "float8_e8m0fnu":
@@ -86,18 +86,18 @@ def held(scale: np.ndarray, name: str, power_of_two: bool) -> np.ndarray:
 
 
 def bounds(name: str, narrow: bool) -> tuple[int, int]:
-    """(qmin, qmax) of an integer dtype."""
+    """Return (qmin, qmax) of an integer dtype."""
     low, high = onnx_text.BOUNDS[name]
     return low + narrow, high
 
 
 def fixed_point(name: str) -> int:
-    """The zero point of a symmetric integer dtype."""
+    """Return the zero point of a symmetric integer dtype."""
     return 0 if onnx_text.BOUNDS[name][0] < 0 else 2 ** (int(name[4:]) - 1)
 
 
 def guarded(scale: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """1 for a range of 0, a normal number for any other, NaN for a NaN."""
+    """Return 1 for a range of 0, NaN for a NaN, and a normal number for other ranges."""
     scale = np.where((low == 0) & (high == 0), F32(1), np.maximum(scale, TINY))
     return np.where(np.isnan(low) | np.isnan(high), F32(np.nan), scale).astype(F32)
 
@@ -106,7 +106,7 @@ def parameters(
     low: np.ndarray, high: np.ndarray, name: str, symmetric: bool, narrow: bool, scale: str = "float32",
     power_of_two: bool = False, levels: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
-    """(scale, zero point as int64 or None) of float32 ranges that hold 0, one entry each."""
+    """Return (scale, zero point as int64 or None) for float32 ranges that contain 0."""
     with np.errstate(all="ignore"):
         if name not in onnx_text.BOUNDS:
             largest = F32(levels or float(ml_dtypes.finfo(onnx_text.dtype(name)).max))
@@ -122,27 +122,27 @@ def parameters(
 
 
 def zero_points(low: np.ndarray, scale: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
-    """round(saturate(qmin - low / scale)), float32; NaN goes to qmax as in ONNX Runtime."""
+    """Return round(saturate(qmin - low / scale)) in float32. NaN becomes qmax, as in ONNX Runtime."""
     with np.errstate(all="ignore"):
         start = F32(limits[0]) - low / scale.astype(F32)
         return np.where(np.isnan(start), limits[1], np.rint(np.clip(start, *limits))).astype(np.int64)
 
 
 def codes(x: np.ndarray, scale: np.ndarray, point: Any, name: str, narrow: bool) -> np.ndarray:
-    """The codes of x under a scale and a zero point of its shape."""
+    """Return the codes of x for a scale and a zero point of its shape."""
     value = onnx_text.quotient(x, scale.astype(F32), np.dtype(F32))
     if name in onnx_text.BOUNDS:
         steps = 0 if point is None else point.astype(np.int64)
         return onnx_text.codes(value, steps, bounds(name, narrow)).astype(np.int64).astype(onnx_text.dtype(name))
     largest = float(ml_dtypes.finfo(onnx_text.dtype(name)).max)
     if name.startswith("float4"):
-        value = np.where(np.isnan(value), -0.0, value)  # it has no NaN
+        value = np.where(np.isnan(value), -0.0, value)  # float4 has no NaN
     with np.errstate(all="ignore"):
         return np.clip(value, -largest, largest).astype(F32).astype(onnx_text.dtype(name))
 
 
 def values(codes: np.ndarray, scale: np.ndarray, point: np.ndarray | None, out: Any) -> np.ndarray:
-    """(codes - point) * scale, all of one shape: an exact difference, a float32 product, one rounding."""
+    """Return (codes - point) * scale, all of one shape: an exact difference and a float32 product, rounded once."""
     steps = codes.astype(np.int64) if codes.dtype.kind in "iu" or codes.dtype.name in onnx_text.BOUNDS else codes
     steps = steps if point is None else steps - point.astype(np.int64)
     with np.errstate(all="ignore"):
@@ -150,6 +150,6 @@ def values(codes: np.ndarray, scale: np.ndarray, point: np.ndarray | None, out: 
 
 
 def nearest_level(value: np.ndarray, levels: tuple[float, ...]) -> np.ndarray:
-    """The index of the nearest entry of a table; the lower one half way between two; 0 for NaN."""
+    """Return the index of the nearest entry of a table: the lower one of two at equal distance, 0 for NaN."""
     middles = np.array([(a + b) / 2 for a, b in itertools.pairwise(levels)])
     return (value.astype(np.float64)[..., None] > middles).sum(-1)

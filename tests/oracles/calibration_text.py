@@ -1,4 +1,4 @@
-"""What the calibrators compute, in numpy over the whole data, written from the definitions. Never imports jaxquant."""
+"""The calibrators in numpy on the whole data, written from the definitions, without importing jaxquant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAST_EXPONENT = -100
 
 
 def histogram(x: np.ndarray, bins: int) -> tuple[int, np.ndarray, int]:
-    """(exponent, counts, zeros): the bins over [-2**exponent, 2**exponent), those below 0 the mirror of those above."""
+    """Return (exponent, counts, zeros): bins over [-2**exponent, 2**exponent), symmetric about 0."""
     x = x.astype(np.float64).ravel()
     zeros = int((x == 0).sum())
     x = x[x != 0]
@@ -26,7 +26,7 @@ def width(exponent: int, bins: int) -> float:
 
 
 def parameters(kind: str, low: float, high: float) -> tuple[np.float32, float]:
-    """The float32 scale and the zero point of a range, as `quantize` documents them; kinds are those of `rounded`."""
+    """Return the float32 scale and the zero point of a range, as documented in `quantize`, for a kind of `rounded`."""
     low32, high32 = np.float32(min(low, 0)), np.float32(max(high, 0))
     if kind == "uint8":
         scale = np.float32((high32 - low32) / np.float32(255))
@@ -36,7 +36,7 @@ def parameters(kind: str, low: float, high: float) -> tuple[np.float32, float]:
 
 
 def rounded(kind: str, steps: np.ndarray, point: float, levels: np.ndarray | None = None) -> np.ndarray:
-    """The nearest code to each of float32 steps, as steps."""
+    """Return the nearest code to each number of float32 steps, in steps."""
     if kind in ("int8", "int4", "uint8"):
         low, high = {"int8": (-127, 127), "int4": (-7, 7), "uint8": (0, 255)}[kind]
         return np.clip(np.rint(steps) + point, low, high) - point
@@ -48,7 +48,7 @@ def rounded(kind: str, steps: np.ndarray, point: float, levels: np.ndarray | Non
 
 
 def squared_error(kind: str, x: np.ndarray, low: float, high: float, levels: np.ndarray | None = None) -> float:
-    """The mean of (x - x_q)**2 over all of x, in float64."""
+    """Return the mean of (x - x_q)**2 over x in float64."""
     scale, point = parameters(kind, low, high)
     steps = (x.astype(np.float32) / scale).astype(np.float32)
     back = rounded(kind, steps, point, levels) * np.float64(scale)
@@ -56,7 +56,7 @@ def squared_error(kind: str, x: np.ndarray, low: float, high: float, levels: np.
 
 
 def least_error(kind: str, x: np.ndarray, grid: int, levels: np.ndarray | None = None) -> tuple[int, np.ndarray]:
-    """Which share of the whole range has the least error, by trying each on all the data; and all the errors."""
+    """Return the fraction of the range with the least error on all data, and the errors of all fractions."""
     low, high = min(x.min(), 0), max(x.max(), 0)
     errors = []
     for i in range(1, grid + 1):
@@ -71,7 +71,7 @@ def least_error(kind: str, x: np.ndarray, grid: int, levels: np.ndarray | None =
 
 
 def divergence(counts: np.ndarray, start: int, end: int, levels: int) -> float:
-    """KL(P || Q) of the bins from `start` to before `end`, run by run, in float64."""
+    """Return KL(P || Q) of the bins from `start` up to `end` in float64, run by run."""
     kept = counts[start:end].astype(np.float64)
     p = kept.copy()
     p[0] += counts[:start].sum()
@@ -96,7 +96,7 @@ def smoothed(counts: np.ndarray) -> np.ndarray:
 
 
 def least_divergence(counts: np.ndarray, levels: int, symmetric: bool) -> tuple[int, dict[int, float]]:
-    """How many bins a range reaches to either side of 0 that has the least divergence; and all of them."""
+    """Return how many bins on each side of 0 the range with the least divergence has, and all divergences."""
     half = len(counts) // 2
     if symmetric:
         counts = counts[half:] + counts[:half][::-1]

@@ -1,6 +1,6 @@
-"""Integer contractions in numpy, from their definitions: int64 sums, wrapped at the end. Never imports jaxquant or jax.
+"""Integer contractions in numpy, written from their definitions with int64 sums, without importing jaxquant or jax.
 
-2 * 255 * 255 * K stays far below 2**63, so an int64 sum is the exact one.
+Sums are wrapped to int32 at the end. 2 * 255 * 255 * K is far below 2**63, so int64 sums are exact.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def wrap(total: np.ndarray) -> np.ndarray:
-    """int64 modulo 2**32, as int32."""
+    """Return int64 numbers modulo 2**32 as int32."""
     return (np.asarray(total, np.int64) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
 
 
 def steps(x: np.ndarray, zero_point: np.ndarray | None) -> np.ndarray:
-    """x - zero_point in int64; the zero point broadcasts as it is."""
+    """Return x - zero_point in int64. The zero point broadcasts unchanged."""
     wide = np.asarray(x).astype(np.int64)
     return wide if zero_point is None else wide - np.asarray(zero_point).astype(np.int64)
 
 
 def single(value: Any) -> np.ndarray:
-    """A scale of any float dtype as float32."""
+    """Return a scale of any float dtype as float32."""
     return np.asarray(value).astype(np.float32)
 
 
 def per_row(value: Any) -> np.ndarray:
-    """A scalar, [1], [M] or [..., M, 1] parameter beside [..., M, anything]."""
+    """Return a scalar, [1], [M] or [..., M, 1] parameter in a shape that broadcasts with [..., M, anything]."""
     value = np.asarray(value)
     if value.ndim == 1:
         return value.reshape(()) if value.size == 1 else value[:, None]
@@ -42,7 +42,7 @@ def per_row(value: Any) -> np.ndarray:
 
 
 def per_column(value: Any) -> np.ndarray:
-    """A scalar, [1], [N] or [..., 1, N] parameter beside [..., anything, N]."""
+    """Return a scalar, [1], [N] or [..., 1, N] parameter in a shape that broadcasts with [..., anything, N]."""
     value = np.asarray(value)
     return value.reshape(()) if value.ndim == 1 and value.size == 1 else value
 
@@ -56,25 +56,25 @@ def _columns(x: np.ndarray, zero_point: np.ndarray | None) -> np.ndarray:
 
 
 def matmul_integer(a, b, a_zero_point=None, b_zero_point=None) -> np.ndarray:
-    """ONNX MatMulInteger."""
+    """Compute ONNX MatMulInteger."""
     return wrap(np.matmul(_rows(a, a_zero_point), _columns(b, b_zero_point)))
 
 
 def requantize(total: np.ndarray, multiplier: np.ndarray, zero_point: np.ndarray) -> np.ndarray:
-    """clip(rint(float32(total) * multiplier) + zero_point): the product is rounded to float32, then half to even."""
+    """Return clip(rint(float32(total) * multiplier) + zero_point), where the product is rounded to float32 first."""
     product = total.astype(np.float32) * np.asarray(multiplier, np.float32)
     name = zero_point.dtype.name
     return onnx_text.codes(product, zero_point.astype(np.int64), onnx_text.BOUNDS[name]).astype(np.int64).astype(name)
 
 
 def matrices(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """Operands of two dimensions or more, and the axes that the result of 1-D ones has not."""
+    """Return operands with at least two dimensions, and the axes to remove from the result."""
     gone = (*((-2,) if a.ndim == 1 else ()), *((-1,) if b.ndim == 1 else ()))
     return a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b, gone
 
 
 def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point) -> np.ndarray:
-    """ONNX QLinearMatMul over integers and over float8, whose zero points are 0."""
+    """Compute ONNX QLinearMatMul for integers and for float8, whose zero points are 0."""
     a, b, gone = matrices(a, b)
     multiplier = per_row(single(a_scale)) * per_column(single(b_scale)) / per_row(single(y_scale))
     if y_zero_point.dtype.name in onnx_text.FLOAT8:
@@ -85,13 +85,13 @@ def qlinear_matmul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, 
 
 
 def saturated(value: np.ndarray, target: np.dtype) -> np.ndarray:
-    """float32 to float8; what is too large becomes the largest."""
+    """Convert float32 to float8 with saturation."""
     largest = np.float32(ml_dtypes.finfo(target).max)
     return np.clip(value, -largest, largest).astype(target)
 
 
 def matmul_integer_to_float(a, b, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None) -> np.ndarray:
-    """com.microsoft MatMulIntegerToFloat; a b_scale of [blocks, N] has a row for each block of b's rows."""
+    """Compute com.microsoft MatMulIntegerToFloat. A b_scale of [blocks, N] has a row for each block of b's rows."""
     a, b, gone = matrices(a, b)
     scale = np.asarray(b_scale)
     blocks = scale.shape[0] if scale.ndim == 2 else 1
@@ -110,21 +110,21 @@ def matmul_integer_to_float(a, b, a_scale, b_scale, a_zero_point=None, b_zero_po
 
 
 def dynamic_quantize_matmul(a, b, b_scale, b_zero_point=None, bias=None) -> np.ndarray:
-    """com.microsoft DynamicQuantizeMatMul: one uint8 scale and zero point for the whole of a."""
+    """Compute com.microsoft DynamicQuantizeMatMul, with one scale and one uint8 zero point for all of a."""
     codes, scale, point = onnx_text.dynamic_quantize_linear(a)
     quantized, point = codes.astype(np.uint8), np.uint8(point)
     return matmul_integer_to_float(quantized, b, np.float32(scale), b_scale, np.asarray(point), b_zero_point, bias)
 
 
 def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The codes in the bytes of the last axis, low bits first."""
+    """Return the codes in the bytes of the last axis, the low bits first."""
     shifts = np.arange(0, 8, bits)
     codes = (packed[..., None].astype(np.int64) >> shifts) & (2**bits - 1)
     return codes.reshape(*packed.shape[:-1], -1)
 
 
 def nbits_weights(b, scales, zero_points, K: int, N: int, bits: int, block_size: int) -> np.ndarray:
-    """The float64 weights [N, K] of com.microsoft MatMulNBits."""
+    """Return the float64 weights [N, K] of com.microsoft MatMulNBits."""
     blocks = -(-K // block_size)
     codes = unpack(b, bits).reshape(N, blocks, block_size)
     points = np.full((N, blocks), 2 ** (bits - 1), np.int64)
@@ -135,14 +135,14 @@ def nbits_weights(b, scales, zero_points, K: int, N: int, bits: int, block_size:
 
 
 def matmul_nbits(a, b, scales, zero_points=None, bias=None, *, K, N, bits=4, block_size=32) -> np.ndarray:
-    """com.microsoft MatMulNBits in float64."""
+    """Compute com.microsoft MatMulNBits in float64."""
     weights = nbits_weights(b, scales, zero_points, K, N, bits, block_size)
     out = a.astype(np.float64) @ weights.T
     return out if bias is None else out + bias.astype(np.float64)
 
 
 def dot_general(lhs, rhs, dimension_numbers, lhs_zero_point=None, rhs_zero_point=None) -> np.ndarray:
-    """jax.lax.dot_general of the differences: batch dimensions, then lhs's free ones, then rhs's."""
+    """Compute jax.lax.dot_general of the differences: batch dimensions, then free ones of lhs, then those of rhs."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
 
     def ordered(
@@ -161,7 +161,7 @@ def dot_general(lhs, rhs, dimension_numbers, lhs_zero_point=None, rhs_zero_point
 
 
 def _spread(x: np.ndarray, dilation: Sequence[int]) -> np.ndarray:
-    """Zeros between the elements of the spatial dimensions."""
+    """Insert zeros between the elements of the spatial dimensions."""
     sizes = [(s - 1) * d + 1 if s else 0 for s, d in zip(x.shape[2:], dilation, strict=True)]
     out = np.zeros((*x.shape[:2], *sizes), x.dtype)
     out[(..., *(slice(None, None, d) for d in dilation))] = x
@@ -169,14 +169,14 @@ def _spread(x: np.ndarray, dilation: Sequence[int]) -> np.ndarray:
 
 
 def _padded(x: np.ndarray, padding: Pairs) -> np.ndarray:
-    """Zeros around the spatial dimensions; a negative padding takes away."""
+    """Pad the spatial dimensions with zeros. A negative padding removes elements."""
     grown = np.pad(x, [(0, 0), (0, 0), *((max(lo, 0), max(hi, 0)) for lo, hi in padding)])
     cuts = (slice(max(-lo, 0), s - max(-hi, 0)) for (lo, hi), s in zip(padding, grown.shape[2:], strict=True))
     return grown[(..., *cuts)]
 
 
 def convolve(x, w, strides, padding: Pairs, x_dilation, w_dilation, groups: int = 1) -> np.ndarray:
-    """int64 correlation of x [N, C, ...] with w [O, C / groups, ...], one kernel position after the other."""
+    """Return the int64 correlation of x [N, C, ...] with w [O, C / groups, ...], added up by kernel position."""
     x = _padded(_spread(x, x_dilation), padding)
     window = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], w_dilation, strict=True)]
     sizes = [max((s - k) // t + 1, 0) for s, k, t in zip(x.shape[2:], window, strides, strict=True)]
@@ -191,7 +191,7 @@ def convolve(x, w, strides, padding: Pairs, x_dilation, w_dilation, groups: int 
 
 
 def onnx_padding(auto_pad: str, pads, sizes, kernel, strides, dilations) -> list[tuple[int, int]]:
-    """What ONNX's auto_pad and pads come to, as (before, after) for each spatial dimension."""
+    """Return the padding that ONNX's auto_pad and pads define, as (before, after) for each spatial dimension."""
     if auto_pad == "VALID" or (auto_pad == "NOTSET" and pads is None):
         return [(0, 0)] * len(sizes)
     if auto_pad == "NOTSET":
@@ -206,7 +206,7 @@ def onnx_padding(auto_pad: str, pads, sizes, kernel, strides, dilations) -> list
 
 
 def conv_integer(x, w, x_zero_point=None, w_zero_point=None, **attributes: Any) -> np.ndarray:
-    """ONNX ConvInteger over any number of spatial dimensions."""
+    """Compute ONNX ConvInteger for any number of spatial dimensions."""
     rank = x.ndim - 2
     ones = [1] * rank
     strides, dilations = (list(attributes.get(name) or ones) for name in ("strides", "dilations"))
@@ -223,7 +223,7 @@ def conv_integer(x, w, x_zero_point=None, w_zero_point=None, **attributes: Any) 
 def qlinear_conv(
     x, x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point, b=None, **attributes: Any
 ) -> np.ndarray:
-    """ONNX QLinearConv: the bias is added to the sum, modulo 2**32."""
+    """Compute ONNX QLinearConv. The bias is added to the sum modulo 2**32."""
     total = conv_integer(x, w, x_zero_point, w_zero_point, **attributes)
     channels = (-1, *[1] * (x.ndim - 2))
     if b is not None:
@@ -235,9 +235,9 @@ def qlinear_conv(
 def conv_general_dilated(
     lhs, rhs, strides, padding, lhs_dilation, rhs_dilation, layouts, groups=1, batch_groups=1, points=(None, None)
 ) -> np.ndarray:
-    """jax.lax.conv_general_dilated of the differences; `layouts` are its three strings, as ("NHWC", "HWIO", "NHWC")."""
+    """Compute jax.lax.conv_general_dilated of the differences, with `layouts` such as ("NHWC", "HWIO", "NHWC")."""
     lhs_spec, rhs_spec, out_spec = layouts
-    spatial = [c for c in rhs_spec if c not in "OI"]  # the order in which strides and the rest are given
+    spatial = [c for c in rhs_spec if c not in "OI"]  # the order of strides, padding and dilations
     x = steps(lhs, points[0]).transpose([lhs_spec.index(c) for c in ("N", "C", *spatial)])
     w = np.asarray(rhs).astype(np.int64).transpose([rhs_spec.index(c) for c in ("O", "I", *spatial)])
     if points[1] is not None:

@@ -1,4 +1,4 @@
-"""The cotangents that the float contractions' docstrings state, in float64 numpy. Never imports jaxquant or jax."""
+"""The cotangents in the docstrings of the float contractions, in float64 numpy, without importing jaxquant or jax."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Array = np.ndarray
 
 
 def collapsed(value: Array, shape: tuple[int, ...]) -> Array:
-    """Sums what a broadcast from `shape` has repeated."""
+    """Sum over the dimensions that broadcasting from `shape` has repeated."""
     value = value.sum(axis=tuple(range(value.ndim - len(shape))))
     axes = tuple(i for i, (n, m) in enumerate(zip(value.shape, shape, strict=True)) if m == 1 != n)
     return value.sum(axis=axes, keepdims=True)
 
 
 def of_columns(terms: Array, shape: tuple[int, ...]) -> Array:
-    """Sums terms of b's shape into a scale's: one, one for each column, or one for each block and column."""
+    """Sum terms of b's shape to a scale's shape: one entry, one per column, or one per block and column."""
     if int(np.prod(shape)) == 1:
         return terms.sum().reshape(shape)
     if len(shape) == 2 and shape[0] > 1 and terms.ndim == 2:
@@ -29,7 +29,7 @@ def of_columns(terms: Array, shape: tuple[int, ...]) -> Array:
 
 
 def of_rows(terms: Array, shape: tuple[int, ...]) -> Array:
-    """Sums terms of a's shape into a scale's: one, or one for each row."""
+    """Sum terms of a's shape to a scale's shape: one entry, or one per row."""
     if int(np.prod(shape)) == 1:
         return terms.sum().reshape(shape)
     by_row = terms.sum(axis=-1, keepdims=True)
@@ -37,7 +37,7 @@ def of_rows(terms: Array, shape: tuple[int, ...]) -> Array:
 
 
 def spread(value: Array, b: Array) -> Array:
-    """A scale or zero point of b in float64, in b's shape, where blocks have their own."""
+    """Return a scale or zero point of b in float64. One with blocks is expanded to b's shape."""
     value = np.asarray(value, np.float64)
     if value.ndim == 2 and b.ndim == 2 and value.shape[0] > 1:
         return np.repeat(value, b.shape[0] // value.shape[0], axis=0)
@@ -45,7 +45,7 @@ def spread(value: Array, b: Array) -> Array:
 
 
 def of_product(steps_a: Array, a_scale: Any, b: Array, b_scale: Array, b_point: Any, g: Array) -> dict[str, Array]:
-    """What y = (steps_a * a_scale) @ ((b - b_point) * b_scale) + bias sends back for g, all as matrices."""
+    """Return the cotangents of y = (steps_a * a_scale) @ ((b - b_point) * b_scale) + bias for g, as matrices."""
     steps_b = b.astype(np.float64) - (0 if b_point is None else spread(b_point, b))
     weights = steps_b * spread(b_scale, b)
     values = steps_a * contraction_text.per_row(np.asarray(a_scale, np.float64))
@@ -62,13 +62,13 @@ def of_product(steps_a: Array, a_scale: Any, b: Array, b_scale: Array, b_point: 
 def sizes_of_product(
     steps_a: Array, a_scale: Any, b: Array, b_scale: Array, b_point: Any, g: Array
 ) -> dict[str, Array]:
-    """The same sums of the magnitudes of what they add up, which is what their rounding goes by."""
+    """Return the same sums with the magnitudes of their terms, to which their rounding errors are proportional."""
     steps_b = b.astype(np.float64) - (0 if b_point is None else spread(b_point, b))
     return of_product(np.abs(steps_a), a_scale, np.abs(steps_b), b_scale, None, np.abs(g))
 
 
 def of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Array]:
-    """The cotangents that the docstring states."""
+    """Return the cotangents that the docstring states."""
     a = arguments["a"].astype(np.float64).reshape(-1, arguments["a"].shape[-1])
     g = g.astype(np.float64).reshape(-1, g.shape[-1])
     scales = arguments["scales"].astype(np.float64).reshape(steps.shape[:2])
@@ -84,6 +84,6 @@ def of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Arr
 
 
 def sizes_of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Array]:
-    """The same sums of the magnitudes of what they add up."""
+    """Return the same sums with the magnitudes of their terms."""
     found = of_nbits({**arguments, "a": np.abs(arguments["a"])}, np.abs(steps), np.abs(g))
     return {name: np.abs(size) for name, size in found.items()}

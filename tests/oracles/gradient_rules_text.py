@@ -1,10 +1,10 @@
-"""What the gradient rules of fake quantization send back, element by element, in numpy from the papers' formulas.
+"""The cotangents of fake quantization for each element, in numpy, written from the papers' formulas.
 
-Never imports jaxquant or jax. With u = x / s the float32 quotient, z the zero point, qmin and qmax the least and the
-largest code and g the cotangent of y, each rule returns (dx, ds, dz): dx as it is, ds and dz to be summed over the
-elements that share a scale or a zero point (`collected`).
+It does not import jaxquant or jax. With the float32 quotient u = x / s, the zero point z, the least and the largest
+code qmin and qmax, and the cotangent g of y, each rule returns (dx, ds, dz). `collected` sums ds and dz over the
+elements that share a scale or a zero point.
 
-All comparisons are exact: u, the codes and the zero points are float64, where no sum of them is rounded.
+All comparisons are exact, because u, the codes and the zero points are float64, in which their sums are not rounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Cotangents = tuple[Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """An x under its scale and its zero point, of x's shape in float64 throughout.
+    """An x with its scale and its zero point, all of x's shape in float64.
 
     u: x / scale. d: the steps that come out, y = d * scale. scale, point: as they are. inside: whether rounding alone
     stays in range. low, high: the ends of d, which are qmin - z and qmax - z. largest: qmax.
@@ -41,7 +41,7 @@ class Steps:
 
 
 def ends(name: str, narrow: bool = False, levels: tuple[float, ...] | None = None) -> tuple[float, float]:
-    """(qmin, qmax) of an integer dtype, of a small float or of a table."""
+    """Return (qmin, qmax) of an integer dtype, a small float or a table."""
     if levels:
         return levels[0], levels[-1]
     if name in onnx_text.BOUNDS:
@@ -54,7 +54,7 @@ def steps(
     x: Array, scale: Array, point: Array | None, name: str, narrow: bool = False,
     levels: tuple[float, ...] | None = None,
 ) -> Steps:  # fmt: skip
-    """Everything of x's shape; `point` holds whole numbers, or is None for 0."""
+    """Return the steps of x. All arguments have x's shape; `point` contains integers, or is None for 0."""
     u = onnx_text.quotient(x, scale.astype(F32), np.dtype(F32))
     z = np.zeros(x.shape) if point is None else point.astype(np.float64)
     least, most = ends(name, narrow, levels)
@@ -67,9 +67,9 @@ def steps(
             d = np.where(np.isnan(q), least, np.clip(q, least, most)) - z
             inside = (least <= q) & (q <= most)
         elif name == "float4_e2m1fn":
-            known = np.where(np.isnan(u), -0.0, u)  # it has no NaN
+            known = np.where(np.isnan(u), -0.0, u)  # float4 has no NaN
             d = np.clip(known, least, most).astype(F32).astype(onnx_text.dtype(name)).astype(np.float64)
-            inside = np.abs(u) < 7  # half way from 6 to the 8 that it would have; a tie goes to that even one
+            inside = np.abs(u) < 7  # halfway from 6 to the next value, 8; a tie rounds to 8, which is even
         else:
             d = np.clip(u, least, most).astype(F32).astype(onnx_text.dtype(name)).astype(np.float64)
             inside = np.isfinite(u.astype(F32).astype(onnx_text.dtype(name)).astype(np.float64))
@@ -77,7 +77,7 @@ def steps(
 
 
 def values(p: Steps, out: np.dtype) -> Array:
-    """y: a float32 product, rounded once to the dtype of x."""
+    """Return y, a float32 product that is rounded once to the dtype of x."""
     with np.errstate(all="ignore"):
         return (p.d.astype(F32) * p.scale.astype(F32)).astype(out)
 
@@ -88,18 +88,18 @@ def _straight(p: Steps, g: Array, m: Array) -> Cotangents:
 
 
 def straight_through(p: Steps, g: Array, clip: bool = True) -> Cotangents:
-    """Jain et al., arXiv 1903.08066, eq. 6 to 8, for the scale itself in place of its logarithm: d - u within the
-    codes, the end beyond them. Without clip the identity everywhere: Bengio et al., arXiv 1308.3432."""
+    """Compute Jain et al., arXiv 1903.08066, eq. 6 to 8, for the scale instead of its logarithm: d - u within the
+    codes, and the bound outside. Without clip it is the identity: Bengio et al., arXiv 1308.3432."""
     return _straight(p, g, p.inside if clip else np.ones(p.u.shape, bool))
 
 
 def stochastic_rounding(p: Steps, g: Array, clip: bool = True) -> Cotangents:
-    """The same, with d as it was drawn, and in range by the number itself and not by what it was rounded to."""
+    """Compute the same with the sampled d. The number itself, not its code, determines whether it is in range."""
     return _straight(p, g, (p.low <= p.u) & (p.u <= p.high) if clip else np.ones(p.u.shape, bool))
 
 
 def lsq(p: Steps, g: Array, elements: Array | int) -> Cotangents:
-    """Esser et al., arXiv 1902.08153: eq. 3 and 5, with QN = -low and QP = high; gradient scale 1 / sqrt(N QP)."""
+    """Compute Esser et al., arXiv 1902.08153, eq. 3 and 5, with QN = -low, QP = high, gradient scale 1 / sqrt(N QP)."""
     m = (p.low < p.u) & (p.u < p.high)
     with np.errstate(all="ignore"):
         ds = np.where(p.u <= p.low, p.low, np.where(p.u >= p.high, p.high, p.d - p.u))
@@ -107,20 +107,22 @@ def lsq(p: Steps, g: Array, elements: Array | int) -> Cotangents:
 
 
 def lsq_plus(p: Steps, g: Array, elements: Array | int) -> Cotangents:
-    """Bhalgat et al., arXiv 2004.09576, eq. 4 and 5, where beta = -z s: (x - beta) / s is u + z, the offset's
-    cotangent is g beyond the codes and z's is -s times that; ds gains the offset's cotangent times -z."""
+    """Compute Bhalgat et al., arXiv 2004.09576, eq. 4 and 5, where beta = -z s: (x - beta) / s is u + z, the offset's
+    cotangent is g outside the codes, and z's is -s times that. The offset's cotangent times -z is added to ds."""
     m = (p.low < p.u) & (p.u < p.high)
     gain = 1 / np.sqrt(elements * p.largest)
     with np.errstate(all="ignore"):
         of_beta = np.where(m, 0, g)
-        end = np.where(p.u <= p.low, p.low, p.high) + p.point  # the paper's n and p: its cotangent of s at a fixed beta
+        end = (
+            np.where(p.u <= p.low, p.low, p.high) + p.point
+        )  # the paper's n and p, for its cotangent of s at a fixed beta
         ds = np.where(m, g * (p.d - p.u), g * end - of_beta * p.point)
     return np.where(m, g, 0), gain * ds, gain * -of_beta * p.scale
 
 
 def pact(p: Steps, g: Array) -> Cotangents:
-    """Choi et al., arXiv 1805.06085, eq. 1 to 3: y = clip(x, 0, alpha), alpha = high * s. Of signed codes y = clip(x,
-    low * s, high * s), whose lower end moves with s by low."""
+    """Compute Choi et al., arXiv 1805.06085, eq. 1 to 3: y = clip(x, 0, alpha), alpha = high * s. For signed codes,
+    y = clip(x, low * s, high * s), whose lower bound has the derivative low with respect to s."""
     above, below = p.u >= p.high, p.u <= p.low
     signed = p.low < 0
     dx = np.where((p.u < p.high) & np.where(signed, p.u > p.low, p.u >= 0), g, 0)
@@ -128,7 +130,7 @@ def pact(p: Steps, g: Array) -> Cotangents:
 
 
 def collected(terms: Array, each: Sizes) -> Array:
-    """Sums over every box of `each` indices; the last ones may be short."""
+    """Sum over each box of `each` indices. The last boxes may be smaller."""
     counts = tuple(-(-n // size) for n, size in zip(terms.shape, each, strict=True))
     pads = [(0, c * s - n) for c, s, n in zip(counts, each, terms.shape, strict=True)]
     boxes = np.pad(terms, pads).reshape([n for pair in zip(counts, each, strict=True) for n in pair])
@@ -136,12 +138,12 @@ def collected(terms: Array, each: Sizes) -> Array:
 
 
 def sharing(shape: tuple[int, ...], each: Sizes) -> Array:
-    """How many elements share the scale of each element."""
+    """Return for each element how many elements share its scale."""
     return array_text.spread(collected(np.ones(shape), each), each, shape)
 
 
 def _beside(rng: np.random.Generator, x: Array) -> Array:
-    """x, or one float to either side; beside 0 a small one that no processor flushes to it."""
+    """Return x or one of its neighboring floats; for 0, a small number that no processor flushes to 0."""
     side = rng.integers(-1, 2, x.shape)
     near = np.nextafter(x, np.where(side < 0, F32(-np.inf), F32(np.inf)))
     near = np.where(x == 0, side * F32(1e-30), near)
@@ -149,12 +151,12 @@ def _beside(rng: np.random.Generator, x: Array) -> Array:
 
 
 def on_edges(rng: np.random.Generator, scale: Array, point: Array | None, name: str, narrow: bool) -> Array:
-    """float32 numbers at the ends of the codes, half a step from them, at ties within, at 0, and one float to either
-    side of each; the rest anywhere, in range and far out. `scale` and `point` are of x's shape."""
+    """Sample float32 numbers at the bounds of the codes, half a step from them, at ties, at 0, and the floats next to
+    these; the others are anywhere, in range and far outside. `scale` and `point` have x's shape."""
     least, most = ends(name, narrow)
     z = np.zeros(scale.shape) if point is None else point.astype(np.float64)
     places = np.array([least, least, least - 0.5, least + 0.5, most, most, most - 0.5, most + 0.5])
-    if name not in onnx_text.BOUNDS:  # where rounding alone begins to overflow
+    if name not in onnx_text.BOUNDS:  # the smallest number that overflows by rounding
         half = {"float8_e4m3fn": 16.0, "float8_e4m3fnuz": 8.0, "float4_e2m1fn": 1.0}.get(name, 4096.0)
         places = np.array([least, -most - half, most, most + half, most, most - half])
     picked = rng.choice(places, scale.shape) - z
@@ -168,7 +170,7 @@ def on_edges(rng: np.random.Generator, scale: Array, point: Array | None, name: 
 
 
 def table_edges(rng: np.random.Generator, scale: Array, levels: tuple[float, ...]) -> Array:
-    """The same for a table: its entries, the middles between them and one float to either side of each."""
+    """Sample the same for a table: its entries, the midpoints between them, and the floats next to these."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
     picked = rng.choice([*levels, *middles, *[levels[0], levels[-1]] * 6, 2 * levels[0], 2 * levels[-1]], scale.shape)
     x = (picked * scale.astype(np.float64)).astype(F32)

@@ -1,4 +1,4 @@
-"""Runs oneDNN's own quantization ops, as a reference for tests.
+"""Run oneDNN's own quantization ops, as a reference for tests.
 
 Two PyPI packages ship oneDNN's shared library with the C interface of its Graph
 API: ``onednn`` (3.13 and on, with the SYCL runtime, large) and
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 _PACKAGES = ("onednn", "onednn-cpu-gomp")  # The first one that is installed is used.
-# What libdnnl.so and the CPU driver of SYCL link to in the first package, in order of loading.
+# The dependencies of libdnnl.so and of SYCL's CPU driver in the first package, in order of loading.
 _SYCL_LIBRARIES = ("libtbb.so.12", "libintlc.so.5", "libimf.so", "libsvml.so", "libsycl.so.*")
 
 _STATUSES = (
@@ -39,14 +39,14 @@ _STATUSES = (
     "invalid_data_type",
 )
 _OPS = {"Dequantize": 19, "DynamicDequantize": 21, "DynamicQuantize": 22, "Quantize": 49}
-# "bfloat16" is what the package ml_dtypes calls its dtype.
+# "bfloat16" is the name of the dtype of ml_dtypes.
 _DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "int32": 4, "int8": 5, "uint8": 6}
 _FOUR_BIT = {"int8": 11, "uint8": 12}
 _ATTR_SCALES, _ATTR_AXIS, _ATTR_ZPS, _ATTR_GROUP_SHAPE, _ATTR_QTYPE = 0x20, 0x30, 0x4D, 0x4E, 0x85
 _ENGINE_CPU = 1
 _STREAM_IN_ORDER = 1
-# One partition for each op. For a graph of one op the fusing policy comes to the same, but spends
-# milliseconds on matching its patterns.
+# One partition for each op. For a graph of one op the fusing policy gives the same result, but takes
+# milliseconds to match its patterns.
 _POLICY_DEBUG = 2
 _LAYOUT_STRIDED = 2
 _PROPERTY_VARIABLE = 1
@@ -116,7 +116,7 @@ class _LogicalTensor(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Loads the library.
+    """Load the library.
 
     Raises:
         ImportError: no package, or a library that it links to, is missing.
@@ -133,7 +133,7 @@ def _library() -> ctypes.CDLL:
         raise ImportError(f"the package {package} lists no libdnnl.so")
     try:
         if package == "onednn":
-            # The loader would find none of these without LD_LIBRARY_PATH, which can no longer be set.
+            # Without LD_LIBRARY_PATH, which cannot be set any more, the loader does not find these.
             for pattern in _SYCL_LIBRARIES:
                 found = sorted(path.parent.glob(pattern))
                 ctypes.CDLL(str(found[0] if found else pattern), ctypes.RTLD_GLOBAL)
@@ -153,7 +153,7 @@ def _library() -> ctypes.CDLL:
 
 
 def available() -> bool:
-    """Whether oneDNN can be loaded here."""
+    """Return whether oneDNN can be loaded."""
     try:
         _library()
     except ImportError:
@@ -177,7 +177,7 @@ def _call(name: str, *args: Any) -> None:
 
 
 def _owned(stack: contextlib.ExitStack, name: str, *args: Any) -> _Ptr:
-    """Creates an object that lives as long as `stack`."""
+    """Create an object that lives as long as `stack`."""
     handle = _Ptr()
     _call(f"{name}_create", ctypes.byref(handle), *args)
     stack.callback(_call, f"{name}_destroy", handle)
@@ -194,14 +194,14 @@ def _engine_and_stream() -> tuple[_Ptr, _Ptr]:
 
 
 def _pack(array: np.ndarray) -> np.ndarray:
-    """Puts two 4-bit values into each byte, the first in the low half."""
+    """Put two 4-bit values into each byte, the first in the low half."""
     flat = np.pad(array.view(np.uint8).ravel() & 15, (0, array.size % 2))
     packed: np.ndarray = flat[0::2] | flat[1::2] << 4
     return packed
 
 
 def _logical(array: np.ndarray, tensor_id: int, four_bit: bool) -> _LogicalTensor:
-    """Describes `array`, or, if `four_bit`, what `_pack` makes of it."""
+    """Describe `array`, or with `four_bit` the result of `_pack`."""
     dtypes = _FOUR_BIT if four_bit else _DTYPES
     if array.dtype.name not in dtypes or not array.dtype.isnative:
         raise TypeError(f"no oneDNN data type for {array.dtype!r}")
@@ -217,7 +217,7 @@ def _logical(array: np.ndarray, tensor_id: int, four_bit: bool) -> _LogicalTenso
 def _crashes(
     op: str, src: np.ndarray, scales: np.ndarray, zps: np.ndarray | None, qtype: str, four_bit: bool, dst_dtype: Any
 ) -> bool:
-    """Whether oneDNN is known to throw a C++ exception out of its C functions, which ends the process."""
+    """Return whether oneDNN is known to throw a C++ exception from its C functions, which ends the process."""
     if _version_info() < (3, 13):
         dynamic_zps = op.startswith("Dynamic") and zps is not None and scales.size > 1
         return qtype == "per_channel" and (src.size == 0 or dynamic_zps)
@@ -235,7 +235,7 @@ def _crashes(
 def _checked_axis(
     op: str, src: np.ndarray, scales: np.ndarray, qtype: str, axis: int, group_shape: tuple[int, ...] | None
 ) -> int:
-    """Rejects what oneDNN would misread in silence: it reads past the end of too few scales.
+    """Reject arguments that oneDNN would misread silently: it reads past the end if there are too few scales.
 
     Returns:
         The axis, counted from the front: a negative one is among what oneDNN misreads.
@@ -265,7 +265,7 @@ def _set_attr(op: _Ptr, attr: int, values: Any, dtype: type[np.generic]) -> None
 
 
 def _compile(stack: contextlib.ExitStack, engine: _Ptr, op: _Ptr, logicals: list[_LogicalTensor]) -> _Ptr:
-    """Compiles a graph of one op, whose tensors are its inputs and, last, its output."""
+    """Compile a graph of one op. The tensors are its inputs and, last, its output."""
     graph = _owned(stack, "graph_graph", _ENGINE_CPU)
     _call("graph_add_op", graph, op)
     _call("graph_graph_finalize", graph)
@@ -295,7 +295,7 @@ def run(
     group_shape: tuple[int, ...] | None = None,
     four_bit: bool = False,
 ) -> np.ndarray:
-    """Has oneDNN execute one quantization op.
+    """Execute one quantization op in oneDNN.
 
     Only what keeps a call safe is checked here: whether the operands are legal is left to the
     library, whose verdict is what tests ask for.
@@ -333,7 +333,7 @@ def run(
     packed = [four_bit and i != 1 and array.itemsize == 1 for i, array in enumerate(arrays)] + [False]
     arrays.append(np.empty(src.shape, dst_dtype))
     logicals = [_logical(array, i, pack) for i, (array, pack) in enumerate(zip(arrays, packed, strict=True))]
-    # Named until the end, because the library only borrows the memory.
+    # Keep references until the end, because the library only borrows the memory.
     buffers = [_pack(array) if pack else array for array, pack in zip(arrays, packed, strict=True)]
     engine, stream = _engine_and_stream()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""ONNX Runtime and onnx's reference on one operator. Never imports jaxquant."""
+"""Runs of one operator in ONNX Runtime and in onnx's reference implementation, without importing jaxquant."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Optional = Mapping[str, np.ndarray | None]
 
 
 def tensor_type(dtype: Any) -> int:
-    """ONNX's number of a numpy dtype."""
+    """Return ONNX's number for a numpy dtype."""
     return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
 
 def _plain(dtype: Any) -> bool:
-    """Whether ONNX Runtime's Python interface takes and gives this dtype; it has none for 4 bits and float8."""
+    """Return whether ONNX Runtime's Python interface supports this dtype. It does not support 4 bits and float8."""
     return np.dtype(dtype).isbuiltin == 1
 
 
 def present(feeds: Optional) -> dict[str, np.ndarray]:
-    """The inputs that are given."""
+    """Return the inputs that are not None."""
     return {n: np.asarray(a) for n, a in feeds.items() if a is not None}
 
 
 def model(
     op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, domain: str, attributes: Mapping[str, Any]
 ) -> ModelProto:
-    """A model of one operator; an input that is None is left out.
+    """Return a model of one operator. An input that is None is omitted.
 
     An input that cannot be fed is a constant of the model; an output that cannot be fetched goes through a
     DequantizeLinear of scale 1, which keeps every code of 16 bits or fewer as a float32.
@@ -52,7 +52,7 @@ def model(
         nodes,
         op,
         [
-            # MatMulNBits wants to know its bias's shape; the others share one session for all shapes.
+            # MatMulNBits needs the shape of its bias. The others share one session for all shapes.
             helper.make_tensor_value_info(n, tensor_type(a.dtype), a.shape if domain else None)
             for n, a in given.items()
             if _plain(a.dtype)
@@ -81,20 +81,20 @@ def _session(serialized: bytes) -> onnxruntime.InferenceSession:
 def run(
     op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, domain: str = "", **attributes: Any
 ) -> list[np.ndarray]:
-    """Runs one operator in ONNX Runtime: numpy in, numpy out, in the dtypes asked for."""
+    """Run one operator in ONNX Runtime: numpy in, numpy out, in the dtypes asked for."""
     session = _session(model(op, feeds, outputs, opset, domain, attributes).SerializeToString())
     found = session.run(list(outputs), {n: a for n, a in present(feeds).items() if _plain(a.dtype)})
     return [np.asarray(f).astype(d) for f, d in zip(found, outputs.values(), strict=True)]
 
 
 def ask(op: str, args: Sequence[Any], output: Any, domain: str = "", **attributes: Any) -> np.ndarray:
-    """Runs an operator of one output in ONNX Runtime, its inputs in order; None is an input that is left out."""
+    """Run an operator of one output in ONNX Runtime, its inputs in order; None is an input that is left out."""
     feeds = {f"input{i}": None if a is None else np.asarray(a) for i, a in enumerate(args)}
     return run(op, feeds, {"y": output}, 21, domain=domain, **attributes)[0]
 
 
 def reference(op: str, feeds: Arrays, outputs: Mapping[str, Any], opset: int, **attributes: Any) -> list[np.ndarray]:
-    """Runs one operator in onnx's reference implementation."""
+    """Run one operator in onnx's reference implementation."""
     node = helper.make_node(op, list(feeds), list(outputs), **attributes)
     graph = helper.make_graph(
         [node],

@@ -1,4 +1,4 @@
-"""The operators in numpy, written from the specification texts. Never imports jaxquant or jax."""
+"""The operators in numpy, written from the specification texts, without importing jaxquant or jax."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 
 
 def dtype(name: str) -> np.dtype:
-    """The numpy dtype of a name, ml_dtypes' own included."""
+    """Return the numpy dtype of a name, including those of ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 def expand(values: np.ndarray, shape: tuple[int, ...], axis: int, block: int) -> np.ndarray:
-    """ONNX's scalar, 1-D or blocked parameter as an array of x's shape."""
+    """Return ONNX's scalar, 1-D or blocked parameter as an array of x's shape."""
     values = np.asarray(values)
     if block:
         picked = np.arange(shape[axis]) // block
@@ -35,15 +35,15 @@ def expand(values: np.ndarray, shape: tuple[int, ...], axis: int, block: int) ->
 
 
 def quotient(x: np.ndarray, scale: np.ndarray, precision: np.dtype) -> np.ndarray:
-    """x / scale as one operation of the given precision, in float64 (which holds every result exactly)."""
+    """Return x / scale, computed in the given precision, as float64, which represents every result exactly."""
     with np.errstate(all="ignore"):
         wide = x.astype(precision).astype(np.float64) / scale.astype(precision).astype(np.float64)
-        # A float64 quotient of two float32 numbers rounds to float32 as the exact one would (53 >= 2 * 24 + 2).
+        # A float64 quotient of two float32 numbers rounds to the same float32 as the exact quotient (53 >= 2 * 24 + 2).
         return wide.astype(np.float32).astype(precision).astype(np.float64)
 
 
 def codes(value: np.ndarray, zero_point: np.ndarray | int, bounds: tuple[int, int]) -> np.ndarray:
-    """saturate(round_half_even(value) + zero_point); NaN is the lowest code."""
+    """Return saturate(round_half_even(value) + zero_point). NaN becomes the lowest code."""
     low, high = bounds
     with np.errstate(all="ignore"):
         result = np.clip(np.rint(value) + zero_point, low, high)
@@ -51,10 +51,10 @@ def codes(value: np.ndarray, zero_point: np.ndarray | int, bounds: tuple[int, in
 
 
 def quantize_linear(x, scale, zero_point, name, *, axis=1, block=0, precision=None, saturate=True) -> np.ndarray:
-    """ONNX QuantizeLinear to the dtype `name`."""
+    """Compute ONNX QuantizeLinear to the dtype `name`."""
     wide = expand(scale, x.shape, axis, block)
     if x.dtype == np.int32 and scale.dtype == np.int32:
-        with np.errstate(all="ignore"):  # float64 rounds the quotient of two int32 to the integer that is nearest
+        with np.errstate(all="ignore"):  # the float64 quotient of two int32 rounds to the nearest integer
             value = x.astype(np.float64) / wide.astype(np.float64)
     else:
         value = quotient(x, wide, np.dtype(precision or scale.dtype))
@@ -70,7 +70,7 @@ def quantize_linear(x, scale, zero_point, name, *, axis=1, block=0, precision=No
 
 
 def dequantize_linear(x, scale, zero_point, *, axis=1, block=0, out=None) -> np.ndarray:
-    """ONNX DequantizeLinear: exact difference, float32 product, one cast."""
+    """Compute ONNX DequantizeLinear: an exact difference, a float32 product and a cast."""
     out = scale.dtype if out is None else out
     if x.dtype.kind in "iu" or x.dtype.name in BOUNDS:
         steps = x.astype(np.int64)
@@ -84,7 +84,7 @@ def dequantize_linear(x, scale, zero_point, *, axis=1, block=0, out=None) -> np.
 
 
 def dynamic_quantize_linear(x: np.ndarray, bounds: tuple[int, int] = (0, 255)):
-    """ONNX DynamicQuantizeLinear in ONNX Runtime's order of float32 operations; codes and zero point as int64."""
+    """Compute ONNX DynamicQuantizeLinear in ONNX Runtime's order of float32 operations; int64 codes and zero point."""
     low, high = bounds
     with np.errstate(all="ignore"):
         least = np.minimum(np.float32(0), x.min(initial=np.float32(0)))
@@ -96,7 +96,7 @@ def dynamic_quantize_linear(x: np.ndarray, bounds: tuple[int, int] = (0, 255)):
 
 
 def onednn_quantize(x, scale, zps, name, *, axis=None) -> np.ndarray:
-    """oneDNN's Quantize: a float32 reciprocal, product and sum, each rounded, then half-even."""
+    """Compute oneDNN's Quantize: a float32 reciprocal, product and sum, each rounded, then rounded half to even."""
     where = {"axis": 0, "block": 0} if axis is None else {"axis": axis, "block": 0}
     with np.errstate(all="ignore"):
         value = x * expand(np.float32(1) / scale, x.shape, **where)
@@ -106,7 +106,7 @@ def onednn_quantize(x, scale, zps, name, *, axis=None) -> np.ndarray:
 
 
 def onednn_dequantize(x, scale, zps, wide) -> np.ndarray:
-    """oneDNN's Dequantize; `wide` spreads a parameter over x's shape."""
+    """Compute oneDNN's Dequantize. `wide` expands a parameter to x's shape."""
     with np.errstate(all="ignore"):
         steps = x.astype(np.float32)
         if zps is not None:
@@ -115,14 +115,14 @@ def onednn_dequantize(x, scale, zps, wide) -> np.ndarray:
 
 
 def groups(values: np.ndarray, group_shape: tuple[int, ...]) -> np.ndarray:
-    """A per_group parameter spread over the source's shape."""
+    """Return a per_group parameter expanded to the source's shape."""
     for dim, size in enumerate(group_shape):
         values = np.repeat(values, size, axis=dim)
     return values
 
 
 def fake_quantize_gradients(x, scale, zero_point, g, bounds, *, axis=1, block=0):
-    """(dx, dscale, dzero_point) of the consistent straight-through rule, element by element in float64.
+    """Return (dx, dscale, dzero_point) of the consistent straight-through rule for each element in float64.
 
     zero_point are whole numbers; dscale and dzero_point are not yet summed.
     """
@@ -139,7 +139,7 @@ def fake_quantize_gradients(x, scale, zero_point, g, bounds, *, axis=1, block=0)
 
 
 def collapse(values: np.ndarray, like: tuple[int, ...], axis: int, block: int) -> np.ndarray:
-    """Sums an array of x's shape into the shape of its scale."""
+    """Sum an array of x's shape to the shape of its scale."""
     if block:
         starts = np.arange(0, values.shape[axis], block)
         return np.add.reduceat(values, starts, axis=axis)

@@ -1,4 +1,4 @@
-"""The README and the documentation: sizes, navigation, links, and names that must be in the API reference."""
+"""The README and the documentation: sizes, navigation, links, and the names in the API reference."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ MODULES = {
     "jaxquant.flax.linen": qnn,
     "jaxquant.flax.nnx": qnnx,
 }
-ALIASES = {"jaxquant.dynamic_dequantize"}  # of a name that is documented in its own module
+ALIASES = {"jaxquant.dynamic_dequantize"}  # documented as jaxquant.onednn.dynamic_dequantize
 
 
 def remove_code(text: str) -> str:
-    """Returns the text without fenced blocks and without code in backticks."""
+    """Return the text without fenced blocks and without code in backticks."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def list_anchors(text: str) -> set[str]:
-    """Returns the anchors of the headings of a page, as mkdocs and GitHub make them of plain headings."""
+    """Return the anchors of the headings of a page, as mkdocs and GitHub make them of plain headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def list_public_names() -> set[str]:
-    """Returns every public function, class and constant under the name that users import."""
+    """Return every public function, class and constant under the name that users import."""
     names = set()
     for prefix, module in MODULES.items():
         for name in dir(module):
@@ -110,7 +110,7 @@ def test_the_module_map_has_every_module() -> None:
 
 
 def test_equinox_blocks_run() -> None:
-    """The blocks without a prompt, which the doctests do not see; in a process of its own, for it imports equinox."""
+    """Blocks without a prompt are not doctests. They run in a new process, because they import equinox."""
     pytest.importorskip("equinox")
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / "plain-jax.md").read_text(), re.MULTILINE | re.DOTALL)
     done = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The examples run, each from a folder of its own, and are short."""
+"""The examples run from any folder, and are short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..support.matrix import mark_others_full
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SAYS = {
+OUTPUTS = {
     "quickstart": "Logits that converting to integers changed: 0",
     "cnn_int4": "are recognized by integers",
     "linen_serving": "bytes of integers",
@@ -24,7 +24,7 @@ SAYS = {
 
 
 def test_there_are_examples() -> None:
-    assert {path.stem for path in EXAMPLES} == set(SAYS)
+    assert {path.stem for path in EXAMPLES} == set(OUTPUTS)
 
 
 LONG = ("quickstart", "cnn_int4", "onnx_runtime")
@@ -33,13 +33,13 @@ SHORT = [path for path in EXAMPLES if path.stem not in LONG]
 
 @pytest.mark.parametrize("path", mark_others_full(EXAMPLES, SHORT), ids=[path.stem for path in EXAMPLES])
 def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    # One host device, as a user has it; the tests' own eight would share two cores.
+    # Run with one host device, as users do. The eight devices of the tests would share the cores.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
-    assert SAYS[path.stem] in run.stdout
+    assert OUTPUTS[path.stem] in run.stdout
     if path.stem == "cnn_int4":
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""Modules of jaxquant that are imported when they are first used, each in a fresh interpreter."""
+"""Modules of jaxquant that are imported on first use. Each test runs in a new interpreter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import textwrap
 
 
 def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_modules_load_on_first_use() -> None:
@@ -60,8 +60,8 @@ def test_flax_is_missing() -> None:
     """)
 
 
-def test_names_are_those_that_can_be_had() -> None:
-    """Tools that take the value of every name, as doctest and inspect do, find none that fails."""
+def test_dir_lists_only_names_that_resolve() -> None:
+    """Tools such as doctest and inspect read the value of each name in dir(), which must not fail."""
     run("""
         import importlib.util, inspect, sys
         find = importlib.util.find_spec
@@ -73,7 +73,7 @@ def test_names_are_those_that_can_be_had() -> None:
     """)
 
 
-def test_other_modules_that_are_missing_are_named() -> None:
+def test_the_error_names_another_missing_module() -> None:
     run("""
         import sys
         sys.modules["jaxquant.flax.ranges"] = None

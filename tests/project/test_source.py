@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
 import io
 import pathlib
@@ -184,6 +185,38 @@ def test_sizes(path: pathlib.Path) -> None:
         first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
         assert (node.end_lineno or 0) - first.lineno < 40, f"{node.name} is too long"
     assert not re.search(r"utils|helpers|common|cfg", path.name)
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    counts = collections.Counter(path.parent for path in FILES if path.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > 15}
+    assert not crowded, f"expected at most 15 modules in a folder (not counting __init__), got {crowded}"
+
+
+def test_few_modules_define_the_same_function_name() -> None:
+    """One name has one meaning. Python's own names, such as `__call__`, may be defined anywhere."""
+    modules = collections.defaultdict(set)
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not re.fullmatch(r"__\w+__", node.name):
+                modules[node.name].add(str(path.relative_to(PACKAGE)))
+    public = {name for prefix in ("", "integer.", "onednn.", "flax.", "flax.nnx.") for name in PACKAGES[prefix].__all__}
+    repeated = {name: sorted(paths) for name, paths in modules.items() if len(paths) > (4 if name in public else 3)}
+    text = "expected a function name in at most 3 modules (4 for a public name)"
+    assert not repeated, f"{text}, got {repeated}: merge the functions, or name what differs"
+
+
+def test_comments_explain_the_code() -> None:
+    comments = code = 0
+    for path in FILES:
+        text = path.read_text()
+        prose = find_docstring_lines(text) | find_comment_lines(text)
+        comments += len(find_comment_lines(text))
+        code += sum(bool(line.strip()) and n not in prose for n, line in enumerate(text.splitlines(), 1))
+    density = comments / code
+    assert density >= 0.05, (
+        f"expected 0.05 comment lines for each line of code, got {comments} / {code} = {density:.3f}"
+    )
 
 
 def list_prose(path: pathlib.Path) -> Iterator[tuple[int, str]]:

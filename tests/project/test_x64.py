@@ -1,5 +1,7 @@
-"""With 64-bit types switched on (jax_enable_x64) the same float32 in gives the same bits and dtypes out, and float64 is
-refused. JAX's own defaults change then: a loop counter, an index, a sum of integers, a Python number."""
+"""With jax_enable_x64, equal float32 inputs give the same bits and dtypes, and float64 inputs raise an error.
+
+The flag changes JAX's default dtypes of loop counters, indices, sums of integers and Python numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ F32 = np.float32
 DRAWN = np.random.default_rng(0)
 X = DRAWN.normal(size=(6, 10)).astype(F32)
 W = DRAWN.normal(size=(10, 4)).astype(F32)
-LONG = DRAWN.normal(size=(3, 20_001)).astype(F32)  # more than one chunk of a histogram, and a rest
+LONG = DRAWN.normal(size=(3, 20_001)).astype(F32)  # more than one chunk of a histogram
 IMAGES = DRAWN.normal(size=(2, 3, 6, 6)).astype(F32)
 FILTERS = DRAWN.normal(size=(4, 3, 3, 3)).astype(F32)
 CODES = DRAWN.integers(-128, 128, (6, 10)).astype(np.int8)
@@ -37,7 +39,7 @@ MATRIX = (((1,), (0,)), ((), ()))
 
 
 def calibrated(factory: Callable[..., jq.Calibrator], spec: jq.QuantSpec) -> Any:
-    """A state after an eager batch and two of a scan, merged; summed over a mapped axis; and its range."""
+    """Return a merged state of an eager batch and two scanned ones, its sum over a mapped axis, and its range."""
     cal = factory(spec)
     state = cal.update(cal.init(LONG), LONG)
     scanned, _ = jax.lax.scan(lambda s, x: (cal.update(s, x), None), state, np.stack([LONG, 3 * LONG]))
@@ -83,7 +85,7 @@ RULES = {
 
 
 def pulled() -> Any:
-    """Values and cotangents of every rule, and of a contraction with each backward pass."""
+    """Return the values and cotangents of all rules, and of a contraction with each backward pass."""
     found = {}
     for name, rule in RULES.items():
         call = functools.partial(jq.fake_quantize, spec=ROWS, gradient=rule)

@@ -1,4 +1,4 @@
-"""How a row of bad input is held to its contract: eagerly, without chex, under jit and under vmap."""
+"""Checks of the error for a row of invalid input: eagerly, without chex, under jit and under vmap."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import jax
 import numpy as np
 import pytest
 
-# name, operator, arrays, exception, argument, what was wanted, what came; the last two are patterns
+# name, operator, arrays, exception, argument, expected, got; the last two are patterns
 Row = tuple[str, Callable[..., Any], tuple[Any, ...], type[Exception], str, str, str]
 
 
 def function_name(op: Any) -> str:
-    """The operator's name as its errors give it."""
+    """Return the operator's name as its errors contain it."""
     function = op.func if isinstance(op, functools.partial) else op
     module = function.__module__.split(".")[1]
     return f"{module}.{function.__name__}" if module in ("onednn", "integer") else function.__name__
 
 
 def ids(rows: list[Row]) -> list[str]:
-    """The rows' names in pytest."""
+    """Return the ids of the rows for pytest."""
     return [f"{function_name(row[1])}-{row[0]}".replace(" ", "_") for row in rows]
 
 
 def traceable(rows: list[Row]) -> list[Row]:
-    """The rows whose arrays jit and vmap take as they are; what they make of 64 bits is theirs, before any check."""
+    """Return the rows whose arrays jit and vmap accept unchanged. They convert 64-bit arrays before any check."""
 
     def passes(value: Any) -> bool:
         if not isinstance(value, np.ndarray | np.generic):
@@ -39,20 +39,20 @@ def traceable(rows: list[Row]) -> list[Row]:
 
 
 def refused(row: Row, call: Callable[..., Any], *arrays: Any) -> None:
-    """Requires the row's exception, by the row's words."""
+    """Check that the call raises the row's exception with the row's text."""
     text = rf"jaxquant\.{function_name(row[1])}: (the dtype of )?{row[4]}: expected .*{row[5]}.*, got .*{row[6]}"
     with pytest.raises(row[3], match=text) as raised:
         call(*arrays)
-    assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"
+    assert isinstance(raised.value, AssertionError), "code that expects chex's errors catches AssertionError"
 
 
 def refused_eagerly(row: Row) -> None:
-    """Requires the error from a plain call."""
+    """Check the error of an eager call."""
     refused(row, row[1], *row[2])
 
 
 def refused_without_chex(row: Row) -> None:
-    """Requires the error where chex's assertions are switched off."""
+    """Check the error with chex's assertions disabled."""
     chex.disable_asserts()
     try:
         refused_eagerly(row)
@@ -61,10 +61,10 @@ def refused_without_chex(row: Row) -> None:
 
 
 def refused_while_tracing(row: Row) -> None:
-    """Requires the error from jit and from vmap, before anything is computed."""
+    """Check the error under jit and under vmap, where it is raised before anything is computed."""
     _, op, arrays, *_ = row
     if "the only zero point" in row[5]:
-        pytest.skip("a traced zero point cannot be looked at; the docstring says so")
+        pytest.skip("the value of a traced zero point is unknown, as the docstring says")
     refused(row, functools.partial(jax.eval_shape, jax.jit(lambda *a: op(*a))), *arrays)
     stacked = [a if a is None else np.stack([a, a]) for a in arrays]
     refused(row, functools.partial(jax.eval_shape, jax.vmap(lambda *a: op(*a), axis_size=2)), *stacked)

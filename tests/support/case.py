@@ -17,7 +17,7 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: an operator with all that is static, how to draw its arguments, and who knows the answer."""
+    """One row: an operator with its static arguments, a function that samples its inputs, and the expected result."""
 
     operator: str
     dtype: str
@@ -30,5 +30,5 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The case's name in pytest."""
+        """The id of the case for pytest."""
         return "-".join((self.operator, self.dtype, self.variant, self.oracle)).replace(" ", "_")

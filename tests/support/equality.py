@@ -1,4 +1,4 @@
-"""What is the same: in every element, or in every bit."""
+"""Checks of equality, by element or by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def same_bits(got: Any, want: np.ndarray) -> None:
-    """Equal in dtype, in shape and in every bit; NaN is equal to NaN."""
+    """Check that dtype, shape and all bits are equal. All NaN are equal."""
     got = np.asarray(got)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     nan = np.isnan(want.astype(np.float32))
@@ -18,5 +18,5 @@ def same_bits(got: Any, want: np.ndarray) -> None:
 
 
 def same(got: Any, want: Any) -> None:
-    """Equal in every element, in shape and in dtype."""
+    """Check that dtype, shape and all elements are equal."""
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want), strict=True)

@@ -1,4 +1,4 @@
-"""What a compiled program keeps in memory, and what its contractions are fed, read off XLA's text."""
+"""The buffers of a compiled program and the operands of its contractions, parsed from XLA's text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NO_BUFFERS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element",
 
 
 def arrays(text: str) -> list[Shape]:
-    """The arrays in a type, which may be a tuple's."""
+    """Return the arrays in a type, which may be a tuple."""
     return [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(text)]
 
 
 def width(dtype: str) -> int:
-    """The bits of an element."""
+    """Return the number of bits of an element."""
     return 8 if dtype == "pred" else int(re.sub(r"\D*(\d+).*", r"\1", dtype))
 
 
@@ -41,7 +41,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """A dot or a convolution, wherever it stands."""
+    """A dot or a convolution in any computation."""
 
     opcode: str
     operands: tuple[Shape, ...]
@@ -49,10 +49,10 @@ class Contraction:
 
 
 class Program:
-    """A compiled program: its computations, by name, as lists of instructions."""
+    """A compiled program, with its computations by name as lists of instructions."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """The arguments need only have shapes and dtypes."""
+        """Compile a function. Of the arguments, only shapes and dtypes are used."""
         self.text = jax.jit(function).lower(*arguments).compile().as_text() or ""
         self.computations: dict[str, list[Instruction]] = {}
         current: list[Instruction] = []
@@ -64,7 +64,7 @@ class Program:
                 current.append(Instruction(found[1], arrays(found[2]), found[3], found[4]))
 
     def in_memory(self) -> Iterator[Instruction]:
-        """The instructions outside of fusions: those of the entry, of loops' bodies and of calls."""
+        """Yield the instructions outside of fusions: those of the entry, of the bodies of loops and of calls."""
         waiting, seen = [self.entry], set()
         while waiting:
             name = waiting.pop()
@@ -77,16 +77,16 @@ class Program:
                     waiting += [n.lstrip("%") for n in _INNER.findall(instruction.rest)]
 
     def wide_buffers(self) -> list[Shape]:
-        """The arrays of more than 8 bits an element that the program itself writes to memory."""
+        """Return the arrays with more than 8 bits per element that the program writes to memory."""
         found = [s for i in self.in_memory() if i.opcode not in _NO_BUFFERS for s in i.results]
         return [(dtype, shape) for dtype, shape in found if width(dtype) > 8]
 
     def widest(self) -> int:
-        """The elements of the largest of them."""
+        """Return the number of elements of the largest wide buffer."""
         return max((math.prod(shape) for _, shape in self.wide_buffers()), default=0)
 
     def contractions(self) -> list[Contraction]:
-        """Every dot and every convolution."""
+        """Return all dots and convolutions."""
         found = []
         for body in self.computations.values():
             types = {i.name: i.results for i in body}

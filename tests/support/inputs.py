@@ -1,4 +1,4 @@
-"""Inputs that tell exact from nearly exact: ties, one ulp beside them, saturation, infinities, NaN of both signs."""
+"""Inputs that distinguish exact from nearly exact: ties, one ulp next to them, saturation, infinities, NaN."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ EXTREMES = (0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 3e9, -3e9,
 
 
 def scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Positive scales over some powers of ten, with full mantissas."""
+    """Sample positive scales of several orders of magnitude, with full mantissas."""
     return np.asarray(np.exp(rng.uniform(-6, 3, shape)), np.float64).astype(dtype)
 
 
 def zero_points(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Zero points over the whole dtype, odd more often than not: odd ones tell 'round, add' from 'add, round'."""
+    """Sample zero points from the whole dtype, mostly odd ones, which distinguish "round, add" from "add, round"."""
     low, high = onnx_text.BOUNDS[name]
     drawn = rng.integers(low, high + 1, shape)
     odd = np.clip(drawn | 1, low, high)
@@ -25,9 +25,9 @@ def zero_points(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> 
 def near_ties(
     rng: np.random.Generator, scale: np.ndarray, zero_point: np.ndarray | int, bounds: tuple[int, int], dtype: np.dtype
 ) -> np.ndarray:
-    """Elements of scale's shape at (k + 1/2) * scale, one ulp to either side, at k * scale, or anywhere.
+    """Sample elements at (k + 1/2) * scale, one ulp to either side, at k * scale, or anywhere.
 
-    k spans the codes and some beyond both bounds. `scale` and `zero_point` are already of x's shape.
+    The integers k cover the codes and a few numbers beyond both bounds. `scale` and `zero_point` have x's shape.
     """
     low, high = bounds
     shape = scale.shape

@@ -1,4 +1,4 @@
-"""Which part of a matrix of cases runs by default; the rest has the marker `full`."""
+"""The marker `full` for the cases of a matrix that do not run by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def mark_others_full(cases: Iterable[Any], by_default: Collection[Any]) -> list[Any]:
-    """Returns pytest parameters for all cases; those that are not in by_default run under the marker `full` only."""
+    """Return pytest parameters for all cases. Those that are not in by_default run only with the marker `full`."""
     cases = list(cases)
     unknown = [case for case in by_default if case not in cases]
     assert not unknown, f"no such cases: {unknown}"
@@ -17,6 +17,6 @@ def mark_others_full(cases: Iterable[Any], by_default: Collection[Any]) -> list[
 
 
 def as_full(case: Any, name: str | None = None) -> Any:
-    """Returns the pytest parameter for a case, or a tuple of several arguments, that runs under `full` only."""
+    """Return a pytest parameter, for a case or a tuple of arguments, that runs only with the marker `full`."""
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.full, id=name)

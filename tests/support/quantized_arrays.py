@@ -1,4 +1,4 @@
-"""What quantized arrays stand for and what their products are, in numpy."""
+"""The values of quantized arrays and their products, in numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxquant import QuantizedArray
 
 
 def expanded(part: Any, shape: tuple[int, ...], block_size: int | None) -> np.ndarray:
-    """A scale or zero point with an entry per index, in numpy."""
+    """Return a scale or zero point with one entry per index, in numpy."""
     part = np.asarray(part)
     for axis, (entries, n) in enumerate(zip(part.shape, shape, strict=True)):
         if entries != n:
@@ -22,7 +22,7 @@ def expanded(part: Any, shape: tuple[int, ...], block_size: int | None) -> np.nd
 
 
 def dequantized(q: jq.QuantizedArray) -> np.ndarray:
-    """What the codes stand for, in numpy's float32 and then in q's dtype."""
+    """Return the values that the codes represent, computed in float32 and converted to q's dtype."""
     values, scale = np.asarray(q.codes), expanded(q.scale, q.shape, q.block_size).astype(np.float32)
     if q.codebook is not None:
         steps = np.asarray(q.codebook.levels, np.float32)[values.astype(np.int32)]
@@ -34,7 +34,7 @@ def dequantized(q: jq.QuantizedArray) -> np.ndarray:
 
 
 def wide(part: np.ndarray, shape: tuple[int, ...], block: int | None) -> np.ndarray:
-    """A scale or zero point, an entry for each element."""
+    """Return a scale or zero point with one entry per element."""
     for axis, n in enumerate(shape):
         size = n if part.shape[axis] == 1 else 1 if part.shape[axis] == n else block or n // part.shape[axis]
         part = np.take(part, np.arange(n) // max(size, 1), axis=axis)
@@ -42,7 +42,7 @@ def wide(part: np.ndarray, shape: tuple[int, ...], block: int | None) -> np.ndar
 
 
 def product(lhs: QuantizedArray, rhs: QuantizedArray, numbers: Any, length: int | None = None) -> np.ndarray:
-    """What dot_general promises, bit for bit: an integer sum for each `length` indices of the first contracted axis."""
+    """Return dot_general's result: scaled integer sums over each `length` indices of the first contracted axis."""
     (left, right), (batch_l, batch_r) = numbers
     sides = []
     for q, contracted, batch in ((lhs, left, batch_l), (rhs, right, batch_r)):

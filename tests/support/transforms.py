@@ -1,7 +1,7 @@
-"""The ways in which a JAX user calls an operator, each giving what a plain loop over the batch gives.
+"""The ways in which users call an operator, each with the same results as a plain loop over the batch.
 
-A transform takes an operator and its batched arguments `(x, *parameters)`, every one with a leading axis of length
-B. Those named `shared` hold the parameters of batch 0 for the whole batch.
+A transform takes an operator and its batched arguments `(x, *parameters)`, each with a leading axis of length B. The
+transforms named `shared` use the parameters of batch 0 for the whole batch.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def shared_vmap_nested(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
 
 
 def _to_bits(leaf: Any) -> Any:
-    """XLA:CPU changes float8_e5m2fnuz subnormals when it slices them in a loop: they go in and out as bits."""
+    """Return float8_e5m2fnuz numbers as bits: XLA:CPU changes their subnormals when it slices them in a loop."""
     if leaf.dtype.name != "float8_e5m2fnuz":
         return leaf
     return leaf.view(np.uint8) if isinstance(leaf, np.ndarray) else lax.bitcast_convert_type(leaf, jnp.uint8)
 
 
 def _in_loop(op: Operator, args: tuple[np.ndarray, ...]) -> tuple[Operator, Callable[[Any], Any]]:
-    """Returns an operator that takes and gives bits where they are needed, and what undoes the giving."""
+    """Return an operator that takes and returns bits where needed, and a function that converts results back."""
     kinds = [a.dtype for a in args]
 
     def body(*a: Any) -> Any:
@@ -98,7 +98,7 @@ def shared_map(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
 
 
 def fused(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
-    """Elementwise work before and after, in one program. A division before is what XLA likes to reassociate."""
+    """Run element-wise operations before and after, in one program. XLA tends to reassociate a division before."""
 
     @jax.jit
     def program(x: jax.Array, one: jax.Array, *parameters: jax.Array) -> Any:
@@ -110,7 +110,9 @@ def fused(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
         out, after = program(*a)
         for leaf, then in zip(jax.tree.leaves(out), jax.tree.leaves(after), strict=True):
             alone = np.asarray(leaf).astype(np.float32) + np.float32(1 / 3)
-            np.testing.assert_array_equal(np.asarray(then), alone, "what follows saw other values than were returned")
+            np.testing.assert_array_equal(
+                np.asarray(then), alone, "the next operation received other values than were returned"
+            )
         return out
 
     ones = np.ones(args[0].shape, args[0].dtype)
@@ -118,7 +120,7 @@ def fused(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
 
 
 def value_and_grad(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
-    """The codes of a forward pass under differentiation by every float argument."""
+    """Return the codes of a forward pass that is differentiated with respect to all float arguments."""
     wanted = tuple(i for i, a in enumerate(args) if a.dtype in (np.float32,))
 
     def loss(*a: jax.Array) -> tuple[jax.Array, Any]:
@@ -150,12 +152,12 @@ ALL: dict[str, Callable[[Operator, tuple[np.ndarray, ...]], Any]] = {
 
 
 def is_shared(name: str) -> bool:
-    """Whether a transform uses the parameters of batch 0 throughout."""
+    """Return whether a transform uses the parameters of batch 0 for the whole batch."""
     return name.startswith("shared")
 
 
 def mismatches(got: Any, want: Any) -> int:
-    """Counts the elements that differ in a bit, NaN being equal to NaN; dtypes and shapes must agree."""
+    """Return the number of elements that differ in any bit. All NaN are equal; dtypes and shapes must agree."""
     count = 0
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         g, w = np.asarray(g), np.asarray(w)
