@@ -13,7 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks, dtypes, entry_point, matmul_shapes, sharding
+from .._core import checks, dtypes, entry_point, sharding
+from ..integer import _matmul_shapes
 from ..integer.dot_general import DotDimensionNumbers, check_placement, find_roles
 from . import dot_integer
 from .dot_integer import Axes
@@ -191,7 +192,7 @@ def matmul(
     Cotangents: as in `dot_general`.
     """
     a, b = check_operands("matmul", lhs, rhs)
-    shapes = matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
+    shapes = _matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
     sharding.check_out_sharding("matmul", out_sharding)
     partition = _find_matrix_partition("matmul", a, b, shapes, out_sharding)
     # The operands may be reshaped below, but an error must name the dimensions of the caller's arrays.
@@ -215,7 +216,7 @@ def matmul(
 
 
 def _find_matrix_partition(
-    function: str, a: Any, b: Any, shapes: matmul_shapes.Shapes, out_sharding: Any
+    function: str, a: Any, b: Any, shapes: _matmul_shapes.Shapes, out_sharding: Any
 ) -> tuple[Any, ...] | None:
     """Return the mesh axes of the product of the matrices, in which a vector is a matrix of one row or column."""
     partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays import indexing, quantized_array
+from .._arrays import indexing, quantized_array, weight_only
 from .._arrays.quantized_array import QuantizedArray
-from .._core import dtypes, rounding, sharding, weight_only
-from .._core.weight_only import Cut
+from .._arrays.weight_only import Cut
+from .._core import dtypes, rounding, sharding
 from ..integer.dot_general import Role
 
 

@@ -90,7 +90,7 @@ def _carry(limbs: list[jax.Array]) -> list[jax.Array]:
     """Return the same number with limbs of 16 bits each; the carry of the last limb is dropped."""
     carried, carry = [], jnp.zeros_like(limbs[0])
     for limb in limbs:
-        # A limb may fill all 32 bits, so that adding the carry to it could overflow. Its lower half has room.
+        # A limb may fill all 32 bits, so that adding the carry to it could overflow. Its lower half cannot overflow.
         low = (limb & _MASK) + carry
         carried.append(low & _MASK)
         carry = (limb >> _LIMB) + (low >> _LIMB)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core import checks, dtypes, sharding
-from .._core.matmul_shapes import Shapes
 from ..integer import _operands
+from ..integer._matmul_shapes import Shapes
 from ..integer.dot_general import Role, contract_roles, determines_sharding
 
 

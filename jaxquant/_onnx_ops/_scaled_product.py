@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from .._core import barriers, checks
-from .._core.matmul_shapes import Shapes
 from ..integer import _operands, _scaling
 from ..integer._block_sum import sum_over_blocks
+from ..integer._matmul_shapes import Shapes
 from ._rows_and_columns import multiply_matrices, read_column_steps, read_per_column
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, matmul_shapes
+from .._core import checks, dtypes, entry_point, granularity
 from .._core.entry_point import compile_entry_point
-from .._core.matmul_shapes import Shapes
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _operands, _scaling
+from ..integer import _matmul_shapes, _operands, _scaling
+from ..integer._matmul_shapes import Shapes
 from . import _rows_and_columns
 from ._scaled_product import count_blocks, multiply_scaled, read_scaled_columns
 from .dynamic_quantize_linear import encode_dynamic, find_dynamic_range
@@ -80,7 +80,7 @@ def _dynamic_quantize_matmul(
     checks.check_array(_NAME, "a", a, (dtypes.FLOAT32,))
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b_scale", b_scale, (dtypes.FLOAT32,))
-    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, shapes)
     b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred)
     y: Any = _multiply(shapes, a, b, b_steps, b_scale)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 from jax.typing import ArrayLike
 
-from .._core import checks, matmul_shapes
+from .._core import checks
 from .._core.entry_point import compile_entry_point
-from ..integer import _operands
+from ..integer import _matmul_shapes, _operands
 from . import _rows_and_columns
 
 _NAME = "matmul_integer"
@@ -63,7 +63,7 @@ def _matmul_integer(
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "a", a, _operands.EIGHT_BITS)
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
-    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
     b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
     return _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes).reshape(shapes.out)

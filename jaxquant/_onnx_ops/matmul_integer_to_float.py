@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, matmul_shapes
+from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _operands, _scaling
+from ..integer import _matmul_shapes, _operands, _scaling
 from . import _rows_and_columns
 from ._scaled_product import multiply_scaled, read_scaled_columns
 
@@ -85,7 +85,7 @@ def _matmul_integer_to_float(
     checks.check_array(_NAME, "b", b, _operands.EIGHT_BITS)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         checks.check_array(_NAME, argument, scale, (dtypes.FLOAT32,))
-    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, shapes)
     a_scale = _rows_and_columns.read_per_row(_NAME, "a_scale", a_scale, shapes)
     a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])

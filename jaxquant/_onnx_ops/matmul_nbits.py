@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .._arrays.weight_only import Cut, contract_in_cache
 from .._core import checks, dtypes, entry_point, rounding
 from .._core.entry_point import compile_entry_point
-from .._core.weight_only import Cut, contract_in_cache
 
 _NAME = "matmul_nbits"
 _UINT8 = np.dtype(jnp.uint8)

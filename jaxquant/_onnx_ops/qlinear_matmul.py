@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, matmul_shapes, small_floats
+from .._core import checks, dtypes, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
-from .._core.matmul_shapes import Shapes
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _operands, _scaling
+from ..integer import _matmul_shapes, _operands, _scaling
+from ..integer._matmul_shapes import Shapes
 from . import _rows_and_columns, requantize
 from ._rows_and_columns import read_per_column, read_per_row
 
@@ -108,7 +108,7 @@ def _qlinear_matmul(
     checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
         checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
-    shapes = matmul_shapes.find_shapes(_NAME, a, b)
+    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     scale = requantize.find_multiplier(
         _align(read_per_row(_NAME, "a_scale", a_scale, shapes), shapes),

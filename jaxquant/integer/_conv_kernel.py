@@ -91,7 +91,7 @@ def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: S
     """Return a depthwise convolution as the sum of products of shifted x with one weight per channel.
 
     XLA:CPU runs a grouped convolution with one channel per group many times slower. The products are int32, because
-    those of two int8 fill 16 bits and leave no room for a sum.
+    those of two int8 fill 16 bits and leave no bits for a sum.
     """
     axes, features, channels = list_spatial(x, window), w.shape[0], window.groups
     out = find_out_shape(tuple(x.shape[a] for a in axes), w.shape[2:], window)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from . import checks
+from .._core import checks
 
 
 class Shapes(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import barriers, dtypes
+from .._core import barriers, dtypes
 
 # Dequantized weights of this many float32 stay in the cache until the contraction reads them. Each chunk is written
 # out in the program, so their number is limited too.
