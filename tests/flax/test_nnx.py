@@ -4,6 +4,7 @@ their ranges come from, and what is refused."""
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -377,3 +378,12 @@ def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
         ValueError, match=r"spare: jaxquant.flax.nnx.start: activation_scale: expected the call to reach this layer"
     ):
         qnnx.start(unused, jnp.ones((2, 4)))
+
+
+def test_a_layer_has_the_signature_of_flax_s_with_the_added_arguments() -> None:
+    added = {"weight_spec", "activation_spec", "weight_range", "activation_range", "backward", "use_running_average"}
+    ours = {"dot_general", "dot_general_cls", "conv_general_dilated", "einsum_op", "promote_dtype", "mask", "self"}
+    for name in ("Linear", "LinearGeneral", "Einsum", "Conv", "Embed"):
+        signature = inspect.signature(getattr(qnnx, name)).parameters
+        assert set(signature) == set(inspect.signature(getattr(nnx, name).__init__).parameters) - ours | added, name
+    assert next(iter(inspect.signature(qnnx.Conv).parameters)) == "in_features"

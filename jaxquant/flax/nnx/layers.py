@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +32,21 @@ class _QuantizedLayer(nnx.Module):
     _field: ClassVar[str]
     _contraction: ClassVar[type[Contraction]]
     _kernel: ClassVar[str] = "kernel"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give a layer the signature of flax's layer with the added arguments, for `help` and completion."""
+        super().__init_subclass__(**options)
+        if _QuantizedLayer not in cls.__bases__:  # a user's subclass has its own
+            return
+        flax_layer = cls.__bases__[cls.__bases__.index(_QuantizedLayer) + 1]
+        hidden = ("self", "mask", *_RESERVED)
+        parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
+        added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
+        names = {p.name for p in parameters}
+        parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
+        # Positional parameters come first, as Python requires, and rngs last, as in flax.
+        parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
+        cls.__signature__ = inspect.Signature(parameters)
 
     def __init__(
         self, *sizes: Any, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
