@@ -114,7 +114,7 @@ def main() -> int:
     print(f"{'':28}" + "".join(f"{name:>14}" for name in models))
     for name, cells in rows.items():
         print(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
-    print(f"Logits that converting to integers changed: {changed}")
+    print(f"Logits changed by the conversion to integers: {changed}")
     return int(changed > 0)
 
 

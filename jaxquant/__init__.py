@@ -1,4 +1,4 @@
-"""Quantization in JAX with the integers of ONNX Runtime and oneDNN, bit for bit.
+"""Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
 `jaxquant.flax` and `jaxquant.checkpoint` are imported when they are first used.
 """

@@ -20,11 +20,13 @@ _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.
 class Codebook:
     """A table of values in ascending order; the codes of a quantized array are indices into it.
 
-    A value is rounded to the nearest entry, to the lower one if it is halfway between two. NaN becomes the first.
+    A value is rounded to the nearest entry, and to the lower one if it is halfway between two. NaN becomes the first
+    entry.
 
     Attributes:
-        name: the name that is printed.
-        levels: 4, 16 or 256 ascending numbers, whose codes are uint2, uint4 or uint8. They are rounded to float32.
+        name: the name that `repr` prints for an array or a spec with this codebook.
+        levels: 4, 16 or 256 numbers in ascending order; their codes are uint2, uint4 or uint8, respectively. They are
+            rounded to float32.
 
     Raises:
         TypeError: `name` is not a string, or `levels` is not a sequence of numbers.

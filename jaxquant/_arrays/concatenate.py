@@ -22,9 +22,9 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
 
     q.dequantize() is `jax.numpy.concatenate` of what the arrays dequantize to, bit for bit.
 
-    Along `axis` each array consists of blocks: the blocks of its scale, or one block as long as the array if all of it
-    shares an entry, or blocks of 1. The result has one entry for each block, with the longest block size that divides
-    all of these evenly.
+    Along `axis`, each array consists of blocks of elements that share an entry of the scale: the blocks of a blocked
+    scale, one block as long as the array, or blocks of length 1. The result has the longest block size that divides the
+    lengths of all these blocks evenly, and one entry for each of its own blocks.
 
     Do not join the arrays with `jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays)`. The joined scale is
     read as blocks of equal length, which gives wrong numbers if the arrays differ in length or end in a short block.
@@ -34,7 +34,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
         arrays: one or more arrays whose shapes are equal except along `axis`. The dtypes of their codes, of their
             scales and of what `dequantize` returns must be equal, and so must their codebooks. If any of them has a
             zero point, a missing zero point counts as zeros.
-        axis: Static. The dimension along which the arrays are joined, negative from the back.
+        axis: Static. The dimension along which the arrays are joined; a negative one counts from the back.
 
     Returns:
         A QuantizedArray.
@@ -42,7 +42,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     Raises:
         TypeError: `arrays` is not a list or tuple of QuantizedArrays, `axis` is not an int, or dtypes or codebooks
             differ.
-        ValueError: there are no arrays, `axis` is out of range, or shapes do not fit each other.
+        ValueError: there are no arrays, `axis` is out of range, or the shapes of the arrays do not fit each other.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -35,31 +35,32 @@ class QuantizationError(NamedTuple):
 def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     """Return how far a quantized array is from the array that was quantized.
 
-    With y = q.dequantize(), sqnr_db = 10 log10(sum x^2 / sum (x - y)^2), and four other measures.
+    With y = q.dequantize(), sqnr_db = 10 log10(sum x^2 / sum (x - y)^2). The four other measures are described below.
 
-    Everything is computed in float32. The squares of x and of x - y are taken relative to the largest magnitude of
-    each, so that they do not overflow and no error is too small to count. The result has no gradient.
+    Everything is computed in float32. Before they are squared, x and x - y are each divided by a power of two near
+    their largest magnitude, so that no square overflows and no error is too small to count. The result has no gradient.
 
     Args:
         x: the array that was quantized, float32, float16 or bfloat16, of q's shape.
         q: its quantized form.
 
     Returns:
-        sqnr_db: the signal-to-quantization-noise ratio in decibels. Infinity if y equals x, also for zeros and for
-            arrays without elements; minus infinity if x is all zeros and y is not.
+        sqnr_db: the signal-to-quantization-noise ratio in decibels. Infinity if y equals x, which includes all zeros
+            and arrays without elements; minus infinity if x is all zeros and y is not.
         max_abs: the largest |x - y|.
         cosine: sum x y / sqrt(sum x^2 sum y^2). 0 if only one of x and y is all zeros, 1 if both are.
-        saturated: the fraction of elements outside the range of the codes. For integers these are the elements more
-            than half a step beyond their code, if that is the highest code, the lowest one, or the second lowest, at
-            which a narrow range ends (q does not store whether its range was narrow). For small floats: the elements
-            that overflow when they are rounded. For codebooks: the elements beyond the first or the last entry.
-        used_codes: the fraction of the 2**bits codes of the format that occur. A narrow range leaves one of them
-            unused; for small floats -0, NaN and infinity are among them.
+        saturated: the fraction of elements outside the range of the codes. For integers: the elements whose code is the
+            highest, the lowest or the second lowest one, and that lie more than half a step beyond it. (The second
+            lowest counts because a narrow range ends there, and q does not store whether its range was narrow.) For
+            float8 and float4: the elements that overflow when they are rounded. For codebooks: the elements beyond the
+            first or the last entry.
+        used_codes: the fraction of the 2**bits codes of the format that occur. A narrow range leaves one code unused;
+            for float8 and float4, the 2**bits codes include those of -0, NaN and infinity.
         If x or y contains a NaN or an infinity, sqnr_db and cosine are NaN, and max_abs is NaN or infinity.
 
     Raises:
         TypeError: q is not a QuantizedArray, or x has an unsupported dtype.
-        ValueError: x has another shape than q.
+        ValueError: the shapes of x and q differ.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -33,9 +33,9 @@ class OnnxView(NamedTuple):
 def onnx_view(q: QuantizedArray) -> OnnxView:
     """Return the inputs and attributes for which ONNX's DequantizeLinear returns q.dequantize().
 
-    ONNX's scale is a scalar, 1-D along one axis, or of x's rank with blocks along one axis and an entry per index
-    along the others; its zero point has the same shape. A scale that is shared differently, or differently from the
-    zero point, is repeated until it has one of these shapes.
+    ONNX's scale is a scalar, 1-D along one axis, or of x's rank with blocks along one axis and an entry per index along
+    the others; its zero point has the same shape. A scale that is shared in any other way, or not in the same way as
+    the zero point, is repeated until it has one of these shapes.
 
     Args:
         q: the array to describe.
@@ -140,7 +140,7 @@ def from_onnx(
             1-D with the length of x's `axis`, or, with `block_size`, x's shape with ceil(length / block_size) in
             place of the axis.
         x_zero_point: the code of 0.0, in steps, with x_scale's shape and x's dtype. None means 0.
-        axis: Static. The axis that is kept, negative from the back; ignored if the scale is per tensor.
+        axis: Static. The axis that is kept; a negative one counts from the back. Ignored if the scale is per tensor.
         block_size: Static. The number of elements along `axis` that share a scale; the last block may be shorter. 0
             means no blocks.
         output_dtype: Static. The dtype of q.dequantize(): float32, float16 or bfloat16. By default x_scale's dtype,
@@ -150,9 +150,10 @@ def from_onnx(
         A QuantizedArray with x's codes, whose scale and zero point have x's rank.
 
     Raises:
-        TypeError: an argument has a type or dtype that the operator does not support.
-        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a known scale
-            is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such scales.)
+        TypeError: an argument has an unsupported type or dtype.
+        ValueError: shapes, `axis` or `block_size` do not fit each other; a float x has a zero point; or a scale whose
+            value is known (not traced) is 0, negative, NaN or infinite. (The operator `dequantize_linear` accepts such
+            scales.)
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

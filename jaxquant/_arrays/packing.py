@@ -32,7 +32,7 @@ def pack(values: ArrayLike) -> jax.Array:
         A uint8 array of rank 1.
 
     Raises:
-        TypeError: the codes have another dtype.
+        TypeError: the codes have a dtype that is not listed above.
 
     Example:
         >>> import jax.numpy as jnp

@@ -43,20 +43,21 @@ def quantize(
     are the indices of the nearest entries. If the scale is already known, use `quantize_linear` and pass its result
     to `from_onnx`.
 
-    A slice without a range has scale 1: it holds only zeros, or subnormal numbers, which XLA:CPU treats as 0, or no
-    elements. No other scale is less than 2**-126, the least normal float32, or less than the least number of the
-    spec's scale_dtype. A NaN or an infinity in a slice makes the scale of the slice NaN or infinite, which shows in
-    every value that is dequantized with it: 0 times infinity is NaN, and the infinity may change its sign.
+    A slice whose range is zero has scale 1: one that holds only zeros and subnormal numbers, which XLA:CPU treats as 0,
+    or that has no elements. No other scale is less than 2**-126, the least normal float32, or less than the least
+    number of the spec's scale_dtype. A NaN or an infinity in a slice makes the scale of the slice NaN or infinite, and
+    with it every value that is dequantized: 0 times infinity is NaN, and an infinity may change its sign.
 
     Neither the codes nor the scale and the zero point have a gradient with respect to x, `lo` or `hi`. Use
     `fake_quantize_linear` for training.
 
     Args:
-        x: values of any shape, float32, float16 or bfloat16. A Python number counts as float32.
-        spec: Static. The dtype of the codes, the elements that share a scale, and how a range gives the scale.
-        lo: the lower end of the range, in the unit of x, float32, float16 or bfloat16. Either one element, or an
-            array of x's rank with the dimensions of the scale. A Python number counts as float32. Requires `hi`.
-        hi: the upper end of the range, likewise. Requires `lo`.
+        x: values of any shape, float32, float16 or bfloat16. A Python number becomes float32.
+        spec: Static. The dtype of the codes, which elements share a scale, and how the scale is computed from a range.
+        lo: the lower end of the range, in the units of x, float32, float16 or bfloat16. Either one element, or an array
+            of x's rank, each of whose dimensions is that of the scale or 1. A Python number becomes float32. Requires
+            `hi`.
+        hi: the upper end of the range, in the same form. Requires `lo`.
         range: both ends in one argument, (lo, hi), as the `finalize` of a calibrator returns them.
 
     Returns:
@@ -65,9 +66,9 @@ def quantize(
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
-        ValueError: an axis of the spec is out of range; only one of `lo` and `hi` is given, or one has another
-            shape; `range` is given in addition to them; or the ends are known, and one is NaN or infinite, or `lo`
-            is greater than `hi`.
+        ValueError: an axis of the spec is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
+            `range` is given in addition to them; or the ends are known (not traced), and one is NaN or infinite, or
+            `lo` is greater than `hi`.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -30,19 +30,20 @@ class QuantizedArray(RefusedOperators):
     wherever JAX takes arrays. It is not a `jax.Array`: an operation that needs floats must be given `q.dequantize()`,
     which is never called implicitly.
 
-    No granularity is stored, because the shapes say it, and still say it after `jax.vmap`, a slice or a transpose.
+    No granularity is stored, because the shapes imply it, and still do after `jax.vmap`, a slice or a transpose.
     `scale` and `zero_point` have the rank of `codes`. Each of their dimensions is 1 (all indices share an entry), as
-    long as that of `codes` (one entry per index), or the number of blocks. The two may be shared differently.
+    long as that of `codes` (one entry per index), or the number of blocks. `scale` and `zero_point` may have different
+    shapes.
 
     `jax.vmap` and `jax.lax.scan` map each of the arrays, so the scale must have an entry for each index of the mapped
     axis: keep that axis with `PerAxis`, or call `per_index(axis)` first. To join arrays use `jq.concatenate`. Do not
     concatenate their parts with `jnp.concatenate`: the joined scale is read as blocks of equal length. If the blocks
     differ in length, the numbers are wrong, and no check can detect it.
 
-    The constructor checks only that `dtype` is a dtype, because JAX also builds pytrees of objects that are not
-    arrays. Every method and function that takes a QuantizedArray checks it. The elements of a scale must be positive;
-    they are checked if they are known, that is, not traced and not on an accelerator. NaN and infinity are accepted:
-    `quantize` returns such scales for data that contain them, and they show in every result.
+    The constructor checks only that `dtype` is a dtype, because JAX also builds pytrees of objects that are not arrays.
+    Every method and function that takes a QuantizedArray checks it. The elements of a scale must be positive; they are
+    checked if they are known, that is, not traced and not on an accelerator. NaN and infinity are accepted, because
+    `quantize` returns such scales for data that contain them; they then show in every result.
 
     Attributes:
         codes: the quantized values, int2 to uint16, float8 or float4_e2m1fn. With a codebook: indices into it.
@@ -50,9 +51,9 @@ class QuantizedArray(RefusedOperators):
         zero_point: the code of 0.0, in steps and in the dtype of `codes`, or None for 0.
         dtype: Static. The dtype that `dequantize` returns: float32, float16 or bfloat16. By default that of the
             scale.
-        block_size: Static. The number of indices that share an entry in a dimension divided into blocks. None if
-            there are no blocks, or if they divide the dimension evenly. It is stored because the shapes do not tell
-            the block length if the last block is shorter.
+        block_size: Static. The number of indices that share an entry in a dimension divided into blocks. None if there
+            are no blocks, or if they divide the dimension evenly. It is stored because the shapes do not imply the
+            block size if the last block is shorter.
         codebook: Static. The `Codebook` that the codes index, or None.
 
     Example:
@@ -125,7 +126,7 @@ class QuantizedArray(RefusedOperators):
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
-        """Return an array of the given children, which JAX may have replaced by any objects."""
+        """Return an array with the given children, which JAX may have replaced with any objects."""
         new = object.__new__(cls)
         new._fill(*children, *static)
         return new
@@ -136,7 +137,7 @@ class QuantizedArray(RefusedOperators):
         return _rebuild_array, (static, children)
 
     def replace(self, **changes: Any) -> QuantizedArray:
-        """Return a copy with other `codes`, `scale`, `zero_point`, `dtype`, `block_size` or `codebook`."""
+        """Return a copy with new `codes`, `scale`, `zero_point`, `dtype`, `block_size` or `codebook`."""
         attributes = {
             "codes": self.codes, "scale": self.scale, "zero_point": self.zero_point, "dtype": self._dtype,
             "block_size": self._block_size, "codebook": self._codebook,
@@ -243,7 +244,7 @@ class QuantizedArray(RefusedOperators):
         return dequantize_checked(check_array("QuantizedArray.dequantize", "self", self))
 
     def astype(self, dtype: DTypeLike) -> QuantizedArray:
-        """Return the same codes with another `dtype` for `dequantize` to return: float32, float16 or bfloat16."""
+        """Return the same array with a new `dtype` for `dequantize` to return: float32, float16 or bfloat16."""
         return self.replace(dtype=checks.check_dtype(f"{_NAME}.astype", "dtype", dtype, dtypes.FLOATS))
 
     def __getitem__(self, index: Any) -> QuantizedArray:
@@ -283,18 +284,18 @@ class QuantizedArray(RefusedOperators):
         return matmul(other, self)
 
     def reshape(self, *shape: Any) -> QuantizedArray:
-        """Return the same elements in another shape, in which elements that share an entry must still be neighbours.
+        """Return the same elements in another shape, in which elements that share an entry must still be neighbors.
 
         Raises:
             TypeError: a dimension is not an int.
-            ValueError: the size differs, or no scale or zero point of the new rank has the same entries.
+            ValueError: the size differs, or no scale or zero point of the new rank can be shared by the same elements.
         """
         return indexing.reshape_array(check_array(f"{_NAME}.reshape", "self", self), shape)
 
     def per_index(self, *axes: int) -> QuantizedArray:
         """Return the same array with one entry of scale and zero point for each index of the given axes.
 
-        Call it before `jax.vmap` or `jax.lax.scan` maps one of these axes: they map every array of a pytree.
+        Call this before `jax.vmap` or `jax.lax.scan` maps one of these axes, because they map every array of a pytree.
 
         Raises:
             TypeError: an axis is not an int.

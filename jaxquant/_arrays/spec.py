@@ -27,19 +27,19 @@ def _read_dtype(dtype: Any) -> Any:
 class QuantSpec:
     """The static description of a quantization: a dtype, the elements that share a scale, and how to find the scale.
 
-    A spec is frozen and hashable: pass it to a jitted function as a static argument, or close over it. Attributes
-    that are left out are filled in from the others, so that specs compare equal if they mean the same.
+    A spec is frozen and hashable: pass it to a jitted function as a static argument, or close over it. Attributes that
+    are left out are filled in from the others, so that specs with the same meaning compare equal.
 
     Attributes:
         dtype: the dtype of the codes: int2, uint2, int4, uint4, int8, uint8, int16, uint16, a float8 or
             float4_e2m1fn; or a `Codebook` such as `nf4`.
         granularity: which elements share a scale: `PerTensor()`, `PerToken()`, `PerFeature()`, `PerAxis(axis or axes)`
             or `Blocked(axis, size)`. By default `PerTensor()`.
-        symmetric: True if the zero point is fixed to 0, or to the middle code of an unsigned dtype (128 of uint8).
-            By default True for signed dtypes and False for unsigned ones. Float dtypes and codebooks must be
-            symmetric.
-        narrow_range: True to leave out the lowest code, such as -128 of int8, so that -x has the negated code of x.
-            By default True if the spec is symmetric, as in ONNX Runtime and TFLite. int2 then has three codes.
+        symmetric: True if the zero point is fixed to 0, or to the middle code of an unsigned dtype (128 of uint8). By
+            default True for signed dtypes and False for unsigned ones. Float dtypes and codebooks must be symmetric.
+        narrow_range: True to leave the lowest code unused, such as -128 of int8, so that the code of -x is the negated
+            code of x. By default True if the spec is symmetric, as in ONNX Runtime and TFLite. int2 then has three
+            codes.
         scale_dtype: float32, float16, bfloat16 or float8_e8m0fnu. A scale that the dtype cannot represent is rounded
             up, so that no value in the range saturates.
         power_of_two: True to round scales up to powers of two. float8_e8m0fnu represents only these.
@@ -136,7 +136,7 @@ class QuantSpec:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest code of an integer dtype, or the extremes of a float dtype or a codebook."""
+        """The lowest and the highest code of an integer dtype, or the extreme values of a float dtype or a codebook."""
         if self.codebook:
             return self.codebook.levels[0], self.codebook.levels[-1]
         if self.dtype in dtypes.SMALL_FLOATS:

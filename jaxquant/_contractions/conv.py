@@ -41,37 +41,39 @@ def conv_general_dilated(
 
     out = convolution of lhs with rhs.
 
-    Both quantized: an integer convolution. acc, the convolution of lhs.codes - lhs.zero_point with rhs.codes -
-    rhs.zero_point, is exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once.
-    Padding, and the holes of `lhs_dilation`, count as the real number 0. What cannot be convolved in integers raises
-    an error.
+    If both operands are quantized, this is an integer convolution. acc, the convolution of lhs.codes - lhs.zero_point
+    with rhs.codes - rhs.zero_point, is exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product
+    rounded once. Padding, and the gaps that `lhs_dilation` makes, count as the real number 0. Operands that cannot be
+    convolved in integers raise an error.
 
-    One side a float array (weight-only): the other side is dequantized as a whole, and both are convolved in float32.
+    If one operand is a float array (weight-only), the other one is dequantized as a whole, and both are convolved in
+    float32.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 3 or more. If rhs is quantized too,
             lhs has one scale, or one for each image, and one zero point.
-        rhs: the kernel, likewise; at least one of the two is a QuantizedArray. If lhs is quantized too, rhs has one
-            scale and one zero point, or one for each output feature or each block of output features.
-        window_strides: Static. One for each spatial dimension.
+        rhs: the kernel, of the same types; at least one of the two is a QuantizedArray. If lhs is quantized too, rhs
+            has one scale and one zero point, or one for each output feature or each block of output features.
+        window_strides: Static. One stride for each spatial dimension.
         padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative values crop.
-        lhs_dilation: Static. The step between neighbouring elements of lhs; None is 1.
-        rhs_dilation: Static. The step between neighbouring elements of the kernel; None is 1.
-        dimension_numbers: Static. As in `jax.lax`; None is NCHW, OIHW, NCHW, or the same for another rank.
+        lhs_dilation: Static. The step between neighboring elements of lhs; None means 1.
+        rhs_dilation: Static. The step between neighboring elements of the kernel; None means 1.
+        dimension_numbers: Static. As in `jax.lax`; None means (NCHW, OIHW, NCHW), with as many spatial dimensions as
+            lhs has.
         feature_group_count: Static. The number of groups of channels that are convolved separately.
-        batch_group_count: Static. The number of groups of images, each convolved with its own features.
+        batch_group_count: Static. The number of groups of images, each convolved with its own output features.
         precision: Static. As in `jax.lax`, for a float convolution; an integer convolution ignores it.
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
-            the operands, or float32 where they differ.
+            the operands, or float32 if they differ.
 
     Returns:
         The convolution, in the layout of the dimension numbers.
 
     Raises:
-        TypeError: neither side is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
-            codebooks do not convolve as integers.
+        TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
+            codebooks cannot be convolved in integers.
         ValueError: shapes, windows, groups or dimension numbers do not fit each other; a scale or zero point varies
-            along a dimension that is summed; or the sum has more products of two codes than int32 can hold.
+            along a dimension that is summed; or an output sums so many products of two codes that int32 could overflow.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -88,8 +90,8 @@ def conv_general_dilated(
 
     Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
 
-    Cotangent of a float operand: that of the convolution with the other side dequantized. Of a scale: g * acc times
-    the other scale, or, weight-only, that of the dequantized side, summed over the elements that share the scale.
+    Cotangent of a float operand: that of the convolution with the other operand dequantized. Of a scale: g * acc times
+    the other scale, or, if weight-only, that of the dequantized operand, summed over the elements that share the scale.
     Codes and zero points have none.
     """
     x, w = check_operand(_NAME, "lhs", lhs), check_operand(_NAME, "rhs", rhs)

@@ -37,35 +37,36 @@ def dot_general(
 
     out = sum over the contracted dimensions of lhs * rhs.
 
-    Both quantized: an integer contraction. acc = sum of (lhs.codes - lhs.zero_point) * (rhs.codes - rhs.zero_point) is
-    exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. If a scale or a zero
-    point varies from block to block of a contracted dimension, each block has such a contraction, and out is their sum
-    in float32 in ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into
-    blocks in the same way. What cannot be contracted in integers raises an error.
+    If both operands are quantized, this is an integer contraction:
+    acc = sum of (lhs.codes - lhs.zero_point) * (rhs.codes - rhs.zero_point) is exact in int32, and
+    out = float32(acc) * (lhs.scale * rhs.scale), each product rounded once. If a scale or a zero point varies from
+    block to block of a contracted dimension, each block has such a contraction, and out is their sum in float32 in
+    ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into blocks in the
+    same way. Operands that cannot be contracted in integers raise an error.
 
-    One side a float array (weight-only): a float contraction with the other side dequantized. On a CPU a large
-    quantized side is dequantized a chunk at a time, never as a whole.
+    If one operand is a float array (weight-only), this is a float contraction with the other operand dequantized. On a
+    CPU, a large quantized operand is dequantized a chunk at a time, never as a whole.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.
-        rhs: likewise; at least one of the two is a QuantizedArray.
+        rhs: the same; at least one of the two is a QuantizedArray.
         dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax`.
         precision: Static. As in `jax.lax`, for a float contraction; an integer contraction ignores it.
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
-            the operands, or float32 where they differ.
-        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required where
-            the shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added
-            in int32, so the integers stay the same; a sharded contracted dimension with blocks is gathered first.
+            the operands, or float32 if they differ.
+        out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required if the
+            shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added in
+            int32, so the integers stay the same; a sharded contracted dimension with blocks is gathered first.
 
     Returns:
-        The array with the batch dimensions, then lhs's free ones, then rhs's.
+        The result, with the batch dimensions first, then the free dimensions of lhs, then those of rhs.
 
     Raises:
-        TypeError: neither side is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
-            codebooks do not contract as integers.
+        TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
+            codebooks cannot be contracted in integers.
         ValueError: dimension numbers or an out_sharding do not fit the operands; a scale or zero point varies from
-            index to index of a contracted dimension; the blocks of the two sides do not end together; or out_sharding
-            is missing and the operands do not determine it.
+            index to index of a contracted dimension; the blocks of the two operands do not end at the same indices; or
+            out_sharding is missing and the operands do not determine it.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -78,7 +79,7 @@ def dot_general(
 
     Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
 
-    Cotangent of a float operand: that of the contraction with the other side dequantized. Of a scale: g * acc times
+    Cotangent of a float operand: that of the contraction with the other operand dequantized. Of a scale: g * acc times
     the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
     and zero points have none.
     """
@@ -157,21 +158,21 @@ def matmul(
 
     out = lhs @ rhs, with the shapes of numpy.matmul.
 
-    The contraction is `dot_general`, which documents what is computed, and in which order.
+    The contraction is that of `dot_general`, whose documentation says what is computed, and in which order.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 1 or more.
-        rhs: likewise; at least one of the two is a QuantizedArray.
-        precision: Static. As in `jax.lax.dot_general`, where one side is a float array.
+        rhs: the same; at least one of the two is a QuantizedArray.
+        precision: Static. As in `jax.lax.dot_general`, for a float contraction; an integer contraction ignores it.
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
-            the operands, or float32 where they differ.
+            the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
 
     Returns:
         The product, of numpy.matmul's shape.
 
     Raises:
-        TypeError: neither side is quantized, or an operand has an unsupported dtype.
+        TypeError: neither operand is quantized, or an operand has an unsupported dtype.
         ValueError: shapes do not fit each other, an out_sharding does not fit the product, or `dot_general` cannot
             contract the operands.
 

@@ -37,39 +37,40 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Contract quantized arrays, alone or with float arrays, by the subscripts of `numpy.einsum`.
+    """Contract quantized arrays, alone or together with float arrays, by the subscripts of `numpy.einsum`.
 
-    out = sum over the indices that the output lacks of the product of the operands.
+    out = the product of the operands, summed over the indices that do not occur in the output.
 
-    Two operands are one `dot_general` and a transpose: an integer contraction where both are quantized, a float
-    contraction where one is. See `dot_general` for what is computed, and in which order. An index that only one operand
-    has and the output lacks is summed after the contraction, in float32.
+    Two operands are contracted by one `dot_general` and a transpose: in integers if both are quantized, in floats if
+    only one is. See `dot_general` for what is computed, and in which order. An index that only one operand has, and the
+    output does not, is summed after the contraction, in float32.
 
     More operands are contracted pair by pair, in the order of `numpy.einsum_path` (the best order up to 6 operands, a
-    greedy one beyond). The result of a pair is float32, so a third quantized operand is contracted with it weight-only.
-    To contract two particular operands in integers, contract them in a call of their own. A single operand is
-    dequantized.
+    greedy one beyond). The result of a pair is float32, so the contraction with a third, quantized operand is
+    weight-only. To make sure that two particular operands are contracted in integers, contract them in a separate call.
+    A single operand is dequantized.
 
     Args:
         subscripts: Static. A term for each operand, separated by ",", then "->" and the term of the output. Without
             "->" the output has the indices that occur once, in alphabetical order. "..." represents the remaining
-            dimensions of an operand; only there a size of 1 broadcasts. Spaces are ignored.
+            dimensions of an operand; dimensions of size 1 broadcast only there. Spaces are ignored.
         operands: each a QuantizedArray, or an array of float32, float16 or bfloat16; at least one is a QuantizedArray.
-            An index that occurs twice in the term of a float operand takes its diagonal.
+            An index that occurs twice in the term of a float operand selects the diagonal of that operand.
         precision: Static. As in `jax.lax.dot_general`, for float contractions.
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
-            the operands, or float32 where they differ.
+            the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
             than two operands it applies to the last pair; the shardings of the other operands must determine those of
             their results.
 
     Returns:
-        The array with the dimensions of the output's indices, in their order.
+        The result, whose dimensions are the output's indices in their order.
 
     Raises:
         TypeError: no operand is quantized, or an operand has an unsupported dtype.
-        ValueError: the subscripts do not fit the operands, sizes of one index differ, or a quantized operand has an
-            index twice; and what `dot_general` raises, where lhs and rhs are the two operands of a pair.
+        ValueError: the subscripts do not fit the operands, an index has different sizes, or an index occurs twice in
+            the term of a quantized operand; or `dot_general` would raise a ValueError for a pair of operands, which its
+            message calls lhs and rhs.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -28,16 +28,15 @@ def take(
     mode: str | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Take entries of a quantized array along an axis and dequantize only these.
+    """Take entries of a quantized array along an axis and dequantize only those.
 
     y = q.dequantize() at `indices` along `axis`.
 
     The result has the bits of the same entries of `q.dequantize()`. The codes are gathered as they are stored, together
-    with the entries of the scale and of the zero point that belong to them, so that no float array of the table's size
-    is created.
+    with their entries of the scale and the zero point, so that no float array of the table's size is created.
 
     Args:
-        q: the table, of rank 1 or more, of any dtype and granularity.
+        q: the table, a QuantizedArray of rank 1 or more, with any dtype of the codes and any granularity.
         indices: integers of any shape; negative ones count from the end. An int is one index.
         axis: Static. The dimension that is indexed; a negative one counts from the back. The default is 0, the rows of
             an embedding; `jax.numpy.take` flattens its array by default, which is not possible for codes with blocks.
@@ -45,7 +44,7 @@ def take(
             entries at the nearest index; every negative index becomes 0. "wrap": the entries at the index modulo the
             length.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `x.at[indices].get`;
-            required where `axis` of the table or the indices are sharded.
+            required if `axis` of the table or the indices are sharded.
 
     Returns:
         The entries in q.dtype, with the dimensions of `indices` in place of `axis`.
@@ -67,7 +66,7 @@ def take(
 
     Source: `jax.numpy.take`.
 
-    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Integers have none.
+    Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Integers have no cotangent.
     """
     q = quantized_array.check_array(_NAME, "q", q)
     axis = checks.check_axis(_NAME, axis, q.ndim)

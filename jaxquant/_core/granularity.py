@@ -27,10 +27,10 @@ class PerTensor:
 
 @dataclasses.dataclass(frozen=True)
 class PerAxis:
-    """One scale per index of the kept axis or axes; the elements along all other axes share it.
+    """One scale per index of the given axis or axes; the elements along all other axes share it.
 
     Attributes:
-        axis: an int, negative from the back, or a tuple of several.
+        axis: an int, or a tuple of several; a negative one counts from the back.
 
     Raises:
         TypeError: an axis is not an int.
@@ -50,10 +50,11 @@ class PerAxis:
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """One scale per run of `size` indices along the axis, and per index of all other axes. The last run may be short.
+    """One scale per run of `size` indices along the axis and per index of all other axes; the last run may be short.
 
     Attributes:
-        axis: an int, negative from the back, or a tuple of several, each of which is cut into runs of the same size.
+        axis: an int, or a tuple of several, each of which is cut into runs of the same size; a negative one counts from
+            the back.
         size: the number of indices in a run.
 
     Raises:
@@ -92,9 +93,9 @@ class PerToken:
 class PerFeature:
     """One scale per index of the last axis, for any rank; in the weights of a Flax layer, one per output feature.
 
-    A layer knows which axes of its kernel are output features: the axes that the contraction keeps. That is the last
-    axis of a dense layer or a convolution, several axes in `DenseGeneral` and `Einsum`, and the rows of an embedding,
-    which are the outputs of `attend`.
+    The output features of a layer's kernel are the axes that its contraction keeps. That is the last axis in a dense
+    layer or a convolution, possibly several axes in `DenseGeneral` and `Einsum`, and the rows in an embedding, which
+    become the outputs of `attend`.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -32,25 +32,27 @@ def conv_integer(
 
     y = convolution of x - x_zero_point with w - w_zero_point.
 
-    Exact modulo 2**32: the int32 wraps around, as the ONNX text permits. It cannot while a kernel has fewer than
-    2**31 / (255 * 255) = 33025 weights for an output. Padding counts as 0 after the zero point is subtracted. Both
-    operands are convolved as int8; only a depthwise convolution, which is a sum of elementwise products, widens them.
+    The result is exact modulo 2**32: an int32 that overflows wraps around, as the ONNX text permits. It cannot overflow
+    while the kernel has fewer than 2**31 / (255 * 255) = 33025 weights for each output. Padding counts as 0 after the
+    zero point is subtracted. Both operands are convolved as int8; only a depthwise convolution, which is a sum of
+    elementwise products, widens them.
 
     Args:
         x: codes, int8 or uint8, (N, C, *spatial) with one spatial dimension or more.
         w: codes, int8 or uint8, (M, C / group, *kernel), not necessarily x's dtype.
-        x_zero_point: steps, a scalar in x's dtype. None is 0. An int is a scalar in x's dtype.
-        w_zero_point: steps, in w's dtype: a scalar, or one for each feature, as [M]. None is 0. An int is a scalar in
-            w's dtype.
-        auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that there are
-            ceil(size / stride) positions, with an odd element at the end or at the beginning. "VALID" does not pad.
-        dilations: Static. The step between neighbouring elements of the kernel, one for each spatial dimension; None
-            is 1.
+        x_zero_point: the code of 0.0, a scalar in x's dtype. None means 0. An int becomes a scalar in x's dtype.
+        w_zero_point: the code of 0.0, in w's dtype: a scalar, or one for each feature, as [M]. None means 0. An int
+            becomes a scalar in w's dtype.
+        auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that the output has ceil(size /
+            stride) positions; if the padding is odd, the extra element is at the end or at the beginning, respectively.
+            "VALID" does not pad.
+        dilations: Static. The step between neighboring elements of the kernel, one for each spatial dimension; None
+            means 1.
         group: Static. The number of groups of channels that are convolved separately.
-        kernel_shape: Static. The spatial shape of w, or None.
+        kernel_shape: Static. The spatial shape of w. None takes it from w.
         pads: Static. How many elements are added at the beginning of each spatial dimension, then how many at the end
-            of each; None is 0.
-        strides: Static. One for each spatial dimension; None is 1.
+            of each; None means 0.
+        strides: Static. One stride for each spatial dimension; None means 1.
 
     Returns:
         int32, (N, M, *positions).
@@ -58,7 +60,7 @@ def conv_integer(
     Raises:
         TypeError: an operand is neither int8 nor uint8, a zero point does not have its operand's dtype, or an
             attribute has a wrong type.
-        ValueError: shapes and attributes do not fit each other.
+        ValueError: the shapes of the arguments and the attributes do not fit each other.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -42,10 +42,10 @@ def dequantize_linear(
             or float4_e2m1fn.
         x_scale: value per step, float32, float16, bfloat16, or float8_e8m0fnu together with an `output_dtype`. Per
             tensor: a scalar or one element. Per axis: 1-D, as long as x's `axis`. With `block_size`: x's shape with
-            ceil(length / block_size) in place of the length of `axis`. A Python number is float32.
-        x_zero_point: steps, of x_scale's shape and x's dtype. None is 0. An int is used for every scale, in x's
-            dtype. For a float x it must be 0: a concrete value is checked, a traced one is ignored.
-        axis: Static. The axis that is kept; a negative one counts from the back. Ignored per tensor.
+            ceil(length / block_size) in place of the length of `axis`. A Python number becomes float32.
+        x_zero_point: the code of 0.0, of x_scale's shape and x's dtype. None means 0. An int is converted to x's dtype
+            and used for every scale. For a float x it must be 0: a concrete value is checked; a traced one is ignored.
+        axis: Static. The axis that is kept; a negative one counts from the back. Ignored if the scale is per tensor.
         block_size: Static. How many elements along `axis` share a scale; the last block may be shorter. 0 means no
             blocks.
         output_dtype: Static. float32, float16 or bfloat16; by default x_scale's dtype.

@@ -51,20 +51,20 @@ def dynamic_quantize_linear(
     y_zero_point = round_half_even(saturate(qmin - min(x, 0) / y_scale)),
     y = saturate(round_half_even(x / y_scale) + y_zero_point).
 
-    The float32 operations have ONNX Runtime's order. For int8 the range [qmin, qmax] is [-127, 127], as in the ONNX
-    text.
+    The float32 operations are done in ONNX Runtime's order. For int8 the range [qmin, qmax] is [-127, 127], as in the
+    ONNX text.
 
-    A range of zero (all zeros, or no elements) has y_scale 1, y_zero_point qmin and y qmin. So has a range of subnormal
-    numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below 3e-36), y_scale is the
-    least normal float32, 2**-126, from which y and y_zero_point follow; ONNX Runtime has the subnormal y_scale there.
-    An infinity in x makes y_scale infinite. A NaN in x makes y_scale NaN, y_zero_point qmax and y qmin. Any other x for
-    which min(x, 0) / y_scale is NaN, -inf for example, also has y_zero_point qmax.
+    For a range of zero (all zeros, or no elements), y_scale is 1, and y_zero_point and y are qmin. The same holds for a
+    range of subnormal numbers, which XLA:CPU treats as 0. For any other range whose scale would be subnormal (below
+    3e-36), y_scale is the least normal float32, 2**-126, from which y and y_zero_point follow; ONNX Runtime returns the
+    subnormal y_scale instead. An infinity in x makes y_scale infinite. With a NaN in x, y_scale is NaN, y_zero_point is
+    qmax and y is qmin. Any other x for which min(x, 0) / y_scale is NaN, -inf for example, also has y_zero_point qmax.
 
     Args:
-        x: values, float32, of any shape; a Python number is float32.
+        x: values, float32, of any shape; a Python number becomes float32.
         dtype: Static. uint8 or int8.
-        axis: Static. None for one scale. Otherwise the axis that is kept, a negative one counted from the back: each of
-            its indices has a scale and a zero point, computed from its own slice.
+        axis: Static. None gives one scale for the whole of x. Otherwise the axis that is kept; a negative one counts
+            from the back. Each index of it has a scale and a zero point, computed from its own slice.
         training: Static. False stores nothing for the backward pass; differentiating then raises an error.
         lda_coeff: Static. A factor of the gradient with respect to x; 0 stops it, -1 reverses it.
         name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
@@ -73,7 +73,7 @@ def dynamic_quantize_linear(
         y: the codes, of x's shape, in `dtype`.
         y_scale: value per step, float32, of shape () or as long as `axis`. `dequantize_linear` must be called with the
             same axis; its default is 1.
-        y_zero_point: steps, in `dtype`, of y_scale's shape.
+        y_zero_point: the code of 0.0, in `dtype`, of y_scale's shape.
 
     Raises:
         TypeError: x is not float32, dtype is neither uint8 nor int8, or a static argument has a wrong type.
@@ -91,9 +91,9 @@ def dynamic_quantize_linear(
     Source: ONNX DynamicQuantizeLinear-11; training, lda_coeff and name from the node of Graiphic's Deep Learning
     Toolkit for LabVIEW.
 
-    Cotangent of x, with g that of y_scale: lda_coeff * g / (qmax - qmin) at the largest element if it is positive, and
-    minus that at the smallest if it is negative; equal elements share it in equal parts. y and y_zero_point are
-    integers and carry no gradient.
+    Cotangent of x, where g is the cotangent of y_scale: lda_coeff * g / (qmax - qmin) at the largest element if it is
+    positive, and minus that at the smallest element if it is negative; several equal extremes share it in equal parts.
+    y and y_zero_point are integers and have no gradient.
     """
     return _dynamic_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,

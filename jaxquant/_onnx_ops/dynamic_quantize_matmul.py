@@ -27,7 +27,7 @@ _UINT8 = np.dtype(jnp.uint8)
 def dynamic_quantize_matmul(
     a: ArrayLike, b: ArrayLike, b_scale: ArrayLike, b_zero_point: ArrayLike | None = None, bias: ArrayLike | None = None
 ) -> jax.Array:
-    """Quantize a to uint8 by its range and multiply it by codes, as ONNX Runtime's DynamicQuantizeMatMul does.
+    """Quantize a to uint8 with its own range and multiply it by codes, as ONNX Runtime's DynamicQuantizeMatMul does.
 
     y = float32((q - q_zero_point) @ (b - b_zero_point)) * (q_scale * b_scale) + bias,
     where (q, q_scale, q_zero_point) is the result of `dynamic_quantize_linear` for the whole of a, in uint8.
@@ -39,12 +39,12 @@ def dynamic_quantize_matmul(
     Args:
         a: values, float32, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8.
-        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has
-            rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number is
+        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has rank
+            2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number becomes
             float32.
-        b_zero_point: steps, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has it too.
-            None is 0. An int is a scalar in b's dtype.
-        bias: float32, [N]. None is 0.
+        b_zero_point: the code of 0.0, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has
+            it too. None means 0. An int becomes a scalar in b's dtype.
+        bias: float32, [N]. None means 0.
 
     Returns:
         float32, of numpy.matmul's shape.

@@ -20,16 +20,17 @@ def matmul_integer(
 
     y = (a - a_zero_point) @ (b - b_zero_point).
 
-    Exact modulo 2**32: the int32 wraps around, as the ONNX text permits. It cannot while a has fewer than
-    2**31 / (255 * 255) = 33025 columns. Both operands are contracted as int8 and are never widened.
+    The result is exact modulo 2**32: an int32 that overflows wraps around, as the ONNX text permits. It cannot overflow
+    while a has fewer than 2**31 / (255 * 255) = 33025 columns. Both operands are contracted as int8 and are never
+    widened.
 
     Args:
         a: codes, int8 or uint8, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8, not necessarily a's dtype.
-        a_zero_point: steps, in a's dtype: a scalar, or one for each row of a, as [M] or [..., M, 1]. None is 0. An
-            int is a scalar in a's dtype.
-        b_zero_point: steps, in b's dtype: a scalar, or one for each column of b, as [N] or [..., 1, N]. None is 0. An
-            int is a scalar in b's dtype.
+        a_zero_point: the code of 0.0, in a's dtype: a scalar, or one for each row of a, as [M] or [..., M, 1]. None
+            means 0. An int becomes a scalar in a's dtype.
+        b_zero_point: the code of 0.0, in b's dtype: a scalar, or one for each column of b, as [N] or [..., 1, N]. None
+            means 0. An int becomes a scalar in b's dtype.
 
     Returns:
         int32, of numpy.matmul's shape.
@@ -47,7 +48,7 @@ def matmul_integer(
                [ 190, 16362]], dtype=int32)
 
     Source: ONNX MatMulInteger-10. ONNX Runtime accepts no zero point per row of a, and leaves y unset if a has no
-    columns; this function follows the text, by which such a y is 0.
+        columns; this function follows the text, according to which that y is 0.
     """
     a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)

@@ -38,15 +38,15 @@ def matmul_integer_to_float(
         a: codes, int8 or uint8, of rank 1 or more, in the shapes of numpy.matmul.
         b: codes, int8 or uint8, not necessarily a's dtype.
         a_scale: value per step of a, float32: a scalar, or one for each row, as [M] or [..., M, 1]. A Python number
-            is float32.
-        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has
-            rank 2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number is
+            becomes float32.
+        b_scale: value per step of b, float32: a scalar; one for each column, as [N] or [..., 1, N]; or, if b has rank
+            2, [blocks, N]: one for each column and each of `blocks` equal runs of rows. A Python number becomes
             float32.
-        a_zero_point: steps, in a's dtype, with a shape that a_scale may have. None is 0. An int is a scalar in a's
-            dtype.
-        b_zero_point: steps, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has it too.
-            None is 0. An int is a scalar in b's dtype.
-        bias: float32, [N]. None is 0.
+        a_zero_point: the code of 0.0, in a's dtype, with a shape that a_scale may have. None means 0. An int becomes a
+            scalar in a's dtype.
+        b_zero_point: the code of 0.0, in b's dtype, with a shape that b_scale may have; [blocks, N] only if b_scale has
+            it too. None means 0. An int becomes a scalar in b's dtype.
+        bias: float32, [N]. None means 0.
 
     Returns:
         float32, of numpy.matmul's shape.

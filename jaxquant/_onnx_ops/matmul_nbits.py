@@ -35,18 +35,18 @@ def matmul_nbits(
 
     y = a @ w.T + bias, where w[n, k] = (q[n, k] - zero_points[n, k // block_size]) * scales[n, k // block_size].
 
-    This is a weight-only contraction: a stays float, and the products are summed in float32, in XLA's order. So y
-    agrees with ONNX Runtime's result to float32 rounding, not bit for bit. On a CPU the weights are dequantized a chunk
-    at a time, never the whole matrix.
+    This is a weight-only contraction: a stays float, and the products are summed in float32, in an order that XLA
+    chooses. So y agrees with ONNX Runtime's result up to float32 rounding, not bit for bit. On a CPU the weights are
+    dequantized a chunk at a time, never the whole matrix.
 
     Args:
         a: values, float32, float16 or bfloat16, [..., K].
         b: the codes q, packed in uint8, [N, blocks, block_size * bits / 8] with blocks = ceil(K / block_size); the
             first code is in the lowest bits of a byte. Codes past K in the last block are ignored.
         scales: value per step, float32, float16 or bfloat16, [N, blocks] or flat.
-        zero_points: steps: uint8, packed as b along the blocks, [N, ceil(blocks * bits / 8)] or flat; or
-            float32, float16 or bfloat16, [N, blocks] or flat. None is 2**(bits - 1).
-        bias: [N], in a's dtype. None is 0.
+        zero_points: the codes of 0.0: uint8, packed along the blocks as b is, [N, ceil(blocks * bits / 8)] or flat; or
+            float32, float16 or bfloat16, [N, blocks] or flat. None means 2**(bits - 1).
+        bias: [N], in a's dtype. None means 0.
         K: Static. The number of columns of a.
         N: Static. The number of rows of w, which are the columns of y.
         bits: Static. 2, 4 or 8.

@@ -49,30 +49,34 @@ def qlinear_conv(
 
     Args:
         x: codes, int8 or uint8, (N, C, *spatial) with one spatial dimension or more.
-        x_scale: value per step of x, float32, a scalar. A Python number is float32.
-        x_zero_point: steps, a scalar in x's dtype. An int is a scalar in x's dtype.
+        x_scale: value per step of x, float32, a scalar. A Python number becomes float32.
+        x_zero_point: the code of 0.0, a scalar in x's dtype. An int becomes a scalar in x's dtype.
         w: codes, int8 or uint8, (M, C / group, *kernel), not necessarily x's dtype.
-        w_scale: value per step of w, float32: a scalar, or one for each feature, as [M]. A Python number is float32.
-        w_zero_point: steps, in w's dtype: a scalar, or one for each feature, as [M]. An int is a scalar in w's dtype.
-        y_scale: value per step of y, float32, a scalar. A Python number is float32.
-        y_zero_point: steps, a scalar. Its dtype, int8 or uint8, is that of y; an int is a scalar in x's dtype.
-        b: the bias, int32, [M], in steps of x_scale * w_scale. None is 0.
-        auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that there are
-            ceil(size / stride) positions, with an odd element at the end or at the beginning. "VALID" does not pad.
-        dilations: Static. The step between neighbouring elements of the kernel, one for each spatial dimension; None
-            is 1.
+        w_scale: value per step of w, float32: a scalar, or one for each feature, as [M]. A Python number becomes
+            float32.
+        w_zero_point: the code of 0.0, in w's dtype: a scalar, or one for each feature, as [M]. An int becomes a scalar
+            in w's dtype.
+        y_scale: value per step of y, float32, a scalar. A Python number becomes float32.
+        y_zero_point: the code of 0.0, a scalar. Its dtype, int8 or uint8, is that of y; an int becomes a scalar in x's
+            dtype.
+        b: the bias, int32, [M], in steps of x_scale * w_scale. None means 0.
+        auto_pad: Static. "NOTSET" pads by `pads`. "SAME_UPPER" and "SAME_LOWER" pad so that the output has ceil(size /
+            stride) positions; if the padding is odd, the extra element is at the end or at the beginning, respectively.
+            "VALID" does not pad.
+        dilations: Static. The step between neighboring elements of the kernel, one for each spatial dimension; None
+            means 1.
         group: Static. The number of groups of channels that are convolved separately.
-        kernel_shape: Static. The spatial shape of w, or None.
+        kernel_shape: Static. The spatial shape of w. None takes it from w.
         pads: Static. How many elements are added at the beginning of each spatial dimension, then how many at the end
-            of each; None is 0.
-        strides: Static. One for each spatial dimension; None is 1.
+            of each; None means 0.
+        strides: Static. One stride for each spatial dimension; None means 1.
 
     Returns:
         The codes, (N, M, *positions), in y_zero_point's dtype.
 
     Raises:
         TypeError: an argument has a dtype that the operator does not support, or an attribute has a wrong type.
-        ValueError: shapes and attributes do not fit each other.
+        ValueError: the shapes of the arguments and the attributes do not fit each other.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -42,24 +42,24 @@ def qlinear_matmul(
     float32(acc) is rounded half to even before the zero point is added. onnx's reference adds the zero point first,
     which differs on ties if y_zero_point is odd. acc wraps around as in `matmul_integer`.
 
-    float8 operands are multiplied and summed in float32. XLA chooses the order of that sum, so the last bits are exact
-    only where every partial sum is.
+    float8 operands are multiplied and summed in float32. XLA chooses the order of that sum, so the result is exact only
+    if every partial sum is.
 
     Args:
         a: codes, int8, uint8 or one of the four float8, of rank 1 or more, in the shapes of numpy.matmul.
-        a_scale: value per step of a, float32, float16 or bfloat16: a scalar, or one for each row, as [M] or
-            [..., M, 1]. A Python number is float32.
-        a_zero_point: steps, in a's dtype: a scalar, or one for each row, as a_scale; 0 for float8. An int is a scalar
-            in a's dtype.
+        a_scale: value per step of a, float32, float16 or bfloat16: a scalar, or one for each row, as [M] or [..., M,
+            1]. A Python number becomes float32.
+        a_zero_point: the code of 0.0, in a's dtype: a scalar, or one for each row, as a_scale; 0 for float8. An int
+            becomes a scalar in a's dtype.
         b: codes: int8 or uint8 if a is one of these, otherwise one of the four float8.
-        b_scale: value per step of b, float32, float16 or bfloat16: a scalar, or one for each column, as [N] or
-            [..., 1, N]. A Python number is float32.
-        b_zero_point: steps, in b's dtype: a scalar, or one for each column, as b_scale; 0 for float8. An int is a
-            scalar in b's dtype.
+        b_scale: value per step of b, float32, float16 or bfloat16: a scalar, or one for each column, as [N] or [..., 1,
+            N]. A Python number becomes float32.
+        b_zero_point: the code of 0.0, in b's dtype: a scalar, or one for each column, as b_scale; 0 for float8. An int
+            becomes a scalar in b's dtype.
         y_scale: value per step of y, float32, float16 or bfloat16: a scalar, or one for each row of a. A Python number
-            is float32.
-        y_zero_point: steps: a scalar, or one for each row of a. Its dtype is that of y; an int is a scalar in a's
-            dtype.
+            becomes float32.
+        y_zero_point: the code of 0.0: a scalar, or one for each row of a. Its dtype is that of y; an int becomes a
+            scalar in a's dtype.
 
     Returns:
         The codes of the product, of numpy.matmul's shape, in y_zero_point's dtype.

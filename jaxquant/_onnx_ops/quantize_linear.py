@@ -37,22 +37,22 @@ def quantize_linear(
     y = saturate(round_half_even(x / y_scale) + y_zero_point).
 
     The integers are ONNX Runtime's: the quotient is a true division, ties round to even, and the zero point is added
-    after rounding. Values out of the dtype's range, infinities included, saturate; NaN becomes the lowest code. A scale
-    of 0 divides to infinity or NaN, which then saturate in the same way. `fake_quantize_linear`, which is not an
-    operator of ONNX, instead raises an error for a scale that is known to be 0, negative or NaN.
+    after rounding. Values out of the dtype's range, infinities included, saturate; NaN becomes the lowest code.
+    Division by a scale of 0 gives infinity or NaN, which are then handled in the same way. `fake_quantize_linear`,
+    which is not an operator of ONNX, instead raises an error for a scale that is known to be 0, negative or NaN.
 
-    The result has no gradient: integers carry none in JAX, and the float8 and float4 results of this operator carry
-    none either. Use `fake_quantize_linear` in training.
+    The result has no gradient: integers have none in JAX, and the float8 and float4 results of this operator have none
+    either. Use `fake_quantize_linear` in training.
 
     Args:
-        x: values, float32, float16, bfloat16 or int32, of any shape; a Python number is float32.
+        x: values, float32, float16, bfloat16 or int32, of any shape; a Python number becomes float32.
         y_scale: value per step, float32, float16, bfloat16, float8_e8m0fnu, or int32 for an int32 x. Per tensor: a
             scalar or one element. Per axis: 1-D, as long as x's `axis`. With `block_size`: x's shape with
             ceil(length / block_size) in place of the length of `axis`. A Python number takes x's dtype.
-        y_zero_point: steps, of y_scale's shape and the output's dtype. None is 0. An int is used for every scale, in
-            `output_dtype`. For a float output it must be 0: a concrete value is checked, a traced one is ignored, as
-            in ONNX Runtime.
-        axis: Static. The axis that is kept; a negative one counts from the back. Ignored per tensor.
+        y_zero_point: the code of 0.0, of y_scale's shape and the output's dtype. None means 0. An int is converted to
+            `output_dtype` and used for every scale. For a float output it must be 0: a concrete value is checked; a
+            traced one is ignored, as in ONNX Runtime.
+        axis: Static. The axis that is kept; a negative one counts from the back. Ignored if the scale is per tensor.
         block_size: Static. How many elements along `axis` share a scale; the last block may be shorter. 0 means no
             blocks.
         saturate: Static. For float8 only: whether values out of range, infinities included, become the largest finite

@@ -46,15 +46,15 @@ class Int8Backward:
 
     dlhs = q(g) contracted with the codes of rhs, and drhs = the codes of lhs contracted with q(g).
 
-    q quantizes g to int8, symmetrically, with one scale for each index that the contraction does not sum over: for each
-    row of dlhs, for each column of drhs. If the scale of the other operand varies along a dimension that is summed
-    over, it is multiplied into g first.
+    q quantizes g to int8, symmetrically, with one scale for each index that the contraction does not sum over: in a
+    matrix product, one for each row of dlhs or for each column of drhs. If the scale of the other operand varies along
+    a dimension that is summed over, it is multiplied into g first.
 
     Attributes:
-        stochastic_rounding: whether g is rounded stochastically, which keeps a gradient of many small parts unbiased.
-            The call then needs a key if it is differentiated.
-        lhs: whether dlhs is computed in integers; otherwise as with `FloatBackward`.
-        rhs: whether drhs is computed in integers; otherwise as with `FloatBackward`.
+        stochastic_rounding: whether g is rounded stochastically, which keeps a gradient that sums many small parts
+            unbiased. Differentiating the call then needs a `key`.
+        lhs: whether dlhs is computed in integers. If False, it is computed as with `FloatBackward`.
+        rhs: whether drhs is computed in integers. If False, it is computed as with `FloatBackward`.
 
     Raises:
         TypeError: an attribute is not True or False.
@@ -66,8 +66,8 @@ class Int8Backward:
         >>> jax.grad(lambda x: dense(x).sum())(jnp.array([[0.1, -0.2]])).round(4)
         Array([[127.,   2.]], dtype=float32)
 
-    Source: Banner et al., arXiv 1805.11046, section 5, who keep drhs in floats; Gupta et al., arXiv 1502.02551, for the
-    rounding.
+    Source: Banner et al., arXiv 1805.11046, section 5, which keeps drhs in floats; Gupta et al., arXiv 1502.02551, for
+    the rounding.
     """
 
     stochastic_rounding: bool = False

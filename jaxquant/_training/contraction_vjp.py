@@ -37,15 +37,16 @@ _POLICY = jax.checkpoint_policies.save_only_these_names(CODES)
 def save_codes(primitive: Any, *operands: Any, **parameters: Any) -> Any:
     """Tell `jax.checkpoint` to keep the codes, scales and masks of quantized contractions, and nothing else.
 
-    This is a policy: pass the function itself, `jax.checkpoint(network, policy=jq.save_codes)`. The backward pass
-    computes everything else again from the codes: activation functions, and the float operands of learned scales.
+    This is a policy for `jax.checkpoint`: do not call it, but pass it, `jax.checkpoint(network, policy=jq.save_codes)`.
+    The backward pass recomputes everything else from the codes: activation functions, and the float operands whose
+    scales are learned.
 
     With one checkpoint around a whole network, XLA may recompute all its layers at the same time. To hold one block in
     memory at a time, wrap each block: `flax.linen.remat(Block, policy=jq.save_codes)`, with an activation function at
     the end of the block.
 
     Args:
-        primitive: what JAX passes to a policy: the primitive that computes a value.
+        primitive: the primitive that computes a value, as JAX passes it to a policy.
         operands: its operands, as abstract values.
         **parameters: its parameters.
 

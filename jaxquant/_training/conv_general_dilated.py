@@ -57,19 +57,20 @@ def quantized_conv_general_dilated(
         window_strides: Static. One stride for each spatial dimension.
         padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; negative numbers
             crop.
-        lhs_dilation: Static. The distance between neighboring elements of lhs in each spatial dimension; None is 1.
-        rhs_dilation: Static. The distance between neighboring elements of the kernel; None is 1.
-        dimension_numbers: Static. As in `jax.lax`; None is NCHW, OIHW, NCHW and their equivalents of other ranks.
+        lhs_dilation: Static. The distance between neighboring elements of lhs in each spatial dimension; None means 1.
+        rhs_dilation: Static. The distance between neighboring elements of the kernel; None means 1.
+        dimension_numbers: Static. As in `jax.lax`; None means (NCHW, OIHW, NCHW), with as many spatial dimensions as
+            lhs has.
         feature_group_count: Static. The number of groups of channels that are convolved separately.
-        batch_group_count: Static. The number of groups of images, each with features of its own.
+        batch_group_count: Static. The number of groups of images, each convolved with its own output features.
         lhs_spec: how lhs is quantized: a QuantSpec, which finds the scale from lhs; a `Quantizer`; or None, which
             leaves lhs in floats. If rhs is quantized too, the scale is per tensor or per image.
         rhs_spec: the same for rhs. At least one of the two must not be None. If lhs is quantized too, the scale and the
             zero point are per tensor or per output feature.
         backward: Static. How the gradients are contracted: `FloatBackward()`, or, if both operands are quantized,
             `Int8Backward()`.
-        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True). The result does not
-            depend on it.
+        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
+            The result of the forward pass does not depend on it.
         precision: Static. As in `jax.lax`, for float convolutions, including those of the backward pass.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
@@ -80,9 +81,9 @@ def quantized_conv_general_dilated(
     Raises:
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; neither operand has a spec; or
             `conv_general_dilated` would raise a TypeError.
-        ValueError: shapes, scales or zero points do not fit each other; `backward` is Int8Backward() with groups of
-            images, or where a gradient cannot be contracted in integers; a gradient rounds stochastically and there is
-            no key; or `conv_general_dilated` would raise a ValueError.
+        ValueError: shapes, scales or zero points do not fit each other; `backward` is Int8Backward() but there are
+            groups of images, or a gradient cannot be contracted in integers; `backward` rounds stochastically and there
+            is no key; or `conv_general_dilated` would raise a ValueError.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

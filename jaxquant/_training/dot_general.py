@@ -41,9 +41,9 @@ def quantized_dot_general(
     out = dot_general(quantize(lhs, lhs_spec), quantize(rhs, rhs_spec))
 
     The forward pass is the contraction of `dot_general` bit for bit: in integers if both operands have a spec. For the
-    backward pass the call keeps the codes; one bit for each element that can saturate; and a float operand only if the
-    gradient of its scale is needed. Under `jax.checkpoint` with the policy `save_codes`, a whole network keeps nothing
-    else.
+    backward pass, the call keeps the codes, one bit for each element that can saturate, and a float operand only if the
+    gradient of its scale is needed. Under `jax.checkpoint` with the policy `save_codes`, a whole network keeps only the
+    codes, the scales and these bits.
 
     Args:
         lhs: float32, float16 or bfloat16, of any shape.
@@ -54,8 +54,8 @@ def quantized_dot_general(
         rhs_spec: the same for rhs. At least one of the two must not be None.
         backward: Static. How the gradients are contracted: `FloatBackward()`, or, if both operands are quantized,
             `Int8Backward()`.
-        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True). The result does not
-            depend on it.
+        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
+            The result of the forward pass does not depend on it.
         precision: Static. As in `jax.lax`, for float contractions, including those of the backward pass.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
@@ -68,8 +68,8 @@ def quantized_dot_general(
     Raises:
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; neither operand has a spec; or
             `dot_general` would raise a TypeError.
-        ValueError: shapes, scales or zero points do not fit each other; `backward` is Int8Backward() where a gradient
-            cannot be contracted in integers; or a gradient rounds stochastically and there is no key.
+        ValueError: shapes, scales or zero points do not fit each other; `backward` is Int8Backward() but a gradient
+            cannot be contracted in integers; or `backward` rounds stochastically and there is no key.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -30,20 +30,20 @@ def dynamic_fake_quantize_linear(
     y = (q - y_zero_point) * y_scale, with (q, y_scale, y_zero_point) = dynamic_quantize_linear(x)
 
     The forward pass is `dequantize_linear(*dynamic_quantize_linear(x, ...), axis=axis)` bit for bit. The backward pass
-    treats the scale and the zero point as constants, although they are found from x, and rounding as the identity. To
-    differentiate through the scale too, pass the y_scale of `dynamic_quantize_linear` to `fake_quantize_linear`.
+    treats rounding as the identity, and the scale and the zero point as constants, although they are computed from x.
+    To differentiate through the scale too, pass the y_scale of `dynamic_quantize_linear` to `fake_quantize_linear`.
 
     Args:
-        x: the values, float32, of any shape. A Python number is float32.
+        x: the values, float32, of any shape. A Python number becomes float32.
         dtype: Static. uint8, or int8 for the codes [-127, 127].
-        axis: Static. None finds one scale for all of x. An int is the axis that is kept, which gives a scale and a zero
-            point per index of it; negative numbers count from the back.
-        training: Static. False keeps no residuals; differentiating the call then raises.
+        axis: Static. None computes one scale for all of x. An int is the axis that is kept: each index of it has its
+            own scale and zero point. Negative numbers count from the back.
+        training: Static. False stores nothing for the backward pass; differentiating the call then raises an error.
         lda_coeff: Static. The factor of the gradient of x: 0 stops the gradient, -1 reverses it.
         name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
 
     Returns:
-        The values of the codes, float32, in the shape of x.
+        The values that the codes represent, float32, in the shape of x.
 
     Raises:
         TypeError: x is not float32, dtype is neither uint8 nor int8, or a static argument has a wrong type.

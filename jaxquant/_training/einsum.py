@@ -46,8 +46,8 @@ def quantized_einsum(
             None, which leaves it in floats. At least one must not be None.
         backward: Static. How the gradients are contracted: `FloatBackward()`, or, for two operands that are both
             quantized, `Int8Backward()`.
-        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True). The result does not
-            depend on it.
+        key: a key of `jax.random`, for the gradients of Int8Backward(stochastic_rounding=True); not needed otherwise.
+            The result of the forward pass does not depend on it.
         precision: Static. As in `jax.lax.dot_general`, for float contractions, including those of the backward pass.
         preferred_element_type: Static. The dtype of the result: float32, float16 or bfloat16. None takes the dtype of
             the operands, or float32 if they differ.
@@ -61,7 +61,7 @@ def quantized_einsum(
         TypeError: an operand, a spec, the key or `backward` has a wrong type or dtype; no operand has a spec; or
             `einsum` would raise a TypeError.
         ValueError: the number of specs is not the number of operands; shapes, scales or zero points do not fit each
-            other; `backward` is Int8Backward() where a gradient cannot be contracted in integers; a gradient rounds
+            other; `backward` is Int8Backward() but a gradient cannot be contracted in integers; `backward` rounds
             stochastically and there is no key; or `einsum` would raise a ValueError.
 
     Example:

@@ -24,7 +24,7 @@ class StraightThrough:
 
     dx = g * m, with m = 1 where qmin <= round_half_even(x / scale) + zero_point <= qmax, and 0 elsewhere
 
-    The mask m is that of the integers, with both bounds included.
+    The mask m is computed from the rounded integers and includes both bounds.
 
     Attributes:
         clip: whether elements that saturate have the gradient 0. False makes m 1 everywhere, so that clipping, too, has
@@ -62,12 +62,12 @@ class LSQ:
     dscale = sum of g * s / sqrt(N * QP), with u = x / scale and s = round(u) - u where -QN < u < QP, -QN where
     u <= -QN, and QP where u >= QP
 
-    QN and QP are the numbers of steps from the zero point to the least and to the largest code of the spec.
+    QN and QP are the numbers of steps from the zero point to the lowest and to the highest code of the spec.
 
     Attributes:
         elements: N, the number of elements that the gradient of one scale sums over. None counts all elements that
-            share the scale, which is right for weights. For activations the paper counts the features of one example
-            instead of the whole batch: pass that number.
+            share the scale, which is right for weights. For activations, the paper counts the features of one example,
+            not of the whole batch: pass that number.
 
     Raises:
         TypeError: elements is not None or an int.
@@ -93,7 +93,7 @@ class LSQ:
         _check_elements("LSQ", self.elements)
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
-        """Return the (scale, zero_point) from which training starts.
+        """Return the initial (scale, zero_point) for training.
 
         scale = 2 * mean(abs(x)) / sqrt(QP), for each slice that shares a scale
 
@@ -103,7 +103,7 @@ class LSQ:
                 negative.
 
         Returns:
-            A float32 scale of x's rank, and the zero point: None for a symmetric spec that fixes 0.
+            A float32 scale of x's rank, and the zero point, which is None if the spec fixes it to 0.
 
         Raises:
             TypeError: x has an unsupported dtype, or spec is not a QuantSpec.
@@ -127,9 +127,9 @@ class LSQPlus:
 
     dzero_point = sum of -g * scale / sqrt(N * qmax) over the elements with x / scale + zero_point outside (qmin, qmax)
 
-    The offset beta of the paper is a real number, but the zero point of an integer runtime counts whole steps. So the
-    offset is learned as a float32 zero point, beta = -zero_point * scale, which the forward pass rounds. The cotangents
-    are those of the paper after this change of variables.
+    The offset beta of the paper is a real number, but integer runtimes need a zero point in whole steps. So the offset
+    is learned as a float32 zero point, beta = -zero_point * scale, which the forward pass rounds. The cotangents are
+    those of the paper after this change of variables.
 
     Attributes:
         elements: N, as in `LSQ`.
@@ -161,15 +161,16 @@ class LSQPlus:
         _check_elements("LSQPlus", self.elements)
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
-        """Return the (scale, zero_point) from which training starts.
+        """Return the initial (scale, zero_point) for training.
 
         For a symmetric spec, scale = max(abs(mean - 3 * deviation), abs(mean + 3 * deviation)) / 2**(bits - 1), for
-        each slice that shares a scale. For another spec, the scale and the zero point of the range with the least mean
-        squared error, as `mse` finds it.
+        each slice that shares a scale. For any other spec, they are the scale and the zero point of the range with the
+        least mean squared error, as `mse` finds it.
 
         Args:
             x: the values, float32, float16 or bfloat16.
-            spec: Static. How to quantize. The paper uses symmetric specs for weights, asymmetric ones for activations.
+            spec: Static. How to quantize. The paper uses symmetric specs for weights and asymmetric ones for
+                activations.
 
         Returns:
             A float32 scale of x's rank, and a float32 zero point, or the one that the spec fixes.
@@ -206,9 +207,10 @@ class PACT:
 
     dalpha = sum of g over the elements with x >= alpha, where alpha = scale * QP, so that dscale = QP * dalpha
 
-    PACT is for values from 0 to alpha in unsigned codes with the zero point 0. For other codes both ends count:
+    PACT is for values from 0 to alpha in unsigned codes with the zero point 0. For other codes both ends count, and
     dscale = sum of g * QP where x >= scale * QP, minus sum of g * QN where x <= -scale * QN. QN and QP are the numbers
-    of steps from the zero point to the least and to the largest code. Add the paper's penalty on alpha to the loss.
+    of steps from the zero point to the lowest and to the highest code. The paper adds a penalty on alpha to the loss;
+    this rule does not, so add it yourself.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -226,7 +228,7 @@ class PACT:
     """
 
     def initial(self, x: jax.Array, spec: QuantSpec) -> tuple[jax.Array, jax.Array | None]:
-        """Return the (scale, zero_point) from which training starts.
+        """Return the initial (scale, zero_point) for training.
 
         scale = max(abs(x)) / QP, for each slice that shares a scale
 
@@ -235,7 +237,7 @@ class PACT:
             spec: Static. How to quantize: signed, or unsigned; the zero point of an unsigned asymmetric spec is 0.
 
         Returns:
-            A float32 scale of x's rank, and a zero point of 0: None if the spec fixes it.
+            A float32 scale of x's rank, and a zero point of 0, or None if the spec fixes the zero point.
 
         Raises:
             TypeError: x has an unsupported dtype, or spec is not a QuantSpec.
@@ -257,10 +259,11 @@ class StochasticRounding:
 
     r = floor(u) + 1 if a uniform sample from [0, 1) is less than u - floor(u), else floor(u), with u = x / scale
 
-    The backward pass is straight-through. Each element takes one sample of 32 bits: a fraction below 2**-32 rounds
-    down. Integer dtypes only.
+    The backward pass is straight-through. Each element uses one random sample of 32 bits, so a fraction below 2**-32
+    always rounds down. Only specs with an integer dtype are supported.
 
-    A pytree whose only leaf is the key. The constructor checks nothing; the function that takes the rule does.
+    A StochasticRounding is a pytree whose only leaf is the key. The constructor checks nothing; the functions that take
+    the rule check it.
 
     Attributes:
         key: a key of `jax.random`.

@@ -35,25 +35,26 @@ def fake_quantize(
 
     y = (saturate(round_half_even(x / scale) + zero_point) - zero_point) * scale
 
-    The forward pass is `quantize(x, spec).dequantize()` bit for bit; with an explicit scale and zero point, it is the
-    same under these. `gradient` chooses the backward pass. If the scale and the zero point are found from x, they are
-    constants to the gradient.
+    The forward pass is `quantize(x, spec).dequantize()` bit for bit; an explicit scale and zero point take the place of
+    those that `quantize` computes. `gradient` chooses the backward pass. If the scale and the zero point are computed
+    from x, the gradient treats them as constants.
 
     Args:
-        x: the values, float32, float16 or bfloat16, of any shape. A Python number is float32.
+        x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.
         spec: Static. How to quantize.
         scale: the value per step, float32, float16 or bfloat16: one element, or an array of x's rank whose dimensions
-            are those of `quantize(x, spec).scale` or 1. A Python number is float32. None finds the scale and the zero
-            point from x.
-        zero_point: the code of 0, in steps, shaped like the scale: an integer array of `spec.carrier`, or a float32
-            array that is learned. The forward pass rounds a float32 one half to even. One that rounds to no code of the
-            spec is moved to the nearest code if it is traced, as it is in training, and is an error if it is known. An
-            int becomes an array of `spec.carrier`. None takes the zero point that a symmetric spec fixes.
+            are those of `quantize(x, spec).scale` or 1. A Python number becomes float32. None finds the scale and the
+            zero point from x.
+        zero_point: the code of 0.0, shaped like the scale: an integer array of dtype `spec.carrier`, or a float32 array
+            that is learned, which the forward pass rounds half to even. If a float32 zero point does not round to a
+            code of the spec, it is moved to the nearest code if it is traced (as in training), and raises an error if
+            its value is known. An int becomes an array of dtype `spec.carrier`. None takes the zero point that a
+            symmetric spec fixes.
         gradient: the gradient rule: `StraightThrough()`, `LSQ()`, `LSQPlus()`, `PACT()`, or `StochasticRounding(key)`,
             which also rounds stochastically in the forward pass. Static, except for the key.
 
     Returns:
-        The values of the codes, in the shape and dtype of x.
+        The values that the codes represent, in the shape and dtype of x.
 
     Raises:
         TypeError: an argument has a wrong type or an unsupported dtype; or the rule is StochasticRounding and the spec

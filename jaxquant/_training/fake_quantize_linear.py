@@ -36,31 +36,31 @@ def fake_quantize_linear(
     y = (clip(round_half_even(x / scale) + zero_point, qmin, qmax) - zero_point) * scale
 
     The forward pass is `dequantize_linear(quantize_linear(x, ...), ..., output_dtype=x.dtype)` bit for bit. The
-    backward pass treats rounding as the identity and keeps the clipping. Its mask is that of the integers: 1 where
-    qmin <= round_half_even(x / scale) + zero_point <= qmax, both bounds included.
+    backward pass treats rounding as the identity and differentiates the clipping, with a mask that is 1 where
+    qmin <= round_half_even(x / scale) + zero_point <= qmax, both bounds included, and 0 elsewhere.
 
     Args:
-        x: the values, float32, float16 or bfloat16, of any shape. A Python number is float32.
+        x: the values, float32, float16 or bfloat16, of any shape. A Python number becomes float32.
         scale: the value per step, float32, float16 or bfloat16; the division is done in this dtype. A scalar or one
             element is per tensor; a 1-D array as long as x's `axis` is per axis; with `block_size`, the shape is x's
             with ceil(length / block_size) in place of the axis. A Python number takes x's dtype.
-        zero_point: the code of 0, in steps, of scale's shape. None is 0; an integer array has the dtype `dtype`; a
-            float32 array is learned, and the forward pass rounds it half to even. A float32 one that rounds to no code
-            of `dtype` is moved to the nearest code if it is traced, as it is in training, and is an error if it is
-            known. An int becomes an array of `dtype`.
+        zero_point: the code of 0.0, of scale's shape: an integer array of the dtype `dtype`, or a float32 array that is
+            learned, which the forward pass rounds half to even. None means 0. If a float32 zero point does not round to
+            a code of `dtype`, it is moved to the nearest code if it is traced (as in training), and raises an error if
+            its value is known. An int becomes an array of `dtype`.
         dtype: Static. int2, uint2, int4, uint4, int8, uint8, int16, uint16, one of the four float8 dtypes or
             float4_e2m1fn. None takes zero_point's dtype, as in `quantize_linear`; without a zero_point, or with a
-            float32 one, it takes uint8, which clips negative values to 0. A float dtype has no zero point except 0. It
-            saturates, and its mask is 1 where x / scale rounds to a finite value.
-        axis: Static. The axis that is kept; negative numbers count from the back. Ignored per tensor.
+            float32 one, it takes uint8, which clips negative values to 0. With a float dtype, the zero point must be 0,
+            values saturate, and the mask is 1 where x / scale rounds to a finite value.
+        axis: Static. The axis that is kept; negative numbers count from the back. Ignored if the scale is per tensor.
         block_size: Static. The number of elements along `axis` that share a scale; the last block may be short. 0 means
             no blocks.
-        training: Static. False keeps no residuals; differentiating the call then raises.
+        training: Static. False stores nothing for the backward pass; differentiating the call then raises an error.
         lda_coeff: Static. The factor of the gradient of x: 0 stops the gradient, -1 reverses it.
         name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
 
     Returns:
-        The values of the codes, in the shape and dtype of x.
+        The values that the codes represent, in the shape and dtype of x.
 
     Raises:
         TypeError: an argument has a wrong type or an unsupported dtype.

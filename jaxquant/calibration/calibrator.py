@@ -25,11 +25,11 @@ _FAULTS = {
 
 
 class Range(NamedTuple):
-    """The ends of a range for each slice: what `quantize` takes as `range`.
+    """The ends of a range for each slice of elements that share it, as `quantize` takes them in `range`.
 
     Attributes:
-        lo: the lower ends, float32, of x's rank, in the unit of x.
-        hi: the upper ends, likewise.
+        lo: the lower ends, float32, of x's rank, in the units of x.
+        hi: the upper ends, of the same dtype, shape and units.
     """
 
     lo: jax.Array
@@ -44,16 +44,16 @@ class Calibrator(NamedTuple):
 
     A state is a pytree of arrays with fixed shapes and dtypes. It can be carried through `lax.scan`, mapped by
     `jax.vmap`, and saved. All functions except `finalize` can be jitted. A batch is float32, float16 or bfloat16;
-    batches may differ in the dimensions that share a range.
+    batches may differ in the lengths of the dimensions along which elements share a range.
 
     Attributes:
-        init: `init(example)` returns the state without data. `example` is a `jax.ShapeDtypeStruct`, or an array, of
-            which only the shape matters.
+        init: `init(example)` returns the state that holds no data yet. `example` is a `jax.ShapeDtypeStruct`, or an
+            array, of which only the shape matters.
         update: `update(state, batch)` returns the state after one more batch.
         merge: `merge(a, b)` returns the state that holds the data of both.
-        finalize: `finalize(state, allow_zero=False)` returns the `Range`. Call it eagerly: it then raises if a slice
-            has no data, a NaN, an infinity, or only zeros; `allow_zero=True` gives slices of zeros the range (0, 0).
-            Under a trace it cannot raise, and gives such slices the range (NaN, NaN).
+        finalize: `finalize(state, allow_zero=False)` returns the `Range`. Call it eagerly: it then raises an error if a
+            slice has no data, a NaN, an infinity, or only zeros; `allow_zero=True` gives slices of zeros the range (0,
+            0). While it is traced, it cannot raise an error; it then gives such slices the range (NaN, NaN).
         all_reduce: `all_reduce(state, axis_name)` merges the states of all devices along an axis of `jax.shard_map`
             (or a named axis of `jax.vmap`). Each device gets the state that holds all the data.
 

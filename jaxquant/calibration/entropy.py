@@ -34,7 +34,7 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     from the other bins in proportion, P and Q are divided by their sums, and KL(P || Q) = sum(P * log(P / Q)).
 
     For a symmetric spec the histogram is that of |x|: the candidates are the first n = levels, levels + 1, ... bins,
-    and `levels` is the number of magnitudes, 128 for int8. For another spec it is that of x: the candidates extend
+    and `levels` is the number of magnitudes, 128 for int8. For any other spec it is that of x: the candidates extend
     n = levels / 2, ... bins to each side of 0, but not beyond the data, and `levels` is the number of codes, 256 for
     uint8. Of equally good candidates the smallest is taken. Exact zeros are left out, because every range has a code
     for them.
@@ -51,19 +51,19 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
         bins: Static. The number of bins over [-R, R), where R is the least power of two above max(|x|): a power of two
             up to 8192, with at least 4 bins for each level.
         every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
-            counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
-            dimension of the batch. The least and the largest value always include all elements.
+            counts all of them. Counting takes most of the time. Choose a number that has no common divisor with the
+            length of the batch's last dimension. The least and the largest value always include all elements.
 
     Returns:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is not a QuantSpec of an integer dtype of at most 8
-            bits, or an argument has a wrong type. `update`: the batch is not an array of a
-            float dtype. Every function of the calibrator: the state is not one of this calibrator.
-        ValueError: bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the
-            slices of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
-            or, without allow_zero, only zeros.
+        TypeError: spec is not a QuantSpec of an integer dtype of at most 8 bits, or an argument has a wrong type.
+            `update`: the batch is not an array of a float dtype. Any function of the calibrator: the state comes from a
+            different calibrator.
+        ValueError: bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the slices of
+            the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
+            allow_zero) only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -25,18 +25,18 @@ _SURE = np.float32(4)  # standard deviations
 def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -> Calibrator:
     """Return a calibrator for the range with the least mean squared quantization error.
 
-    (lo, hi) = t * (min(x, 0), max(x, 0)), where t of 1/grid, 2/grid, ..., 1 has the least mean of (x - x_q)**2
+    (lo, hi) = t * (min(x, 0), max(x, 0)), where t in {1/grid, 2/grid, ..., 1} has the least mean of (x - x_q)**2
 
     x_q is x after `quantize` and `dequantize` with the spec's dtype or codebook, and with the scale and the zero point
     that `quantize` gives the candidate range. For a symmetric spec the candidates are (-t * a, t * a), a = max(|x|),
     clipped to the least and the largest value of the data. The whole range, t = 1, is that of `minmax`. It is returned
     unless another one is better by more than the uncertainty of the estimate.
 
-    The mean is an estimate from a histogram. Each bin has its number of elements and the least and the largest of
-    them. The other elements are assumed to be spread evenly between these two, and the squared error is integrated over
-    this interval in closed form. The estimate is therefore exact for data with one value in a bin (pixels, codes, exact
-    zeros). For other data, the error of an element varies within its bin, and int8 has two to eight bins to a step.
-    This gives the estimate a standard deviation: a small fraction of it, which falls with the square root of the number
+    The mean is an estimate from a histogram. Each bin stores the number of its elements, and the least and the largest
+    of them. The other elements are assumed to be spread evenly between these two, and the squared error is integrated
+    over this interval in closed form. The estimate is therefore exact for data with one value in a bin (pixels, codes,
+    exact zeros). For other data, the error varies within a bin (with int8, a step has only two to eight bins). So the
+    estimate has a standard deviation: a small fraction of the estimate, which falls with the square root of the number
     of elements. The uncertainty is four standard deviations. With `every`, the mean is over the counted elements.
 
     The result depends neither on the order of the batches nor on how states are merged. The state has 16 bytes per bin
@@ -49,19 +49,18 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
             in [16, 65536].
         grid: Static. The number of candidates, from 1 to 65536.
         every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
-            counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
-            dimension of the batch. The least and the largest value always include all elements.
+            counts all of them. Counting takes most of the time. Choose a number that has no common divisor with the
+            length of the batch's last dimension. The least and the largest value always include all elements.
 
     Returns:
         A `Calibrator`.
 
     Raises:
         TypeError: spec is not a QuantSpec or an argument has a wrong type. `update`: the batch is not an array of a
-            float dtype. Every function of the calibrator: the state is not one of this calibrator.
-        ValueError: bins, grid or every is out of range, or the zero point of the spec has
-            another granularity than the scale. `init`: an axis of the spec is out of range. `update`: the
-            slices of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
-            or, without allow_zero, only zeros.
+            float dtype. Any function of the calibrator: the state comes from a different calibrator.
+        ValueError: bins, grid or every is out of range, or the zero point of the spec does not have the granularity of
+            the scale. `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those
+            of the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -23,7 +23,7 @@ _NAME = "percentile"
 def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -> Calibrator:
     """Return a calibrator for the range that holds q percent of the data.
 
-    (lo, hi) = (-p, p), with p the q-th percentile of |x|, for a symmetric spec. For another spec, (lo, hi) are the
+    (lo, hi) = (-p, p), with p the q-th percentile of |x|, for a symmetric spec. For any other spec, (lo, hi) are the
     percentiles (100 - q) / 2 and (100 + q) / 2 of x.
 
     These are numpy's percentiles with linear interpolation, found in a histogram. They are off by less than the width
@@ -39,18 +39,18 @@ def percentile(spec: QuantSpec, q: float, *, bins: int = 2048, every: int = 1) -
         q: the percentage of the data, in (0, 100].
         bins: Static. The number of bins over [-R, R): a power of two in [16, 65536].
         every: Static. Counts every n-th element of a slice, in the order of the batch, starting with the first. 1
-            counts all of them. Counting takes most of the time. Choose a number without a common divisor with the last
-            dimension of the batch. The least and the largest value always include all elements.
+            counts all of them. Counting takes most of the time. Choose a number that has no common divisor with the
+            length of the batch's last dimension. The least and the largest value always include all elements.
 
     Returns:
         A `Calibrator`.
 
     Raises:
         TypeError: spec is not a QuantSpec or an argument has a wrong type. `update`: the batch is not an array of a
-            float dtype. Every function of the calibrator: the state is not one of this calibrator.
-        ValueError: q, bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the
-            slices of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
-            or, without allow_zero, only zeros.
+            float dtype. Any function of the calibrator: the state comes from a different calibrator.
+        ValueError: q, bins or every is out of range. `init`: an axis of the spec is out of range. `update`: the slices
+            of the batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or
+            (without allow_zero) only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -44,9 +44,9 @@ def minmax(spec: QuantSpec) -> Calibrator:
 
     (lo, hi) = (min(x), max(x)) over all batches
 
-    The values are exactly those of numpy. A NaN in the data makes the range NaN and `finalize` raise. The range may lie
-    on one side of 0; `quantize` then widens it to include 0. Each batch is read once. The state is two float32 numbers
-    per slice.
+    The values are exactly those of numpy. A NaN in the data makes the range NaN and makes `finalize` raise an error.
+    The range may lie on one side of 0; `quantize` then widens it to include 0. Each batch is read once. The state is
+    two float32 numbers per slice.
 
     Args:
         spec: how to quantize. Only its granularity matters here.
@@ -55,10 +55,10 @@ def minmax(spec: QuantSpec) -> Calibrator:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Every function of the
-            calibrator: the state is not one of this calibrator.
+        TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Any function of the
+            calibrator: the state comes from a different calibrator.
         ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
-            the state. `finalize`: a slice has no data, a NaN, an infinity or, without allow_zero, only zeros.
+            the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -83,9 +83,9 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
     (lo, hi) = (-a, a), with a = max(|x|) over all batches
 
-    The values are exactly those of numpy. A NaN in the data makes the range NaN and `finalize` raise. The range is
-    symmetric even if the spec is not. Each batch is read once. The state is that of `minmax`: two float32 numbers per
-    slice.
+    The values are exactly those of numpy. A NaN in the data makes the range NaN and makes `finalize` raise an error.
+    The range is symmetric even if the spec is not. Each batch is read once. The state is that of `minmax`: two float32
+    numbers per slice.
 
     Args:
         spec: how to quantize. Only its granularity matters here.
@@ -94,10 +94,10 @@ def absmax(spec: QuantSpec) -> Calibrator:
         A `Calibrator`.
 
     Raises:
-        TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Every function of the
-            calibrator: the state is not one of this calibrator.
+        TypeError: spec is not a QuantSpec. `update`: the batch is not an array of a float dtype. Any function of the
+            calibrator: the state comes from a different calibrator.
         ValueError: `init`: an axis of the spec is out of range. `update`: the slices of the batch do not match those of
-            the state. `finalize`: a slice has no data, a NaN, an infinity or, without allow_zero, only zeros.
+            the state. `finalize`: a slice has no data, a NaN, an infinity, or (without allow_zero) only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -114,7 +114,7 @@ def absmax(spec: QuantSpec) -> Calibrator:
 
 
 def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
-    """Return a calibrator for the moving averages of min(batch) and max(batch).
+    """Return a calibrator for the moving averages of the extremes of the batches, min(batch) and max(batch).
 
     (lo, hi) = (m, M): each batch updates w = decay * w + (1 - decay) and m = m + (1 - decay) / w * (min(batch) - m),
     starting from w = 0; M is the same average of max(batch).
@@ -137,10 +137,10 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 
     Raises:
         TypeError: spec is not a QuantSpec, or decay is not a number. `update`: the batch is not an array of a float
-            dtype. Every function of the calibrator: the state is not one of this calibrator.
+            dtype. Any function of the calibrator: the state comes from a different calibrator.
         ValueError: decay is out of range. `init`: an axis of the spec is out of range. `update`: the slices of the
-            batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity
-            or, without allow_zero, only zeros.
+            batch do not match those of the state. `finalize`: a slice has no data, a NaN, an infinity, or (without
+            allow_zero) only zeros.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -16,12 +16,12 @@ from .stored_arrays import KEY, PARTS, TEXT, restore_quantized, restore_text, st
 
 
 def to_arrays(tree: Any) -> Any:
-    """Return the tree with each QuantizedArray as a dict of plain arrays that any library can save.
+    """Return the tree with each QuantizedArray replaced with a dict of plain arrays that any library can save.
 
-    The arrays have the size of the quantized array. Codes of 4 and 2 bits are packed; float8, bfloat16 and similar
-    dtypes are stored as their bits. A uint8 array next to them holds a JSON text: the dtypes and shapes, the block
-    size, the codebook and the dtype that `dequantize` returns. The description of the specs that converted Flax
-    layers carry becomes a dict with one uint8 array, "static_text".
+    The arrays take as many bytes as the quantized array. Codes of 4 and 2 bits are packed; float8, bfloat16 and similar
+    dtypes are stored as their bits. A uint8 array next to them holds a JSON text with the dtypes and shapes, the block
+    size, the codebook and the dtype that `dequantize` returns. The description of the specs that converted Flax layers
+    carry becomes a dict with one uint8 array, "static_text".
 
     Args:
         tree: a pytree, such as dicts, lists or modules, with QuantizedArrays among its leaves. All other leaves stay
@@ -65,15 +65,15 @@ def from_arrays(tree: Any) -> Any:
     """Return the tree that `to_arrays` was given, bit for bit.
 
     Args:
-        tree: a pytree as returned by `to_arrays`, or as a library restored it: other containers may have become
-            dicts, and the arrays may be numpy's.
+        tree: a pytree as `to_arrays` returns it, or as another library restored it: its containers may have become
+            dicts, and its arrays may be numpy arrays.
 
     Returns:
         The tree, with a QuantizedArray in place of each dict that describes one.
 
     Raises:
-        TypeError: a description is traced, so that it cannot be read, or a part is not an array.
-        ValueError: a description is damaged, is of a later format, or does not fit its arrays.
+        TypeError: the description of an array is traced, so that it cannot be read, or a part is not an array.
+        ValueError: a description is damaged, has a later format than this version can read, or does not fit its arrays.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -55,16 +55,16 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     Args:
         path: the folder.
         like: a pytree like the saved one, of arrays or of `jax.ShapeDtypeStruct`, for example from `jax.eval_shape`.
-            The result has its containers and its shardings. With None the result consists of dicts and lists, and is
-            placed as it was when it was saved.
+            The result has the containers and the shardings of `like`. With None, the result consists of dicts and
+            lists, and its arrays have the shardings with which they were saved.
 
     Returns:
         The tree.
 
     Raises:
         ModuleNotFoundError: orbax-checkpoint is not installed.
-        ValueError: `like` has another structure than the saved tree, or a description is damaged or does not fit its
-            arrays.
+        ValueError: the structures of `like` and of the saved tree differ, or a description is damaged or does not fit
+            its arrays.
 
     Example:
         >>> import os, tempfile, jax, jax.numpy as jnp, jaxquant as jq

@@ -23,7 +23,7 @@ _AS_BITS = (*dtypes.QUANTIZED, dtypes.E8M0)
 def save_safetensors(path: str | os.PathLike[str], tree: Mapping[str, Any]) -> None:
     """Save the arrays of a tree of dicts in a safetensors file.
 
-    The name of a tensor is its keys joined by "/". QuantizedArrays are packed as by `to_arrays`.
+    The name of a tensor consists of its keys, joined by "/". QuantizedArrays are packed as by `to_arrays`.
 
     Args:
         path: the file to write.
@@ -94,7 +94,7 @@ def _describe_place(path: tuple[Any, ...]) -> str:
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the tree in a safetensors file, bit for bit as `save_safetensors` was given it.
+    """Return the tree in a safetensors file, bit for bit as it was passed to `save_safetensors`.
 
     Args:
         path: the file. It may have been written by another program: tensor names are split at "/".

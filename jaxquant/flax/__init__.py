@@ -1,6 +1,6 @@
 """Quantized Flax layers, and the functions that calibrate and convert Linen modules; `nnx` has those for NNX models.
 
-It needs the package flax, which `pip install "jaxquant[flax]"` installs. `nnx` is imported when it is first
+This module needs the package flax, which `pip install "jaxquant[flax]"` installs. `nnx` is imported when it is first
 used.
 """
 

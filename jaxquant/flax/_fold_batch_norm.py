@@ -25,8 +25,8 @@ def fold_batch_norm(
     bias = (bias - mean) * scale / sqrt(var + epsilon) + norm's bias
 
     In inference, a layer with these parameters returns what the normalization returned. The layer needs
-    `use_bias=True`, and the module to serve omits the normalization. Fold before ranges are observed and before
-    training continues, because the folded weights are quantized.
+    `use_bias=True`, and the normalization must be left out of the module that is served. Fold before ranges are
+    observed and before training continues, because the folded weights are quantized.
 
     Args:
         layer: The parameters of a layer such as `Dense` or `Conv`, a mapping: "kernel", a float32, float16 or bfloat16
@@ -46,7 +46,7 @@ def fold_batch_norm(
         TypeError: epsilon is not a number, axis is not an int, or an entry is not an array of floats, as in a converted
             layer.
         ValueError: an entry is missing, is unknown, or does not have one element for each feature; epsilon is negative;
-            or a known var + epsilon is not positive.
+            or var + epsilon is known (not traced) and not positive.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq, jaxquant.flax

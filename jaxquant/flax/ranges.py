@@ -19,17 +19,17 @@ _FACTORY = "a function from a spec to a calibrator, such as jq.moving_average"
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """A range that each call finds in the array that it quantizes. Nothing is stored.
+    """A range that each call computes from the array that it quantizes, so that nothing is stored.
 
     (lo, hi) = the range that the calibrator finds in x
 
     Attributes:
         calibrator: A function from a spec to a calibrator, such as `jq.mse`, which finds the range through its `init`,
-            `update` and `finalize`. None (the default) takes the least and the largest value.
-        gradient: The gradient rule of the rounding, `jq.StraightThrough()`.
+            `update` and `finalize`. None (the default) takes the least and the largest value of x.
+        gradient: The gradient rule of the rounding, `jq.StraightThrough()` or `jq.StraightThrough(clip=False)`.
 
     Raises:
-        TypeError: calibrator is not such a function or None, or gradient is not `jq.StraightThrough()`.
+        TypeError: calibrator is neither such a function nor None, or gradient is not `jq.StraightThrough()`.
 
     Example:
         >>> import jaxquant as jq, jaxquant.flax
@@ -55,8 +55,8 @@ class Observed:
     The state of the calibrator is in the collection "ranges", or for NNX in `Ranges` variables. In Linen, a call
     updates the state while that collection is mutable. In NNX, a call updates it while the layer's
     `use_running_average` is False; `model.train()` and `model.eval()` set it. Other calls only read the range. The
-    update comes first, so a batch is quantized with a range that includes it. `init` and empty batches do not count.
-    `jq.flax.calibrate` and `jq.flax.nnx.calibrate` run a loop over batches that updates nothing else.
+    update comes first, so a batch is quantized with a range that includes it. `init` and empty batches update nothing.
+    `jq.flax.calibrate` and `jq.flax.nnx.calibrate` run a loop over batches that updates only the ranges.
 
     A layer raises an error if its range has seen no data, a NaN or an infinity. Inside `jax.jit` no error can depend on
     a value, so the layer returns NaN there; `check_calibrated` raises the error outside of `jit`.
@@ -65,9 +65,9 @@ class Observed:
         calibrator: A function from a spec to a calibrator: `jq.moving_average` (the default), `jq.minmax`, `jq.mse`, or
             a `functools.partial` of one. It is static and compared by identity, so do not define it inside a function
             that is called often.
-        freeze_after: The number of batches after which the range no longer changes. None (the default): it always
-            changes.
-        gradient: The gradient rule of the rounding, `jq.StraightThrough()`.
+        freeze_after: The number of batches after which the range no longer changes. None (the default) means that every
+            batch changes it.
+        gradient: The gradient rule of the rounding, `jq.StraightThrough()` or `jq.StraightThrough(clip=False)`.
 
     Raises:
         TypeError: calibrator is not such a function, freeze_after is not an int or None, or gradient is not
@@ -101,21 +101,22 @@ class Learned:
     y = fake_quantize(x, spec, scale, zero_point, gradient)
 
     The scale and the zero point are in the collection "scales", or for NNX in `Scale` variables. They are not in
-    "params", so that float checkpoints still fit. In Linen, a call with "scales" mutable starts those that are missing
-    from its weights and its batch, by the `initial` method of the gradient. In NNX they are NaN until
-    `qnnx.start(model, batch)` sets them. The layer uses the magnitude of a learned scale, so its sign does not matter.
+    "params", so that float checkpoints still fit. In Linen, a call with "scales" mutable initializes those that are
+    missing: the `initial` method of the gradient computes them from the weights and the batch of that call. In NNX they
+    are NaN until `qnnx.start(model, batch)` sets them. The layer uses the magnitude of a learned scale, so its sign
+    does not matter.
 
     With `jq.LSQ()` and `jq.PACT()` the zero point of a spec that is not symmetric is 0, so unsigned codes represent no
     negative values. Weights with such a spec raise an error when the layer is constructed. Negative activations raise
-    one when they start a scale of `jq.LSQ()`. Inside `jax.jit` they cannot be checked, and they become 0. `jq.PACT()`
-    makes them 0 on purpose. `jq.LSQPlus()` learns a zero point for them.
+    an error when a scale of `jq.LSQ()` is initialized from them. Inside `jax.jit` they cannot be checked, and become 0.
+    With `jq.PACT()` they become 0 on purpose. `jq.LSQPlus()` learns a zero point that can represent them.
 
     Attributes:
         gradient: The gradient rule: `jq.LSQ()` (the default), `jq.LSQPlus()` or `jq.PACT()`. Unless its `elements` is
             set, LSQ scales the gradient of an activation scale by the number of elements of one example.
 
     Raises:
-        TypeError: gradient is none of these.
+        TypeError: gradient is not one of these rules.
 
     Example:
         >>> import jaxquant as jq, jaxquant.flax

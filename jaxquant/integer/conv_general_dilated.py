@@ -38,30 +38,33 @@ def conv_general_dilated(
 
     out = convolution of lhs - lhs_zero_point with rhs - rhs_zero_point, modulo 2**32
 
-    An int32 overflow wraps around, as in ONNX. Padding, and the holes that `lhs_dilation` makes, are 0 after the zero
-    point is subtracted. A convolution of any layout, grouping and batching runs as an int8 convolution or contraction.
-    The operands are never widened to more than 8 bits, except in a depthwise convolution, whose products are summed
-    element by element in int32.
+    An int32 overflow wraps around, as in ONNX. Padding, and the gaps that `lhs_dilation` makes, count as 0 after the
+    zero point is subtracted. A convolution of any layout, grouping and batching runs as an int8 convolution or
+    contraction. The operands are never widened to more than 8 bits, except in a depthwise convolution, whose products
+    are summed element by element in int32.
 
     Args:
         lhs: codes of rank 3 or more: int8, uint8, int4, uint4, int2 or uint2.
         rhs: the kernel, of any of these dtypes, which need not be lhs's.
-        window_strides: Static. One for each spatial dimension.
+        window_strides: Static. One stride for each spatial dimension.
         padding: Static. "SAME", "SAME_LOWER", "VALID", or (low, high) for each spatial dimension; a negative number
             crops.
-        lhs_dilation: Static. The distance between neighboring elements of lhs, for each spatial dimension; None is 1.
-        rhs_dilation: Static. The distance between neighboring elements of the kernel, likewise; None is 1.
-        dimension_numbers: Static. As in `jax.lax`; None is (NCHW, OIHW, NCHW) with as many spatial dimensions as lhs.
+        lhs_dilation: Static. The distance between neighboring elements of lhs, for each spatial dimension; None means
+            1.
+        rhs_dilation: Static. The distance between neighboring elements of the kernel, likewise; None means 1.
+        dimension_numbers: Static. As in `jax.lax`; None means (NCHW, OIHW, NCHW), with as many spatial dimensions as
+            lhs has.
         feature_group_count: Static. The number of groups of channels; each output feature reads one group.
         batch_group_count: Static. The number of groups of images; each has its own output features.
-        lhs_zero_point: steps, a scalar in lhs's dtype. None is 0. An int becomes an array of that dtype.
-        rhs_zero_point: steps, in rhs's dtype: a scalar, or one for each output feature. None and ints likewise.
+        lhs_zero_point: the code of 0.0, a scalar in lhs's dtype. None means 0. An int becomes an array of that dtype.
+        rhs_zero_point: the code of 0.0, in rhs's dtype: a scalar, or one for each output feature. None means 0. An int
+            becomes an array of that dtype.
 
     Returns:
         int32, in the layout that the dimension numbers specify.
 
     Raises:
-        TypeError: an operand or a zero point has another dtype, or a static argument another type.
+        TypeError: an operand or a zero point has a dtype not listed above, or a static argument has a wrong type.
         ValueError: shapes, windows, groups or dimension numbers do not fit each other.
 
     Example:

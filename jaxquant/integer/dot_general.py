@@ -44,9 +44,9 @@ def dot_general(
         lhs: codes of any shape: int8, uint8, int4, uint4, int2 or uint2.
         rhs: codes of any of these dtypes, which need not be lhs's.
         dimension_numbers: Static. ((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax`.
-        lhs_zero_point: steps, in lhs's dtype: a scalar, or an array of lhs's rank whose contracted dimensions are 1 and
-            whose other dimensions are 1 or lhs's. None is 0. An int becomes an array of that dtype.
-        rhs_zero_point: steps, in rhs's dtype, likewise.
+        lhs_zero_point: the code of 0.0, in lhs's dtype: a scalar, or an array of lhs's rank whose contracted dimensions
+            are 1 and whose other dimensions are 1 or lhs's. None means 0. An int becomes an array of that dtype.
+        rhs_zero_point: the same for rhs, in rhs's dtype.
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`. It is required
             if the shardings of the operands do not determine it. Partial sums over a sharded contracted dimension are
             added in int32, so that the result is the same integer.
@@ -55,7 +55,7 @@ def dot_general(
         int32, with the batch dimensions, then the free dimensions of lhs, then those of rhs.
 
     Raises:
-        TypeError: an operand or a zero point has another dtype, or a static argument another type.
+        TypeError: an operand or a zero point has a dtype not listed above, or a static argument has a wrong type.
         ValueError: the dimension numbers, the shape of a zero point or an out_sharding do not fit the operands; or
             out_sharding is None and the operands do not determine the sharding.
 

@@ -30,27 +30,27 @@ def dynamic_dequantize(
 
     dst = (src - zps) * scales
 
-    The difference and the product are each rounded to float32, and the product then to the dtype of scales, also if an
-    addition follows.
+    The difference and the product are each rounded to float32, and the product is then rounded to the dtype of scales,
+    even if an addition follows.
 
     Args:
         src: codes of any shape: uint8, int8, uint4 or int4.
-        scales: value per step, float32, float16 or bfloat16: a scalar or one element per tensor; one for each index of
-            `axis` per channel; per group an array of src's rank, whose dimensions are those of src divided by those of
-            group_shape. A Python number is float32.
-        zps: steps, of scales' shape: uint4, int4, uint8, int8 or int32; an int is int32, None is 0.
+        scales: value per step, float32, float16 or bfloat16: per tensor, a scalar or one element; per channel, one for
+            each index of `axis`; per group, an array of src's rank, whose dimensions are those of src divided by those
+            of group_shape. A Python number becomes float32.
+        zps: in steps, of scales' shape: uint4, int4, uint8, int8 or int32; an int becomes int32, and None means 0.
         qtype: Static. "per_tensor", "per_channel" or "per_group".
-        axis: Static. The channel axis, negative from the back; ignored unless per channel.
+        axis: Static. The channel axis; a negative one counts from the back. It is ignored unless per channel.
         group_shape: Static. For "per_group", how many elements along each dimension of src share a scale. Any dimension
             may be grouped. Each entry must divide its dimension.
 
     Returns:
-        The values, src's shape, in the dtype of scales.
+        The values, in src's shape and the dtype of scales.
 
     Raises:
         TypeError: an argument has a dtype or type that the operator does not support.
-        ValueError: an unknown qtype, an axis out of range, a wrong number or shape of scales or zps; a group_shape
-            that is missing, not allowed with this qtype, of a wrong length, or does not divide src's shape.
+        ValueError: qtype is unknown, axis is out of range, or scales or zps have a wrong number or shape; or
+            group_shape is missing, is not allowed with this qtype, has a wrong length, or does not divide src's shape.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

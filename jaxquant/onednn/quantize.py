@@ -34,21 +34,22 @@ def quantize(
     saturate: float8_e4m3fn overflows to NaN, float8_e5m2 to infinity. The result has no gradient.
 
     Args:
-        src: values, float32, of any shape; a Python number is float32.
-        scales: value per step, float32: a scalar or one element per tensor, or one for each index of `axis` per
-            channel. A Python number is float32.
-        zps: steps, of scales' length: int8, uint8 or int32; an int is int32, None is 0. They may be outside
-            the range of dst. Must be None for float8.
+        src: values, float32, of any shape; a Python number becomes float32.
+        scales: value per step, float32: per tensor, a scalar or one element; per channel, one for each index of `axis`.
+            A Python number becomes float32.
+        zps: in steps, with as many elements as scales: int8, uint8 or int32; an int becomes int32, and None means 0.
+            They may be outside the range of dst. Must be None for float8.
         qtype: Static. "per_tensor" or "per_channel".
-        axis: Static. The channel axis, negative from the back; ignored per tensor.
+        axis: Static. The channel axis; a negative one counts from the back. It is ignored per tensor.
         dtype: Static. uint8, int8, float8_e4m3fn or float8_e5m2.
 
     Returns:
-        The codes, src's shape, in `dtype`.
+        The codes, in `dtype` and in src's shape.
 
     Raises:
         TypeError: an argument has a dtype or type that the operator does not support.
-        ValueError: an unknown qtype, an axis out of range, a wrong number of scales or zps, zps with float8.
+        ValueError: qtype is unknown, axis is out of range, the number of scales or zps is wrong, or zps are given for a
+            float8 dtype.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

@@ -14,7 +14,7 @@ from ..support.matrix import mark_others_full
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OUTPUTS = {
-    "quickstart": "Logits that converting to integers changed: 0",
+    "quickstart": "Logits changed by the conversion to integers: 0",
     "cnn_int4": "are recognized by integers",
     "linen_serving": "bytes of integers",
     "nnx_serving": "bytes of integers",

@@ -30,10 +30,10 @@ def calibrate(
 ) -> dict[str, Any]:  # fmt: skip
     """Find the static ranges of a Linen module from batches, and return its variables with them.
 
-    Each layer with `Observed()` gets a range. The module is called on each batch as it will be served, and only the
-    collection "ranges" changes; learned scales that are missing are started in "scales". Batch statistics are read, not
-    updated, and dropout is on only if `arguments` turn it on. The first call starts from no data, or from the ranges in
-    `variables`. A second call with the returned variables continues.
+    Each layer with `Observed()` gets a range. The module is called on each batch as it will be when it is served, and
+    only the collection "ranges" changes; learned scales that are missing are initialized in "scales". Batch statistics
+    are read, not updated, and dropout is on only if `arguments` turn it on. The first call starts from no data, or from
+    the ranges in `variables`. A second call with the returned variables continues.
 
     Args:
         module: A Linen module with quantized layers.
@@ -43,8 +43,8 @@ def calibrate(
         method: Static. The method to call instead of `__call__`, as in `module.apply`.
         rngs: Random keys, as in `module.apply`.
         checkpoint: The path of a file to resume from, or None. The file is written once a minute and when the loop
-            ends, also by an error. If it exists, the batches that it counts are read and skipped: pass the same batches
-            in the same order. Delete the file to start again.
+            ends, even if an error ends it. If the file already exists, the batches that it has counted are read and
+            skipped, so pass the same batches in the same order. Delete the file to start over.
         progress: Whether to show a progress bar. None shows it on a terminal, after two seconds of work.
         **arguments: Static. Further arguments of each call, such as `train=False`.
 
@@ -54,8 +54,8 @@ def calibrate(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the module has no layer with a range to find, or has a layer that cannot be converted; the variables
-            are converted already, or have no "params"; there is no batch; a batch has a NaN or an infinity, and the
-            checkpoint then holds the ranges before that batch; a layer saw no data; or the checkpoint was written for
+            are converted already, or have no "params"; there is no batch; a batch has a NaN or an infinity (the
+            checkpoint then holds the ranges before that batch); a layer saw no data; or the checkpoint was written for
             other weights or layers, counts more batches than there are, or is damaged.
 
     Example:

@@ -28,7 +28,7 @@ RANGES, SCALES, ROUNDING = "ranges", "scales", "rounding"
 def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = None, inexact: bool = True) -> Any:
     """Promote the inputs and the bias of a layer as flax's `promote_dtype` does; the kernel keeps its dtype.
 
-    A kernel is quantized in the dtype in which it is stored, so that training and serving have equal codes. A
+    A kernel is quantized in the dtype in which it is stored, so that training and serving use the same codes. A
     converted kernel, a QuantizedArray, is returned unchanged. Pass this function to flax's own layers:
     `nn.Dense(..., promote_dtype=jq.flax.promote_dtype)`.
 
@@ -36,8 +36,8 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
         inputs: The inputs of the layer, an array or None.
         kernel: A float array, or a QuantizedArray.
         bias: An array or None.
-        dtype: Static. The dtype of the computation; None finds it from the three arguments.
-        inexact: Static. Whether integers become floats.
+        dtype: Static. The dtype of the computation; None derives it from the three arguments.
+        inexact: Static. Whether integer arguments become floats.
 
     Returns:
         (inputs, kernel, bias).

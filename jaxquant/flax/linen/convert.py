@@ -32,9 +32,9 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     and norms, is unchanged. Layers under `nn.scan` and `nn.vmap` keep their leading axis, which must be axis 0.
     Partitioned kernels get partitioned codes and scales.
 
-    `convert` finds a layer by the record that the layer leaves in the collection "ranges" when `init`, or an `apply`
-    with that collection mutable, calls it. The layer is quantized as in the last such call. A layer that neither has
-    called keeps its float kernel and quantizes it at each call.
+    `convert` finds a layer by the record that the layer leaves in the collection "ranges" when it is called by `init`,
+    or by an `apply` with that collection mutable. The layer is quantized as in the last such call. A layer that was
+    never called in this way keeps its float kernel and quantizes it at each call.
 
     Args:
         module: The Linen module of the variables.
@@ -42,14 +42,14 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
             are learned.
 
     Returns:
-        The collections except "scales", as plain dicts. "ranges" holds the constants and, for each layer, a text of the
-        specs with which it was converted; the layer checks them when it serves.
+        The collections except "scales", as plain dicts. "ranges" holds the constants and, for each layer, a text that
+        describes the specs with which it was converted; the layer checks them when it serves.
 
     Raises:
         TypeError: module is not a Linen module.
         ValueError: no layer is quantized, or the variables are converted already. Or, with the path of the layer in
             front: a range that has seen no data, a kernel or a scale that is missing or does not fit, a learned scale
-            that training drove to 0, or a layer that takes no converted kernel.
+            that training drove to 0, or a layer that does not accept a converted kernel.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -21,9 +21,9 @@ def dot_general(
 
     layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nn.Dense(..., dot_general=this)
 
-    The layer also needs `promote_dtype=jq.flax.promote_dtype`: flax's own takes no converted kernel, and in bfloat16 it
-    rounds the kernel before it is quantized. `nn.MultiHeadDotProductAttention` does not pass `promote_dtype` to its
-    layers: with this function it can be trained, but not converted.
+    The layer also needs `promote_dtype=jq.flax.promote_dtype`: flax's own `promote_dtype` does not accept a converted
+    kernel, and in bfloat16 it rounds the kernel before it is quantized. `nn.MultiHeadDotProductAttention` does not pass
+    `promote_dtype` to its layers: with this function it can be trained, but not converted.
 
     Args:
         weight_spec: How to quantize the kernel, the right operand.
@@ -38,7 +38,7 @@ def dot_general(
 
     Raises:
         TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
-        ValueError: A spec contradicts the source of its range.
+        ValueError: A spec is not supported with the source of its range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax
@@ -85,7 +85,7 @@ def conv_general_dilated(
 
     Raises:
         TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
-        ValueError: A spec contradicts the source of its range.
+        ValueError: A spec is not supported with the source of its range.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq, jaxquant.flax

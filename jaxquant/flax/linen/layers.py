@@ -102,19 +102,19 @@ class Dense(_QuantizedLayer, nn.Dense):
             any rank.
         weight_range: `Dynamic()` (the default) finds the range in the kernel at each call; `Learned()` trains it.
         activation_range: `Observed()` (the default) is a static range, which `jq.flax.calibrate` finds; `Dynamic()`
-            finds the range in the inputs at each call; `Learned()` trains it. Observed and learned ranges must be
-            `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
+            finds the range in the inputs at each call; `Learned()` trains it. The granularity of observed and learned
+            ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
         backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
             in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
 
     Raises:
         TypeError: At construction: weight_spec is not a QuantSpec, another argument has a wrong type, or a spec has a
             dtype that cannot be contracted in integers. At a call: the kernel was rounded to another dtype before it
-            was quantized, or its codes have another dtype than weight_spec.
-        ValueError: At construction: a spec contradicts the source of its range, or `dot_general` is set. At a call,
-            with the path of the layer in front: the layer's range has seen no data, its variables are missing or were
-            made or converted with other specs, or a spec has several scales along a dimension that the contraction sums
-            over.
+            was quantized, or its codes do not have the dtype of weight_spec.
+        ValueError: At construction: a spec is not supported with the source of its range, or `dot_general` is set. At a
+            call, with the path of the layer in front: the layer's range has seen no data, its variables are missing or
+            were made or converted with other specs, or a spec has several scales along a dimension that the contraction
+            sums over.
 
     Note:
         Under `jax.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
@@ -215,7 +215,7 @@ class Embed(_QuantizedLayer, nn.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added attributes and the errors are those of `Dense`. A converted table is looked up in its codes. `attend`
+    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. `attend`
     contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
     activation range of the layer.
 

@@ -39,8 +39,8 @@ def calibrate(
             arguments, or a mapping of keyword arguments.
         method: Static. The name of the method to call.
         checkpoint: The path of a file to resume from, or None. The file is written once a minute and when the loop
-            ends, also by an error. If it exists, the batches that it counts are read and skipped: pass the same batches
-            in the same order. Delete the file to start again.
+            ends, even if an error ends it. If the file already exists, the batches that it has counted are read and
+            skipped, so pass the same batches in the same order. Delete the file to start over.
         progress: Whether to show a progress bar. None shows it on a terminal, after two seconds of work.
         **arguments: Static. Further arguments of each call.
 
@@ -50,9 +50,9 @@ def calibrate(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the model has no layer with `Observed()`, or is converted already; there is no batch; a batch has a
-            NaN or an infinity, and the ranges are then those before that batch; a learned scale was not started; a
-            layer saw no data; or the checkpoint was written for other weights or layers, counts more batches than there
-            are, or is damaged.
+            NaN or an infinity (the ranges are then those before that batch); a learned scale was not initialized by
+            `start`; a layer saw no data; or the checkpoint was written for other weights or layers, counts more batches
+            than there are, or is damaged.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -109,7 +109,7 @@ def calibration_view(model: Model) -> Model:
     """Return a view of an NNX model in evaluation mode whose calls update the static ranges.
 
     The view shares the variables of the model, which keeps its own mode. Call the view in a calibration loop of your
-    own, and the model has the ranges; `calibrate` is such a loop.
+    own, and the model gets the ranges; `calibrate` is such a loop.
 
     Args:
         model: An NNX module with quantized layers.

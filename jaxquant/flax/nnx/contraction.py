@@ -35,8 +35,8 @@ def promote_dtype(operands: _Operands, *, dtype: Any = None, inexact: bool = Tru
 
     Args:
         operands: (inputs, kernel, bias). The kernel is a float array or a QuantizedArray; the bias may be None.
-        dtype: Static. The dtype of the computation; None finds it from the three.
-        inexact: Static. Whether integers become floats.
+        dtype: Static. The dtype of the computation; None derives it from the three operands.
+        inexact: Static. Whether integer operands become floats.
 
     Returns:
         (inputs, kernel, bias).

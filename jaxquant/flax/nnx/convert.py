@@ -29,12 +29,12 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     scale, zero_point = gradient.initial(x, spec), for each operand with `Learned()`
 
     Call it once before training, and again after a float checkpoint is loaded: learned scales are NaN until then. The
-    model is called on the inputs in its own mode, so each layer sees what the quantized layers before it return. Only
-    the `Scale` variables keep what that call changes.
+    model is called on the inputs in its own mode, so each layer sees what the quantized layers before it return. That
+    call changes only the `Scale` variables.
 
     Args:
         model: An NNX module with quantized layers, updated in place.
-        inputs: The arguments of the call: a batch like those of the training.
+        inputs: The arguments of the call: a batch like those of training.
         method: Static. The name of the method to call.
 
     Returns:
@@ -88,11 +88,11 @@ def convert(model: Model) -> Model:
     leading axis, which must be axis 0.
 
     A kernel becomes a `Codes` variable with a QuantizedArray. A filter for `nnx.Param` does not find it, so the
-    remaining `nnx.Param` variables can still be trained. Of a partitioned kernel, the codes and the scale have a
+    remaining `nnx.Param` variables can still be trained. The codes and the scale of a partitioned kernel are in a
     variable each, partitioned like the kernel.
 
     Args:
-        model: An NNX module that contains layers of this package, or is one.
+        model: An NNX module that contains layers of this package, or is such a layer.
 
     Returns:
         A module of the same class.
@@ -100,8 +100,8 @@ def convert(model: Model) -> Model:
     Raises:
         TypeError: model is not an NNX module.
         ValueError: no layer is quantized. Or, with the path of the layer in front: a range that has seen no data, a
-            kernel that is converted already or has an unexpected shape, a learned scale that was not started or that
-            training drove to 0, or a layer that takes no converted kernel.
+            kernel that is converted already or has an unexpected shape, a learned scale that `start` did not initialize
+            or that training drove to 0, or a layer that does not accept a converted kernel.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

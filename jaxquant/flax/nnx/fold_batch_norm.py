@@ -37,8 +37,8 @@ def fold_batch_norm(layer: Model, norm: nnx.BatchNorm) -> Model:
 
     Raises:
         TypeError: layer or norm is not of one of these classes.
-        ValueError: norm is over another axis or over another number of features, its variances are negative, the layer
-            is converted, or no axis of the kernel is the last axis of the outputs.
+        ValueError: norm is over a different axis or a different number of features, its variances are negative, the
+            layer is converted, or no axis of the kernel is the last axis of the outputs.
 
     Example:
         >>> import jax.numpy as jnp

@@ -28,8 +28,8 @@ def dot_general(
 
     layer(x) = quantized_dot_general(x, kernel, ...) + bias, where layer = nnx.Linear(..., dot_general=this)
 
-    The layer also needs `promote_dtype=qnnx.promote_dtype`: flax's own takes no converted kernel, and in bfloat16 it
-    rounds the kernel before it is quantized.
+    The layer also needs `promote_dtype=qnnx.promote_dtype`: flax's own `promote_dtype` does not accept a converted
+    kernel, and in bfloat16 it rounds the kernel before it is quantized.
 
     Args:
         weight_spec: How to quantize the kernel, the right operand.
@@ -39,15 +39,16 @@ def dot_general(
         weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
         activation_range: Static. The source of the left operand's range: `Observed()`, `Dynamic()` or `Learned()`.
         backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
-        use_running_average: Static. Whether ranges are only read; `model.train()` and `model.eval()` set it.
-        kernel_shape: Static. The shape of the kernel, needed if its scales are learned and there are several.
+        use_running_average: Static. Whether ranges are only read, not updated; `model.train()` and `model.eval()` set
+            it.
+        kernel_shape: Static. The shape of the kernel, needed only if it has several scales and they are learned.
 
     Returns:
         A module with variables, for one layer. Layers that share it share their ranges.
 
     Raises:
         TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
-        ValueError: A spec contradicts the source of its range, or kernel_shape is missing.
+        ValueError: A spec is not supported with the source of its range, or kernel_shape is needed and missing.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -90,15 +91,16 @@ def conv_general_dilated(
         weight_range: Static. The source of the kernel's range: `Dynamic()` or `Learned()`.
         activation_range: Static. The source of the images' range: `Observed()`, `Dynamic()` or `Learned()`.
         backward: Static. How to contract gradients: `jq.FloatBackward()` or `jq.Int8Backward()`.
-        use_running_average: Static. Whether ranges are only read; `model.train()` and `model.eval()` set it.
-        kernel_shape: Static. The shape of the kernel, needed if its scales are learned and there are several.
+        use_running_average: Static. Whether ranges are only read, not updated; `model.train()` and `model.eval()` set
+            it.
+        kernel_shape: Static. The shape of the kernel, needed only if it has several scales and they are learned.
 
     Returns:
         A module with variables, for one layer. Layers that share it share their ranges.
 
     Raises:
         TypeError: An argument has a wrong type, or a spec has a dtype that cannot be contracted in integers.
-        ValueError: A spec contradicts the source of its range, or kernel_shape is missing.
+        ValueError: A spec is not supported with the source of its range, or kernel_shape is needed and missing.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq

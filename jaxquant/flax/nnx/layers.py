@@ -98,21 +98,21 @@ class Linear(_QuantizedLayer, nnx.Linear):
         activation_spec: How to quantize the inputs, a QuantSpec; None leaves them in floats.
         weight_range: `Dynamic()` finds the range in the kernel at each call; `Learned()` trains it.
         activation_range: `Observed()` is a static range, which `calibrate` finds; `Dynamic()` finds the range in the
-            inputs at each call, for example with `PerToken()`; `Learned()` trains it. Observed and learned ranges must
-            be `PerTensor()`, because an NNX variable has one shape for all inputs.
+            inputs at each call, for example with `PerToken()`; `Learned()` trains it. The granularity of observed and
+            learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
         backward: `jq.FloatBackward()` contracts gradients in floats. `jq.Int8Backward()` contracts them in integers,
             and with `stochastic_rounding=True` rounds them with keys from the stream "rounding" of rngs.
-        use_running_average: Whether ranges are only read.
+        use_running_average: Whether ranges are only read, not updated.
         rngs: Random keys, as in flax's layer.
         **arguments: Other arguments of flax's layer.
 
     Raises:
         TypeError: At construction: an argument has a wrong type, or a spec has a dtype that cannot be contracted in
-            integers. At a call: the codes of the kernel have another dtype than weight_spec.
-        ValueError: At construction: a spec contradicts the source of its range, or an argument is given that the layer
-            sets itself, such as `dot_general`. At a call: the layer's range has seen no data, a learned scale was not
-            started, the state was converted with other specs, or a spec has several scales along a dimension that the
-            contraction sums over.
+            integers. At a call: the codes of the kernel do not have the dtype of weight_spec.
+        ValueError: At construction: a spec is not supported with the source of its range, or an argument is given that
+            the layer sets itself, such as `dot_general`. At a call: the layer's range has seen no data, a learned scale
+            was not initialized by `start`, the state was converted with other specs, or a spec has several scales along
+            a dimension that the contraction sums over.
 
     Note:
         Under `nnx.jit` no error can depend on a value. There a layer whose static range was never found returns NaN.
@@ -206,7 +206,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added arguments and the errors are those of `Linear`. A converted table is looked up in its codes. `attend`
+    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. `attend`
     contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
     activation range of the layer.
 

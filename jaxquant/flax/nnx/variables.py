@@ -14,7 +14,7 @@ from .. import _converted
 
 
 class Ranges(nnx.Variable):
-    """A calibrator's state of a layer's activations; in a converted layer, their scale or zero point."""
+    """The state of the calibrator of a layer's activations; in a converted layer, their scale or zero point."""
 
 
 class Scale(nnx.Variable):
@@ -22,7 +22,7 @@ class Scale(nnx.Variable):
 
 
 class Codes(nnx.Variable):
-    """A converted kernel: a QuantizedArray; of a partitioned kernel, one of its arrays."""
+    """A converted kernel, which is a QuantizedArray; if the kernel is partitioned, one of its arrays."""
 
 
 class Partitioned(nnx.Pytree):
