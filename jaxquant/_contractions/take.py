@@ -84,7 +84,7 @@ def _read_index(indices: Any) -> Any:
     """Return an int as an int32, which must be able to hold it, and any other value unchanged."""
     if isinstance(indices, int) and not isinstance(indices, bool):
         bounds = np.iinfo(np.int32)
-        checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
+        checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 can hold", indices)
         return np.asarray(indices, np.int32)
     return entry_point.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
 

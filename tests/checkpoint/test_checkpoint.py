@@ -319,7 +319,7 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("bad parts", P(checkpoint.to_arrays, {"w": Q.replace(scale=Q.scale * 0)}), ValueError,
      r"to_arrays: tree.scale: expected positive numbers"),
     ("no text", P(FROM, {**STORED,
-     "quantized_array": B}), ValueError, r"from_arrays: tree\['quantized_array'\]: expected a JSON text, got Expecting"),
+     "quantized_array": B}), ValueError, r"from_arrays: tree\['quantized_array'\]: expected JSON, got Expecting"),
     ("another text", P(FROM, {**STORED,
      "quantized_array": described(format="x")}), ValueError, r"expected a description of a"),
     ("a later format", P(FROM, {**STORED,
