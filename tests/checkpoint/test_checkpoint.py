@@ -315,7 +315,7 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("shape int", P(checkpoint.unpack, B, "int8", 8), TypeError, r"unpack: shape: expected a tuple of ints, got 8"),
     ("shape float", P(checkpoint.unpack, B, "int8", (8.0,)), TypeError, r"unpack: shape: expected an int, got 8.0"),
     ("shape negative", P(checkpoint.unpack, B,
-     "int8", (-8,)), ValueError, r"unpack: shape: expected ints that are not neg"),
+     "int8", (-8,)), ValueError, r"unpack: shape: expected non-negative ints"),
     ("bad parts", P(checkpoint.to_arrays, {"w": Q.replace(scale=Q.scale * 0)}), ValueError,
      r"to_arrays: tree.scale: expected positive numbers"),
     ("no text", P(FROM, {**STORED,
