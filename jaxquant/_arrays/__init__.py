@@ -1,1 +1,1 @@
-"""Quantized arrays: specs, scales from ranges, the array type, and what it is stored as."""
+"""Quantized arrays: specs, scales from ranges, the array type, and its stored forms."""

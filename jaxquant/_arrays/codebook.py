@@ -12,7 +12,7 @@ import numpy as np
 
 from .._core import checks
 
-# Only these lengths use all codes of a dtype, so that every code has an entry.
+# With these lengths every code of the dtype has an entry.
 _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
 
 
@@ -79,7 +79,7 @@ class Codebook:
         code = jnp.zeros(value.shape, jnp.int32)
         for low, high in itertools.pairwise(self.levels):
             middle = np.float32((low + high) / 2)
-            # If float32 rounds the midpoint up, that number is nearer to `high`: compare with the one below it.
+            # If float32 rounds the midpoint up, the result is already nearer to `high`: compare with the float below.
             if float(middle) > (low + high) / 2:
                 middle = np.nextafter(middle, np.float32(-np.inf))
             code = code + (value > middle).astype(jnp.int32)
@@ -90,7 +90,7 @@ class Codebook:
         index = codes.astype(jnp.int32)
         if len(self.levels) > 16:
             return jnp.asarray(np.asarray(self.levels, np.float32))[index]
-        # A tree of selections, one bit of the codes after the other: XLA:CPU vectorizes it, but not a lookup.
+        # XLA:CPU vectorizes a tree of selections by one bit of the code after another, but not a table lookup.
         entries: list[jax.Array | np.float32] = [np.float32(level) for level in self.levels]
         for bit in range(int(math.log2(len(self.levels)))):
             is_set = (index >> bit) & 1 == 1

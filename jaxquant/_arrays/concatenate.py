@@ -62,14 +62,14 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     axis = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], axis)
-    # An array without elements along the axis must not influence the block size.
+    # An array of length 0 along the axis must not influence the block size.
     nonempty = [q for q in checked if q.shape[axis]] or checked[:1]
     return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis)
 
 
 def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: int) -> None:
     """Check that an array can be joined to the first one."""
-    # These must match exactly: joining would otherwise have to convert codes or scales.
+    # These must match exactly, because joining must not convert codes or scales.
     properties = (
         ("codes", q.codes.dtype, first.codes.dtype),
         ("scale", q.scale.dtype, first.scale.dtype),
@@ -113,7 +113,7 @@ class _Part:
         return self.entries.shape[dim] == 1
 
     def cut_blocks(self, sizes: tuple[int, ...]) -> jax.Array:
-        """Return the entries repeated for blocks of the given sizes; a size of 0 leaves a dimension shared."""
+        """Return the entries repeated for blocks of the given sizes; a size of 0 keeps a dimension shared."""
         entries = self.entries
         for dim, size in enumerate(sizes):
             count = -(-self.lengths[dim] // size) if size else 1
@@ -177,10 +177,10 @@ def _unify_sizes(
     lengths = {size for size, _ in blocks}
     if len(lengths) < 2:
         return sizes, next(iter(lengths), None)
-    # Without a short block the shapes tell the sizes, which may then differ.
+    # Without a short block the shapes tell the sizes, so no size is stored and the sizes may differ.
     if not any(n % size for size, n in blocks):
         return sizes, None
-    # The common divisor divides the blocks of every dimension; with 1 there is an entry per index.
+    # The common divisor divides the blocks of every dimension evenly. If it is 1, each index gets its own entry.
     size = math.gcd(*lengths)
     cut = {
         name: tuple(size if 1 < s < n else s for s, n in zip(each, shape, strict=True)) for name, each in sizes.items()

@@ -18,8 +18,8 @@ from .quantized_array import QuantizedArray
 
 _NAME = "quantization_error"
 # 10 log10 v = 10 / ln(10) * ln v
-_DECIBELS = np.float32(10 / np.log(10))  # decibels in a natural logarithm of 1
-_OCTAVE = np.float32(20 * np.log10(2))  # decibels in a factor of two
+_DECIBELS = np.float32(10 / np.log(10))  # decibels per unit of the natural logarithm of a power ratio
+_OCTAVE = np.float32(20 * np.log10(2))  # decibels per factor of two in the magnitude
 
 
 class QuantizationError(NamedTuple):
@@ -95,7 +95,7 @@ def _quantization_error(
     largest = _find_largest(x - y)
     (x_near, x_power), (y_near, _) = (_scale_near_one(v, _find_largest(v)) for v in (x, y))
     error, power = _scale_near_one(x - y, largest)
-    # The sums are relative to powers of two, which cancel in the cosine and are added to the decibels.
+    # The sums are of scaled values. The scaling factors cancel in the cosine and are added back to the decibels.
     signal, size, noise = (jnp.sum(v * v) for v in (x_near, y_near, error))
     decibels = jnp.log(signal / noise) * _DECIBELS + (x_power - power).astype(jnp.float32) * _OCTAVE
     sqnr = jnp.where(noise == 0, np.float32(np.inf), decibels)
@@ -113,28 +113,28 @@ def _find_largest(value: jax.Array) -> jax.Array:
 
 def _scale_near_one(value: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return value / 2**n, which is exact, and n, such that the largest magnitude is near 1 and can be squared."""
-    # The exponent bits of a float32 give the power of two without rounding.
+    # The exponent bits of a float32 give the power of two exactly, unlike a rounded logarithm.
     power = jnp.clip((lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127, -126, 126)
     factor = lax.bitcast_convert_type((127 - power) << 23, jnp.float32)
     return value * granularity.PerTensor().expand(factor, value), power
 
 
 def _find_cosine(product: jax.Array, x_square: jax.Array, y_square: jax.Array) -> jax.Array:
-    """Return the cosine of the angle between x and y from their product and their squares."""
+    """Return the cosine of the angle between x and y from the sums of their product and of their squares."""
     is_zero = (x_square == 0) | (y_square == 0)
     both_zero = (x_square == y_square).astype(jnp.float32)
-    # Divide by 1 where the cosine is not defined, because `jax_debug_nans` would stop at a NaN.
+    # Divide by 1 if the cosine is not defined, because `jax_debug_nans` would raise at a NaN.
     length = jnp.sqrt(jnp.where(is_zero, np.float32(1), x_square * y_square))
     return jnp.where(is_zero, both_zero, jnp.clip(product / length, np.float32(-1), np.float32(1)))
 
 
 def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Return where the float32 x is outside the range of the codes of q."""
+    """Return a mask of the elements of a float32 x that are outside the range of the codes of q."""
     aligned = granularity.Aligned(q.block_size)
     value = divide_by_scale(x, aligned.expand(q.scale, x), dtypes.FLOAT32)
     if q.codebook is not None:
         first, last = q.codebook.levels[0], q.codebook.levels[-1]
-        # The scale is a rounded quotient, and `value` is another: the extremes of x need not be exact levels.
+        # The scale and `value` are both rounded quotients, so the extremes of x may miss the outer levels by a few ulp.
         slack = q.codebook.largest * 2.0**-22
         return (value < np.float32(first - slack)) | (value > np.float32(last + slack))
     if q.codes.dtype in dtypes.SMALL_FLOATS:
@@ -142,7 +142,7 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
     low, high = dtypes.find_bounds(q.codes.dtype)
     codes = q.codes.astype(jnp.int32)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
-    # How far x is from its code, in steps.
+    # The difference of x from the value of its code, in steps.
     excess = value - (codes if point is None else codes - point).astype(jnp.float32)
     # A narrow range ends one code above the lowest one.
     return ((codes <= low + 1) & (excess < np.float32(-0.5))) | ((codes == high) & (excess > np.float32(0.5)))
@@ -160,7 +160,7 @@ def _measure_used_codes(q: QuantizedArray) -> jax.Array:
         index = small_floats.encode_magnitude(wide, dtype) + jnp.where(jnp.signbit(wide), count // 2, 0)
     else:
         index = codes.astype(jnp.int32) - dtypes.find_bounds(dtype)[0]
-    # With explicit sharding a scatter would need an out_sharding; the codes are gathered instead.
+    # Under explicit sharding a scatter would need an out_sharding, so the codes are gathered first.
     index = sharding.place_whole(index)
     is_used = jnp.zeros(count, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
     return jnp.mean(is_used, dtype=jnp.float32)

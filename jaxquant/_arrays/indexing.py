@@ -1,4 +1,4 @@
-"""Indexing, reshaping and transposing of quantized arrays: of the codes together with their scales and zero points."""
+"""Indexing, reshaping and transposing of quantized arrays, which applies to codes, scales and zero points together."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def _find_run_lengths(q: QuantizedArray, part: Any) -> tuple[int, ...]:
 
 
 def _find_block_dims(part: Any, shape: tuple[int, ...]) -> list[int]:
-    """Return the dimensions of a scale or zero point that count blocks."""
+    """Return the dimensions in which a scale or zero point has one entry per block."""
     return [a for a, (n, length) in enumerate(zip(part.shape, shape, strict=True)) if n not in (1, length)]
 
 
 def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> QuantizedArray:
     """Return the elements that an index selects, with their entries of scale and zero point; q has been checked.
 
-    With an out_sharding, which is that of the selected codes, the scale and the zero point are replicated.
+    An out_sharding is that of the selected codes; the scale and the zero point are then replicated.
     """
     items = _read_items(q.shape, index)
     parts = [p for p in (q.scale, q.zero_point) if p is not None]
-    # Blocks that divide their dimension evenly have no stored size, but one of them may be short in the result.
+    # If the blocks divide their dimension evenly, q stores no block size. The result needs one, because its last block
+    # may be short.
     sizes = {_find_run_lengths(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
     block_size = q.block_size or (sizes.pop() if len(sizes) == 1 else None)
     codes = _index_part(q.codes, items, out_sharding)
@@ -66,9 +67,9 @@ def _read_items(shape: tuple[int, ...], index: Any) -> list[Any]:
     checks.require(len(dots) <= 1, _ITEM, "index", "at most one ellipsis", index)
     expected = f"at most {len(shape)} dimensions, the rank of the array"
     checks.require(rest >= 0, _ITEM, "index", expected, len(shape) - rest)
-    place = dots[0] if dots else len(items)
+    dots_at = dots[0] if dots else len(items)
     # Replace the ellipsis, or the missing end of the index, by full slices.
-    items = [*items[:place], *[slice(None)] * rest, *items[place + len(dots) :]]
+    items = [*items[:dots_at], *[slice(None)] * rest, *items[dots_at + len(dots) :]]
     axis, indices = 0, []
     for item in items:
         if isinstance(item, int) and not -shape[axis] <= item < shape[axis]:
@@ -92,11 +93,11 @@ def _count_dimensions(item: Any) -> int:
 
 
 def _convert_mask(item: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Return a mask as one array of indices for each of its dimensions, and any other item unchanged."""
+    """Return the items that replace one item: an array of indices for each dimension of a mask, or the item itself."""
     if not _is_mask(item):
         return [item]
     if item.shape != shape:
-        expected = f"a mask of shape {shape}, that of the dimensions it indexes"
+        expected = f"a mask of shape {shape}, the shape of the dimensions that it indexes"
         raise IndexError(checks.format_message(_ITEM, "index", expected, f"shape {item.shape}"))
     return [np.asarray(i, np.int32) for i in np.nonzero(np.asarray(item))]
 
@@ -118,17 +119,17 @@ def _read_item(index: Any) -> Any:
 
 
 def _convert_list(numbers: list[Any]) -> np.ndarray:
-    """Return a list of integers or bools as an array, an empty list as an array of integers."""
+    """Return a list of integers or bools as an array; an empty list becomes an array of integers."""
     try:
         item = np.asarray(numbers or np.zeros(0, np.int32))
     except ValueError:  # numpy refuses rows of different lengths
         checks.require(False, _ITEM, "index", "a list whose rows have the same length", numbers)
         raise
-    # numpy makes objects or floats of integers that are too large for its integer dtypes.
+    # numpy converts integers that are too large for its integer dtypes to objects or floats.
     if item.dtype.kind in "Of":
         for number in np.asarray(numbers, object).flat:
             if isinstance(number, int) and not np.iinfo(np.int64).min <= number <= np.iinfo(np.int64).max:
-                checks.require(False, _ITEM, "index", "integers that int32 holds", number)
+                checks.require(False, _ITEM, "index", "integers that int32 can hold", number)
     return item
 
 
@@ -160,7 +161,7 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
             continue
         # An item of None adds a dimension and is handled above; every other item indexes exactly one.
         length, entries, size = q.shape[axis], part.shape[axis], sizes[axis]
-        # With one index and one entry, the item applies to the entry as well: a slice may be empty.
+        # If the dimension has one index and one entry, the item itself is applied to the entry: a slice may be empty.
         if entries == 1 and length != 1:
             part_items.append(_select_shared_entry(item))
         elif entries == length:
@@ -175,7 +176,8 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
                 part = expand_blocks(part, axis, size, length)
                 part_items.append(item)
         else:
-            # The entry of an index is that of its block; count from the front before dividing.
+            # The entry of an index is that of its block. A negative index must be counted from the front before it is
+            # divided by the block size.
             part_items.append((item % length if isinstance(item, int) else _wrap_negative(item, length)) // size)
         axis += 1
     return _index_part(part, part_items, out_sharding)
@@ -183,9 +185,9 @@ def _index_entries(q: QuantizedArray, part: Any, items: list[Any], block_size: i
 
 def expand_blocks(part: jax.Array, axis: int, size: int, length: int) -> jax.Array:
     """Return a scale or zero point with one entry per index of an axis on which each entry covers `size` indices."""
-    # The last block may be short: repeat as if it were whole, then cut off the rest.
-    wide = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
-    return jax.lax.slice_in_dim(wide, 0, length, axis=axis)
+    # The last block may be short: repeat its entry as if it were whole, then cut off the excess.
+    repeated = jnp.repeat(part, size, axis=axis, total_repeat_length=part.shape[axis] * size)
+    return jax.lax.slice_in_dim(repeated, 0, length, axis=axis)
 
 
 def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
@@ -211,7 +213,7 @@ def _select_shared_entry(item: Any) -> Any:
 
 
 def _wrap_negative(index: Any, length: int) -> Any:
-    """Return indices counted from the front; one that is out of range becomes the nearest index, as in JAX."""
+    """Return indices counted from the front; an index out of range becomes the nearest valid one, as in JAX."""
     from_front = jnp.where(index < 0, index + index.dtype.type(length), index)
     return jnp.clip(from_front, index.dtype.type(0), index.dtype.type(max(length - 1, 0)))
 
@@ -237,14 +239,14 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     """Return q in another shape; q has been checked."""
     new = _resolve_shape(q, shape)
     reshaped: dict[str, jax.Array | None] = {"scale": None, "zero_point": None}
-    sizes: set[int] = set()  # of the blocks of the result
-    is_short = False  # a last block is shorter than the others
+    sizes: set[int] = set()  # the block sizes of the result
+    is_short = False  # whether a last block of the result is shorter than the others
     for name in reshaped:
         part = getattr(q, name)
         if part is None:
             continue
         plan = _plan_reshape(part.shape, _find_run_lengths(q, part), q.shape, new)
-        expected = "a shape in which elements that share an entry stay neighbors, or q.dequantize().reshape"
+        expected = "a shape in which elements that share an entry stay adjacent, or q.dequantize().reshape"
         got = f"{new} for a {name} of shape {part.shape} and codes of shape {q.shape}"
         checks.require(plan is not None, _RESHAPE, "shape", expected, got)
         assert plan is not None
@@ -253,7 +255,7 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
         # Only one block size can be stored, so blocks of two sizes must divide their dimensions evenly.
         checks.require(len(sizes) < 2 or not is_short, _RESHAPE, "shape", expected, got)
         reshaped[name] = part.reshape(tuple(entries for entries, _ in plan))
-    # Blocks of two sizes are not stored: their shapes tell the sizes.
+    # With blocks of two sizes no size is stored, because the shapes tell both.
     block_size = sizes.pop() if len(sizes) == 1 else None
     return q.replace(codes=q.codes.reshape(new), block_size=block_size, **reshaped)
 
@@ -267,7 +269,7 @@ def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]
     expected = f"a shape of {q.size} elements with at most one dimension of -1"
     known = math.prod(n for n in new if n != -1)
     checks.require(new.count(-1) <= 1 and min(new, default=0) >= -1, _RESHAPE, "shape", expected, new)
-    # A product of 0 would leave the length of the -1 undetermined.
+    # If the other lengths had a product of 0, the length for -1 would be undetermined.
     if -1 in new:
         checks.require(known > 0 and q.size % known == 0, _RESHAPE, "shape", expected, new)
         new = tuple(q.size // known if n == -1 else n for n in new)
@@ -280,20 +282,20 @@ def _plan_reshape(
 ) -> list[tuple[int, int]] | None:
     """Return the number of entries and the run length of each new dimension, or None if no scale has that shape.
 
-    A run is the indices of a dimension that share an entry.
+    A run consists of the consecutive indices of a dimension that share an entry.
     """
     if old == new:
         return list(zip(entries, sizes, strict=True))
-    # Without elements no entry is used, and only a single one fits every shape.
+    # An array without elements uses no entry, and only a single entry fits every shape.
     if 0 in old:
         return [(1, n) for n in new] if math.prod(entries) == 1 else None
-    # Dimensions of length 1 hold nothing: leave them out and insert the new ones afterwards.
+    # Dimensions of length 1 do not affect which elements share an entry: leave them out and insert the new ones later.
     long = [i for i, n in enumerate(old) if n != 1]
     entries, sizes, old = (tuple(each[i] for i in long) for each in (entries, sizes, old))
     plan = _plan_long_reshape(entries, sizes, old, tuple(n for n in new if n != 1))
     if plan is None:
         return None
-    # Every new dimension of length 1 has one entry; the others take theirs from the plan in order.
+    # Every new dimension of length 1 has one entry; the others take theirs, in order, from the plan.
     rest = iter(plan)
     return [(1, 1) if n == 1 else next(rest) for n in new]
 
@@ -308,12 +310,12 @@ def _plan_long_reshape(
         if len(olds) == len(news) == 1:  # an unchanged dimension keeps its blocks, even with a short last one
             plan.append((entries[olds[0]], sizes[olds[0]]))
             continue
-        # Inside a group the elements are consecutive, so a scale fits if its runs are.
+        # The elements of a group are consecutive, so the scale fits if each of its runs is consecutive, too.
         run = _find_run([(old[i], entries[i], sizes[i]) for i in olds])
-        part = None if run is None else _spread_part(run, lengths)
-        if part is None:
+        group_plan = None if run is None else _spread_run(run, lengths)
+        if group_plan is None:
             return None
-        plan.extend(part)
+        plan.extend(group_plan)
     return plan
 
 
@@ -333,15 +335,16 @@ def _find_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[
 
 
 def _find_run(dims: list[tuple[int, int, int]]) -> int | None:
-    """Return how many neighbors in row-major order share an entry, or None if the number varies.
+    """Return how many consecutive elements in row-major order share an entry, or None if the number varies.
 
     Args:
         dims: the length, the number of entries and the run length of each dimension.
     """
-    run, is_inside = 1, True  # from the last dimension on, as long as the dimensions are inside a run
+    # The loop goes from the last dimension to the first; `is_inside` holds while a run includes all of the dimension.
+    run, is_inside = 1, True
     for place, (length, entries, size) in reversed(list(enumerate(dims))):
         if not is_inside:
-            # Outside the run every index must have its own entry.
+            # In all dimensions before those of the run, every index must have its own entry.
             if entries != length:
                 return None
         elif entries == 1:
@@ -349,16 +352,16 @@ def _find_run(dims: list[tuple[int, int, int]]) -> int | None:
         elif entries == length:
             is_inside = False
         else:
-            if length % size and place:  # short runs would lie between whole ones
+            if length % size and place:  # a short run would be followed by a full one
                 return None
             run, is_inside = run * size, False
     return run
 
 
-def _spread_part(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
-    """Return the number of entries and the run length of each dimension if `run` neighbors share an entry.
+def _spread_run(run: int, lengths: list[int]) -> list[tuple[int, int]] | None:
+    """Return the number of entries and the run length of each dimension if `run` consecutive elements share an entry.
 
-    The last run may be shorter. None if the dimensions do not allow it.
+    The last run may be shorter. The result is None if the dimensions do not allow such runs.
     """
     plan: list[tuple[int, int]] = []
     for place, length in reversed(list(enumerate(lengths))):

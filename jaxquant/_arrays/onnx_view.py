@@ -67,11 +67,12 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     q = quantized_array.check_array(_NAME, "q", q)
     checks.require(q.codebook is None, _NAME, "q", "an array without a codebook, because ONNX has none", q.codebook)
     sizes = _find_common_sizes(q)
-    # A size of 0 is that of a dimension without indices, which still has an entry.
+    # A dimension of length 0 has size 0, but it still has an entry.
     entries = tuple(-(-n // size) if size else 1 for n, size in zip(q.shape, sizes, strict=True))
     scale, zero_point = (None if p is None else _pick_entries(p, q, entries, sizes) for p in (q.scale, q.zero_point))
     assert scale is not None
-    # The shape is a scalar if nothing varies, 1-D if one axis has an entry per index, and of x's rank otherwise.
+    # The scale is a scalar if no axis has several entries, 1-D if one axis has an entry per index, and otherwise of x's
+    # rank.
     kept = [a for a, n in enumerate(entries) if n != 1]
     if not kept:
         flat, axis, block_size = (), 1, 0
@@ -92,26 +93,27 @@ def _find_common_sizes(q: QuantizedArray) -> tuple[int, ...]:
     for a, n in enumerate(q.shape):
         lengths = [s[a] for s in part_sizes if s is not None]
         least = min(lengths) if n else max(lengths)
-        # If the blocks of the scale and of the zero point do not end together, each index needs its own entry.
+        # If the blocks of the scale and of the zero point end at different indices, each index needs its own entry.
         sizes.append(least if all(s == n or s % least == 0 for s in lengths) else 1)
     blocked = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if 1 < size < n]
     shared = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size == n and n > 1]
     kept = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
     if len(kept) <= 1 and not blocked:
         return tuple(sizes)
-    # Blocks can stay along one axis only; a shared axis counts as one block. Every other axis gets entries per index.
+    # ONNX has blocks along one axis only, and a shared axis counts as one block. Every other axis gets an entry per
+    # index.
     block_axis = (blocked or shared[::-1] or [None])[0]
     return tuple(size if a == block_axis else 1 for a, size in enumerate(sizes))
 
 
 def _pick_entries(part: Any, q: QuantizedArray, entries: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    """Return a scale or zero point with the given entries, each of them taken from where its block begins."""
+    """Return a scale or zero point with these numbers of entries, each taken from the first index of its block."""
     part_sizes = Aligned(q.block_size).sizes(part.shape, q.shape)
     assert part_sizes is not None
     for a, (count, size) in enumerate(zip(entries, sizes, strict=True)):
         if part.shape[a] == count:
             continue
-        # broadcast_to does not gather, so a shared entry stays cheap.
+        # A shared entry is broadcast, which is cheaper than the gather below.
         if part.shape[a] == 1:
             shape = (*part.shape[:a], count, *part.shape[a + 1 :])
             part = jnp.broadcast_to(part, shape)
@@ -167,7 +169,7 @@ def from_onnx(
 
     Source: ONNX DequantizeLinear-25.
     """
-    # Convert before the check, so that an error describes the array that JAX reads.
+    # Convert before the checks, so that an error describes the array as JAX reads it.
     arguments = {"x": x, "x_scale": entry_point.convert_number(x_scale), "x_zero_point": x_zero_point}
     return _from_onnx(
         *entry_point.convert_arrays(_BACK, arguments), axis=axis, block_size=block_size, output_dtype=output_dtype

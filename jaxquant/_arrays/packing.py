@@ -49,7 +49,7 @@ def pack(values: ArrayLike) -> jax.Array:
 def _pack(values: jax.Array) -> jax.Array:
     checks.check_array(_PACK, "values", values, DTYPES)
     width = dtypes.find_width(values.dtype)
-    # A reshape of a sharded array would need an out_sharding, so the array is gathered first.
+    # JAX cannot infer the sharding of a flattened array, so the array is gathered first.
     flat = sharding.place_whole(values).reshape(-1)
     if width == 8:
         return lax.bitcast_convert_type(flat, jnp.uint8)
@@ -92,7 +92,7 @@ def unpack(packed: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.A
     for length in shape:
         checks.check_integer(_UNPACK, "shape", length)
         if length < 0:
-            checks.require(False, _UNPACK, "shape", "ints that are not negative", shape)
+            checks.require(False, _UNPACK, "shape", "non-negative ints", shape)
     return _unpack(packed, dtype=checked_dtype, shape=tuple(map(int, shape)))
 
 

@@ -1,4 +1,4 @@
-"""The codes, the scale and the zero point of a quantized array: their checks, their bytes and the floats they give."""
+"""The codes, the scale and the zero point of a quantized array: their checks, sizes in bytes, and dequantization."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def check_parts(
     is_converted = isinstance(codes, jax.Array) and isinstance(scale, jax.Array)
     if not is_converted or not (zero_point is None or isinstance(zero_point, jax.Array)):
         codes, scale, zero_point = _convert_parts(function, argument, parts)
-    # Not the arrays themselves: they are not hashable, and the cache would keep them alive.
+    # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
     point_dtype, point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
     _check_types(
         function, argument, codes.dtype, codes.shape, scale.dtype, scale.shape, point_dtype, point_shape, dtype,
         block_size, codebook,
     )  # fmt: skip
-    # `quantize` gives data with a NaN or an infinity a scale of NaN or infinity, which shows in every result.
+    # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
     known_values.check_positive(function, f"{argument}.scale", scale, allow_overflow=True, is_awaited=is_awaited)
     return codes, scale, zero_point
 
@@ -69,8 +69,8 @@ def _convert_parts(function: str, argument: str, parts: tuple[Any, Any, Any]) ->
     return codes, scale, zero_point
 
 
-# The check depends on static values only, and an eager call meets the same ones again and again. A call that raises is
-# not cached, so its error is raised each time.
+# The check depends on static values only, and eager calls repeat it with the same values. A call that raises is not
+# cached, so its error is raised each time.
 @functools.lru_cache(maxsize=4096)
 def _check_types(
     function: str, argument: str, codes_dtype: Any, codes_shape: tuple[int, ...], scale_dtype: Any,
@@ -101,8 +101,8 @@ def _check_aligned(
 ) -> None:
     """Check that a scale or a zero point of this shape has an entry for each of the codes."""
     if granularity.Aligned(block_size).sizes(shape, codes) is None:
-        blocks = "of blocks that divide it evenly" if block_size is None else f"of its blocks of {block_size}"
-        expected = f"the rank of the codes, {codes}, each dimension 1, as long as theirs, or the number {blocks}"
+        blocks = "blocks that divide it evenly" if block_size is None else f"its blocks of {block_size}"
+        expected = f"the rank of the codes, {codes}, and each dimension 1, that of the codes, or the number of {blocks}"
         checks.require(False, function, argument, expected, f"shape {shape}")
 
 
@@ -112,7 +112,7 @@ def describe_part(part: Any) -> str:
 
 
 def count_stored_bytes(part: Any) -> int:
-    """Return the bytes of an array whose elements are packed: 4 bits take half a byte, 2 bits a quarter."""
+    """Return the number of bytes of an array whose elements are packed without unused bits."""
     dtype = np.dtype(part.dtype)
     return -(-math.prod(part.shape) * dtypes.find_width(dtype) // 8)
 

@@ -1,4 +1,4 @@
-"""Quantization of an array to a QuantizedArray, as a QuantSpec says."""
+"""Quantization of an array to a QuantizedArray according to a QuantSpec."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def quantize(
 
 
 def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
-    """Return the two ends of a range; check that they are not given twice."""
+    """Return the two ends of a range; raise if `lo` or `hi` is given as well."""
     is_pair = isinstance(ends, tuple | list) and len(ends) == 2
     expected = "a pair (lo, hi), as the finalize of a calibrator returns it"
     checks.require_type(is_pair, _NAME, "range", expected, checks.describe_value(ends))
@@ -104,11 +104,11 @@ def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
 
 
 def _check_known_range(lo: Any, hi: Any) -> None:
-    """Check that the ends of a range are finite and in order, if they are known: traced ends are not."""
+    """Check that the ends of a range are finite and in order; skip the check if they are traced."""
     ends = [known_values.find_known(v, is_awaited=True) for v in (lo, hi)]
     if any(end is None for end in ends):
         return
-    # A number too large for float32 becomes an infinity, which is refused below.
+    # A number too large for float32 becomes an infinity, which the check below rejects.
     with np.errstate(over="ignore"):
         low, high = (np.asarray(end, np.float32) for end in ends)
     for argument, end in (("lo", low), ("hi", high)):
@@ -121,7 +121,7 @@ def _check_known_range(lo: Any, hi: Any) -> None:
 @compile_entry_point(_NAME)
 def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec) -> QuantizedArray:
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
-    # The scale would have a gradient but the codes would not, so that their product would have a wrong one.
+    # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
     scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
@@ -132,7 +132,7 @@ def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec:
 def find_parameters(
     function: str, x: Any, spec: QuantSpec, lo: jax.Array | None, hi: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
-    """Return the scale and the zero point of x, from the given range or that of x, and the shape of the ranges."""
+    """Return the scale and the zero point, for the given range or that of x, and the shape of the ranges."""
     scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
     shape = scale_from_range.find_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
@@ -145,7 +145,7 @@ def find_parameters(
 def _broadcast_end(argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one end of the range in float32 and in the shape of the ranges."""
     checks.check_array(_NAME, argument, end, dtypes.FLOATS)
-    # One element may have another rank: a range may be calibrated on batches and used on a single row.
+    # A single element may have any rank, because a range may be calibrated on batches and used on a single row.
     if end.size == 1:
         return jnp.broadcast_to(end.astype(jnp.float32).reshape(()), shape)
     fits = end.ndim == len(shape) and all(b in (1, n) for b, n in zip(end.shape, shape, strict=True))
@@ -159,6 +159,6 @@ def encode_array(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, s
     aligned = granularity.Aligned(scale_from_range.check_one_block_size(_NAME, spec))
     if spec.codebook is not None:
         return spec.codebook.encode(divide_by_scale(x, aligned.expand(scale, x), dtypes.FLOAT32))
-    # Float codes saturate at the bounds of their dtype.
+    # Float codes have no integer bounds: they saturate at the largest value of their dtype.
     bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(spec.bounds[0]), int(spec.bounds[1]))
     return quantize_affine(x, scale, zero_point, aligned, spec.dtype, dtypes.FLOAT32, bounds=bounds)

@@ -71,7 +71,7 @@ class QuantizedArray(RefusedOperators):
         QuantizedArray(codes=(2, 3), scale=(2, 1), zero_point=None)
     """
 
-    # Static attributes are private, so that they are read through properties and set only by `_fill`.
+    # The static attributes are private: they are read through properties and set only by `_fill`.
     __slots__ = ("_block_size", "_codebook", "_dtype", "codes", "scale", "zero_point")
 
     codes: Any
@@ -91,13 +91,13 @@ class QuantizedArray(RefusedOperators):
         output_dtype: Any = getattr(scale, "dtype", None)
         if dtype is not None:
             output_dtype = _read_dtype(dtype)
-        elif output_dtype in (dtypes.E8M0, np.dtype(np.float64)):  # JAX makes numpy's float64 a float32
+        elif output_dtype in (dtypes.E8M0, np.dtype(np.float64)):  # JAX converts numpy's float64 to float32
             output_dtype = dtypes.FLOAT32
         self._fill(codes, scale, zero_point, output_dtype, block_size, codebook)
 
     def _fill(self, codes: Any, scale: Any, zero_point: Any, dtype: Any, block_size: Any, codebook: Any) -> None:
         """Set the attributes, which `__setattr__` refuses to do."""
-        # Written out, because a loop makes every unflatten slower.
+        # Six statements, because a loop would make every unflatten slower.
         set_attribute = object.__setattr__
         set_attribute(self, "codes", codes)
         set_attribute(self, "scale", scale)
@@ -324,7 +324,7 @@ class QuantizedArray(RefusedOperators):
         return self.transpose(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
 
 
-# Lets `jax.export` save a program that takes or returns a QuantizedArray.
+# This lets `jax.export` save a program that takes or returns a QuantizedArray.
 export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="jaxquant.QuantizedArray",
@@ -339,7 +339,7 @@ def _rebuild_array(static: tuple[Any, ...], children: tuple[Any, ...]) -> Quanti
 
 
 def _read_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype that `dtype` names. Functions that are given the array check which dtype it is."""
+    """Return the dtype that `dtype` names; the functions that take the array check whether it is allowed."""
     try:
         return np.dtype(dtype)
     except (TypeError, ValueError):
@@ -349,8 +349,8 @@ def _read_dtype(dtype: Any) -> np.dtype:
 def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = False) -> QuantizedArray:
     """Check that q is a QuantizedArray whose parts are arrays that fit each other; return it with JAX arrays.
 
-    The elements of the scale are checked where they are known without waiting for an accelerator, or where
-    `is_awaited` says to wait.
+    The elements of the scale are checked if they are known. Those on an accelerator count as known only if `is_awaited`
+    is True, because reading them means to wait for it.
     """
     if not isinstance(q, QuantizedArray):
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
@@ -359,7 +359,7 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
     codes, scale, zero_point = q.codes, q.scale, q.zero_point
     static = (q._dtype, q._block_size, q._codebook)
     checked = parts.check_parts(function, argument, (codes, scale, zero_point), static, is_awaited=is_awaited)
-    # Return the same object where nothing was converted: the usual case.
+    # In the usual case nothing was converted: return the same object.
     if checked[0] is codes and checked[1] is scale and checked[2] is zero_point:
         return q
     return q.replace(codes=checked[0], scale=checked[1], zero_point=checked[2])

@@ -1,4 +1,4 @@
-"""The errors of Python's operators and JAX's functions for quantized arrays, which say what to call instead."""
+"""Errors for Python operators and JAX functions that do not accept quantized arrays; they say what to call instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from .._core import checks
 
 _CLASS = "QuantizedArray"
-# The names of the special methods without underscores, and how the operators are written.
+# The names of the special methods without their underscores, and the operators in Python's notation.
 _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "divmod": "divmod",
     "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
@@ -21,7 +21,7 @@ _UNARY = {
     "neg": "-{}", "pos": "+{}", "invert": "~{}", "abs": "abs({})", "round": "round({})",
     "float": "float({})", "int": "int({})", "complex": "complex({})",
 }  # fmt: skip
-# Without newlines, because JAX inserts the repr of the type into a sentence.
+# One line, because JAX inserts the repr of the type into a sentence.
 _ADVICE = (
     "jq.matmul, jq.dot_general and jq.einsum contract it, jq.take and jq.concatenate take it, "
     "q.dequantize() returns a jax.Array"
@@ -29,16 +29,16 @@ _ADVICE = (
 
 
 class Advised(type):
-    """The metaclass of QuantizedArray, whose repr says which functions take one.
+    """The metaclass of QuantizedArray, which makes the repr of the class list the functions that accept one.
 
-    A function of JAX that is given an object that is not an array prints its type: "sum requires ndarray or scalar
-    arguments, got <type>". The type is therefore the only place for advice. A `__jax_array__` that raises would not
-    do, because `x @ q` calls it too, and must work.
+    If a JAX function gets an object that is not an array, its error prints the type of the object: "sum requires
+    ndarray or scalar arguments, got <type>". The repr of the type is therefore the only place for advice. A
+    `__jax_array__` that raises is not an alternative, because `x @ q` calls it too and must work.
     """
 
     def __repr__(cls) -> str:
         """Return the public name of the class and the functions that take it."""
-        # Subclasses and this base keep the usual repr.
+        # Subclasses of QuantizedArray, and its base class, keep the usual repr.
         if cls.__name__ != _CLASS:
             return super().__repr__()
         return f"<class 'jaxquant.{_CLASS}': {_ADVICE}>"
@@ -56,7 +56,7 @@ class RefusedOperators(metaclass=Advised):
     def __contains__(self, item: object) -> bool:
         """Raise TypeError: Python would compare the rows by identity, and the result would always be False."""
         _refuse("__contains__", "x in q.dequantize()", f"{_name_type(item)} in {self!r}")
-        # `_refuse` always raises; a type checker does not know.
+        # `_refuse` always raises, but a type checker does not know that.
         raise AssertionError
 
 
@@ -66,7 +66,7 @@ def _refuse(method: str, expected: str, got: str) -> None:
 
 
 def _name_type(value: Any) -> str:
-    """Return how an error shows an operand: a number or a quantized array by its repr, others by their type."""
+    """Return the text for an operand in an error: the repr of a number or quantized array, the type of any other."""
     return repr(value) if isinstance(value, int | float | complex | RefusedOperators) else type(value).__name__
 
 
@@ -113,7 +113,7 @@ def _make_unary(method: str, form: str) -> Callable[..., Any]:
 
 
 def _add_operators() -> None:
-    """Add the methods by name, which type checkers do not see: they refuse the operators, too."""
+    """Add the methods with setattr, so that type checkers do not see them and report the operators as errors, too."""
     for name, symbol in {**_BINARY, **_COMPARISONS}.items():
         setattr(RefusedOperators, f"__{name}__", _make_binary(f"__{name}__", symbol))
     for name, symbol in _BINARY.items():

@@ -1,4 +1,4 @@
-"""The shapes of ranges, and the scale and zero point that a spec gives a range."""
+"""The shapes of ranges, and the scale and zero point that a spec determines for a range."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple
 
 
 def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the finer shape of a scale and a zero point, which their ranges have; None if neither is the finer one."""
-    # The finer shape must be as long as the other one in every dimension that is not shared.
+    """Return the finer of the shapes of a scale and a zero point, which is that of their ranges, or None.
+
+    The result is None if neither shape is finer in all dimensions.
+    """
+    # In each dimension the two lengths must be equal, or one of them must be 1.
     pairs = tuple(zip(scale, zero_point, strict=True))
     if not all(s == z or 1 in (s, z) for s, z in pairs):
         return None
@@ -37,10 +40,10 @@ def find_finest_shape(scale: tuple[int, ...], zero_point: tuple[int, ...]) -> tu
 
 
 def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the ranges of an x of this shape: that of the scale or of the zero point, if it is finer."""
+    """Return the shape of the ranges of an x of this shape: that of the scale or the zero point, whichever is finer."""
     range_shape = find_finest_shape(*find_shapes(function, spec, shape))
     if range_shape is None:
-        expected = "granularities of scale and zero point such that one refines the other"
+        expected = "granularities of scale and zero point of which one is at least as fine as the other"
         got = f"{spec.granularity} and {spec.zero_point_granularity}"
         checks.require(False, function, "spec", expected, got)
     assert range_shape is not None
@@ -48,7 +51,7 @@ def find_range_shape(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> 
 
 
 def find_block_size(spec: QuantSpec) -> int | None:
-    """Return the block size of the spec, of the scale if that of the zero point differs; None without blocks."""
+    """Return the block size of the scale, or else of the zero point; None if neither has blocks."""
     sizes = _list_block_sizes(spec)
     return sizes[0] if sizes else None
 
@@ -56,21 +59,22 @@ def find_block_size(spec: QuantSpec) -> int | None:
 def check_one_block_size(function: str, spec: QuantSpec) -> int | None:
     """Check that all blocks of the spec have the same size, and return it; None without blocks."""
     sizes = sorted(set(_list_block_sizes(spec)))
-    checks.require(len(sizes) < 2, function, "spec", "blocks of one size", f"sizes {sizes}")
+    checks.require(len(sizes) < 2, function, "spec", "blocks of the same size", f"sizes {sizes}")
     return find_block_size(spec)
 
 
 def find_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> int | None:
     """Return the `block_size` that an array of this shape stores: None if no dimension is divided into blocks.
 
-    A dimension that is not longer than a block has a single entry, so its shape says that all of it shares a scale.
+    A dimension that is not longer than a block has a single entry, which already shows that all of it shares a scale.
     """
-    is_cut = any(n not in (1, m) for n, m in zip(find_range_shape(function, spec, shape), shape, strict=True))
-    return check_one_block_size(function, spec) if is_cut else None
+    pairs = zip(find_range_shape(function, spec, shape), shape, strict=True)
+    has_blocks = any(entries not in (1, length) for entries, length in pairs)
+    return check_one_block_size(function, spec) if has_blocks else None
 
 
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
-    """Return the block sizes of the scale and of the zero point, as far as they are blocked."""
+    """Return the block sizes of those of the scale and the zero point that have blocks, the scale first."""
     both = (spec.granularity, spec.zero_point_granularity)
     return [granularity.size for granularity in both if isinstance(granularity, granularities.Blocked)]
 
@@ -80,9 +84,9 @@ def find_scale_and_zero_point(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of float32 ranges; the arguments have been checked.
 
-    A range is widened to include 0. A range of zeros has scale 1, and so has one of subnormal numbers, which XLA:CPU
-    treats as 0. The scale of any other range is a normal float32, the least one if the formula gives less. A range
-    with a NaN or an infinity has a scale of NaN or infinity.
+    A range is widened to include 0. A range that holds only 0 and subnormal numbers, which XLA:CPU treats as 0, gives
+    scale 1. The scale of any other range is at least the least normal float32. A range with a NaN or an infinity gives
+    a scale of NaN or infinity.
 
     Args:
         spec: Static. The spec of the scale and the zero point.
@@ -94,7 +98,7 @@ def find_scale_and_zero_point(
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
-    # 0 must be a code exactly, so that padding and ReLU stay exact.
+    # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     fixed = spec.fixed_zero_point
     if fixed is not None:
@@ -104,21 +108,21 @@ def find_scale_and_zero_point(
     qmin, qmax = spec.bounds
     if scale_shape == low.shape != point_shape:  # several scales share a zero point
         pooled_low, pooled_high = _pool(low, point_shape, jnp.min), _pool(high, point_shape, jnp.max)
-        # The zero point comes from the widest range. Each scale must then reach both ends of its own range from there.
+        # The zero point is that of the union of the ranges. Each scale must then reach both ends of its own range.
         point = _find_zero_point(spec, pooled_low, _find_asymmetric_scale(pooled_low, pooled_high, qmax - qmin))
-        # An end other than 0 needs a code on its side of the zero point, or no scale would reach it.
-        floor = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
-        ceiling = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
-        point = jnp.clip(point.astype(jnp.int32), floor, ceiling).astype(spec.carrier)
+        # If an end is not 0, there must be a code on its side of the zero point, or no scale would reach it.
+        least = (pooled_low < 0).astype(jnp.int32) + np.int32(qmin)
+        largest = np.int32(qmax) - (pooled_high > 0).astype(jnp.int32)
+        point = jnp.clip(point.astype(jnp.int32), least, largest).astype(spec.carrier)
         steps = _spread_like(point.astype(jnp.float32), low)
         scale = jnp.maximum(_divide_bound(low, np.float32(qmin) - steps), _divide_bound(high, np.float32(qmax) - steps))
         return _round_scale_up(spec, _guard_scale(scale, low, high)), point
     wide = _find_asymmetric_scale(low, high, qmax - qmin)
     if scale_shape != low.shape:  # several zero points share a scale, which must span the widest range
-        # An empty range has scale 1, which must not win over the scales of the other ranges.
+        # The scale 1 of an empty range must not count in the maximum over the other ranges.
         wide = _pool(jnp.where(is_empty(low, high), _ZERO, wide), scale_shape, jnp.max)
         wide = jnp.where(wide == 0, _ONE, wide)
-    # The zero point must be computed with the scale as it is stored, rounded.
+    # The zero point must be computed with the rounded scale that is stored.
     scale = _round_scale_up(spec, wide)
     wide = small_floats.scale_as_float32(scale)
     return scale, _find_zero_point(spec, low, _spread_like(wide, low))
@@ -130,7 +134,7 @@ def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _widen_to_zero(bound: jax.Array, sign: int) -> jax.Array:
-    """Return one end of a range, 0 where the range would not include 0; NaN stays NaN."""
+    """Return one end of a range, replaced by 0 if the range would not include 0; NaN stays NaN."""
     excludes_zero = bound * np.float32(sign) < 0
     return jnp.where(excludes_zero, _ZERO, bound)
 
@@ -168,20 +172,20 @@ def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixe
 
 
 def _find_asymmetric_scale(low: jax.Array, high: jax.Array, steps: float) -> jax.Array:
-    """Return the scale at which a number of steps spans the range."""
-    # Halves are exact, and the whole width may overflow float32.
+    """Return the scale at which the given number of steps spans the range."""
+    # The difference of the ends may overflow float32, so it is computed from their halves, which are exact.
     half = np.float32(0.5)
     return _guard_scale(_divide_by_number(high * half - low * half, steps / 2), low, high)
 
 
 def _guard_scale(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the scale, 1 for a range of zeros, at least the least normal number for others, and NaN for a NaN."""
+    """Return the scale, replaced by 1 for an empty range and by NaN for a range with a NaN, and raised if subnormal."""
     scale = jnp.where(is_empty(low, high), _ONE, jnp.maximum(scale, _TINY))
     return jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), scale)
 
 
 def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return where a range includes only 0 and subnormal numbers.
+    """Return a mask of the ranges that include only 0 and subnormal numbers.
 
     XLA:CPU treats subnormal numbers as 0 in a running program but not in constant folding. Other backends may differ.
     """
@@ -194,10 +198,10 @@ def find_least_scale(dtype: np.dtype) -> np.float32:
 
 
 def _find_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the code of 0.0 for ranges that begin at `low`."""
+    """Return the code of 0.0 for ranges whose lower end is `low`."""
     qmin, qmax = (int(b) for b in spec.bounds)
     start = np.float32(qmin) - division.divide(low, scale)
-    # As in ONNX Runtime's DynamicQuantizeLinear, whose clamp turns a NaN into the upper bound.
+    # A NaN becomes the upper bound, as in the clamp of ONNX Runtime's DynamicQuantizeLinear.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
     return rounding.encode_steps(start, None, spec.carrier, (qmin, qmax))
 
@@ -213,7 +217,7 @@ def _round_scale_up(spec: QuantSpec, scale: jax.Array) -> jax.Array:
     # A finite scale too large for the dtype saturates, but an infinity stays one.
     largest = np.float32(jnp.finfo(spec.scale_dtype).max)
     scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, largest), scale)
-    # Where the nearest number is less than the scale, add 1 to its bits: that is the next number above.
+    # If the nearest number is less than the scale, adding 1 to its bits gives the next larger one.
     nearest = rounding.round_to_dtype(scale, spec.scale_dtype)
     bits = lax.bitcast_convert_type(nearest.astype(spec.scale_dtype), jnp.uint16)
     return lax.bitcast_convert_type(bits + (nearest < scale).astype(jnp.uint16), spec.scale_dtype)
@@ -223,14 +227,14 @@ def _round_to_power_of_two(scale: jax.Array) -> jax.Array:
     """Return the least power of two that is not less than a positive normal scale."""
     # Adding all mantissa bits carries into the exponent unless the mantissa is 0.
     bits = lax.bitcast_convert_type(scale, jnp.int32)
-    up = ((bits + np.int32(0x7FFFFF)) >> 23) << 23
-    power = lax.bitcast_convert_type(jnp.minimum(up, np.int32(254 << 23)), jnp.float32)
+    rounded_up = ((bits + np.int32(0x7FFFFF)) >> 23) << 23
+    power = lax.bitcast_convert_type(jnp.minimum(rounded_up, np.int32(254 << 23)), jnp.float32)
     return jnp.where(jnp.isfinite(scale), power, scale)
 
 
 def _encode_e8m0(power: jax.Array) -> jax.Array:
     """Return float32 powers of two as float8_e8m0fnu, whose code is the exponent of a float32."""
     code = (lax.bitcast_convert_type(power, jnp.int32) >> 23) & 0xFF
-    # NaN and infinity have all exponent bits set, as 255 has.
-    code = jnp.where(jnp.isfinite(power), code, 255)  # 255 is its NaN; there is no infinity
+    # 255 is the NaN of float8_e8m0fnu, which has no infinity.
+    code = jnp.where(jnp.isfinite(power), code, 255)
     return lax.bitcast_convert_type(code.astype(jnp.uint8), dtypes.E8M0)

@@ -1,6 +1,7 @@
 """The static attributes of a quantized array as JSON, for checkpoints and exported programs.
 
-A text may be damaged or come from an untrusted source. Reading it returns valid values or raises a named error.
+The JSON may be damaged or come from an untrusted source. Decoding it returns valid values, or raises an error that
+names the function and the argument.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def encode_static(static: Static) -> str:
 
 
 def decode_saved_program(text: str | bytes | bytearray) -> Static:
-    """Return what `encode_static` encoded, from the bytes of a program that `jax.export` saved."""
+    """Return the static attributes in a program that `jax.export` saved, as `encode_static` encoded them."""
     argument = "the description in a saved program"
     return decode_static(_SAVED, argument, parse_json(_SAVED, argument, text))
 
 
 def parse_json(function: str, argument: str, text: str | bytes | bytearray) -> Any:
-    """Return the value of a JSON text, in which no object may have a key twice."""
+    """Return the value of a JSON text; raise ContractValueError if it is invalid or an object repeats a key."""
     try:
         # A second value for a key would silently replace the first one.
         return json.loads(text, object_pairs_hook=_collect_unique)
     except (ValueError, RecursionError) as error:
-        got = "a text that is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        text = checks.format_message(function, argument, "a JSON text", got)
+        got = "JSON that is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        text = checks.format_message(function, argument, "JSON", got)
     raise checks.ContractValueError(text)
 
 
@@ -84,7 +85,7 @@ def decode_static(function: str, argument: str, fields: Any) -> Static:
 
 
 def decode_dtype(function: str, argument: str, name: Any, allowed: Sequence[np.dtype]) -> np.dtype:
-    """Return the allowed dtype with this name, which may be a dtype of ml_dtypes."""
+    """Return the allowed dtype with this name; `np.dtype(name)` would not know the names of ml_dtypes."""
     for dtype in allowed:
         if dtype.name == name:
             return dtype
@@ -95,9 +96,9 @@ def decode_dtype(function: str, argument: str, name: Any, allowed: Sequence[np.d
 def decode_shape(function: str, argument: str, shape: Any) -> tuple[int, ...]:
     """Return a shape, after checking that an array can have it."""
     is_shape = isinstance(shape, list) and len(shape) <= 64 and all(type(n) is int and n >= 0 for n in shape)
-    # A length of 0 must not hide that the others overflow.
+    # Count a length of 0 as 1, so that it does not hide an overflow of the other lengths.
     if not is_shape or math.prod(max(n, 1) for n in shape) >= 2**63:
-        expected = "a list of at most 64 lengths whose product fits into an int64"
+        expected = "a list of at most 64 lengths whose product fits in an int64"
         checks.require(False, function, argument, expected, _shorten_json(shape))
     return tuple(shape)
 
@@ -109,8 +110,8 @@ def _decode_codebook(function: str, argument: str, fields: Any) -> Codebook | No
     name, levels = (get_field(function, argument, fields, field) for field in ("name", "levels"))
     if not isinstance(name, str):
         checks.require(False, function, f"{argument}['name']", "a string", _shorten_json(name))
-    # The constructor of Codebook is less strict and would raise errors that do not name the place in the file.
-    # Compare types first: abs of a string or a comparison of lists would raise an unnamed error.
+    # The constructor of Codebook is less strict, and its errors would not name the place in the file. The types are
+    # compared first, because abs of a string would raise a plain TypeError.
     is_table = isinstance(levels, list) and len(levels) in (4, 16, 256)
     is_table = is_table and all(type(level) in (int, float) and abs(level) <= _LARGEST for level in levels)
     if not is_table or any(low >= high for low, high in itertools.pairwise(levels)):

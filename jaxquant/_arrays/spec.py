@@ -117,7 +117,7 @@ class QuantSpec:
             repr(self.granularity),
             *(f"{name}={getattr(self, name)}" for name in ("symmetric", "narrow_range", "scale_dtype")),
         ]
-        # Rarely used, so they are printed only if they are set.
+        # These two are rarely used, so they are printed only if they are set.
         if self.power_of_two:
             texts.append("power_of_two=True")
         if self.zero_point_granularity != self.granularity:

@@ -1,4 +1,4 @@
-"""A text as a node of a pytree: static under tracing, and saved by the functions of `checkpoint`."""
+"""A string as a node of a pytree: static under tracing, and saved by the functions of `checkpoint`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax import export
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class StaticText:
-    """A node of a pytree that has no leaves and describes the arrays next to it.
+    """A node of a pytree without leaves, which describes the other arrays of the tree.
 
-    Unlike an array, the text can be compared under tracing: trees with different texts have different structures.
+    Unlike an array, the text is known under tracing: trees with different texts have different structures.
 
     Attributes:
         text: the description.
@@ -31,7 +31,7 @@ class StaticText:
         return cls(text)
 
 
-# Lets `jax.export` save a program that takes converted variables.
+# This lets `jax.export` save a program that takes converted variables.
 export.register_pytree_node_serialization(
     StaticText,
     serialized_name="jaxquant.StaticText",

@@ -1,4 +1,4 @@
-"""The contraction of a float array with codes that are dequantized for it, on a CPU a chunk at a time."""
+"""The contraction of a float array with dequantized codes; on a CPU they are dequantized one chunk at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax import lax
 
 from .._core import barriers, dtypes
 
-# Dequantized weights of this many float32 stay in the cache until the contraction reads them. Each chunk is written
-# out in the program, so their number is limited too.
+# The number of dequantized float32 weights that stay in the cache until the contraction reads them, and the largest
+# number of chunks, which is limited because the program contains the operations of every chunk.
 CHUNK, _CHUNKS = 2**21, 16
 
 
@@ -21,10 +21,10 @@ class Cut(NamedTuple):
     """How the weights of a contraction are cut into chunks along one dimension, which is not contracted.
 
     Attributes:
-        length: of the dimension.
-        width: how many weights each of its indices has.
-        divisor: of the length of every chunk but the last.
-        axis: the dimension in the product.
+        length: the length of the dimension.
+        width: the number of weights at each of its indices.
+        divisor: a number that divides the length of every chunk but the last.
+        axis: the place of the dimension in the product.
     """
 
     length: int
@@ -34,14 +34,14 @@ class Cut(NamedTuple):
 
 
 class WeightOnly(Protocol):
-    """What is particular to one weight-only contraction; hashable, because it is static."""
+    """The parts in which weight-only contractions differ; it must be hashable, because it is a static argument."""
 
     def plan_cut(self, codes: jax.Array) -> Cut:
         """Return how the weights are cut into chunks."""
         ...
 
     def arrange_operand(self, x: jax.Array) -> Any:
-        """Return the float operand as `contract_chunk` takes it."""
+        """Return the float operand in the form that `contract_chunk` takes."""
         ...
 
     def dequantize_chunk(
@@ -61,8 +61,8 @@ def contract_in_cache(
 ) -> jax.Array:
     """Return the float32 contraction of x with the dequantized codes, on a CPU without all weights in memory at once.
 
-    Cotangent of x and of scale: those of the contraction with all weights at once. Of a float32 zero_point: likewise.
-    Codes and integer zero points have none.
+    The cotangents of x, of the scale and of a float32 zero point are those of `contract_at_once`. Codes and integer
+    zero points have none.
     """
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     cpu, default = (functools.partial(f, config) for f in (_contract_in_chunks, contract_at_once))
@@ -93,7 +93,7 @@ contract_in_cache.defvjp(_contract_in_cache_fwd, _contract_in_cache_bwd)
 def contract_at_once(
     config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
-    """Return the float32 contraction of x with the dequantized codes, all of them at once."""
+    """Return the float32 contraction of x with the codes, which are all dequantized at once."""
     weights = config.dequantize_chunk(codes, scale, zero_point, slice(None), lambda scale: scale)
     return config.contract_chunk(config.arrange_operand(x), weights)
 
@@ -104,19 +104,23 @@ def _contract_in_chunks(
     length, width, divisor, axis = config.plan_cut(codes)
     rows = max(CHUNK // width, -(-length // _CHUNKS), 1)
     rows = -(-rows // divisor) * divisor
-    # Each chunk reads the float operand, which is arranged once, before the first.
+    # Every chunk reads the float operand. The barrier makes XLA arrange it only once, before the first chunk.
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
     for start in range(0, length, rows):
         wait = functools.partial(_delay_scale, done=products[-1] if products else None)
         weights = config.dequantize_chunk(codes, scale, zero_point, slice(start, min(start + rows, length)), wait)
-        # The barrier keeps the dequantization out of the contraction, whose fast kernel reads its operands from memory.
+        # The barrier keeps XLA from fusing the dequantization into the contraction, whose fast kernel reads its
+        # operands from memory.
         products.append(config.contract_chunk(operand, lax.optimization_barrier(weights)))
     return jnp.concatenate(products, axis=axis)
 
 
 def _delay_scale(scale: jax.Array, done: jax.Array | None) -> jax.Array:
-    """Return a scale that is not available before `done` is: the smallest array that a dequantization can wait for."""
+    """Return the scale, and on a CPU make it wait for `done`.
+
+    The dequantization then waits too. The scale is the smallest of its operands, so delaying it costs the least.
+    """
     if done is None:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.dtype(f"int{8 * scale.dtype.itemsize}"))

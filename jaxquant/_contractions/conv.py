@@ -112,7 +112,7 @@ def plan_array_convolution(
     dimension_numbers: Any, feature_group_count: Any, batch_group_count: Any,
 ) -> Plan:  # fmt: skip
     """Check the static arguments of a convolution and return its plan."""
-    # This must precede the jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
     ints = functools.partial(checks.check_integers, function)
     return plan_convolution(
         function, lhs, rhs, ints("window_strides", window_strides), ints("padding", padding),
@@ -147,7 +147,7 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
     """Check that two arrays convolve as integers: no scale or zero point varies along a dimension that is summed."""
     # Only the batch of lhs and the features of rhs are not summed.
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
-    for argument, q, kept, per in (
+    for argument, q, kept, kept_name in (
         ("lhs", lhs, {"scale": image}, "image"),
         ("rhs", rhs, {"scale": feature, "zero_point": feature}, "output feature"),
     ):
@@ -156,17 +156,17 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
             part, axis = getattr(q, name), kept.get(name)
             if part is None or all(n == 1 for a, n in enumerate(part.shape) if a != axis):
                 continue
-            expected = f"one {name}, " + (f"or one for each {per}, " if name in kept else "")
+            expected = f"one {name}, " + (f"or one for each {kept_name}, " if name in kept else "")
             got = f"shape {part.shape} for codes of shape {q.shape}"
             checks.require(False, function, f"{argument}.{name}", f"{expected}or {argument}.dequantize()", got)
     terms, limit = math.prod(rhs.shape) // max(rhs.shape[feature], 1), dot_integer.count_exact_terms(lhs, rhs)
-    expected = f"at most {limit} products of two codes in a sum, all that int32 can hold, or rhs.dequantize()"
+    expected = f"a sum of at most {limit} products of two codes, which int32 can hold, or rhs.dequantize()"
     checks.require(terms <= limit, function, "rhs", expected, terms)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "precision", "dtype"))
 def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dtype: Any) -> jax.Array:
-    # Both sides in float32, so that a 16-bit result is rounded once, at the end.
+    # Convolve in float32, so that a 16-bit result is rounded only once, at the end.
     lhs, rhs = (
         dequantize_checked(x.astype(jnp.float32)) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
         for x in (lhs, rhs)
@@ -180,7 +180,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
-    # Each group of images has features of its own, so that the scale of an image depends on the feature.
+    # Each group of images has its own features, so the scale that applies to an image depends on the feature.
     if images.size > 1 and plan.batches > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
     scale = _scaling.multiply_scales(images, _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
@@ -194,7 +194,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     )
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
-        # The kernel chooses the layout of acc: images are dimension 0, features are dimension `axis`.
+        # The kernel chooses the layout of acc: dimension 0 counts the images, dimension `axis` the features.
         wide = sharding.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
         y = barriers.round_result(acc.astype(jnp.float32) * wide)
         return rounding.round_to_dtype(y, dtype).astype(dtype)
@@ -203,7 +203,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
-    """Return the entries of a scale or zero point along `axis`, the only dimension it may vary along: 1, or all."""
+    """Return the entries of a scale or zero point along `axis`, its only dimension that may vary: one, or all."""
     if part.size != 1:
         shape = tuple(n if a == axis else 1 for a, n in enumerate(q.shape))
         part = granularity.Aligned(q.block_size).expand(part, jnp.zeros(shape, part.dtype))

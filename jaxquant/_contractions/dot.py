@@ -105,7 +105,7 @@ def contract_checked(
     return _contract(lhs, rhs, function=function, **statics)
 
 
-# A plain jit: the operands have been checked, and a QuantizedArray passes through it as a pytree.
+# A plain jit is enough: the operands have been checked, and a QuantizedArray is a pytree.
 @functools.partial(
     jax.jit, inline=True,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
@@ -202,10 +202,12 @@ def matmul(
     def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
         # The product may lack leading dimensions of 1 that the final reshape adds; these have no sharding.
         rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
-        inner = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
-        return contract_checked("matmul", a, b, numbers, precision, preferred_element_type, inner, caller_axes)
+        product_sharding = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
+        return contract_checked(
+            "matmul", a, b, numbers, precision, preferred_element_type, product_sharding, caller_axes
+        )
 
-    # A single rhs multiplies all of lhs, so that lhs's batch dimensions are further rows of one product.
+    # If rhs is a single matrix, the batch dimensions of lhs are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
         return y.reshape(shapes.out)
@@ -219,7 +221,7 @@ def matmul(
 def _find_matrix_partition(
     function: str, a: Any, b: Any, shapes: _matmul_shapes.Shapes, out_sharding: Any
 ) -> tuple[Any, ...] | None:
-    """Return the mesh axes of the product of the matrices, in which a vector is a matrix of one row or column."""
+    """Return the mesh axes of the matrix product, in which a vector operand is a matrix of one row or column."""
     partition = sharding.find_out_partition(function, out_sharding, len(shapes.out))
     if partition is None:
         return None
@@ -229,12 +231,12 @@ def _find_matrix_partition(
 
 def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> Any:
     """Return an operand as a stack of matrices with the common batch dimensions."""
-    wide = (1,) * (len(batch) + 2 - len(shape)) + shape
-    x = x if x.shape == wide else x.reshape(wide)
-    full = (*batch, *wide[-2:])
+    padded = (1,) * (len(batch) + 2 - len(shape)) + shape
+    x = x if x.shape == padded else x.reshape(padded)
+    full = (*batch, *padded[-2:])
     if x.shape == full:
         return x
-    # A scale with 1 for a batch dimension applies to all of it and needs no broadcast.
+    # A scale of length 1 along a batch dimension already applies to all of it.
     if isinstance(x, QuantizedArray):
         return x.replace(codes=jnp.broadcast_to(x.codes, full))
     return jnp.broadcast_to(x, full)

@@ -35,9 +35,9 @@ class Plan(NamedTuple):
 
     Attributes:
         left: the role of each dimension of lhs.
-        right: likewise, of rhs.
+        right: the role of each dimension of rhs.
         axes: the contracted dimension of lhs and of rhs that is cut, or None for a single contraction.
-        length: how many indices of `axes` a block has.
+        length: the number of indices in a block.
         out_sharding: the sharding of the result, or None.
     """
 
@@ -52,16 +52,16 @@ def plan_contraction(
     function: str, lhs: QuantizedArray, rhs: QuantizedArray, left: Role, right: Role, out_sharding: Any,
     caller_axes: Axes | None = None,
 ) -> Plan:  # fmt: skip
-    """Return how to contract two quantized arrays; raise ContractValueError where integers cannot.
+    """Return how to contract two quantized arrays; raise ContractValueError if integers cannot do it.
 
     Args:
         function: the name of the public function, for errors.
         lhs: a checked array.
-        rhs: likewise.
+        rhs: a checked array.
         left: the role of each dimension of lhs.
-        right: likewise, of rhs.
-        out_sharding: of the result, or None.
-        caller_axes: for errors, the contracted dimensions of the caller's arrays, if these were reshaped.
+        right: the role of each dimension of rhs.
+        out_sharding: the sharding of the result, or None.
+        caller_axes: the contracted dimensions of the caller's arrays, for errors, if the arrays were reshaped.
     """
     axes, length = _find_cut(function, lhs, rhs, left, right, caller_axes)
     if axes is not None and out_sharding is None:
@@ -90,10 +90,10 @@ def _find_cut(
             *_find_runs(function, "rhs", rhs, axes[1], named_axes[1]),
         }
         shortest = min(runs)
-        # A longer block must end where a block of the shortest length ends, so that each of these has one scale of each
-        # side.
+        # The contraction is cut into the shortest blocks. Each longer block must consist of whole ones, so that a block
+        # has one scale on each side.
         if not all(run == n or run % shortest == 0 for run in runs):
-            expected = "blocks of both sides that end together, or a dequantized side"
+            expected = "blocks of both sides that end at the same indices, or a dequantized side"
             got = f"blocks of {sorted(runs)} along lhs's dimension {named_axes[0]} and rhs's {named_axes[1]}"
             checks.require(False, function, "lhs, rhs", expected, got)
         if shortest < n:
@@ -106,7 +106,7 @@ def _find_cut(
         return cuts[0]
     depth = math.prod(lhs.shape[a] for a in left.contracted)
     limit = count_exact_terms(lhs, rhs)
-    # A symbolic depth of jax.export cannot be compared; it is taken to fit.
+    # A symbolic depth of jax.export cannot be compared; assume that it fits.
     if not isinstance(depth, int) or depth <= limit:
         return None, 0
     longest = max(pairs, key=lambda axes: lhs.shape[axes[0]])
@@ -142,7 +142,7 @@ def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, named
 
 
 def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
-    """Return how many products of two codes, less their zero points, an int32 can always hold."""
+    """Return how many products of two codes, with their zero points subtracted, int32 can hold in the worst case."""
     largest = []
     for q in (lhs, rhs):
         low, high = dtypes.find_bounds(np.dtype(q.codes.dtype))
@@ -153,7 +153,7 @@ def count_exact_terms(lhs: QuantizedArray, rhs: QuantizedArray) -> int:
 def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any) -> jax.Array:
     """Return the product of two quantized arrays in the dtype `preferred`, or in the wider of their dtypes."""
     dtype = preferred or dtypes.find_wider(lhs.dtype, rhs.dtype)
-    # JAX refuses to split a sharded dimension into blocks.
+    # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
     sides = [_prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
@@ -162,21 +162,21 @@ def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, pref
 
 
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
-    """Return a quantized array with one dimension unsharded, where JAX tracks shardings in types."""
+    """Return a quantized array with one dimension unsharded, if JAX tracks shardings in types."""
     if not sharding.is_placed(q.codes):
         return q
     return jax.tree.map(lambda part: sharding.gather_axes(part, (axis,)), q)
 
 
 class _Side(NamedTuple):
-    """One operand as the kernels take it.
+    """One operand, in the form that the kernels take.
 
     Attributes:
         role: the role of each dimension.
         codes: int8.
         steps: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
-        runs: how many indices of each dimension share an entry of the steps, and how many share one of the scale.
+        runs: for the steps and for the scale, how many indices of each dimension share an entry.
     """
 
     role: Role
@@ -198,7 +198,7 @@ def _prepare_side(q: QuantizedArray, role: Role) -> _Side:
 
 
 def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Return a scale or zero point with an entry for each index of `axes` where it has one for each block."""
+    """Return a scale or zero point with its blocks along `axes` expanded to one entry per index."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
     for a in axes:
@@ -223,10 +223,10 @@ def _spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> ja
     """Return an operand's scale with the rank of the product.
 
     Args:
-        scale: of the operand's rank, 1 along the contracted dimensions.
+        scale: an array of the operand's rank, of length 1 along the contracted dimensions.
         role: the role of each dimension of the operand.
-        before: how many free dimensions of the other operand precede this one's in the product.
-        after: how many follow.
+        before: the number of free dimensions of the other operand that come before this operand's in the product.
+        after: the number of those that come after them.
     """
     order = (*role.batch, *role.free, *role.contracted)
     transposed = lax.transpose(scale, order) if order != tuple(range(scale.ndim)) else scale
@@ -239,9 +239,9 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
     depth = sides[0].codes.shape[plan.axes[0]]
-    whole, rest = divmod(depth, plan.length)
+    full_blocks, tail = divmod(depth, plan.length)
     y = None
-    if whole:
+    if full_blocks:
         stacks = [_stack_blocks(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
 
         def contract_block(blocks: Any) -> jax.Array:
@@ -250,10 +250,10 @@ def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
             return _contract_whole(block_sides, plan.out_sharding)
 
         y = sum_over_blocks(contract_block, stacks)
-    if rest:
+    if tail:
         tails = [_take_tail(side, axis, depth, plan.length) for side, axis in zip(sides, plan.axes, strict=True)]
         last = _contract_whole(tails, plan.out_sharding)
-        # XLA must not fuse this addition with the last product, which is rounded first.
+        # The last product is rounded before this addition, and the sum before whatever follows.
         y = last if y is None else barriers.round_result(y + last)
     assert y is not None
     return y
@@ -265,8 +265,8 @@ def _stack_blocks(side: _Side, axis: int, depth: int, length: int) -> tuple[Any,
     values = lax.slice_in_dim(side.codes, 0, whole * length, axis=axis)
     shape = (*values.shape[:axis], whole, length, *values.shape[axis + 1 :])
     order = (axis, *(a for a in range(len(shape)) if a != axis))
-    # The codes must be in memory before they are cut: XLA would otherwise repeat what computes them, perhaps a
-    # quantization, for each block.
+    # The codes must be in memory before they are cut. Otherwise XLA would repeat the operation that computes them, for
+    # example a quantization, for each block.
     values = barriers.pin_layout(lax.transpose(values.reshape(shape), order))
     starts = np.arange(whole) * length
     stacks = []

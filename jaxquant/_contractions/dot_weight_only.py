@@ -1,4 +1,4 @@
-"""The contraction of a float array with a quantized one, which is dequantized a chunk at a time on a CPU."""
+"""The contraction of a float array with a quantized one, which is dequantized one chunk at a time on a CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..integer.dot_general import Role
 
 
 class _Config(NamedTuple):
-    """What is static in a weight-only contraction.
+    """The static arguments of a weight-only contraction.
 
     Attributes:
         left: the role of each dimension of lhs.
-        right: likewise, of rhs.
+        right: the role of each dimension of rhs.
         quantized: 0 if lhs is quantized, 1 if rhs is.
         static: the static part of the quantized side, as its `tree_flatten` returns it.
     """
@@ -42,15 +42,16 @@ class _Config(NamedTuple):
         return max(self.role.free, key=lambda a: codes.shape[a], default=None)
 
     def plan_cut(self, codes: jax.Array) -> Cut:
-        """Return how the codes are cut into chunks: at the ends of blocks."""
+        """Return how the codes are cut into chunks, which end where blocks end."""
         axis = self.find_axis(codes)
         assert axis is not None
-        length, ahead = codes.shape[axis], 0 if self.quantized == 0 else len(self.left.free)
-        place = len(self.role.batch) + ahead + self.role.free.index(axis)
+        # The product has the batch dimensions, then the free dimensions of lhs, then those of rhs.
+        length, frees_before = codes.shape[axis], 0 if self.quantized == 0 else len(self.left.free)
+        place = len(self.role.batch) + frees_before + self.role.free.index(axis)
         return Cut(length, codes.size // length, self._unflatten(codes, None, None).block_size or 1, place)
 
     def arrange_operand(self, x: jax.Array) -> jax.Array:
-        """Return the float operand as it is."""
+        """Return the float operand unchanged."""
         return x
 
     def dequantize_chunk(self, codes: jax.Array, scale: Any, zero_point: Any, chunk: slice, wait: Any) -> jax.Array:
@@ -78,15 +79,16 @@ def contract_weight_only(
     lhs: Any, rhs: Any, left: Role, right: Role, precision: Any, preferred: Any, out_sharding: Any
 ) -> jax.Array:
     """Return the float product of a quantized and a float array."""
-    which = 0 if isinstance(lhs, QuantizedArray) else 1
-    q: Any = (lhs, rhs)[which]
-    x: Any = (lhs, rhs)[1 - which]
-    # A 16-bit side is converted, because a user's strict promotion would refuse to mix dtypes.
+    quantized = 0 if isinstance(lhs, QuantizedArray) else 1
+    q: Any = (lhs, rhs)[quantized]
+    x: Any = (lhs, rhs)[1 - quantized]
+    # Convert both sides to one dtype, because JAX refuses to mix dtypes if the user has chosen strict promotion.
     wide = dtypes.find_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
-    config = _Config(left, right, which, static, precision, out_sharding)
+    config = _Config(left, right, quantized, static, precision, out_sharding)
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
-    # The custom gradient rule of the chunks excludes forward mode and computes every cotangent, wanted or not.
+    # Use chunks only if they pay: their custom gradient rule excludes forward mode and computes every cotangent, even
+    # one that is not needed.
     is_whole = q.codes.size <= weight_only.CHUNK or is_placed or config.find_axis(q.codes) is None
     contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_cache
     y: Any = contract(config, x.astype(wide), *leaves)

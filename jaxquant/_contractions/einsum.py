@@ -23,9 +23,9 @@ from .dot_integer import Axes
 
 _NAME = "einsum"
 _TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
-# The search for the best order takes time that grows with the factorial of the number of operands.
+# The time of the search for the best order grows with the factorial of the number of operands.
 _MAX_OPTIMAL = 6
-# Without a size of its own numpy limits intermediate results to the size of the largest operand.
+# If no size is given, numpy limits intermediate results to the size of the largest operand.
 _ANY_SIZE = 2**62
 _Labels = tuple[str, ...]
 
@@ -149,7 +149,7 @@ class _Term(NamedTuple):
 
 
 def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
-    """Return the labels of each operand's dimensions and of the output's; those under "..." are unused letters."""
+    """Return the labels of the dimensions of each operand and of the output; those under "..." get unused letters."""
     checks.require_type(
         isinstance(subscripts, str), function, "subscripts", "a string", checks.describe_value(subscripts)
     )
@@ -157,8 +157,8 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
     shapes = [jax.ShapeDtypeStruct((1,) * rank, FLOAT32) for rank in ranks]
     try:
         inputs, output, _ = parse_einsum_input((subscripts, *shapes))
-    except ValueError as error:  # the checks above leave nothing else that opt_einsum refuses
-        expected = "an output of different indices of the operands"
+    except ValueError as error:  # after the checks above, opt_einsum can only refuse the output
+        expected = "an output of distinct indices that the operands have"
         raise checks.ContractValueError(
             checks.format_message(function, "subscripts", expected, repr(subscripts))
         ) from error
@@ -166,17 +166,17 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
 
 
 def _check_terms(function: str, text: str, ranks: Sequence[int], subscripts: str) -> None:
-    """Raise ContractValueError unless the terms are letters with one "..." at most, and fit the operands' ranks.
+    """Raise ContractValueError unless the terms are letters with at most one "...", and fit the ranks of the operands.
 
-    opt_einsum takes any character as a label, fails with an IndexError on too many terms, does not compare the ranks,
-    and sums over the dimensions of a "..." that the output lacks, which numpy refuses.
+    opt_einsum accepts any character as a label, fails with an IndexError on too many terms, does not compare the ranks,
+    and sums over the dimensions of a "..." that the output lacks. numpy refuses the latter.
     """
     inputs, arrow, output = text.partition("->")
     terms = inputs.split(",")
     expected = f"as many terms as operands, {len(ranks)}"
     checks.require(len(terms) == len(ranks), function, "subscripts", expected, f"{len(terms)} in {subscripts!r}")
     for term in (*terms, output):
-        expected = 'terms of letters and one "..." at most, with "," between and "->" before the last'
+        expected = 'terms of letters and at most one "...", separated by ",", with "->" before the last'
         checks.require(bool(_TERM.fullmatch(term)), function, "subscripts", expected, repr(subscripts))
     has_extra = False
     for i, (term, rank) in enumerate(zip(terms, ranks, strict=True)):
@@ -201,10 +201,10 @@ def _find_sizes(
             sizes[label] = n if broadcasts and known == 1 else known
             if n != sizes[label] and not (broadcasts and n == 1):
                 place = 'under "..."' if broadcasts else f"of index {label!r}"
-                expected = f"size {known} {place}, as before it"
+                expected = f"size {known} {place}, as in the operands before it"
                 checks.require(False, function, f"operands[{i}]", expected, f"shape {x.shape}")
-    # numpy's search for a path, and the backward pass of `quantized_einsum`, name every index by a letter.
-    expected = f"{len(string.ascii_letters)} indices at most"
+    # numpy's search for a path, and the backward pass of `quantized_einsum`, need a letter for every index.
+    expected = f"at most {len(string.ascii_letters)} indices"
     checks.require(len(sizes) <= len(string.ascii_letters), function, "subscripts", expected, len(sizes))
     return sizes
 
@@ -215,7 +215,7 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
         expected = "each index once in a quantized operand, or the operand dequantized"
         repeated = ", ".join(repr(label) for label in dict.fromkeys(labels) if labels.count(label) > 1)
         checks.require(not isinstance(x, QuantizedArray), function, f"operands[{i}]", expected, f"{repeated} repeated")
-        # dot_general requires distinct dimensions, so a diagonal is taken before it.
+        # dot_general has no repeated dimensions, so take the diagonal first.
         kept = tuple(dict.fromkeys(labels))
         x = jnp.einsum(x, [kept.index(label) for label in labels], list(range(len(kept))))
         labels = kept
@@ -229,16 +229,16 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
 
 
 def _find_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """Return which terms are contracted at each step: their places in a list to whose end each result is added.
+    """Return which terms are contracted at each step, as indices into a list to which each result is appended.
 
-    numpy's order, not opt_einsum's: the two differ wherever several orders are about as good, and the order decides
-    which operands are contracted in integers and how the results are rounded.
+    The order is that of numpy. opt_einsum may choose another one of several that are about equally good, and the order
+    decides which operands are contracted in integers and how the results are rounded.
     """
     if len(terms) == 2:
         return [(0, 1)]
     letters = dict(zip(sizes, string.ascii_letters, strict=False))
     texts = ["".join(letters[label] for label in labels) for labels in (*(term.labels for term in terms), out)]
-    # numpy reads the shapes only: these arrays have them without taking memory.
+    # numpy reads only the shapes. These arrays have the shapes but take no memory.
     shapes = [np.broadcast_to(np.zeros(()), term.x.shape) for term in terms]
     strategy = ("optimal" if len(terms) <= _MAX_OPTIMAL else "greedy", _ANY_SIZE)
     path, _ = np.einsum_path(f"{','.join(texts[:-1])}->{texts[-1]}", *shapes, optimize=strategy)
@@ -246,7 +246,7 @@ def _find_path(terms: Sequence[_Term], out: _Labels, sizes: dict[str, int]) -> l
 
 
 class _Statics(NamedTuple):
-    """What is static in a contraction of several operands; `function` is for errors."""
+    """The static arguments of a contraction of several operands; `function` is the name for errors."""
 
     function: str
     out: _Labels
@@ -255,7 +255,7 @@ class _Statics(NamedTuple):
     out_sharding: Any
 
     def order_out_sharding(self, labels: _Labels) -> Any:
-        """Return the out_sharding of a result with these labels: those of the output in any order, and others."""
+        """Return the out_sharding of a result with these labels; a label that the output lacks is unsharded."""
         partition = sharding.find_out_partition(self.function, self.out_sharding, len(self.out))
         if partition is None:
             return None
@@ -269,7 +269,7 @@ def _contract_path(statics: _Statics, terms: list[_Term], path: Sequence[tuple[i
     for step in path:
         chosen = [waiting[i] for i in sorted(step)]
         waiting = [term for i, term in enumerate(waiting) if i not in step]
-        # A step of numpy's has more than two terms where their order makes no difference to it.
+        # numpy returns a step with more than two terms if their order makes no difference to its cost.
         while len(chosen) > 1:
             lhs, rhs, *chosen = chosen
             kept = {*statics.out, *(label for term in (*chosen, *waiting) for label in term.labels)}
@@ -295,7 +295,7 @@ def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) ->
     is_float = not isinstance(lhs.x, QuantizedArray) and not isinstance(rhs.x, QuantizedArray)
     x: Any = lhs.x
     y: Any = rhs.x
-    # Two dtypes are both converted to float32 here, because a user's strict promotion would refuse to mix them.
+    # Convert different dtypes to float32, because JAX refuses to mix them if the user has chosen strict promotion.
     if is_float or x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     out_sharding = statics.order_out_sharding((*batch, *free))
@@ -310,7 +310,8 @@ def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) ->
 
 def _find_caller_axes(lhs: _Term, rhs: _Term, contracted: Sequence[str]) -> Axes | None:
     """Return the places of the contracted dimensions in the caller's arrays."""
-    # An intermediate result is float, and no check of a float operand names a dimension.
+    # An intermediate result has no places in the caller's arrays. It is a float array, for which no error names a
+    # dimension.
     if not lhs.axes or not rhs.axes:
         return None
     pairs = []

@@ -80,10 +80,10 @@ def take(
 
 
 def _read_index(indices: Any) -> Any:
-    """Return an int as an int32, which must be able to hold it, and any other value unchanged."""
+    """Return an int or a numpy integer as int32, which must be able to hold it, and any other value unchanged."""
     if isinstance(indices, int) and not isinstance(indices, bool):
         bounds = np.iinfo(np.int32)
-        checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 holds", indices)
+        checks.require(bounds.min <= indices <= bounds.max, _NAME, "indices", "an int that int32 can hold", indices)
         return np.asarray(indices, np.int32)
     return entry_point.narrow_to_int32(_NAME, "indices", indices) if isinstance(indices, np.integer) else indices
 
@@ -96,14 +96,14 @@ def _take(
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
     checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
     length = codes.shape[axis]
-    expected = f"an axis with a length to take from, not shape {codes.shape}"
+    expected = f"an axis of positive length, because q has shape {codes.shape}"
     checks.require(length > 0 or indices.size == 0, _NAME, "axis", expected, axis)
     q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     index, is_inside = _find_index(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
     # Index first, then dequantize: only the selected entries become floats.
     entries = quantized_array.dequantize_checked(indexing.index_array(q, (*(slice(None),) * axis, index), out_sharding))
-    # "clip" and "wrap" have no index out of range left.
+    # With "clip" and "wrap" no index is out of range.
     if is_inside is None:
         return entries
     mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + is_inside.ndim)))
@@ -123,7 +123,7 @@ def _check_placement(q: QuantizedArray, indices: jax.Array, axis: int, out_shard
 
 
 def _find_index(indices: jax.Array, length: int, mode: str) -> tuple[jax.Array, jax.Array | None]:
-    """Return indices in [0, length) and, for "fill", a mask of the ones that were in range."""
+    """Return indices in [0, length) and, for "fill", a mask of the indices that were in range."""
     # A narrow dtype could wrap around when the length is added to a negative index.
     wide = indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
     last = wide.dtype.type(max(length - 1, 0))

@@ -14,7 +14,7 @@ from .granularity import Granularity
 
 
 def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
-    """Return x / scale, two arrays of one shape, rounded to the dtype `precision` and carried in float32."""
+    """Return x / scale, for two arrays of the same shape, rounded to the dtype `precision` but stored as float32."""
     if precision == dtypes.INT32:
         return division.divide_integers(x, scale)
     values = small_floats.scale_as_float32(scale)
@@ -37,13 +37,13 @@ def quantize_affine(
 
     Args:
         x: values, of any float dtype or int32.
-        scale: value per step, in the shape that `granularity` expands.
-        zero_point: steps, of the scale's shape, or None for 0. For a small float dtype it is 0.
+        scale: the value of one step, in the shape that `granularity` expands.
+        zero_point: the code of 0, in the scale's shape; None means 0. It must be 0 for a small float dtype.
         granularity: which elements of x share a scale.
         dtype: the dtype of the codes.
-        precision: the dtype whose precision the quotient has; int32 divides integers exactly.
+        precision: the dtype to which the quotient is rounded; with int32, integers are divided exactly.
         saturate: whether an overflow of a float8 dtype becomes its largest finite value.
-        bounds: (qmin, qmax), by default the bounds of the dtype.
+        bounds: (qmin, qmax); the default is the bounds of the dtype.
     """
     value = divide_by_scale(x, granularity.expand(scale, x), precision)
     if dtype in dtypes.FLOAT4 and zero_point is not None:

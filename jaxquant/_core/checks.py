@@ -1,8 +1,8 @@
 """Checks of the arguments of a call, and the errors that they raise.
 
-This is the only module that imports chex. Checks of a shape, of an axis and of one exact dtype are chex assertions,
-and each of them is followed by a plain check. `chex.disable_asserts()` silences the assertion but not the plain check,
-so that a wrong input never becomes a wrong answer.
+This is the only module that imports chex. The checks of a shape, of an axis and of one exact dtype use a chex assertion
+as well as a plain check. `chex.disable_asserts()` silences the assertion but not the plain check, so a wrong input
+never gives a wrong result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .dtypes import find_dtype, is_float6, is_known, list_names
 
 _ARRAYS = (jax.Array, np.ndarray)
 _NUMBERS = (int, float)
-_LONG_INT = 1024  # bits; Python refuses to print an int of some thousand digits
+_LONG_INT = 1024  # bits; by default Python refuses to print an int of more than 4300 digits
 
 
 class ContractValueError(AssertionError, ValueError):
@@ -37,7 +37,7 @@ _Error = type[ContractValueError] | type[ContractTypeError]
 
 
 def format_message(function: str, argument: str, expected: str, got: object) -> str:
-    """Return the text of an error: the function, the argument, what was expected and what the call gave."""
+    """Return the text of an error: the function, the argument, what was expected and what was passed."""
     if isinstance(got, int) and got.bit_length() > _LONG_INT:
         got = describe_value(got)
     return f"jaxquant.{function}: {argument}: expected {expected}, got {got}"
@@ -47,9 +47,9 @@ def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) 
     """Raise an error with the given text, whose cause is the failure of a chex assertion."""
     try:
         assertion(*args, exception_type=error)
-    except error as chex_error:  # the reader sees our sentence; chex's is its cause
+    except error as chex_error:  # the user reads our text; the error of chex is its cause
         raise error(text) from chex_error
-    # The assertion did not fail: chex is disabled, or accepts the value. The caller has found it wrong all the same.
+    # The assertion passed, because chex is disabled or accepts the value, but our own check has already failed.
     raise error(text)
 
 
@@ -73,7 +73,7 @@ def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.d
 
 
 def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, reason: str) -> None:
-    """Raise ContractTypeError unless `value` is an array of exactly this dtype; `reason` says why it must be."""
+    """Raise ContractTypeError unless `value` is an array of exactly this dtype; `reason` says why it must have it."""
     _check_is_array(function, argument, value)
     if value.dtype != dtype:
         text = format_message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
@@ -87,14 +87,14 @@ def _check_is_array(function: str, argument: str, value: Any) -> None:
 
 
 def check_shape(function: str, argument: str, value: Any, expected: tuple[int, ...], reason: str) -> None:
-    """Raise ContractValueError unless `value` has exactly this shape; `reason` says why it must."""
+    """Raise ContractValueError unless `value` has exactly this shape; `reason` says why it must have it."""
     if value.shape != expected:
         text = format_message(function, argument, f"shape {expected} ({reason})", f"shape {value.shape}")
         _fail(ContractValueError, text, chex.assert_shape, value, expected)
 
 
 def check_axis(function: str, value: Any, rank: int) -> int:
-    """Return an axis counted from the front; raise unless it is an axis of an array of this rank."""
+    """Return an axis as a non-negative int; raise unless an array of this rank has it."""
     check_integer(function, "axis", value)
     require(rank > 0, function, "axis", "an array of rank 1 or more", "rank 0")
     if not -rank <= value < rank:
@@ -105,16 +105,16 @@ def check_axis(function: str, value: Any, rank: int) -> int:
 
 
 def check_integer(function: str, argument: str, value: Any) -> None:
-    """Raise ContractTypeError unless `value` is a static integer; a bool is refused."""
+    """Raise ContractTypeError unless `value` is a static integer and not a bool."""
     holds = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require_type(holds, function, argument, "an int", describe_value(value))
 
 
 def check_integers(function: str, argument: str, value: Any) -> Any:
-    """Return a value with its lists as tuples; raise if a number in it, at any depth, is not an integer.
+    """Return a value with its lists converted to tuples; raise if a number in it, at any depth, is not an integer.
 
-    This check must run before the value reaches a cache of compiled programs, because there True, 1.0 and 1 are equal:
-    a call with True would run the program that a call with 1 compiled.
+    This check must run before the value becomes a key of the cache of compiled programs. True, 1.0 and 1 are equal
+    keys: a call with True would run the program that was compiled for 1.
     """
     if isinstance(value, list | tuple):
         return tuple(check_integers(function, argument, entry) for entry in value)
@@ -139,11 +139,11 @@ def check_real(function: str, argument: str, value: Any) -> None:
     # Python compares an int of any length with a float, while float(value) would overflow.
     magnitude: Any = abs(value)
     finite = bool(magnitude <= float(np.finfo(np.float32).max))
-    require(finite, function, argument, "a finite number of float32", value)
+    require(finite, function, argument, "a finite number that float32 can hold", value)
 
 
 def check_flag(function: str, argument: str, value: Any) -> None:
-    """Raise ContractTypeError unless `value` is True or False; 0 and 1 are accepted, because ONNX writes them so."""
+    """Raise ContractTypeError unless `value` is True, False, or 0 or 1, which ONNX uses for them."""
     holds = isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
     require_type(holds, function, argument, "True or False", describe_value(value))
 
@@ -158,7 +158,7 @@ def check_dtype(function: str, argument: str, value: Any, allowed: Sequence[np.d
     """Return the dtype that `value` names; raise ContractTypeError unless it is one of the allowed dtypes."""
     try:
         dtype = find_dtype(value)
-    except (TypeError, ValueError):  # numpy reads a tuple or a dict as fields, and raises ValueError for bad ones
+    except (TypeError, ValueError):  # numpy reads a tuple or a dict as fields, and raises ValueError for invalid ones
         dtype = None
     if dtype is None or dtype not in allowed:
         expected = f"dtype {list_names(tuple(allowed))}"
@@ -193,8 +193,8 @@ def describe_value(value: Any) -> object:
 class _Description:
     """A description that is built when it is printed.
 
-    Many checks describe their value before they know whether it is wrong. The repr of a large value costs more than
-    the check, so that a good call must not pay for it.
+    Many checks describe their value before they know whether it is wrong. The repr of a large value takes longer than
+    the check, and a valid call should not pay for it.
     """
 
     __slots__ = ("_value",)
@@ -203,7 +203,7 @@ class _Description:
         self._value = value
 
     def __str__(self) -> str:
-        """Return the description: dtype and shape of an array, the length of a long int, or repr and type."""
+        """Return the dtype and shape of an array, the length of a long int, or the repr and type of another value."""
         value = self._value
         if isinstance(value, np.ma.MaskedArray):
             return f"a masked array of {value.dtype}{list(value.shape)}"
@@ -215,9 +215,9 @@ class _Description:
 
 
 def check_readable(function: str, argument: str, value: Any) -> None:
-    """Raise unless `value` is None or something that JAX reads as an array without losing anything.
+    """Raise unless `value` is None or something that JAX converts to an array without loss.
 
-    Refused are texts, objects, numpy's dates and records, masked arrays, and ints beyond 32 bits.
+    Strings, objects, numpy's dates and records, masked arrays, and ints of more than 32 bits are rejected.
     """
     if isinstance(value, jax.Array) or value is None:
         return
@@ -226,7 +226,7 @@ def check_readable(function: str, argument: str, value: Any) -> None:
     if isinstance(value, np.ma.MaskedArray):
         expected = "an array without a mask, which JAX would drop (pass x.filled(value) or x.data)"
     elif isinstance(value, np.ndarray | np.generic):
-        # numpy files the dtypes of ml_dtypes, bfloat16 for example, under "V" (void) as it does records.
+        # To numpy the dtypes of ml_dtypes, such as bfloat16, are of kind "V" (void), like records.
         if value.dtype.kind not in "OSUMmV" or is_known(value.dtype):
             return
         got = f"dtype {value.dtype}"
@@ -234,15 +234,15 @@ def check_readable(function: str, argument: str, value: Any) -> None:
         got = type(value).__name__
     elif isinstance(value, int) and not -(2**31) <= value < 2**31:
         # jnp.asarray converts a Python int to int32, and raises an error that names no argument if it does not fit.
-        error, expected = ContractValueError, "a number that JAX can hold"
+        error, expected = ContractValueError, "an int that int32 can hold"
     else:
         return
-    # `from None`: this is called while JAX's own error is handled, which this one replaces.
+    # `from None`, because this function is called while JAX's own error is handled, and this error replaces it.
     raise error(format_message(function, argument, expected, got)) from None
 
 
 def is_key(value: Any) -> bool:
-    """Return whether `value` is one key of `jax.random`, typed or raw uint32."""
+    """Return whether `value` is a single key of `jax.random`, typed or raw uint32."""
     if not isinstance(value, _ARRAYS):
         return False
     is_typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -252,19 +252,19 @@ def is_key(value: Any) -> bool:
 def check_precision(function: str, value: Any, *, has_algorithms: bool = True) -> None:
     """Raise ContractTypeError unless `value` is a precision that `jax.lax` accepts.
 
-    A contraction of integers checks its precision too, although it does not change the result.
+    A contraction of integers checks its precision too, although the precision does not change the result.
 
     Args:
         function: the name of the public function, for the error.
         value: the precision.
-        has_algorithms: whether `jax.lax`'s function also accepts a DotAlgorithm or a DotAlgorithmPreset.
+        has_algorithms: whether the function of `jax.lax` also accepts a DotAlgorithm or a DotAlgorithmPreset.
     """
     if value is None or isinstance(value, lax.Precision):
         return
     check_hashable(function, "precision", value)
-    # A single precision counts as the pair of it with itself.
+    # A single precision applies to both operands.
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-    # A pair is two names or two Precisions: jax.lax refuses a mixed one.
+    # jax.lax refuses a pair of a name and a Precision.
     are_names = all(isinstance(side, str) and _is_precision_name(side) for side in pair)
     holds = are_names or all(isinstance(side, lax.Precision) for side in pair)
     if has_algorithms:

@@ -19,10 +19,10 @@ _TINY = np.finfo(np.float32).tiny
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x / scale of two float32 arrays of one shape, rounded once as in IEEE 754.
+    """Return x / scale, for two float32 arrays of the same shape, rounded once as in IEEE 754.
 
     A CPU rounds a division correctly as long as XLA does not replace it by a multiplication with the reciprocal. Other
-    backends may divide approximately, so that there the quotient is corrected with its exact residual.
+    backends may divide approximately; there the quotient is corrected with its exact residual.
     """
     return lax.platform_dependent(x, scale, cpu=_divide, default=_divide_and_correct)
 
@@ -41,11 +41,11 @@ def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:
 def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the correctly rounded quotient x / scale, given an approximate one that is a few ulp off.
 
-    The residual x - quotient * scale tells how many ulp the quotient must move. It is computed with the integer
-    mantissas, modulo 2**32: it is small, so that 32 bits hold it exactly although they do not hold the two products.
-    Integer arithmetic is exact whatever float operations a backend fuses, contracts or flushes.
+    The residual x - quotient * scale tells by how many ulp the quotient must move. It is computed from the integer
+    mantissas, modulo 2**32. The residual is small, so 32 bits hold it exactly although they do not hold the products.
+    Integer arithmetic is exact no matter which float operations a backend fuses, contracts or flushes to zero.
 
-    A quotient that is zero, subnormal, infinite or NaN is returned unchanged, and so is one of such operands.
+    A quotient is returned unchanged if it or one of its operands is zero, subnormal, infinite or NaN.
     """
     mantissa_x, exponent_x = _split_mantissa(x)
     mantissa_s, exponent_s = _split_mantissa(scale)
@@ -53,27 +53,27 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     as_int = functools.partial(lax.convert_element_type, new_dtype=jnp.int32)
     distance = lax.add(lax.sub(exponent_x, exponent_s), np.int32(150))
     result = approximate
-    # The spacing of floats changes at a power of two, so that a step across one misses the target; the next step
-    # corrects that.
+    # The spacing of floats changes at a power of two, so a step across one misses its target; the next step corrects
+    # that.
     for _ in range(3):
         mantissa_q, exponent_q = _split_mantissa(result)
-        # 23 or 24 for a quotient close to the right one. The clamp keeps the shift of any other within 32 bits.
+        # The shift is 23 or 24 for a quotient close to the right one. For any other the clamp keeps it within 32 bits.
         shift = lax.clamp(np.int32(20), lax.sub(distance, exponent_q), np.int32(27))
         residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
-        # First the whole number of ulp, from a float division that only needs to be close; then what remains of the
-        # residual, doubled, decides between this ulp and its neighbors.
+        # A float division gives the whole number of ulp; it need not be exact. The remainder of the residual, doubled,
+        # then decides between this ulp and its neighbors.
         coarse = as_int(lax.round(lax.div(as_float(residual), as_float(mantissa_s))))
         rest = lax.sub(residual, lax.mul(coarse, mantissa_s))
         rest = lax.add(rest, rest)
         # Below a power of two floats are twice as dense: halfway to the next lower one is a quarter of a step.
-        power = lax.eq(mantissa_q, np.int32(0x800000))
-        power = lax.bitwise_and(power, lax.eq(coarse, np.int32(0)))
+        is_power = lax.eq(mantissa_q, np.int32(0x800000))
+        is_power = lax.bitwise_and(is_power, lax.eq(coarse, np.int32(0)))
         half = lax.shift_right_logical(mantissa_s, np.int32(1))
-        below = lax.select(power, half, mantissa_s)
+        below = lax.select(is_power, half, mantissa_s)
         # A rest of exactly half a step, a tie, does not occur: no quotient of two normal floats is halfway between two.
         step = lax.add(coarse, as_int(lax.gt(rest, mantissa_s)))
         step = lax.sub(step, as_int(lax.lt(rest, lax.neg(below))))
-        # The bits of floats of one sign are in the order of their magnitudes: adding n to them moves n ulp.
+        # The bits of floats of one sign, read as integers, sort by magnitude: adding n to them moves the float n ulp.
         moved = lax.add(lax.bitcast_convert_type(result, jnp.int32), step)
         result = lax.bitcast_convert_type(moved, jnp.float32)
     ordinary = _is_ordinary(approximate, 2 * _TINY)
@@ -96,28 +96,28 @@ def _split_mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
-    """Return the quotient that a division in the dtype `precision` gives, as float32.
+    """Return, as float32, the quotient that a division in the dtype `precision` gives.
 
-    float32 has more than twice the digits of float16 and bfloat16. Therefore rounding the quotient to float32 and then
-    to the narrower dtype gives the same result as rounding it once.
+    float32 has more than twice the digits of float16 and bfloat16, so rounding the quotient to float32 and then to the
+    narrower dtype gives the same result as rounding it once.
     """
     return round_to_dtype(divide(round_to_dtype(x, precision), round_to_dtype(scale, precision)), precision)
 
 
 def divide_integers(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x / scale of two int32 arrays, rounded half to even and clipped to [-2**20, 2**20], as float32.
+    """Return x / scale, for two int32 arrays, rounded half to even and clipped to [-2**20, 2**20], as float32.
 
-    The bound is beyond every code, and float32 holds each integer below it. x / 0 is infinite, 0 / 0 is NaN.
+    The bounds are beyond every code, and float32 holds every integer between them. x / 0 is infinite, 0 / 0 is NaN.
     """
     divisor = jnp.where(scale == 0, 1, scale)
     negative = (x < 0) ^ (divisor < 0)
-    # The magnitudes are uint32, because int32 does not hold that of -2**31. abs returns
-    # -2**31 unchanged, and its bits as uint32 are 2**31.
+    # The magnitudes are uint32, because int32 cannot hold that of -2**31. abs returns -2**31 unchanged, and its bits
+    # read as uint32 are 2**31.
     size_x, size_d = (lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) for v in (x, divisor))
     whole, rest = lax.div(size_x, size_d), lax.rem(size_x, size_d)
-    # 2 * rest > divisor, without the overflow of 2 * rest.
+    # This compares 2 * rest with the divisor without computing 2 * rest, which could overflow.
     gap = size_d - rest
-    up = (rest > gap) | ((rest == gap) & (whole & 1 == 1))
-    size = jnp.minimum(whole + up.astype(jnp.uint32), jnp.uint32(2**20)).astype(jnp.float32)
+    rounds_up = (rest > gap) | ((rest == gap) & (whole & 1 == 1))
+    size = jnp.minimum(whole + rounds_up.astype(jnp.uint32), jnp.uint32(2**20)).astype(jnp.float32)
     by_zero = jnp.where(x == 0, jnp.float32(jnp.nan), jnp.where(x < 0, -jnp.float32(jnp.inf), jnp.float32(jnp.inf)))
     return jnp.where(scale == 0, by_zero, jnp.where(negative, -size, size))

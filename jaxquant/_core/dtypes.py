@@ -23,7 +23,7 @@ FLOAT32 = np.dtype(jnp.float32)
 FLOAT16 = np.dtype(jnp.float16)
 BFLOAT16 = np.dtype(jnp.bfloat16)
 INT32 = np.dtype(jnp.int32)
-# Holds powers of two only: a dtype of scales, not of codes.
+# It holds powers of two only, so it is a dtype of scales and not of codes.
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 
@@ -31,7 +31,7 @@ FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 def find_dtype(dtype: Any) -> np.dtype:
     """Return the numpy dtype that `dtype` names; raise TypeError if it does not name one."""
     if dtype is None:
-        raise TypeError("None is not a dtype")  # to numpy None is float64
+        raise TypeError("None is not a dtype")  # numpy would read None as float64
     return np.dtype(dtype)
 
 
@@ -41,12 +41,12 @@ def is_float6(dtype: np.dtype) -> bool:
 
 
 def is_known(dtype: np.dtype) -> bool:
-    """Return whether some operator accepts this dtype; numpy itself classifies those of ml_dtypes as void."""
+    """Return whether some operator accepts this dtype; numpy's `kind` cannot tell, because ml_dtypes are void to it."""
     return dtype in (*QUANTIZED, *FLOATS, E8M0, INT32)
 
 
 def list_names(dtypes: tuple[np.dtype, ...]) -> str:
-    """Return the names of dtypes as one text for an error: 'int8, uint8 or int16'."""
+    """Return the names of dtypes as a list for an error message: 'int8, uint8 or int16'."""
     names = [dtype.name for dtype in dtypes]
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
@@ -82,5 +82,5 @@ def find_width(dtype: np.dtype) -> int:
 
 
 def find_wider(left: np.dtype, right: np.dtype) -> np.dtype:
-    """Return the dtype of a result of two float operands: their common dtype, or float32 if they differ."""
+    """Return the dtype of the result of two float operands: their common dtype, or float32 if they differ."""
     return left if left == right else FLOAT32

@@ -25,9 +25,9 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
     arrays in place of numpy's, under `jax.disable_jit` too. What JAX cannot trace gets a named error, or is converted
     as JAX would convert it (a `flax.nnx.Param`, for example).
 
-    A call checks its arguments in two places. Before the call it searches only for numpy's 64-bit integers and masked
-    arrays, because a compiled program accepts them without an error. It examines everything else after JAX has
-    refused the call, so that a good call does not pay for it.
+    Arguments are checked at two times. Before the compiled program runs, only numpy's 64-bit integers and masked arrays
+    are looked for, because JAX accepts them and loses a part of them without an error. Everything else is examined only
+    after JAX has refused the call, so a valid call does not pay for it.
 
     Args:
         function: the name of the public function, without "jaxquant.".
@@ -46,7 +46,7 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
 
         @functools.wraps(operator)
         def call(*arguments: Any, **options: Any) -> Any:
-            # This loop runs in each eager call. A jax.Array costs one isinstance.
+            # This loop runs in each eager call. For a jax.Array it costs one isinstance.
             for value in arguments:
                 if isinstance(value, _NUMPY_INTEGERS) and _loses_elements(value):
                     arguments = _narrow_integers(function, arrays, arguments)
@@ -54,8 +54,8 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
             try:
                 return compiled(*arguments, **options)
             except (TypeError, ValueError, OverflowError):
-                # JAX refused the call. Objects that wrap arrays are unwrapped and tried again; for all other calls
-                # the argument at fault is named.
+                # JAX refused the call. If an argument wraps an array, try again with the array itself. Otherwise raise
+                # an error that names the argument at fault.
                 unwrapped = tuple(unwrap_array(value) for value in arguments)
                 if any(a is not b for a, b in zip(unwrapped, arguments, strict=True)):
                     return call(*unwrapped, **options)
@@ -69,7 +69,7 @@ def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Cal
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether a value is a pytree of a class, such as a Quantizer, whose leaves the operator checks."""
+    """Return whether a value is an instance of a pytree class, such as Quantizer; the operator checks its leaves."""
     return not isinstance(value, list | tuple | dict) and not jax.tree_util.all_leaves([value])
 
 
@@ -79,7 +79,7 @@ def _loses_elements(value: np.ndarray | np.integer) -> bool:
 
 
 def _narrow_integers(function: str, names: tuple[str, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with numpy's 64-bit integers as int32; raise for integers beyond int32 and for a mask."""
+    """Return the arguments with numpy's 64-bit integers as int32; raise if one is masked or does not fit in int32."""
     result = []
     for name, value in zip(names, arguments, strict=False):
         if isinstance(value, _NUMPY_INTEGERS) and _loses_elements(value):
@@ -92,7 +92,7 @@ def _narrow_integers(function: str, names: tuple[str, ...], arguments: tuple[Any
 def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     """Return a numpy array or scalar of 64-bit integers as int32, which must hold them; return anything else unchanged.
 
-    JAX drops the upper 32 bits without an error: 2**32 + 1 becomes 1.
+    JAX would drop the upper 32 bits without an error: 2**32 + 1 would become 1.
     """
     is_wide = isinstance(value, _NUMPY_INTEGERS) and value.dtype.kind in "iu" and value.dtype.itemsize == 8
     if not is_wide:
@@ -100,7 +100,7 @@ def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     narrow = value.astype(np.int32)
     lost = np.asarray(value)[narrow != value]
     if lost.size:
-        checks.require(False, function, argument, "integers that int32 holds", f"{lost.flat[0]}, of {value.dtype}")
+        checks.require(False, function, argument, "integers that int32 can hold", f"{lost.flat[0]} ({value.dtype})")
     return narrow
 
 
@@ -122,7 +122,7 @@ def convert_number(value: Any) -> Any:
     with np.errstate(over="ignore"):  # an overflow becomes an infinity, without numpy's warning
         try:
             return np.float32(value)
-        except OverflowError:  # an int beyond float64: the check for an array refuses it by name
+        except OverflowError:  # an int beyond float64: the later check for an array raises an error that names it
             return value
 
 

@@ -1,7 +1,7 @@
 """Granularities: which elements of an array share a scale.
 
-Each granularity expands a scale to the shape of x. ONNX's scalar, 1-D and blocked scales and the scales of x's rank
-that arrays carry all become this one form.
+Each granularity expands a scale to the shape of x. This gives one form to the scalar, 1-D and blocked scales of ONNX
+and to the scales of a `QuantizedArray`, which have x's rank.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class PerFeature:
 class Aligned:
     """The granularity of a scale of x's rank, read from its shape.
 
-    A dimension of 1 is shared by all indices, a dimension as long as x's has one scale per index, and any other counts
-    the runs of indices that share a scale.
+    Along a dimension of 1 all indices share a scale, along a dimension as long as x's each index has its own, and any
+    other length is the number of runs of indices that share a scale.
 
     Attributes:
         block_size: the length of a run. If it is None, all runs have the same length.
@@ -137,7 +137,7 @@ class Aligned:
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Return `scale` in the shape and sharding of `like`."""
-        # Without runs a plain broadcast is enough, which keeps the sharding that a reshape would lose.
+        # Without runs a broadcast is enough, and it keeps the sharding, which a reshape would lose.
         if all(entries in (1, length) for entries, length in zip(scale.shape, like.shape, strict=True)):
             return sharding.place_like(lax.broadcast_in_dim(scale, like.shape, range(like.ndim)), like)
         sizes = self.sizes(scale.shape, like.shape)
@@ -154,7 +154,7 @@ class Groups:
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Return `scale` with each entry repeated over its box, in the shape and sharding of `like`."""
         scale = sharding.place_whole(scale)  # JAX cannot infer the sharding of the reshape below
-        # A box may be longer than its dimension: repeating more often than needed would only waste memory.
+        # A box may be longer than its dimension; repeating an entry beyond the dimension would only waste memory.
         sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
         # Broadcast [blocks, ...] to [blocks, size, ...], merge the pairs of dimensions, and cut off a short last box.
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
@@ -168,7 +168,7 @@ Choice = PerTensor | PerAxis | Blocked | PerToken | PerFeature  # the granularit
 
 
 def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a scale, which has x's rank, for a granularity and an x of the given shape."""
+    """Return the shape, of x's rank, that a scale of this granularity has for an x of the given shape."""
     if isinstance(granularity, PerTensor):
         return (1,) * len(shape)
     if isinstance(granularity, PerToken | PerFeature):
@@ -177,7 +177,7 @@ def find_scale_shape(function: str, granularity: Choice, shape: tuple[int, ...])
             return (*(1,) * last, shape[last])
         return (*shape[:last], 1)
     axes = tuple(checks.check_axis(function, axis, len(shape)) for axis in _list_axes(granularity.axis))
-    checks.require(len(set(axes)) == len(axes), function, "axis", "different axes", granularity.axis)
+    checks.require(len(set(axes)) == len(axes), function, "axis", "distinct axes", granularity.axis)
     if isinstance(granularity, PerAxis):
         return tuple(n if a in axes else 1 for a, n in enumerate(shape))
     # Rounded up, because the last run may be short.
@@ -234,7 +234,7 @@ def _resolve_blocked(
 
 
 def check_matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
-    """Raise ContractValueError unless a zero point has its scale's shape; () and (1,) match, as in ONNX Runtime."""
+    """Raise ContractValueError unless a zero point has the shape of its scale; () matches (1,), as in ONNX Runtime."""
     single = ((), (1,))
     if not (zero_point.shape in single and scale.shape in single):
         reason = f"the shape of {scale_name}"
@@ -259,7 +259,8 @@ def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) 
     """
     # XLA:CPU sums an array in memory several times faster than one that it computes in the same loop.
     values = lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda array: array)
-    # Under shard_map the product varies over devices even if the scale does not, so that the transpose sums over them.
+    # The product with ones matters under shard_map: it varies over the devices as x does, even if the scale does not,
+    # so its transpose sums over the devices too.
     ones = jnp.ones_like(values)
     _, transpose = jax.vjp(lambda s: granularity.expand(s, values) * ones, scale.astype(values.dtype))
     return transpose(values)[0]
@@ -275,6 +276,6 @@ def _check_static_axes(function: str, axis: Any) -> int | tuple[int, ...]:
         return int(axis)
     for entry in axis:
         checks.check_integer(function, "axis", entry)
-    checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more different ints", axis)
-    # A tuple of one axis becomes that axis, so that the two spellings are equal and hash equally.
+    checks.require(len(set(axis)) == len(axis) > 0, function, "axis", "one or more distinct ints", axis)
+    # A tuple of one axis becomes that axis, so that (0,) and 0 make granularities that are equal and hash equally.
     return int(axis[0]) if len(axis) == 1 else tuple(int(entry) for entry in axis)

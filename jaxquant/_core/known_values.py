@@ -1,4 +1,4 @@
-"""Checks of the elements of scales and zero points, which run if the elements are known and cheap to read."""
+"""Checks of the elements of scales and zero points, made only if the elements are known and cheap to read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def find_known(value: Any, *, is_awaited: bool = False) -> np.ndarray | None:
     """Return the elements of an array of numbers if they are known and few, and None otherwise.
 
     Args:
-        value: anything. The elements of a traced array, of an array on devices of another host and of what is not an
-            array of numbers are unknown.
-        is_awaited: whether to wait for an accelerator. If not, only the arrays in the memory of this host are known.
+        value: anything. The elements are unknown if it is traced, if it is on devices of another host, or if it is not
+            an array of numbers.
+        is_awaited: whether to wait for an accelerator. If not, only arrays in the memory of this host are known.
     """
     if isinstance(value, jax.Array):
         if isinstance(value, Tracer) or value.size > _MOST_ELEMENTS or not value.is_fully_addressable:
@@ -48,14 +48,14 @@ def check_positive(
     Args:
         function: the name of the public function, for the error.
         argument: the name of the scale, for the error.
-        scale: value per step, of any type; the elements that `find_known` returns are checked.
+        scale: anything; the elements that `find_known` returns are checked.
         allow_overflow: whether NaN and infinity are accepted.
         is_awaited: whether to wait for an accelerator.
     """
     known = find_known(scale, is_awaited=is_awaited)
     if known is None:
         return
-    # The usual case first: every eager call that is given a scale pays for this check.
+    # The usual case, a positive float32 scale, is tested first, because every eager call with a scale pays for it.
     is_positive = known.dtype == dtypes.FLOAT32 and known.size and np.minimum.reduce(known, axis=None) > 0
     if is_positive and (allow_overflow or np.maximum.reduce(known, axis=None) < np.inf):
         return
@@ -81,7 +81,7 @@ def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int
     wrong = ~((steps >= bounds[0]) & (steps <= bounds[1]))
     if wrong.any():
         expected = (
-            f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is clipped to them)"
+            f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is clipped to this range)"
         )
         checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")
 

@@ -1,7 +1,7 @@
-"""The exact least and largest value of each slice of an array: the one engine that finds ranges.
+"""The exact least and largest value of each slice of an array; everything that finds a range uses this module.
 
 Floats are compared by their bits, as int32 keys that sort in the same order. XLA:CPU's own minimum and maximum of
-floats lose a NaN in long arrays and treat subnormal numbers as 0; the keys keep both, and the sign of a zero.
+floats can lose a NaN in a long array and treat subnormal numbers as 0. The keys keep both, and the sign of a zero.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from . import granularity, sharding
 _ZERO = np.int32(0)  # the key of 0
 _INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_LANES = 1024  # a row of fewer elements leaves the vector units of a CPU idle
-_UNROLLED = 8  # rows that one step of a loop reads, so that it writes its carry an eighth as often
+_LANES = 1024  # with fewer elements in a row, the vector units of a CPU are partly idle
+_UNROLLED = 8  # the number of rows that one step of a loop reads; the loop then writes its carry an eighth as often
 
 _Keys = tuple[jax.Array, jax.Array]
 
@@ -30,11 +30,11 @@ _Keys = tuple[jax.Array, jax.Array]
 def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
     """Return the least and the largest value of each slice, bit for bit.
 
-    A slice with a NaN has two NaN. One without elements has (inf, -inf).
+    Both are NaN for a slice that contains a NaN. A slice without elements gives (inf, -inf).
 
     Args:
         x: float32, float16 or bfloat16.
-        shape: Static. The shape of the ranges, of x's rank: each dimension is x's, 1, or the number of blocks.
+        shape: Static. The shape of the ranges, of x's rank: each dimension is that of x, 1, or the number of blocks.
         block_size: Static. The length of a block; the last one may be short. None if all blocks are equally long.
 
     Returns:
@@ -71,7 +71,7 @@ def find_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> 
 
 
 def encode_order(x: jax.Array) -> jax.Array:
-    """Return int32 keys that sort as the floats do, with -NaN below all numbers and NaN above them."""
+    """Return int32 keys that sort as the floats do, with a NaN of negative sign below all numbers, any other above."""
     return _flip_negative(lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32))
 
 
@@ -104,16 +104,17 @@ def _find_slice_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
         if size not in (1, x.shape[axis]):
             return _find_block_keys(x, shape, block_size, axis, size)
     units = tuple(axis for axis, length in enumerate(x.shape) if length == 1)
-    # Dimensions of 1 are dropped, so that what is reduced and what is kept shows in the axes alone.
+    # Without dimensions of 1, an entry of 1 always means that the dimension is reduced.
     x, entries = lax.squeeze(x, units), [n for axis, n in enumerate(shape) if axis not in units]
     low, high = _reduce_keys(x, tuple(axis for axis, n in enumerate(entries) if n == 1))
     return low.reshape(shape), high.reshape(shape)
 
 
 def _find_block_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int) -> _Keys:
-    """Return the keys where `axis` is cut into blocks: the full blocks become a dimension, a short last one is apart.
+    """Return the keys of an x whose `axis` is cut into blocks.
 
-    To pad the short block instead would copy x twice: least and largest need different fillers.
+    The full blocks become a dimension of their own, and a short last block is reduced separately. Padding it instead
+    would copy x twice, because the minimum and the maximum need different fill values.
     """
     length = x.shape[axis]
     full = length // size
@@ -147,25 +148,25 @@ def _reduce_keys(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
 
 
 def _reduce_each(keys: jax.Array, axes: tuple[int, ...]) -> _Keys:
-    # For arrays whose sharding is part of their type: JAX has a sharding rule for these two, and dimensions cannot be
-    # merged.
+    # This is for arrays whose sharding is part of their type: JAX has sharding rules for these two reductions, and it
+    # cannot merge sharded dimensions.
     return lax.reduce_min(keys, axes), lax.reduce_max(keys, axes)
 
 
 def _reduce_together(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
-    # Where the last dimension is reduced. Both ends are found in one reduction, over x in the shape it has:
-    # XLA:CPU then reads x once, with vectors, and computes x in the same loop. One end alone, a reduction of floats, or
-    # a flattened x makes a scalar loop.
+    # This is for a last dimension that is reduced. One reduction finds both ends, over x in its own shape: XLA:CPU then
+    # reads x once, with vector instructions, and computes x in the same loop. The loop would be scalar if it found one
+    # end alone, if it reduced floats, or if x were flattened.
     keys = encode_order(x)
     low, high = lax.reduce((keys, keys), (_INFINITY, ~_INFINITY), _merge_ends, axes)
     return low, high
 
 
 def _merge_neighbors(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return x with adjacent dimensions merged if all are reduced or all are kept, and the axes to reduce then.
+    """Return x with each run of adjacent reduced or adjacent kept dimensions merged into one, and its reduced axes.
 
-    XLA:CPU reduces over fewer dimensions faster. Without a kept dimension in between it would be slower, because the
-    loop that computes x would have to take each index apart again.
+    XLA:CPU is faster over fewer dimensions if a kept dimension comes after a reduced one. It would be slower if only
+    the last dimensions were reduced, because the loop that computes x would have to split each merged index again.
     """
     groups = [(is_reduced, list(run)) for is_reduced, run in itertools.groupby(range(x.ndim), lambda a: a in axes)]
     merged = x.reshape([math.prod(x.shape[axis] for axis in run) for _, run in groups])
@@ -177,26 +178,26 @@ def _merge_ends(a: Any, b: Any) -> _Keys:
 
 
 def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
-    # Where the last dimension is kept XLA:CPU reduces element by element. A loop over rows has vectors: its carry is a
-    # row. Neighbors are merged, so the second to last dimension holds the rows.
+    # If the last dimension is kept, XLA:CPU reduces element by element. A loop over rows uses vector instructions,
+    # because its carry is a row. Adjacent dimensions are merged, so the second to last dimension holds the rows.
     *outer, rows, after = x.shape
     before = math.prod(outer)
-    # Short rows are put next to each other until they fill the vectors.
-    wide = math.gcd(rows, 2 ** max(0, (_LANES // (before * after)).bit_length() - 1))
-    table = x.reshape(before, rows // wide, wide * after)
-    some = min(_UNROLLED, table.shape[1])
+    # Several short rows are joined into one that fills the vector registers.
+    joined = math.gcd(rows, 2 ** max(0, (_LANES // (before * after)).bit_length() - 1))
+    table = x.reshape(before, rows // joined, joined * after)
+    rows_per_step = min(_UNROLLED, table.shape[1])
 
     def read_rows(i: Any, ends: _Keys) -> _Keys:
-        # The last step may overlap the one before it, which changes no extreme.
-        keys = encode_order(lax.dynamic_slice_in_dim(table, i * some, some, axis=1))
-        for j in range(some):
+        # In the last step dynamic_slice may move back and read some rows again, which changes no extreme.
+        keys = encode_order(lax.dynamic_slice_in_dim(table, i * rows_per_step, rows_per_step, axis=1))
+        for j in range(rows_per_step):
             row = lax.index_in_dim(keys, j, axis=1, keepdims=False)
             ends = _merge_ends(ends, (row, row))
         return ends
 
     first = encode_order(lax.index_in_dim(table, 0, axis=1, keepdims=False))
-    ends = lax.fori_loop(0, -(-table.shape[1] // some), read_rows, (first, first))
-    low, high = (keys.reshape(before, wide, after) for keys in ends)
+    ends = lax.fori_loop(0, -(-table.shape[1] // rows_per_step), read_rows, (first, first))
+    low, high = (keys.reshape(before, joined, after) for keys in ends)
     low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
     kept, others = (*outer, after), axes[:-1]
     return lax.reduce_min(low.reshape(kept), others), lax.reduce_max(high.reshape(kept), others)

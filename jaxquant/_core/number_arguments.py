@@ -9,16 +9,15 @@ import numpy as np
 
 from . import checks, dtypes
 
-# Every float dtype here holds magnitudes in this range, so that an ordinary scale needs no other check.
+# Every float dtype here holds magnitudes in this range, so an ordinary scale needs no other check.
 _SMALLEST, _LARGEST = 2.0**-14, 2.0**15
 
 
 def fit_number(function: str, argument: str, value: Any, dtype: np.dtype) -> Any:
     """Return a Python number as an array of `dtype`, which must hold it; return anything else unchanged.
 
-    A float dtype holds what it can round: infinities and NaN too, but no finite number that would become infinite and
-    no other number that would become 0. An integer dtype holds the ints of its range. A float8 or float4 dtype holds 0
-    only, because the number is then a zero point.
+    A float dtype holds 0, infinities, NaN, and every number that it does not round to 0 or to an infinity. An integer
+    dtype holds the ints in its range. A float8 or float4 dtype holds only 0, because there the number is a zero point.
     """
     if not isinstance(value, int | float):
         return value

@@ -1,7 +1,7 @@
-"""Rounding to codes and to narrower float dtypes, in forms that no rewriting of XLA's changes.
+"""Rounding to codes and to narrower float dtypes, in forms whose result no optimization of XLA changes.
 
-The functions use `lax` where `jnp` would read better: every operator calls them, and JAX traces each jnp function again
-for every shape. `tests/core/test_numerics.py` fails if a new XLA breaks one of them.
+The functions use `lax` even where `jnp` would be easier to read: every operator calls them, and JAX has to trace a jnp
+function again for every shape. `tests/core/test_numerics.py` fails if a new version of XLA breaks one of them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jax import lax
 
 from . import dtypes, small_floats
 
-# Floats between 2**23 and 2**24 are the integers. Therefore adding 1.5 * 2**23 to a value |v| < 2**22 rounds v half to
-# even, and leaves the integer in the low bits of the sum. The bits of floats of one sign, read as integers, have the
-# order of the floats, so that a clamp of the bits saturates the code. XLA:CPU runs this addition and integer clamp
+# The floats between 2**23 and 2**24 are exactly the integers. Adding 1.5 * 2**23 to a value |v| < 2**22 therefore
+# rounds v half to even, and leaves the integer in the low bits of the sum. The bits of positive floats, read as
+# integers, sort as the floats do, so clamping the bits saturates the code. XLA:CPU runs this addition and integer clamp
 # several times faster than round, clip and convert. _NAN_WRAP is added to the bits, modulo 2**32, before the clamp: it
 # moves every quiet NaN, of either sign, below the codes and keeps +infinity above them.
 _MAGIC = np.float32(1.5 * 2**23)
@@ -27,7 +27,7 @@ _NAN_WRAP = 0x80000000 - 0x7FC00000
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to_dtype(value: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return float32 values rounded half to even to float16 or bfloat16, as float32; round to float32 changes nothing.
+    """Return float32 values rounded half to even to a float dtype, but stored as float32.
 
     `value.astype(dtype).astype(float32)` does not round reliably, because XLA removes a pair of conversions.
     """
@@ -44,8 +44,8 @@ def round_to_dtype(value: jax.Array, dtype: np.dtype) -> jax.Array:
 def _round_to_dtype_jvp(
     dtype: np.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # The derivative of rounding is 0 almost everywhere. A change of precision passes the tangent on instead, as
-    # the derivative of a conversion does.
+    # The derivative of rounding is 0 almost everywhere. Here rounding only changes the precision, so the tangent passes
+    # unchanged, as it does through `astype`.
     return round_to_dtype(*primals, dtype), tangents[0]
 
 
@@ -60,7 +60,7 @@ def encode_steps(
         value: float32. Infinities saturate; NaN becomes qmin.
         zero_point: int32 of value's shape, within the bounds, or None for 0.
         dtype: the integer dtype.
-        bounds: (qmin, qmax), by default the bounds of the dtype.
+        bounds: (qmin, qmax); the default is the bounds of the dtype.
     """
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the bits that represent code 0; the low 16 are zeros

@@ -13,9 +13,9 @@ from . import checks
 
 
 def is_placed(value: jax.Array) -> bool:
-    """Return whether JAX tracks the sharding of `value` in its type, as on a mesh with explicit axes.
+    """Return whether JAX tracks the sharding of `value` in its type, as it does on a mesh with explicit axes.
 
-    Then the shardings of operands must agree, and JAX refuses a reshape whose sharding it cannot infer.
+    If it does, the shardings of operands must agree, and JAX refuses a reshape whose sharding it cannot infer.
     """
     return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
 
@@ -34,7 +34,7 @@ def place_whole(value: jax.Array) -> jax.Array:
 
 
 def find_partition(value: jax.Array) -> tuple[Any, ...]:
-    """Return the mesh axes over which each dimension of `value` is sharded by its type; None for an unsharded one."""
+    """Return the mesh axes over which the type of `value` shards each dimension; None for an unsharded dimension."""
     spec = jax.typeof(value).sharding.spec
     return (*spec, *(None,) * (value.ndim - len(spec)))  # a PartitionSpec may leave out the last dimensions
 
@@ -52,14 +52,14 @@ def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
 def check_out_sharding(function: str, out_sharding: Any) -> None:
     """Raise unless JAX accepts a value as out_sharding.
 
-    This check must run before the value reaches a cache of compiled programs, which hashes it.
+    This check must run before the value becomes a key of the cache of compiled programs, which has to hash it.
     """
     if out_sharding is None:
         return
     is_sharding = isinstance(out_sharding, NamedSharding | PartitionSpec)
     expected = "None, a jax.sharding.NamedSharding or a PartitionSpec"
     checks.require_type(is_sharding, function, "out_sharding", expected, checks.describe_value(out_sharding))
-    # A PartitionSpec names axes of the mesh in the context, which must therefore exist.
+    # A PartitionSpec names axes of the mesh in the context, so there must be one.
     if isinstance(out_sharding, PartitionSpec):
         has_mesh = not get_abstract_mesh().empty
         expected = "a NamedSharding, or a PartitionSpec under jax.set_mesh(mesh)"
@@ -102,6 +102,6 @@ def vary_like(value: jax.Array, like: jax.Array) -> jax.Array:
     """
     if like.size == 0 or is_placed(like):
         return value
-    # A result varies if any operand does. This select returns `value` whatever its condition.
+    # A result varies if any operand does. Both branches of this select are `value`, so its condition does not matter.
     first = lax.slice(like, (0,) * like.ndim, (1,) * like.ndim).reshape(())
     return lax.select(lax.eq(first, first), value, value)

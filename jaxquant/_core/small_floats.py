@@ -13,8 +13,8 @@ from jax import lax
 
 from . import dtypes
 
-# Floats between 2**23 and 2**24 are the integers, so that the sum with a small number rounds it half to even and leaves
-# it in the low bits.
+# The floats between 2**23 and 2**24 are exactly the integers, so adding this to a small number rounds the number half
+# to even and leaves it in the low bits.
 _MAGIC = np.float32(1.5 * 2**23)
 
 
@@ -29,11 +29,11 @@ def encode_magnitude(value: jax.Array, dtype: np.dtype) -> jax.Array:
     exponent = jnp.clip((lax.bitcast_convert_type(size, jnp.int32) >> 23) - 127, least, 126)
     # Multiplying by this power of two is exact, and makes one unit in the last place 1.
     unit = lax.bitcast_convert_type((127 + digits - exponent) << 23, jnp.float32)
-    # The product of a finite value is below this bound. An infinite product would spoil the sum below.
+    # The product is below this bound for a finite value. For an infinity the bound keeps the addition of _MAGIC valid.
     scaled = jnp.minimum(size * unit, np.float32(2.0 ** (digits + 2)))
     units = lax.bitcast_convert_type(scaled + _MAGIC, jnp.int32) - int(_MAGIC.view(np.int32))
     # A normal number has its leading 1 in `units`, which adds 1 to the exponent field. A subnormal has exponent `least`
-    # and no leading 1, so that its field is 0. A carry of the rounding moves into the exponent, as it should.
+    # and no leading 1, so its exponent field is 0. If the rounding carries, it increments the exponent, as it should.
     return ((exponent - least) << digits) + units
 
 
@@ -48,7 +48,7 @@ def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax
     Args:
         value: float32. NaN stays NaN in float8, and becomes -0 in float4, which has no NaN.
         dtype: a float8 or float4 dtype.
-        saturate: whether an overflow, also of an infinity, becomes the largest finite value. If not, it becomes
+        saturate: whether an overflow, including an infinity, becomes the largest finite value. If not, it becomes an
             infinity in float8_e5m2 and NaN in the other float8 dtypes. float4 always saturates.
     """
     largest, is_float4 = _find_largest_code(dtype), dtype in dtypes.FLOAT4
@@ -58,7 +58,7 @@ def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax
     code = jnp.where(code > largest, overflow, code)
     negative = lax.bitcast_convert_type(value, jnp.int32) < 0
     signed = code + jnp.where(negative, sign_bit, 0)
-    if _is_fnuz(dtype):  # the code of -0 is the only NaN, so that zeros are positive and an overflow takes that code
+    if _is_fnuz(dtype):  # the code of -0 means NaN, so a zero gets the code of +0 and an overflow the code of -0
         signed = jnp.where(code == 0, 0, jnp.where(code > largest, sign_bit, signed))
     nan = sign_bit if is_float4 or _is_fnuz(dtype) else _find_nan_code(dtype)
     signed = jnp.where(jnp.isnan(value), nan, signed)
@@ -84,8 +84,8 @@ def decode_small_float(value: jax.Array) -> jax.Array:
     info = jnp.finfo(dtype)
     digits, least, largest = int(info.nmant), int(info.minexp), _find_largest_code(dtype)
     size = code & 127
-    # Shifted to the digits of a float32, a code needs only its exponent rebiased. A subnormal code is a whole number of
-    # the smallest unit instead.
+    # The digits of a normal code are shifted to the place they have in a float32, and its exponent is rebiased. A
+    # subnormal code is a multiple of the smallest unit.
     normal = lax.bitcast_convert_type((size << (23 - digits)) + ((126 + least) << 23), jnp.float32)
     subnormal = size.astype(jnp.float32) * np.float32(2.0 ** (least - digits))
     result = jnp.where(size < (1 << digits), subnormal, normal)
@@ -120,4 +120,4 @@ def _find_nan_code(dtype: np.dtype) -> int:
 
 
 def _is_fnuz(dtype: np.dtype) -> bool:
-    return dtype.name.endswith("fnuz")  # finite (no infinities), NaN is the code of -0, unsigned zero
+    return dtype.name.endswith("fnuz")  # fn: finite (no infinities); uz: unsigned zero, because the code of -0 is NaN

@@ -19,7 +19,7 @@ def check_attributes(function: str, training: bool, lda_coeff: float, name: str 
 
 def refuse_backward(function: str, training: bool) -> None:
     """Raise ContractValueError if a call with training=False is differentiated."""
-    expected = "True where the call is differentiated (with False nothing is stored for the backward pass)"
+    expected = "True if the call is differentiated (with False, nothing is stored for the backward pass)"
     checks.require(training, function, "training", expected, False)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 _LIMB, _MASK = 16, np.uint32(0xFFFF)
-TERMS = 2**16  # the sum of so many 16-bit limbs fits into 32 bits
+TERMS = 2**16  # the sum of this many 16-bit limbs fits in 32 bits
 
 
 class Words(NamedTuple):
@@ -22,7 +22,7 @@ class Words(NamedTuple):
 
 
 def make_zeros(shape: tuple[int, ...]) -> Words:
-    """Return zeros of a shape."""
+    """Return zeros of the given shape."""
     return Words(jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32))
 
 
@@ -34,7 +34,7 @@ def convert_uint32(counts: jax.Array) -> Words:
 
 def add(a: Words, b: Words) -> Words:
     """Return a + b."""
-    low = a.low + b.low  # modulo 2**32: a sum below an operand has carried
+    low = a.low + b.low  # modulo 2**32: the sum is less than an operand if there was a carry
     return Words(low, a.high + b.high + (low < a.low).astype(jnp.uint32))
 
 
@@ -77,9 +77,10 @@ def find_share(words: Words, share: Fraction) -> tuple[Words, jax.Array]:
             sums[i + j] += product & _MASK
             sums[i + j + 1] += product >> _LIMB
     limbs = _carry(sums)
-    # The two upper limbs of the fraction hold more digits than float32.
-    rest = limbs[3].astype(jnp.float32) * np.float32(2.0**-16) + limbs[2].astype(jnp.float32) * np.float32(2.0**-32)
-    return Words(limbs[4] | (limbs[5] << _LIMB), limbs[6] | (limbs[7] << _LIMB)), rest
+    # The two upper limbs of the fraction are enough: they hold more digits than a float32.
+    upper, lower = (limb.astype(jnp.float32) for limb in (limbs[3], limbs[2]))
+    fraction = upper * np.float32(2.0**-16) + lower * np.float32(2.0**-32)
+    return Words(limbs[4] | (limbs[5] << _LIMB), limbs[6] | (limbs[7] << _LIMB)), fraction
 
 
 def _split_limbs(words: Words) -> list[jax.Array]:
@@ -90,7 +91,7 @@ def _carry(limbs: list[jax.Array]) -> list[jax.Array]:
     """Return the same number with limbs of 16 bits each; the carry of the last limb is dropped."""
     carried, carry = [], jnp.zeros_like(limbs[0])
     for limb in limbs:
-        # A limb may fill all 32 bits, so that adding the carry to it could overflow. Its lower half cannot overflow.
+        # A limb may fill all 32 bits, so adding the carry to it could overflow. Adding it to the lower half cannot.
         low = (limb & _MASK) + carry
         carried.append(low & _MASK)
         carry = (limb >> _LIMB) + (low >> _LIMB)

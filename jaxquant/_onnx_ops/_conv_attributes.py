@@ -1,4 +1,4 @@
-"""ONNX's attributes of convolutions, and the operands and geometry that they give for known shapes."""
+"""ONNX's attributes of convolutions, and the operands and the geometry that follow from them and the shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Attributes(NamedTuple):
 
 def check_attributes(function: str, **attributes: Any) -> Attributes:
     """Check that the attributes are hashable and their numbers integers, and return them as one static argument."""
-    # This must precede the jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
     checked = {}
     for name, value in attributes.items():
         checked[name] = value if name == "auto_pad" else checks.check_integers(function, name, value)
@@ -66,7 +66,7 @@ def prepare_operands(
     checks.check_array(function, "x", x, _operands.EIGHT_BITS)
     checks.check_array(function, "w", w, _operands.EIGHT_BITS)
     geometry = find_geometry(function, x, w, attributes)
-    # After the rank of w, without which there may be no features to compare the zero points with.
+    # Check the zero points after the rank of w: a w of rank 0 has no features to compare them with.
     check_zero_points(function, ("x", "w"), (x, w), (x_zero_point, w_zero_point), w.shape[0])
     x_steps = _operands.convert_steps(x_zero_point, x.dtype, centred[0])
     w_steps = _operands.convert_steps(w_zero_point, w.dtype, centred[1])
@@ -99,7 +99,7 @@ def _find_padding(
     checks.require(all(pad >= 0 for pad in pads), function, "pads", expected, pads)
     if attributes.auto_pad == "NOTSET":
         return tuple((int(pads[i]), int(pads[rank + i])) for i in range(rank))
-    # The ONNX text excludes pads together with auto_pad; zeros say nothing and are accepted.
+    # The ONNX specification excludes pads together with auto_pad, but zeros change nothing and are accepted.
     expected = f"None or zeros together with auto_pad={attributes.auto_pad!r}"
     checks.require(not any(pads), function, "pads", expected, attributes.pads)
     if attributes.auto_pad == "VALID":
@@ -110,7 +110,7 @@ def _find_padding(
 
 
 def _find_same_padding(size: int, reach: int, stride: int, *, lower: bool) -> tuple[int, int]:
-    """Return the padding that gives ceil(size / stride) positions; an odd element is last, or first if `lower`."""
+    """Return the padding for ceil(size / stride) positions; an odd element goes to the end, or the start if `lower`."""
     total = max((-(-size // stride) - 1) * stride + reach - size, 0)
     small, large = total // 2, total - total // 2
     return (large, small) if lower else (small, large)

@@ -16,17 +16,17 @@ from ..integer.dot_general import Role, contract_roles, determines_sharding
 
 
 def read_per_row(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
-    """Return a scale or zero point of a, one or one for each row, as an array of a's rank with 1 for its columns."""
+    """Return a scale or zero point of a, a single one or one per row, with a's rank and length 1 for its columns."""
     return _read(function, argument, value, (*shapes.a[:-1], 1), len(shapes.a) - 2, "row of a")
 
 
 def read_per_column(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
-    """Return a scale or zero point of b, one or one for each column, as an array of b's rank with 1 for its rows."""
+    """Return a scale or zero point of b, a single one or one per column, with b's rank and length 1 for its rows."""
     return _read(function, argument, value, (*shapes.b[:-2], 1, shapes.b[-1]), len(shapes.b) - 1, "column of b")
 
 
 def _read(function: str, argument: str, value: jax.Array, full: tuple[int, ...], axis: int, per: str) -> jax.Array:
-    # ONNX allows both () and [1] for one value for all rows or columns.
+    # ONNX allows both () and [1] for a value that all rows or columns share.
     if value.ndim <= 1 and value.size == 1:
         return value.reshape((1,) * len(full))
     # A 1-D array applies to the rows or columns of every matrix of the stack.
@@ -67,7 +67,7 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, sh
     The steps are the zero points of the signed operands: int32 scalars, arrays of the operands' rank, or None for 0.
     """
     a, b = _operands.convert_to_signed(a.reshape(shapes.a)), _operands.convert_to_signed(b.reshape(shapes.b))
-    # A single b multiplies all of a, so that a's batch dimensions are further rows of one product.
+    # If b is a single matrix, the batch dimensions of a are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
         rank = len(shapes.a)
         leading = shapes.product[:-rank] if len(shapes.b) > rank else ()
@@ -88,7 +88,7 @@ def multiply_matrices(a: jax.Array, b: jax.Array, a_steps: Any, b_steps: Any, sh
 
 
 def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, right: Role) -> None:
-    """Check that the shardings of a and b determine that of the product: an ONNX operator takes no out_sharding."""
+    """Check that the shardings of a and b determine that of the product: an ONNX operator has no out_sharding."""
     if not (sharding.is_placed(a) or sharding.is_placed(b)) or determines_sharding(a, b, left, right):
         return
     expected = "shardings that determine that of the product (jax.sharding.reshard one), or jq.integer.dot_general"
@@ -97,7 +97,7 @@ def _check_placement(function: str, a: jax.Array, b: jax.Array, left: Role, righ
 
 
 def _drop_batch(steps: Any) -> Any:
-    """Return steps of a b without batch dimensions, which are all 1."""
+    """Return the steps of b without its batch dimensions, all of which have length 1."""
     return steps if steps is None or steps.ndim < 2 else steps.reshape(steps.shape[-2:])
 
 
@@ -107,10 +107,10 @@ def _broadcast_operand(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _broadcast_steps(steps: Any, batch: tuple[int, ...]) -> Any:
-    """Return steps with the common batch dimensions, or with 1 in place of each where no batch dimension varies."""
+    """Return steps with the common batch dimensions, all of length 1 if the steps do not vary along any of them."""
     if steps is None or steps.ndim < 2:
         return steps
-    # The kernel accepts 1 for the whole batch, which spares it a correction for each matrix.
+    # The kernel accepts a batch of 1, and then computes one correction instead of one for each matrix.
     if all(n == 1 for n in steps.shape[:-2]):
         return steps.reshape((1,) * len(batch) + steps.shape[-2:])
     return jnp.broadcast_to(steps, (*batch, *steps.shape[-2:]))

@@ -15,7 +15,7 @@ from ._rows_and_columns import multiply_matrices, read_column_steps, read_per_co
 
 
 def count_blocks(b_scale: jax.Array, shapes: Shapes) -> int:
-    """Return how many blocks of b's rows have scales of their own."""
+    """Return the number of blocks of b's rows, each of which has its own scales."""
     return b_scale.shape[0] if b_scale.ndim == 2 and len(shapes.b) == 2 else 1
 
 
@@ -53,8 +53,8 @@ def multiply_scaled(
         return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, b_scale))
     length = shapes.b[0] // blocks
     block_shapes = shapes._replace(a=(*shapes.a[:-1], length), b=(length, shapes.b[1]))
-    # a must be in memory before it is cut: XLA would otherwise repeat what computes it, perhaps a quantization, for
-    # each block.
+    # a must be in memory before it is cut. Otherwise XLA would repeat the operation that computes it, for example a
+    # quantization, for each block.
     a_blocks = barriers.pin_layout(jnp.moveaxis(a.reshape(*shapes.a[:-1], blocks, length), -2, 0))
     # A scalar zero point is not part of what the loop iterates over.
     stacked_steps = None if b_steps is None or b_steps.ndim == 0 else b_steps[:, None]

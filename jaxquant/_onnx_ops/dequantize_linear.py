@@ -91,7 +91,7 @@ def _dequantize_linear(
         checks.require_type(x_scale.dtype != dtypes.E8M0, _NAME, "x_scale", expected, "float8_e8m0fnu alone")
         output_dtype = x_scale.dtype
     dtype = checks.check_dtype(_NAME, "output_dtype", output_dtype, dtypes.FLOATS)
-    # Below this line a scale has x's rank: ONNX's 1-D and blocked shapes are converted here.
+    # The granularity describes scalar, 1-D and blocked scales in one form for the arithmetic below.
     granularity = resolve_onnx(_NAME, "x_scale", x_scale, x.shape, axis, block_size)
     if x_zero_point is not None:
         checks.check_same_dtype(_NAME, "x_zero_point", x_zero_point, x.dtype, "x's")

@@ -124,7 +124,7 @@ _Outputs = tuple[jax.Array, jax.Array, jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dynamic_quantize(config: _Config, x: jax.Array) -> _Outputs:
-    # A jit that is inlined can pass a Python number through.
+    # An inlined jit can pass a Python number through unchanged.
     x = jnp.asarray(x)
     _, _, scale, zero_point = find_dynamic_range(x, config.granularity, config.dtype)
     return encode_dynamic(x, scale, zero_point, config.granularity), scale, zero_point
@@ -151,7 +151,7 @@ _dynamic_quantize.defvjp(_dynamic_quantize_fwd, _dynamic_quantize_bwd)
 
 
 def _share_gradient(x: jax.Array, extreme: jax.Array, granularity: Granularity, is_zero: jax.Array) -> jax.Array:
-    """Return each element's share of an extreme: 1 / n for the n elements equal to it, 0 where the extreme is 0."""
+    """Return each element's share of the gradient of an extreme: 1 / n for the n elements equal to it; 0 if it is 0."""
     equal = (x == granularity.expand(extreme, x)).astype(jnp.float32)
     share = equal / granularity.expand(sum_to_scale(granularity, equal, extreme), x)
     share = jnp.where(granularity.expand(is_zero, x), np.float32(0), share)
@@ -171,7 +171,7 @@ def find_dynamic_range(
     scale = division.divide(width, steps)
     # XLA:CPU treats subnormal numbers as 0. A maximum in place of the comparison could lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
-    # A range of subnormal numbers is a range of zero to XLA:CPU, for which ONNX Runtime has a scale of 1.
+    # XLA:CPU treats a range of subnormal numbers as (0, 0), for which ONNX Runtime uses scale 1.
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
     start = np.float32(qmin) - division.divide(low, scale)
     # ONNX Runtime's clamp turns a NaN into the upper bound.

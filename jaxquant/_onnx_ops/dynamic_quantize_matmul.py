@@ -98,7 +98,7 @@ def _multiply_fwd(
     shapes: Shapes, a: jax.Array, b: jax.Array, b_steps: Any, b_scale: jax.Array
 ) -> tuple[jax.Array, Any]:
     a, b, b_scale = jnp.asarray(a), jnp.asarray(b), jnp.asarray(b_scale)
-    # The operator has one scale for the whole of a, also where a is a stack of matrices.
+    # The operator has one scale for all of a, even if a is a stack of matrices.
     per_tensor = granularity.PerTensor()
     _, _, scale, zero_point = find_dynamic_range(a, per_tensor, _UINT8)
     codes = encode_dynamic(a, scale, zero_point, per_tensor)
@@ -116,7 +116,8 @@ def _multiply_bwd(shapes: Shapes, residuals: Any, g: jax.Array) -> tuple[Any, ..
     # Only the gradient of a needs dequantized weights; that of b_scale comes from the integer product.
     values = weights * jnp.broadcast_to(_spread_blocks(b_scale, blocks, shapes), shapes.b)
     highest = lax.Precision.HIGHEST
-    # jax.vjp needs an operand with the shape, sharding and variance of a. A product is linear, so its value is free.
+    # jax.vjp needs an operand with the shape, sharding and variance of a. Its value does not matter, because the
+    # product is linear in it.
     like = codes.reshape(shapes.a).astype(jnp.float32)
     _, pull_a = jax.vjp(lambda v: jnp.matmul(v, values, precision=highest), like)
     _, pull_scale = jax.vjp(lambda s: multiply_scaled(codes, b, a_steps, b_steps, a_scale, s, shapes), b_scale)

@@ -72,7 +72,7 @@ def matmul_nbits(
     -(g.T @ a) * scales, summed over each block. Of bias: g summed over rows. Integers have none.
     """
     statics = {"K": K, "N": N, "bits": bits, "block_size": block_size}
-    # This must precede the jit: its cache of compiled programs cannot tell True, 1 and 1.0 apart.
+    # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
     statics = {name: checks.check_integers(_NAME, name, value) for name, value in statics.items()}
     return _matmul_nbits(entry_point.convert_number(a), b, scales, zero_points, bias, **statics)
 
@@ -100,11 +100,11 @@ class _Config(NamedTuple):
         return 8 // self.bits
 
     def plan_cut(self, codes: jax.Array) -> Cut:
-        """Return how the rows of the weights are cut into chunks: anywhere."""
+        """Return how the rows of the weights are cut into chunks, which may end at any row."""
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
 
     def arrange_operand(self, x: jax.Array) -> list[jax.Array]:
-        """Return the columns of a for each place: separating them costs less than interleaving the weights."""
+        """Return the columns of a for each place; to separate them costs less than to interleave the weights."""
         # The codes past K in the last block are multiplied by zeros.
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
@@ -116,7 +116,7 @@ class _Config(NamedTuple):
         if chunk != slice(None):
             codes, scale = codes[chunk], wait(scale[chunk])
             zero_point = None if zero_point is None else zero_point[chunk]
-        # The places stay separate arrays: interleaving them would write the weights to memory once more.
+        # The places stay separate arrays, because interleaving them would write the weights to memory once more.
         wide = jnp.broadcast_to(scale[..., None], codes.shape)
         return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]
 
@@ -148,7 +148,7 @@ def _matmul_nbits(
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
     y: Any = contract_in_cache(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
-    # The bias is added in float32, so that a 16-bit result is rounded once.
+    # The bias is added in float32, so that a 16-bit result is rounded only once.
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return rounding.round_to_dtype(y, a.dtype).astype(a.dtype)

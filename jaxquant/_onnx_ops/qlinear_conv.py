@@ -111,7 +111,7 @@ def _qlinear_conv(
     w_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, b: jax.Array | None, *,
     attributes: Attributes, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    # Unlike in ConvInteger, zero points are required inputs: None must not pass for 0.
+    # Unlike in ConvInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("x_zero_point", x_zero_point), ("w_zero_point", w_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     checks.check_array(_NAME, "y_zero_point", y_zero_point, _operands.EIGHT_BITS)
@@ -133,7 +133,7 @@ def _qlinear_conv(
 
 def _check_scales(features: int, x_scale: Any, w_scale: Any, y_scale: Any, y_zero_point: Any, b: Any) -> None:
     """Check the scales, the zero point of y and the bias."""
-    # ONNX Runtime takes one element of rank 1 for a scalar.
+    # ONNX Runtime treats an array of shape (1,) as a scalar.
     single = ((), (1,))
     for argument, value in (("x_scale", x_scale), ("w_scale", w_scale), ("y_scale", y_scale)):
         checks.check_array(_NAME, argument, value, (dtypes.FLOAT32,))

@@ -98,7 +98,7 @@ def _qlinear_matmul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, *, centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
-    # Unlike in MatMulInteger, zero points are required inputs: None must not pass for 0.
+    # Unlike in MatMulInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     checks.check_array(_NAME, "a", a, _DTYPES)

@@ -108,11 +108,11 @@ def _quantize_linear(
     checks.check_flag(_NAME, "saturate", saturate)
     dtype = _find_output_dtype(y_zero_point, output_dtype)
     carrier = _find_precision(x, y_scale, precision)
-    # Below this line a scale has x's rank: ONNX's 1-D and blocked shapes are converted here.
+    # The granularity describes scalar, 1-D and blocked scales in one form for the arithmetic below.
     granularity = resolve_onnx(_NAME, "y_scale", y_scale, x.shape, axis, block_size)
     if y_zero_point is not None:
         check_matching(_NAME, "y_zero_point", y_zero_point, y_scale, "y_scale")
-    # Without it JAX would differentiate the conversion to a float8 or float4 result.
+    # Without stop_gradient JAX would differentiate the conversion to a float8 or float4 result.
     x, y_scale = jax.lax.stop_gradient((x, y_scale))
     return quantize_affine(x, y_scale, y_zero_point, granularity, dtype, carrier, bool(saturate))
 

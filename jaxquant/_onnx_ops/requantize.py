@@ -11,7 +11,7 @@ from .._core import barriers, division, rounding
 
 
 def find_multiplier(a_scale: jax.Array, b_scale: jax.Array, y_scale: jax.Array) -> jax.Array:
-    """Return float32(float32(a_scale * b_scale) / y_scale) of three scales that broadcast against each other."""
+    """Return float32(float32(a_scale * b_scale) / y_scale), for three scales that broadcast against each other."""
     a, b, y = (s.astype(jnp.float32) for s in (a_scale, b_scale, y_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape, y.shape)
     a, b, y = (jnp.broadcast_to(s, shape) for s in (a, b, y))

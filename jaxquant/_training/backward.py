@@ -112,14 +112,14 @@ def quantize_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> Quantize
 def fold_scale_into_gradient(
     function: str, q: QuantizedArray, summed: Sequence[int], g: jax.Array, places: Sequence[int | None]
 ) -> tuple[QuantizedArray, jax.Array]:
-    """Return an operand whose scale is constant along the summed dimensions, and g multiplied by the scale it had.
+    """Return an operand whose scale is constant along the summed dimensions, and g multiplied by its former scale.
 
     Args:
         function: the name of the public function, for errors.
         q: the operand.
         summed: the dimensions of q that the gradient sums over.
         g: the cotangent, float32.
-        places: for each dimension of q the dimension of g that it is, or None.
+        places: for each dimension of q, the corresponding dimension of g, or None.
     """
     shape = q.scale.shape
     varying = [a for a in range(q.ndim) if shape[a] != 1]
@@ -134,7 +134,7 @@ def fold_scale_into_gradient(
         "FloatBackward(), because the scale is blocked, or varies along a dimension that the result does not have"
     )
     checks.require(is_in_g and q.block_size is None, function, "backward", expected, "Int8Backward()")
-    # Only the dimensions along which the scale varies are expanded: the rest is broadcast into g.
+    # Only the dimensions along which the scale varies are expanded; the others broadcast against g.
     wide = [q.shape[a] if a in varying else 1 for a in range(q.ndim)]
     scale = granularity.Aligned(None).expand(small_floats.scale_as_float32(q.scale), jnp.zeros(wide, jnp.float32))
     # The dimensions in the order that they have in g, so that a broadcast puts each in its place.
@@ -191,7 +191,7 @@ def split_keys(function: str, backward: Backward, key: Any) -> Sequence[Any]:
     """Return a key for each operand, or None for each if nothing is rounded stochastically."""
     if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding:
         return (None, None)
-    # This is checked in the backward pass: an evaluation, which asks for the result alone, needs no key.
+    # Check this in the backward pass, because a call that is not differentiated needs no key.
     expected = (
         "a key, because Int8Backward(stochastic_rounding=True) rounds stochastically "
         '(a Linen layer takes it from the rng "rounding", an NNX layer in training from its rngs)'

@@ -1,4 +1,4 @@
-"""The one differentiation rule of contractions whose float operands are quantized.
+"""The differentiation rule shared by all contractions whose float operands are quantized.
 
 The forward pass contracts integers. The backward pass differentiates the float operation on the dequantized operands,
 and sends the cotangent of each operand through the estimator of its rounding. In between, the rule keeps the codes; a
@@ -192,7 +192,7 @@ def _name_codes(part: jax.Array) -> jax.Array:
 def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array, Any]:
     is_needed = [[leaf is not None and leaf.perturbed for leaf in operand] for operand in operands]
     values = [[_find_value(product.function, leaf) for leaf in operand] for operand in operands]
-    # The codes get their name before they are contracted, so that a checkpoint recomputes from the codes it kept.
+    # The codes are named before they are contracted, so that a checkpoint can start its recomputation from them.
     operands = _quantize_operands(product, values)
     qs = [jax.tree.map(_name_codes, q) if isinstance(q, QuantizedArray) else q for q in operands]
     y = product.operation.contract_quantized(*qs)
@@ -202,11 +202,11 @@ def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array,
 
 def _contract_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
     kept, key = residuals
-    # Nothing depends on the result: no contraction is needed.
+    # A symbolic zero: the differentiated function does not depend on the result, so no contraction is needed.
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
         return tuple((None,) * 4 for _ in kept), None
-    # If both passes are in one program, XLA would divide or dequantize once for both and keep the floats in memory. The
-    # barrier makes the backward pass wait for g. Keys stay outside: the barrier does not take them.
+    # If one program contains both passes, XLA would share a division or dequantization between them and keep its floats
+    # in memory. The barrier makes the backward pass wait for g. It does not accept keys, so they stay outside.
     arrays, g = lax.optimization_barrier(([(k.q, k.mask, k.x, k.parameters[:2]) for k in kept], g))
     waiting = []
     for (q, mask, x, parameters), k in zip(arrays, kept, strict=True):
@@ -228,7 +228,7 @@ def _find_value(function: str, leaf: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forbid_second_derivative(function: str, value: jax.Array) -> jax.Array:
-    """Return the value, and raise if it is differentiated: codes would give a wrong second derivative, 0."""
+    """Return the value; raise if it is differentiated, because codes would give 0, a wrong second derivative."""
     return value
 
 

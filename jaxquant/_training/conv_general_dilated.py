@@ -168,8 +168,8 @@ def _find_image_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray, 
         kernel = tuple(range(values.ndim))
     else:
         kernel = (channels, features, *spatial)
-    # The transpose of a convolution pads by what the kernel reaches beyond the padding of the forward pass, and swaps
-    # strides and dilation.
+    # The transpose of a convolution swaps strides and dilation, and pads by the span of the kernel minus 1 and minus
+    # the padding of the forward pass.
     low = [k - 1 - p[0] for k, p in zip(sizes.kernel, plan.geometry.padding, strict=True)]
     high = [x + k - 1 - y - p for x, k, y, p in zip(sizes.image, sizes.kernel, sizes.out, low, strict=True)]
     geometry = plan.geometry._replace(
@@ -206,7 +206,7 @@ def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
     for position in itertools.product(*(range(rhs.shape[a]) for a in numbers.rhs_spec[2:])):
         starts = [p * d for p, d in zip(position, geometry.rhs_dilation, strict=True)]
         spans = zip(starts, g.shape[1:-1], geometry.strides, strict=True)
-        # The last position that the kernel offset reads, so that the strided slice has as many entries as g.
+        # The slice ends after the last position that this kernel offset reads, and so has as many entries as g.
         limits = (dilated.shape[0], *(start + (n - 1) * t + 1 for start, n, t in spans), dilated.shape[-1])
         window = lax.slice(dilated.codes, (0, *starts, 0), limits, (1, *geometry.strides, 1))
         x = _group_channels(dilated.replace(codes=window), plan.features)
@@ -219,7 +219,7 @@ def _find_kernel_cotangent(plan: Plan, lhs: QuantizedArray, rhs: QuantizedArray,
 def _dilate(plan: Plan, q: QuantizedArray) -> QuantizedArray:
     """Return the images padded and dilated, with the zero point in the padding and in the holes."""
     geometry = plan.geometry
-    # XLA pads and slices codes of fewer than 8 bits slowly: they become bytes first.
+    # XLA is slow to pad and slice codes of fewer than 8 bits, so they are converted to bytes first.
     dtype = q.codes.dtype if q.codes.dtype in EIGHT_BITS else jnp.int8
     point = jnp.zeros((), dtype) if q.zero_point is None else q.zero_point.reshape(()).astype(dtype)
     padding = [(low, high, step - 1) for (low, high), step in zip(geometry.padding, geometry.lhs_dilation, strict=True)]

@@ -78,6 +78,6 @@ def _dynamic_fake_quantize_linear(
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     config = Config(LinearCodes(code_dtype, dtypes.find_narrow_bounds(code_dtype)), linear=options)
     with toolkit_attributes.name_scope(name):
-        # stop_gradient: the scale and the zero point are constants to the gradient.
+        # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
         return quantize_and_dequantize(config, x, scale, zero_point, None)

@@ -93,7 +93,7 @@ def quantized_einsum(
     quantizers, dtype = contraction_vjp.check_options(
         _NAME, named_specs, backward, key, precision, preferred_element_type, out_sharding
     )
-    # Parsed only for its checks: the operation parses the subscripts again when it is traced.
+    # Parse the subscripts only to check them; the operation parses them again when it is traced.
     parse_subscripts(_NAME, subscripts, [x.ndim for x in arrays])
     operation = Einsum(subscripts, precision, dtype, out_sharding)
     return _quantized_einsum(arrays, tuple(quantizers), key, operation=operation, backward=backward)

@@ -138,7 +138,7 @@ def read_parts(
         if zero_point is not None:
             expected = f"None, because {names[1]} is None"
             checks.require(False, function, names[2], expected, "a zero point")
-        # stop_gradient: the range of x is a constant to the gradient.
+        # The gradient treats the range of x as a constant.
         return x, *find_parameters(function, lax.stop_gradient(x), spec, None, None)[:2]
     shapes = scale_from_range.find_shapes(function, spec, x.shape)
     checks.check_array(function, names[1], scale, (*dtypes.FLOATS, dtypes.E8M0))

@@ -101,7 +101,7 @@ def fake_quantize_linear(
         code_dtype = _find_dtype(zero_point, dtype)
         if code_dtype in dtypes.INTEGERS:
             known_values.check_codes(_NAME, "zero_point", zero_point, dtypes.find_bounds(code_dtype))
-        # Only a known zero point can be checked here; a traced one of a float dtype is taken to be 0.
+        # Only a known zero point can be checked here; a traced one of a float dtype is assumed to be 0.
         check_float_zero_point(_NAME, "zero_point", zero_point)
     return _fake_quantize_linear(
         entry_point.convert_number(x), scale, zero_point,

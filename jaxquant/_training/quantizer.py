@@ -76,7 +76,7 @@ def read_quantizer(function: str, argument: str, value: Any) -> Quantizer | None
     checks.require_type(is_quantizer, function, argument, expected, checks.describe_value(value))
     scale, point = map(entry_point.unwrap_array, (quantizer.scale, quantizer.zero_point))
     scale, point = check_parts(function, (f"{argument}.scale", f"{argument}.zero_point"), scale, point, quantizer.spec)
-    # Only now are the scale and the zero point arrays, which the rule may depend on.
+    # Check the rule last: it may depend on the scale and the zero point, which have to be arrays first.
     estimators.check_estimator(function, f"{argument}.gradient", quantizer.gradient, quantizer.spec, point)
     return dataclasses.replace(quantizer, scale=scale, zero_point=point)
 

@@ -1,4 +1,4 @@
-"""The one differentiation rule of fake quantization, which every estimator, ONNX operator and contraction uses."""
+"""The differentiation rule of fake quantization, shared by all estimators, ONNX operators and contractions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .estimators import Rule, StraightThrough
 
 
 class LinearCodes(NamedTuple):
-    """The codes of an ONNX operator, under the names that a QuantSpec has for its own.
+    """The codes of an ONNX operator, described by attributes that a QuantSpec has, too.
 
     Attributes:
         dtype: the dtype of the codes.
@@ -191,7 +191,7 @@ def _find_codes(config: Config, x: jax.Array, scale: jax.Array, steps: jax.Array
     if key is not None:
         value = slopes.round_stochastically(value, key)
     low, high = (int(bound) for bound in spec.bounds)
-    # 16 bits hold the codes of every integer dtype but one, and codes of 16 bits need no loop to pack them.
+    # int16 holds the codes of every integer dtype except uint16, and unlike narrower codes it needs no packing.
     carrier = spec.dtype if spec.dtype == jnp.uint16 else np.dtype(jnp.int16)
     expanded = None if steps is None else _find_granularity(config).expand(steps, x)
     return rounding.encode_steps(value, expanded, carrier, (low, high)).astype(jnp.int32)

@@ -43,20 +43,21 @@ class Codes(Protocol):
 
 
 def round_stochastically(value: jax.Array, key: Any) -> jax.Array:
-    """Return float32 values rounded down or up to an integer, up with a probability equal to the fraction."""
+    """Return float32 values rounded to an integer: up with a probability equal to their fraction, otherwise down."""
     below = lax.floor(value)
-    # The fraction and its product with 2**32 are both exact. An infinity has no fraction: it takes no sample.
+    # The fraction and its product with 2**32 are both exact. An infinity has no fraction; 0 leaves it unchanged.
     fraction = lax.mul(lax.sub(value, below), np.float32(2**32))
     fraction = lax.select(lax.is_finite(fraction), fraction, lax.full_like(fraction, 0))
-    # A fraction within 2**-25 of 1 rounds to 1. It always goes up, and its product does not fit a uint32.
+    # float32 rounds a fraction within 2**-25 of 1 to 1. Its product is 2**32, which a uint32 cannot hold, so such a
+    # value is rounded up without a sample.
     is_whole = lax.ge(fraction, np.float32(2**32))
     threshold = lax.convert_element_type(lax.min(fraction, np.float32(2**32 - 2**8)), jnp.uint32)
-    up = lax.bitwise_or(is_whole, lax.lt(jax.random.bits(key, value.shape, jnp.uint32), threshold))
-    return lax.select(up, lax.add(below, np.float32(1)), below)
+    rounds_up = lax.bitwise_or(is_whole, lax.lt(jax.random.bits(key, value.shape, jnp.uint32), threshold))
+    return lax.select(rounds_up, lax.add(below, np.float32(1)), below)
 
 
 def find_mask(rule: Rule, spec: Codes, u: jax.Array, steps: jax.Array | None) -> jax.Array | None:
-    """Return where the gradient passes to x, or None for everywhere. False for NaN.
+    """Return a mask of the elements whose gradient passes to x, False for NaN; or None if all of them pass.
 
     Args:
         rule: Static. The estimator.
@@ -72,7 +73,7 @@ def find_mask(rule: Rule, spec: Codes, u: jax.Array, steps: jax.Array | None) ->
             return (u >= low) & (u <= high)
         bounds = None if spec.dtype in dtypes.SMALL_FLOATS else (int(low), int(high))
         return rounding.find_in_range(u, steps, spec.dtype, bounds)
-    # u + z would round. The bounds are whole numbers, so to subtract z from them is exact.
+    # u + z would be rounded. Subtracting z from the bounds is exact, because they are whole numbers.
     least, most = (bound if steps is None else bound - steps.astype(jnp.float32) for bound in (low, high))
     if isinstance(rule, StochasticRounding):
         return (u >= least) & (u <= most)

@@ -1,4 +1,4 @@
-"""Calibrators: pure functions that find ranges in streams of batches without holding the data."""
+"""Calibrators: pure functions that find ranges in streams of batches without keeping the data."""
 
 from .calibrator import Calibrator, Range
 from .entropy import entropy

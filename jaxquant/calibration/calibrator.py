@@ -75,29 +75,29 @@ class Calibrator(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The functions that differ between calibrators. Their arguments are checked.
+    """What differs between calibrators; the functions get checked arguments.
 
     Attributes:
         function: the name of the calibrator's factory, for errors.
         spec: how to quantize.
-        nothing: `nothing(shape)` returns the state without data for ranges of this shape.
-        step: `step(state, batch)` returns the next state.
-        together: `together(a, b)` merges two states.
-        across: `across(state, axis_name)` merges the states along a mapped axis.
+        make_empty: `make_empty(shape)` returns the state without data for ranges of this shape.
+        update: `update(state, batch)` returns the next state.
+        merge: `merge(a, b)` merges two states.
+        reduce: `reduce(state, axis_name)` merges the states along a mapped axis.
         finish: `finish(state)` returns the least and the largest value of each slice, and the range.
     """
 
     function: str
     spec: QuantSpec
-    nothing: Callable[[tuple[int, ...]], Any]
-    step: Callable[[Any, jax.Array], Any]
-    together: Callable[[Any, Any], Any]
-    across: Callable[[Any, Any], Any]
+    make_empty: Callable[[tuple[int, ...]], Any]
+    update: Callable[[Any, jax.Array], Any]
+    merge: Callable[[Any, Any], Any]
+    reduce: Callable[[Any, Any], Any]
     finish: Callable[[Any], tuple[jax.Array, jax.Array, Range]]
 
 
 def build_calibrator(parts: Parts) -> Calibrator:
-    """Return the calibrator of these functions, with the checks that all calibrators share."""
+    """Return the calibrator with these parts and the checks that all calibrators share."""
     return Calibrator(*(functools.partial(f, parts) for f in (_init, _update, _merge, _finalize, _all_reduce)))
 
 
@@ -113,8 +113,8 @@ def _init(parts: Parts, example: Any) -> Any:
     has_shape = hasattr(example, "shape") and hasattr(example, "dtype")
     expected = "an array or a jax.ShapeDtypeStruct"
     checks.require_type(has_shape, name, "example", expected, type(example).__name__)
-    state = parts.nothing(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
-    if checks.is_traced(example):  # under jax.shard_map, the carry of a loop must vary over devices as its data do
+    state = parts.make_empty(scale_from_range.find_range_shape(name, parts.spec, tuple(example.shape)))
+    if checks.is_traced(example):  # under jax.shard_map the carry of a loop must vary over the devices as its data do
         state = jax.tree.map(lambda part: sharding.vary_like(part, example), state)
     return state
 
@@ -125,20 +125,20 @@ def _update(parts: Parts, state: Any, batch: Any) -> Any:
     batch = _read_batch(name, "batch", batch)
     shape = scale_from_range.find_range_shape(name, parts.spec, batch.shape)
     if shape != tuple(state.low.shape):
-        expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, like those of the example of init"
+        expected = f"a batch whose ranges have shape {tuple(state.low.shape)}, as for the example given to init"
         got = f"ranges of shape {shape} for a batch of shape {batch.shape}"
         checks.require(False, name, "batch", expected, got)
-    return parts.step(state, batch)
+    return parts.update(state, batch)
 
 
 def _read_batch(function: str, argument: str, value: Any) -> jax.Array:
-    """Check that a batch holds floats, and return it as a JAX array."""
+    """Check that a batch holds floats and return it as a JAX array without a gradient."""
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         value = value.__jax_array__()  # for example a flax.nnx.Param
     value = entry_point.convert_number(value)
-    # Only numpy has float64 here: a JAX array of float64 is refused by its dtype.
+    # numpy's float64 is converted as JAX converts it by default. A JAX array of float64 fails the check below.
     if isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64:
-        value = value.astype(np.float32)  # as JAX converts it
+        value = value.astype(np.float32)
     (value,) = entry_point.convert_arrays(function, {argument: value})
     checks.check_array(function, argument, value, dtypes.FLOATS)
     return lax.stop_gradient(value)
@@ -149,47 +149,46 @@ def _merge(parts: Parts, a: Any, b: Any) -> Any:
     _check_state(parts, name, "a", a)
     _check_state(parts, name, "b", b)
     if a.low.shape != b.low.shape:
-        expected = f"shape {tuple(a.low.shape)}, like that of a"
+        expected = f"shape {tuple(a.low.shape)}, the shape of a.low"
         checks.require(False, name, "b.low", expected, f"shape {tuple(b.low.shape)}")
-    return parts.together(a, b)
+    return parts.merge(a, b)
 
 
 def _finalize(parts: Parts, state: Any, allow_zero: bool = False) -> Range:
     name = f"{parts.function}.finalize"
     _check_state(parts, name, "state", state)
     checks.check_flag(name, "allow_zero", allow_zero)
-    return _conclude(name, *parts.finish(state), bool(allow_zero))
+    return _check_slices(name, *parts.finish(state), bool(allow_zero))
 
 
 def _all_reduce(parts: Parts, state: Any, axis_name: Any) -> Any:
     _check_state(parts, f"{parts.function}.all_reduce", "state", state)
-    return parts.across(state, axis_name)
+    return parts.reduce(state, axis_name)
 
 
 @functools.lru_cache(maxsize=256)
-def _make_template(nothing: Callable[[tuple[int, ...]], Any], shape: tuple[int, ...]) -> Any:
-    return jax.eval_shape(lambda: nothing(shape))
+def _make_template(make_empty: Callable[[tuple[int, ...]], Any], shape: tuple[int, ...]) -> Any:
+    return jax.eval_shape(lambda: make_empty(shape))
 
 
 def _check_state(parts: Parts, function: str, argument: str, state: Any) -> None:
     """Raise unless the state has the type, the shapes and the dtypes that `init` gives it."""
     # The template is cached, because eval_shape traces the function that makes a state.
-    expected = _make_template(parts.nothing, tuple(getattr(getattr(state, "low", None), "shape", ())))
-    name, reason = type(expected).__name__, f"as {parts.function}.init returns it"
-    is_same = type(state) is type(expected)
+    template = _make_template(parts.make_empty, tuple(getattr(getattr(state, "low", None), "shape", ())))
+    name, reason = type(template).__name__, f"as {parts.function}.init returns it"
+    is_same = type(state) is type(template)
     checks.require_type(is_same, function, argument, f"a {name}, {reason}", type(state).__name__)
-    for field in expected._fields:
-        got, want = (jax.tree.leaves(getattr(s, field)) for s in (state, expected))
-        described = [", ".join(f"{v.dtype}{list(v.shape)}" for v in leaves) or "None" for leaves in (got, want)]
-        text = f"{described[1]}, {reason}"
-        checks.require(described[0] == described[1], function, f"{argument}.{field}", text, described[0])
+    for field in template._fields:
+        leaves = (jax.tree.leaves(getattr(s, field)) for s in (state, template))
+        got, expected = (", ".join(f"{v.dtype}{list(v.shape)}" for v in arrays) or "None" for arrays in leaves)
+        checks.require(got == expected, function, f"{argument}.{field}", f"{expected}, {reason}", got)
 
 
 def _find_faults(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the fault of each slice with these extremes, 0 for none; low > high marks a slice without data."""
+    """Return the code of the fault of each slice, or 0 if it has none; low > high marks a slice without data."""
     has_no_data = low > high
     infinite = (jnp.isinf(low) | jnp.isinf(high)) & ~has_no_data
-    # Compared by their bits, because XLA:CPU treats a subnormal number as 0.
+    # The bits are compared, because XLA:CPU treats subnormal numbers as 0.
     zero = (_clear_sign(low) | _clear_sign(high)) == 0
     fault = jnp.where(zero, _ZEROS, jnp.where(has_no_data, _NOTHING, jnp.where(infinite, _INFINITE, 0)))
     return jnp.where(jnp.isnan(low) | jnp.isnan(high), _NAN, fault)
@@ -199,14 +198,14 @@ def _clear_sign(value: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(value, jnp.int32) & np.int32(0x7FFFFFFF)
 
 
-def _conclude(function: str, low: jax.Array, high: jax.Array, ranges: Range, allow_zero: bool) -> Range:
-    """Return the ranges after a check of each slice: eagerly a fault raises, under a trace it gives NaN."""
+def _check_slices(function: str, low: jax.Array, high: jax.Array, ranges: Range, allow_zero: bool) -> Range:
+    """Return the ranges after a check of each slice: a fault raises if known, and becomes NaN under a trace."""
     fault = _find_faults(low, high)
     if allow_zero:
         zero = fault == _ZEROS
         ranges = Range(*(jnp.where(zero, np.float32(0), end) for end in ranges))
         fault = jnp.where(zero, 0, fault)
-    # Faults on the devices of other hosts cannot be read here, unless every device holds them.
+    # If some devices belong to other hosts, the faults can be read here only if every device holds all of them.
     if not checks.is_traced(fault) and (fault.is_fully_addressable or fault.is_fully_replicated):
         _raise_faults(function, np.asarray(fault))
         return ranges
@@ -215,9 +214,9 @@ def _conclude(function: str, low: jax.Array, high: jax.Array, ranges: Range, all
 
 def _raise_faults(function: str, fault: np.ndarray) -> None:
     """Raise for the first kind of fault that a slice has, and name the first slice that has it."""
-    for code, (what, remedy) in _FAULTS.items():
+    for code, (description, remedy) in _FAULTS.items():
         slices = np.argwhere(fault == code)
         if len(slices):
             first = tuple(int(i) for i in slices[0])
-            got = f"{what} in {len(slices)} of {fault.size} slices, first in {first}; {remedy}"
+            got = f"{description} in {len(slices)} of {fault.size} slices, first in {first}; {remedy}"
             checks.require(False, function, "state", "finite numbers in every slice, not all of them 0", got)

@@ -18,7 +18,7 @@ from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 
 _NAME = "entropy"
-_MOST = 2**13
+_MAX_BINS = 2**13  # the time of `finalize` grows with the square of the number of bins
 _EPSILON = np.float32(1e-4)  # the count that an empty bin gets
 
 
@@ -82,18 +82,25 @@ def entropy(spec: QuantSpec, *, bins: int = 2048, every: int = 1) -> Calibrator:
     narrow = [d for d in dtypes.INTEGERS if dtypes.count_bits(d) <= 8]
     checks.require_type(spec.dtype in narrow, _NAME, "spec.dtype", dtypes.list_names(tuple(narrow)), spec.dtype)
     symmetric, (least, most) = bool(spec.symmetric), spec.bounds
+    # A symmetric spec is measured on |x|, so only the codes of one sign count.
     levels = 2 ** (dtypes.count_bits(spec.dtype) - 1) if symmetric else int(most - least) + 1
     checks.check_integer(_NAME, "bins", bins)
-    enough = 4 * levels <= bins <= _MOST
-    checks.require(
-        enough, _NAME, "bins", f"a power of two in [{4 * levels}, {_MOST}], because there are {levels} levels", bins
-    )
+    expected = f"a power of two in [{4 * levels}, {_MAX_BINS}], because there are {levels} levels"
+    checks.require(4 * levels <= bins <= _MAX_BINS, _NAME, "bins", expected, bins)
     finish = functools.partial(_finish, levels=levels, symmetric=symmetric)
     return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every), finish)
 
 
 class _Bins(NamedTuple):
-    """The histogram of one slice, cumulative sums of its counts and of its non-empty bins, and the ends of its data."""
+    """The histogram of one slice.
+
+    Attributes:
+        counts: the count of each bin, float32.
+        before: the exact sum of the counts before each bin, and before the end.
+        filled: the number of non-empty bins before each bin, and before the end.
+        first: the first non-empty bin.
+        last: the last non-empty bin.
+    """
 
     counts: jax.Array
     before: Words
@@ -111,53 +118,57 @@ def _finish(state: HistogramState, *, levels: int, symmetric: bool) -> tuple[jax
         bins = _fold_bins(counts) if symmetric else _sign_bins(counts)
 
         def measure_side(side: jax.Array) -> jax.Array:
-            centre = 0 if symmetric else half
-            start = jnp.maximum(centre - side, bins.first)
-            end = jnp.minimum(centre + side, bins.last + 1)
+            # For |x| the first bin starts at 0, for x the middle one does.
+            origin = 0 if symmetric else half
+            start = jnp.maximum(origin - side, bins.first)
+            end = jnp.minimum(origin + side, bins.last + 1)
             divergence = _find_divergence(bins, start, end, levels)
+            # A range with fewer bins than levels loses nothing and would always win. The whole range stays a candidate.
             return jnp.where((end - start >= levels) | (side == half), divergence, np.float32(np.inf))
 
         return candidates[jnp.argmin(lax.map(measure_side, candidates))]
 
-    # Slice by slice, because the bins of one slice stay in the cache and those of all do not.
+    # Work slice by slice: the bins of one slice stay in the cache, those of all slices would not.
     sides = lax.map(find_best_side, jax.tree.map(lambda v: v.reshape(-1, v.shape[-1]), state.counts))
     low, high = state.low, state.high
+    # The width of a bin is a power of two, so the product is exact.
     reach = sides.reshape(low.shape).astype(jnp.float32) * histogram.find_width(state)
     return low, high, Range(lax.clamp(low, -reach, high), lax.clamp(low, reach, high))
 
 
 def _fold_bins(counts: Words) -> _Bins:
+    """Return the bins of |x|, from the counts of the bins of x."""
     below, above = (Words(*(half.reshape(2, -1)[i] for half in counts)) for i in (0, 1))
     bins = _sum_bins(uint64.add(above, Words(*(half[::-1] for half in below))))
     return bins._replace(first=jnp.zeros_like(bins.first))
 
 
 def _sign_bins(counts: Words) -> _Bins:
+    """Return the bins of x, with data that extends to 0 at least, because every range includes 0."""
     half = counts.low.size // 2
     bins = _sum_bins(counts)
-    return bins._replace(
-        first=jnp.minimum(bins.first, half), last=jnp.maximum(bins.last, half - 1)
-    )  # the range includes 0
+    return bins._replace(first=jnp.minimum(bins.first, half), last=jnp.maximum(bins.last, half - 1))
 
 
 def _sum_bins(counts: Words) -> _Bins:
     filled = (counts.low | counts.high) != 0
-    before = Words(*(_drop_zero(half) for half in uint64.sum_cumulatively(counts)))
+    before = Words(*(_prepend_zero(half) for half in uint64.sum_cumulatively(counts)))
     return _Bins(
         uint64.to_float32(counts),
         before,
-        _drop_zero(jnp.cumsum(filled, dtype=jnp.int32)),
+        _prepend_zero(jnp.cumsum(filled, dtype=jnp.int32)),
         jnp.argmax(filled).astype(jnp.int32),
         np.int32(filled.size - 1) - jnp.argmax(filled[::-1]).astype(jnp.int32),
     )
 
 
-def _drop_zero(values: jax.Array) -> jax.Array:
+def _prepend_zero(values: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(values[:1]), values])
 
 
 def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int) -> jax.Array:
-    """Return KL(P || Q) of the bins from `start` up to, but without, `end`."""
+    """Return KL(P || Q) of the bins from `start` to `end` - 1."""
+    # P: the counts in the range, to whose first and last bin the counts outside are added.
     size = bins.counts.size
     n = jnp.maximum(end - start, 1)
     left, right = _sum_between(bins, jnp.zeros_like(start), start), _sum_between(bins, end, jnp.full_like(end, size))
@@ -166,37 +177,40 @@ def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int)
     p = jnp.where(inside, bins.counts, np.float32(0))
     p = p + jnp.where(offset == 0, left, np.float32(0)) + jnp.where(offset == n - 1, right, np.float32(0))
 
+    # Q: the counts of each run of bins, spread evenly over the bins that are not empty in P.
     edges = start + (lax.iota(jnp.int32, levels + 1) * n + (levels - 1)) // levels
     lower, upper = edges[:-1], edges[1:]
     held = _sum_between(bins, lower, upper)
     filled = bins.filled[upper] - bins.filled[lower]
-    for edge, beyond in ((start, left), (end - 1, right)):  # a bin whose only counts come from outside the range
+    for edge, beyond in ((start, left), (end - 1, right)):
+        # A bin that has only counts from outside the range is not empty in P, but `bins.filled` does not include it.
         was_empty = (bins.counts[jnp.minimum(edge, size - 1)] == 0) & (beyond > 0)
         filled = filled + (was_empty & (lower <= edge) & (edge < upper)).astype(jnp.int32)
     even = held / jnp.maximum(filled, 1).astype(jnp.float32)
-    # This is offset * levels // n. Floats are exact for so few bins, and XLA divides them with vectors.
+    # This is offset * levels // n. Float arithmetic gives the same integers for so few bins, and XLA vectorizes it.
     part = (offset * levels).astype(jnp.float32) + np.float32(0.5)
     run = jnp.clip((part / n.astype(jnp.float32)).astype(jnp.int32), 0, levels - 1)
     q = jnp.where(p > 0, even[run], np.float32(0))
 
     p, q = _smooth(p, inside), _smooth(q, inside)
-    # KL = sum(P * (R - 1 - log(R))) with R = Q / P, because both sum to 1. No term is negative, so nothing cancels.
+    # Because P and Q both sum to 1, KL = sum(P * (R - 1 - log(R))) with R = Q / P. No term of this sum is negative, so
+    # nothing cancels.
     ratio = jnp.where(inside, q / jnp.where(inside, p, np.float32(1)), np.float32(1))
     terms = p * (ratio - 1 - jnp.log(ratio))
     return jnp.where(jnp.sum(held) > 0, jnp.sum(terms), np.float32(np.inf))
 
 
 def _sum_between(bins: _Bins, start: jax.Array, end: jax.Array) -> jax.Array:
-    """Return the number of elements from bin `start` up to, but without, `end`, as a float32 rounded once."""
+    """Return the number of elements in the bins from `start` to `end` - 1, as a float32 computed from exact sums."""
     first, last = (Words(*(half[index] for half in bins.before)) for index in (start, end))
     return uint64.to_float32(uint64.subtract(last, first))
 
 
 def _smooth(counts: jax.Array, inside: jax.Array) -> jax.Array:
-    """Return the counts divided by their sum, after each empty bin got a small count."""
+    """Return the counts divided by their sum, after each empty bin has been given a small count."""
     empty = inside & (counts == 0)
     total = jnp.maximum(jnp.sum(counts), np.float32(1))
     empties = jnp.sum(empty, dtype=jnp.int32).astype(jnp.float32)
-    added = jnp.minimum(_EPSILON * empties, total / 2)
+    added = jnp.minimum(_EPSILON * empties, total / 2)  # at most half of the counts, if there are few elements
     each = added / jnp.maximum(empties, np.float32(1))
     return jnp.where(empty, each, counts * (1 - added / total)) / total

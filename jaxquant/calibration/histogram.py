@@ -1,8 +1,9 @@
 """A histogram that grows with the data, and depends neither on the order of the batches nor on how states are merged.
 
-Bin j of a slice holds the numbers in [j, j + 1) * 2**exponent / (bins / 2); below 0 it is the mirror image, (j, j + 1].
-When a larger number arrives, the exponent grows and bin j is added to bin j >> 1. No count is lost or estimated, and
-each count is where it would be if the larger number had arrived first.
+The width of a bin is w = 2**exponent / (bins / 2). For j >= 0, bin j of a slice holds the numbers in [j * w, (j + 1) *
+w); for j < 0, it holds those in (j * w, (j + 1) * w]. When a larger number arrives, the exponent grows, and for each
+step bin j is added to bin j >> 1. No count is lost or estimated, and each count ends in the bin in which it would be if
+the larger number had arrived first.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from . import running, slice_layout
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
 
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width must be a float32
-_SPARE = 16  # extra slots after the bins of a table, the first half of them for zeros
-_CHUNK = 2**14  # the number of elements whose indices fit the cache
-_TABLES = 2**31
-_NONE = np.int32(2**31 - 1)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
+_SPARE = 16  # extra slots after the bins of a table: the first half counts zeros, the last one elements to ignore
+_CHUNK = 2**14  # the number of elements whose indices fit in the cache
+_MAX_SLOTS = 2**31  # the index of a slot is an int32
+_NO_LEAST = np.int32(2**31 - 1)  # the least magnitude in an empty bin: it is above the bits of every float
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # all bits of a float32 except its sign
 
 
 class HistogramState(NamedTuple):
     """Counts in equal bins over [-2**exponent, 2**exponent), with the least exponent that includes all the data.
 
-    A NaN or an infinity in a slice shows in `low` or `high`; the counts of that slice are then meaningless.
+    If a slice contains a NaN or an infinity, `low` or `high` shows it, and the counts of the slice are meaningless.
 
     Attributes:
         low: the least value of each slice, float32.
@@ -44,7 +45,7 @@ class HistogramState(NamedTuple):
         exponent: the exponent of each slice, int32.
         counts: the counts of the bins, in an additional last dimension, two uint32 words.
         least: the bits of the least magnitude in each bin, int32; None if the calibrator does not need them.
-        most: the bits of the largest magnitude in each bin, likewise.
+        most: the bits of the largest magnitude in each bin, int32, or None.
     """
 
     low: jax.Array
@@ -86,13 +87,13 @@ def build_histogram_calibrator(settings: Settings, finish: Any) -> Calibrator:
     for argument in ("bins", "every"):
         checks.check_integer(function, argument, getattr(settings, argument))
     bins, every = int(settings.bins), int(settings.every)
-    power = 16 <= bins <= uint64.TERMS and bins & (bins - 1) == 0
-    checks.require(power, function, "bins", f"a power of two in [16, {uint64.TERMS}]", bins)
+    is_power = 16 <= bins <= uint64.TERMS and bins & (bins - 1) == 0
+    checks.require(is_power, function, "bins", f"a power of two in [16, {uint64.TERMS}]", bins)
     checks.require(every > 0, function, "every", "a positive int", every)
     settings = settings._replace(bins=bins, every=every)
-    nothing = functools.partial(_make_empty, settings)
-    step = functools.partial(_update, settings=settings)
-    return build_calibrator(Parts(function, settings.spec, nothing, step, _merge_states, _reduce_states, finish))
+    make_empty = functools.partial(_make_empty, settings)
+    update = functools.partial(_update, settings=settings)
+    return build_calibrator(Parts(function, settings.spec, make_empty, update, _merge_states, _reduce_states, finish))
 
 
 def find_bins(state: HistogramState) -> int:
@@ -111,19 +112,19 @@ def divide_by_width(state: HistogramState) -> jax.Array:
 
 
 def _find_power(exponent: jax.Array) -> jax.Array:
+    # The bits of a power of two are its biased exponent: this is exact, unlike exp2.
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
-    # Slots are indexed by int32.
     slots = math.prod(shape) * (settings.bins + _SPARE)
-    expected = f"fewer than {_TABLES} bins in total"
-    checks.require(slots < _TABLES, settings.function, "spec", expected, f"{math.prod(shape)} slices")
+    expected = f"fewer than {_MAX_SLOTS} bins in total"
+    checks.require(slots < _MAX_SLOTS, settings.function, "spec", expected, f"{math.prod(shape)} slices")
     full = (*shape, settings.bins)
-    ends = (jnp.full(full, _NONE), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
-    none = uint64.make_zeros(shape)
+    ends = (jnp.full(full, _NO_LEAST), jnp.zeros(full, jnp.int32)) if settings.has_ends else (None, None)
+    zeros = uint64.make_zeros(shape)
     return HistogramState(
-        *running.make_empty(shape), none, none, jnp.full(shape, np.int32(_LEAST)), uint64.make_zeros(full), *ends
+        *running.make_empty(shape), zeros, zeros, jnp.full(shape, np.int32(_LEAST)), uint64.make_zeros(full), *ends
     )
 
 
@@ -132,15 +133,16 @@ def _make_empty(settings: Settings, shape: tuple[int, ...]) -> HistogramState:
 
 def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
     """Return the state with a larger or equal exponent."""
+    # A slice whose bins are empty needs no steps.
     empty = (state.low > state.high) | ((state.low == 0) & (state.high == 0))
     steps = jnp.where(empty, 0, exponent - state.exponent)
-    steps = jnp.minimum(
-        steps, find_bins(state).bit_length()
-    )  # after that many, all counts are in the two bins next to 0
+    # After this many steps all counts are in the two bins next to 0, and more steps would change nothing.
+    steps = jnp.minimum(steps, find_bins(state).bit_length())
     parts = jax.tree.map(lambda part: sharding.vary_like(part, steps), (state.counts, state.least, state.most))
 
     def halve(carry: Any) -> Any:
         left, parts = carry
+        # The slices need different numbers of steps: those that are done keep their bins.
         grows = (left > 0)[..., None]
         return left - 1, jax.tree.map(lambda new, old: jnp.where(grows, new, old), _halve_bins(*parts), parts)
 
@@ -149,20 +151,16 @@ def _grow_to(state: HistogramState, exponent: jax.Array) -> HistogramState:
 
 
 def _halve_bins(counts: Words, least: jax.Array | None, most: jax.Array | None) -> Any:
-    """Return the bins added in pairs, in the middle of as many bins as before."""
+    """Return the bins with adjacent ones combined, in the middle of as many bins as before."""
+    even, odd = (Words(*halves) for halves in zip(*map(_split_pairs, counts), strict=True))
     return (
-        Words(
-            *(
-                _pad_bins(v, 0)
-                for v in uint64.add(*(Words(*pair) for pair in zip(*map(_add_pairs, counts), strict=True)))
-            )
-        ),
-        None if least is None else _pad_bins(lax.min(*_add_pairs(least)), _NONE),
-        None if most is None else _pad_bins(lax.max(*_add_pairs(most)), 0),
+        Words(*(_pad_bins(word, 0) for word in uint64.add(even, odd))),
+        None if least is None else _pad_bins(lax.min(*_split_pairs(least)), _NO_LEAST),
+        None if most is None else _pad_bins(lax.max(*_split_pairs(most)), 0),
     )
 
 
-def _add_pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split_pairs(bins: jax.Array) -> tuple[jax.Array, jax.Array]:
     pairs = bins.reshape(*bins.shape[:-1], -1, 2)
     return pairs[..., 0], pairs[..., 1]
 
@@ -179,8 +177,9 @@ def _pad_bins(half: jax.Array, fill: Any) -> jax.Array:
 def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> HistogramState:
     if batch.size == 0:
         return state
-    most = "fewer than 2**31 elements"
-    checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", most, f"shape {batch.shape}")
+    # The counts of one batch are int32.
+    expected = "fewer than 2**31 elements"
+    checks.require(batch.size < 2**31, f"{settings.function}.update", "batch", expected, f"shape {batch.shape}")
     shape, block = state.low.shape, scale_from_range.find_block_size(settings.spec)
     new = running.find_batch_extremes(batch, shape, block)
     state = _grow_to(state, jnp.maximum(state.exponent, _find_exponent(*new)))
@@ -188,7 +187,7 @@ def _update(state: HistogramState, batch: jax.Array, *, settings: Settings) -> H
     counts, spare = tables[0][..., : settings.bins], tables[0][..., settings.bins :]
     zeros = jnp.sum(spare[..., : _SPARE // 2], axis=-1, dtype=jnp.int32)
     ends = [table[..., : settings.bins] for table in tables[1:]] or [None, None]
-    # The number of elements is static: short blocks have fewer.
+    # The numbers of elements are known statically; a short block has fewer.
     members = min_max.count_members(batch, shape, block).astype(np.int32)
     return HistogramState(
         *running.merge_extremes(state, new),
@@ -206,7 +205,7 @@ def _combine_ends(combine: Any, a: jax.Array | None, b: jax.Array | None) -> jax
 
 
 def _find_exponent(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Return the least e with |x| < 2**e; an infinity or a NaN gets the least exponent, so that it grows nothing."""
+    """Return the least e with |x| < 2**e; a NaN or an infinity gives the least possible exponent, and grows nothing."""
     bits = lax.bitcast_convert_type(lax.max(lax.abs(low), lax.abs(high)), jnp.int32) & _MAGNITUDE
     return jnp.maximum(jnp.where(bits < 0x7F800000, (bits >> 23) - 126, _LEAST), _LEAST)
 
@@ -224,25 +223,25 @@ def _count_in_bins(batch: jax.Array, per_width: jax.Array, settings: Settings) -
     slots = settings.bins + _SPARE
 
     def fill(x: jax.Array, per_width: jax.Array, chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        empty = [0, _NONE, 0] if settings.has_ends else [0]
+        empty = [0, _NO_LEAST, 0] if settings.has_ends else [0]
         tables = tuple(jnp.full(entries * slots, np.int32(v)) for v in empty)
         tables = tuple(sharding.vary_like(table, per_width) for table in tables)
         counts = [-(-n // size) for n, size in zip(x.shape, chunk, strict=True)]
         slot = lax.broadcasted_iota(jnp.int32, chunk, 1) * slots
-        # Adjacent zeros get different slots, because adding to a slot that was just written has to wait.
+        # Adjacent zeros are counted in different slots, because adding to a slot that was just written has to wait.
         zero = slot + settings.bins + (lax.broadcasted_iota(jnp.int32, chunk, 2) & (_SPARE // 2 - 1))
-        if math.prod(counts) > 1:  # kept in memory: to compute them in each step doubles its time
+        if math.prod(counts) > 1:  # keep both in memory, because computing them again would double the time of a step
             slot, zero = lax.optimization_barrier((slot, zero))
 
         def step(i: Any, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            i = lax.convert_element_type(i, jnp.int32)  # int64 under JAX_ENABLE_X64, whatever the dtype of the bounds
+            i = lax.convert_element_type(i, jnp.int32)  # under JAX_ENABLE_X64 the loop index is an int64
             place = (i // counts[2] % counts[0], i // (counts[2] * counts[0]), i % counts[2])
             index, magnitude = _find_indices(x, per_width, settings.bins, is_padded, slot, zero, place)
             return _scatter_counts(tables, index, magnitude)
 
         return lax.fori_loop(0, math.prod(counts), step, tables)
 
-    # On XLA:CPU one scatter of all elements is slow, because the indices do not fit the cache: it scatters in chunks.
+    # On a CPU the elements are scattered in chunks, whose indices fit in the cache; one scatter of all would be slow.
     # Other backends scatter all elements at once.
     tables = lax.platform_dependent(
         x, per_width,
@@ -272,7 +271,7 @@ def _count_chunk(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _find_chunk_size(length: int, most: int) -> int:
-    """Return the largest divisor of a length that is at most `most`, or `most` if all of these are much smaller."""
+    """Return the largest divisor of a length that is at most `most`, or `most` itself if it is much smaller."""
     if length <= most:
         return max(1, length)
     return next((n for n in range(most, most // 4, -1) if length % n == 0), max(1, most))
@@ -282,21 +281,23 @@ def _find_indices(
     x: jax.Array, per_width: jax.Array, bins: int, is_padded: bool, slot: jax.Array, zero: jax.Array, place: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Return the slots of the elements of a chunk, and the bits of their magnitudes."""
-    chunk, half, trash = slot.shape, bins // 2, bins + _SPARE - 1
-    expected = tuple(p * size for p, size in zip(place, chunk, strict=True))
-    start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(expected, x.shape, chunk, strict=True))
+    chunk, half, ignored = slot.shape, bins // 2, bins + _SPARE - 1
+    # The last chunk along a dimension may not be whole: it then starts earlier and overlaps the one before it.
+    regular = tuple(p * size for p, size in zip(place, chunk, strict=True))
+    start = tuple(lax.min(w, np.int32(n - size)) for w, n, size in zip(regular, x.shape, chunk, strict=True))
     value = lax.dynamic_slice(x, start, chunk).astype(jnp.float32)
     scale = lax.dynamic_slice(per_width, (start[1],), (chunk[1],))
     bits = lax.bitcast_convert_type(value, jnp.int32)
     scaled = lax.abs(value) * lax.broadcast_in_dim(scale, chunk, (1,))
-    size = jnp.clip(scaled.astype(jnp.int32), 0, half - 1)  # no index may be out of bounds, not even that of a NaN
+    size = jnp.clip(scaled.astype(jnp.int32), 0, half - 1)  # the scatter requires valid indices, even for a NaN
+    # bits >> 31 is -1 for a negative number, and size ^ -1 is -1 - size: the bin on the other side of 0.
     index = jnp.where(value == 0, zero, (size ^ (bits >> 31)) + half + slot)
-    if is_padded:
-        index = jnp.where(jnp.isnan(value), slot + trash, index)
+    if is_padded:  # the padding is NaN
+        index = jnp.where(jnp.isnan(value), slot + ignored, index)
     for axis, (n, step) in enumerate(zip(x.shape, chunk, strict=True)):
-        if n % step:  # the last chunk overlaps the one before
+        if n % step:  # elements in the overlap have already been counted
             position = lax.broadcasted_iota(jnp.int32, chunk, axis) + start[axis]
-            index = jnp.where(position < expected[axis], slot + trash, index)
+            index = jnp.where(position < regular[axis], slot + ignored, index)
     return (index + start[1] * (bins + _SPARE)).reshape(-1), (bits & _MAGNITUDE).reshape(-1)
 
 
@@ -305,6 +306,7 @@ def _scatter_counts(tables: tuple[jax.Array, ...], index: jax.Array, magnitude: 
     inside = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     updates = (jnp.ones_like(magnitude), magnitude, magnitude)
     operations = (lax.scatter_add, lax.scatter_min, lax.scatter_max)
+    # Without ends there is only the table of counts, and zip drops the other two updates.
     return tuple(
         scatter(table, index[:, None], update, numbers, mode=inside)
         for table, update, scatter in zip(tables, updates, operations, strict=False)

@@ -18,8 +18,8 @@ from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 
 _NAME = "mse"
-_SHORT = np.float32(1e-3)  # in steps: a shorter interval is not integrated, because float32 differences would cancel
-_SURE = np.float32(4)  # standard deviations
+_SHORT = np.float32(1e-3)  # in steps; a shorter interval is not integrated, because float32 differences would cancel
+_CERTAINTY = np.float32(4)  # the standard deviations by which a range must be better than the whole range
 
 
 def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -> Calibrator:
@@ -86,7 +86,7 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every, True), finish)
 
 
-class _Stretch(NamedTuple):
+class _Intervals(NamedTuple):
     """Intervals of numbers: their ends in units of a bin, and the number of elements in each."""
 
     start: jax.Array
@@ -97,9 +97,8 @@ class _Stretch(NamedTuple):
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "grid"))
 def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.Array, jax.Array, Range]:
     low, high = state.low, state.high
-    shares = jnp.asarray(
-        np.arange(grid, 0, -1) / np.float64(grid), jnp.float32
-    )  # the whole range is first, so that argmin prefers it among equals
+    # The whole range is the first candidate, so that argmin prefers it to equally good ones.
+    shares = jnp.asarray(np.arange(grid, 0, -1) / np.float64(grid), jnp.float32)
     shares = shares.reshape((grid,) + (1,) * low.ndim)
     ranges = _list_candidates(spec, low, high, shares)
     parameters = functools.partial(
@@ -108,15 +107,17 @@ def _finish(state: HistogramState, *, spec: QuantSpec, grid: int) -> tuple[jax.A
     scales, points = jax.vmap(lambda lo, hi: parameters(low=lo, high=hi))(*ranges)
     wide = small_floats.scale_as_float32(scales)
     zero = jnp.zeros_like(wide) if points is None else points.astype(jnp.float32)
-    stretches = _cut_stretches(state)
+    intervals = _list_intervals(state)
     per_width = histogram.divide_by_width(state)
-    means, doubts = lax.map(lambda v: _find_error(spec, stretches, v[0] * per_width, v[1]), (wide, zero))
-    # XLA treats a range of subnormal numbers as 0: its scale is 1, and its error in bins overflows to NaN.
+    # `lax.map` measures one candidate at a time, because the arrays of all candidates would take too much memory.
+    means, variances = lax.map(lambda v: _find_error(spec, intervals, v[0] * per_width, v[1]), (wide, zero))
+    # XLA treats a range of subnormal numbers as 0. Its scale is then 1, and its error in bins overflows to NaN.
     best = jnp.argmin(jnp.where(jnp.isnan(means), np.float32(np.inf), means), axis=0)[None]
-    mean, doubt = (jnp.take_along_axis(v, best, axis=0)[0] for v in (means, doubts))
+    mean, variance = (jnp.take_along_axis(v, best, axis=0)[0] for v in (means, variances))
     lo, hi = (jnp.take_along_axis(end, best, axis=0)[0] for end in ranges)
-    whole = ~(mean + _SURE * jnp.sqrt(doubt + doubts[0]) < means[0])
-    return low, high, Range(jnp.where(whole, low, lo), jnp.where(whole, high, hi))
+    # Negated, so that a NaN keeps the whole range.
+    keeps_whole = ~(mean + _CERTAINTY * jnp.sqrt(variance + variances[0]) < means[0])
+    return low, high, Range(jnp.where(keeps_whole, low, lo), jnp.where(keeps_whole, high, hi))
 
 
 def _list_candidates(
@@ -132,7 +133,7 @@ def _list_candidates(
     return lax.max(-reach, low), lax.min(reach, high)
 
 
-def _cut_stretches(state: HistogramState) -> _Stretch:
+def _list_intervals(state: HistogramState) -> _Intervals:
     """Return the interval of the elements in each bin, with the exact zeros as the last interval."""
     assert state.least is not None
     assert state.most is not None
@@ -141,39 +142,43 @@ def _cut_stretches(state: HistogramState) -> _Stretch:
     near, far = (lax.bitcast_convert_type(v, jnp.float32) * per_width for v in (state.least, state.most))
     below = lax.broadcasted_iota(jnp.int32, near.shape, near.ndim - 1) < half
     count = uint64.to_float32(state.counts)
-    some = count > 0
+    has_elements = count > 0
     ends = (jnp.where(below, -far, near), jnp.where(below, -near, far))
-    start, end = (jnp.where(some, v, np.float32(0)) for v in ends)
-    zeros = uint64.to_float32(state.zeros)[..., None]
-    nothing = jnp.zeros_like(zeros)
-    last = (nothing, nothing, zeros)
-    return _Stretch(*(lax.concatenate(v, zeros.ndim - 1) for v in zip((start, end, count), last, strict=True)))
+    # The magnitudes of an empty bin are placeholders; 0 keeps them from overflowing.
+    start, end = (jnp.where(has_elements, v, np.float32(0)) for v in ends)
+    zero_count = uint64.to_float32(state.zeros)[..., None]
+    origin = jnp.zeros_like(zero_count)
+    last = (origin, origin, zero_count)
+    return _Intervals(*(lax.concatenate(v, zero_count.ndim - 1) for v in zip((start, end, count), last, strict=True)))
 
 
 def _find_error(
-    spec: QuantSpec, stretches: _Stretch, scale: jax.Array, point: jax.Array
+    spec: QuantSpec, intervals: _Intervals, scale: jax.Array, point: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the mean squared error of each slice, in squared bins, and the variance of that estimate."""
     scale, point = scale[..., None], point[..., None]
-    start, end = stretches.start / scale, stretches.end / scale
+    start, end = intervals.start / scale, intervals.end / scale
     (rest_a, sum_a), (rest_b, sum_b) = (_round_to_levels(spec, steps, point) for steps in (start, end))
-    # The integral of (u - q(u))**2 is rest**3 / 3, plus gap**3 / 12 for each code that was passed. The difference of
-    # two cubes is computed from its factors, so that large cubes do not cancel.
+    # In steps u, with the nearest code q(u), the integral of (u - q(u))**2 from 0 is rest**3 / 3 with rest = u - q(u),
+    # plus gap**3 / 12 for each gap between two codes on the way. The difference of two cubes is computed from its
+    # factors, so that large cubes do not cancel.
     square = rest_a * rest_a + rest_a * rest_b + rest_b * rest_b
     same, length = sum_a == sum_b, end - start
     passed = (sum_b - sum_a) + (rest_b - rest_a) * square / 3
     ends = (rest_a * rest_a + rest_b * rest_b) / 2
     mean = jnp.where(length < _SHORT, ends, passed / jnp.maximum(length, _SHORT))
+    # In an interval with a single nearest code the length cancels, so even a short one is integrated exactly.
     mean = jnp.maximum(jnp.where(same, square / 3, mean), 0)
     # The two ends of an interval are elements of the data; only the elements between them are estimated.
-    known = jnp.minimum(stretches.count, 2)
-    between = stretches.count - known
-    total = jnp.maximum(jnp.sum(stretches.count, axis=-1), np.float32(1))
-    # The variance of one such element: that of a square whose root is spread over the interval, or over many steps.
+    known = jnp.minimum(intervals.count, 2)
+    between = intervals.count - known
+    total = jnp.maximum(jnp.sum(intervals.count, axis=-1), np.float32(1))
+    # The variance of the squared error of one such element is the smaller of two estimates: for an interval much
+    # shorter than a step, and for one that spans many steps.
     variance = jnp.minimum(length * length / 3, np.float32(1.25) * mean) * mean
-    doubt = jnp.sum(variance * between, axis=-1) / total / total
+    variance_of_mean = jnp.sum(variance * between, axis=-1) / total / total
     unit = scale[..., 0] * scale[..., 0]
-    return jnp.sum(mean * between + ends * known, axis=-1) / total * unit, doubt * unit * unit
+    return jnp.sum(mean * between + ends * known, axis=-1) / total * unit, variance_of_mean * unit * unit
 
 
 def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -189,7 +194,7 @@ def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tup
     levels = _list_levels(spec)
     middles = (levels[:-1] + levels[1:]) / 2
     sums = np.concatenate([[0.0], np.cumsum(np.diff(levels) ** 3 / 12)])
-    sums -= sums[np.argmin(np.abs(levels))]  # small where levels are close, so that differences are exact
+    sums -= sums[np.argmin(np.abs(levels))]  # counted from 0, so that float32 is accurate where the levels are dense
     index = jnp.searchsorted(jnp.asarray(middles, jnp.float32), steps, method="scan_unrolled")
     return steps - jnp.asarray(levels, jnp.float32)[index], jnp.asarray(sums, jnp.float32)[index]
 
@@ -198,5 +203,5 @@ def _list_levels(spec: QuantSpec) -> np.ndarray:
     """Return the values of the codes in ascending order, float64."""
     if spec.codebook is not None:
         return np.asarray(spec.codebook.levels)
-    every = np.arange(2 ** dtypes.find_width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
-    return np.unique(every[np.isfinite(every)])
+    values = np.arange(2 ** dtypes.find_width(spec.dtype), dtype=np.uint8).view(spec.dtype).astype(np.float64)
+    return np.unique(values[np.isfinite(values)])  # one value for +0 and -0

@@ -80,24 +80,25 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
         return low, high, Range(low, high)
     counts, start, span = _cut_pieces(state, symmetric)
     width = histogram.find_width(state)
-    # A fraction keeps the rank exact beyond the 24 bits of a float32.
+    # With an exact fraction the rank stays exact beyond the 24 bits of a float32.
     share = Fraction(q) / 100
 
     def value(share: Fraction) -> jax.Array:
         return _find_value(counts, start, span, share) * width
 
-    lower, upper = (None, value(share)) if symmetric else (value((1 - share) / 2), value((1 + share) / 2))
-    lower = -upper if lower is None else lower
+    upper = value(share if symmetric else (1 + share) / 2)
+    lower = -upper if symmetric else value((1 - share) / 2)
+    # The value is only accurate to a bin and may be outside the data.
     return low, high, Range(lax.clamp(low, lower, high), lax.clamp(low, upper, high))
 
 
 def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
-    """Return the counts of adjacent intervals in ascending order, and their starts and lengths in bins."""
+    """Return the counts of adjacent intervals in ascending order, and the starts and lengths of these, in bins."""
     half = histogram.find_bins(state) // 2
     below, above = (jax.tree.map(lambda v, cut=cut: v[..., cut], state.counts) for cut in _split_halves(half))
     zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
     start = np.arange(half, dtype=np.float32)
-    if symmetric:
+    if symmetric:  # the percentile of |x|: mirror the negative bins
         above = uint64.add(above, jax.tree.map(lambda v: v[..., ::-1], below))
         parts, starts = [zeros, above], [[0], start]
     else:
@@ -113,13 +114,14 @@ def _split_halves(half: int) -> tuple[slice, slice]:
 
 
 def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fraction) -> jax.Array:
-    """Return numpy's percentile in bins, interpolated between two elements that are spread evenly in their bins."""
+    """Return numpy's percentile, in bins, where the elements of a bin are assumed to be spread evenly over it."""
     reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
     one = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
-    # A slice without data has no last rank: 0 keeps the subtraction from wrapping around.
+    # total - 1 wraps around for a slice without data, whose last rank is set to 0.
     last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, one), 0, v), uint64.subtract(total, one))
     rank, rest = uint64.find_share(last, share)
+    # numpy interpolates between this rank and the next one, which must not exceed the last.
     next_rank = uint64.add(rank, one)
     next_rank = jax.tree.map(lambda n, v: jnp.where(uint64.is_less(last, next_rank), v, n), next_rank, last)
     first, second = (_find_element(counts, reached, start, span, r) for r in (rank, next_rank))
@@ -128,8 +130,9 @@ def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fractio
 
 def _find_element(counts: Words, reached: Words, start: jax.Array, span: jax.Array, rank: Words) -> jax.Array:
     """Return the position of the element of a rank, in bins; the least element has the rank 0."""
-    wide = jax.tree.map(lambda v: v[..., None], rank)
-    after = uint64.is_less(jax.tree.map(lambda v, like: jnp.broadcast_to(v, like.shape), wide, reached), reached)
+    # The element is in the first interval at whose end the cumulative count exceeds the rank.
+    ranks = jax.tree.map(lambda v, like: jnp.broadcast_to(v[..., None], like.shape), rank, reached)
+    after = uint64.is_less(ranks, reached)
     index = jnp.minimum(jnp.sum(~after, axis=-1, dtype=jnp.int32), after.shape[-1] - 1)
 
     def pick(words: Words) -> Words:
@@ -137,5 +140,6 @@ def _find_element(counts: Words, reached: Words, start: jax.Array, span: jax.Arr
 
     held = pick(counts)
     within = uint64.to_float32(uint64.subtract(rank, uint64.subtract(pick(reached), held)))
+    # Of n elements that are spread evenly over an interval, element i is at (i + 1/2) / n of its length.
     share = (within + np.float32(0.5)) / jnp.maximum(uint64.to_float32(held), np.float32(1))
     return start[index] + span[index] * share

@@ -163,7 +163,8 @@ def moving_average(spec: QuantSpec, decay: float = 0.99) -> Calibrator:
 def _build(function: str, spec: QuantSpec, finish: Any) -> Calibrator:
     calibrator.check_spec(function, spec)
     step = functools.partial(_extend, block=scale_from_range.find_block_size(spec))
-    return calibrator.build_calibrator(Parts(function, spec, make_empty, step, _together, reduce_extremes, finish))
+    parts = Parts(function, spec, make_empty, step, _merge_extremes_jitted, reduce_extremes, finish)
+    return calibrator.build_calibrator(parts)
 
 
 # Running extremes.
@@ -175,7 +176,7 @@ def make_empty(shape: tuple[int, ...]) -> ExtremesState:
 
 
 def find_batch_extremes(batch: jax.Array, shape: tuple[int, ...], block: int | None) -> ExtremesState:
-    """Return the extremes of one batch, whole on every device as a state is."""
+    """Return the extremes of one batch, replicated on every device as a state is."""
     low, high = min_max.find_extremes(batch, shape, block)
     return ExtremesState(sharding.place_whole(low), sharding.place_whole(high))
 
@@ -186,17 +187,19 @@ def _extend(state: ExtremesState, batch: jax.Array, *, block: int | None) -> Ext
 
 
 def merge_extremes(a: Any, b: Any) -> ExtremesState:
-    """Return the extremes of two states together, NaN where one of them has a NaN."""
+    """Return the extremes of the data of two states, NaN for a slice that has a NaN in one of them."""
+    # The integer keys keep NaN, subnormal numbers and the sign of 0, which a float minimum would not.
     low = lax.min(*(min_max.encode_order(state.low) for state in (a, b)))
     high = lax.max(*(min_max.encode_order(state.high) for state in (a, b)))
     return ExtremesState(*min_max.decode_ends(low, high))
 
 
-_together = functools.partial(jax.jit, inline=True)(merge_extremes)
+# A jitted copy for `Calibrator.merge`. The other callers of `merge_extremes` are themselves jitted.
+_merge_extremes_jitted = functools.partial(jax.jit, inline=True)(merge_extremes)
 
 
 def reduce_extremes(state: Any, axis_name: Any) -> ExtremesState:
-    """Return the extremes over a mapped axis, NaN where a state has a NaN."""
+    """Return the extremes over a mapped axis, NaN for a slice that has a NaN in any state."""
     low = lax.pmin(min_max.encode_order(state.low), axis_name)
     high = lax.pmax(min_max.encode_order(state.high), axis_name)
     return ExtremesState(*min_max.decode_ends(low, high))
@@ -209,10 +212,11 @@ def _finish_minmax(state: ExtremesState) -> tuple[jax.Array, jax.Array, Range]:
 
 @functools.partial(jax.jit, inline=True)
 def _finish_absmax(state: ExtremesState) -> tuple[jax.Array, jax.Array, Range]:
-    # By the bits, because a maximum of floats on XLA:CPU may lose a NaN and treats subnormal numbers as 0.
-    sizes = (lax.bitcast_convert_type(v, jnp.int32) & np.int32(2**31 - 1) for v in (state.low, state.high))
-    size = lax.max(*sizes)
-    ends = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (size | np.int32(-(2**31)), size))
+    # The magnitudes are compared by their bits, because XLA:CPU's maximum of floats may lose a NaN and treats subnormal
+    # numbers as 0. The sign bit, -2**31, is cleared before and set afterwards for the lower end.
+    magnitudes = (lax.bitcast_convert_type(v, jnp.int32) & np.int32(2**31 - 1) for v in (state.low, state.high))
+    largest = lax.max(*magnitudes)
+    ends = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (largest | np.int32(-(2**31)), largest))
     return state.low, state.high, Range(*ends)
 
 
@@ -228,15 +232,17 @@ def _update_average(state: AverageState, batch: jax.Array, *, block: int | None,
     if batch.size == 0:
         return state
     new = find_batch_extremes(batch, state.low.shape, block)
+    # Each product is rounded before the sum, so that the result does not depend on whether a backend fuses the two.
     share = np.float32(1 - decay)
     weight = barriers.round_result(np.float32(decay) * state.weight) + share
     rate = division.divide(jnp.full_like(weight, share), weight)
 
     def move_average(old: jax.Array, extreme: jax.Array) -> jax.Array:
         step = barriers.round_result(rate * (extreme - old))
-        later = jnp.where(jnp.isinf(old), old, old + step)  # an infinity stays one: inf - inf would be NaN
-        # The first batch is taken as it is, with the sign of a zero and with subnormal numbers.
-        return jnp.where(state.weight == 0, extreme, later)
+        # An infinity must stay one, so that `finalize` reports it: the step from it is inf - inf, a NaN.
+        moved = jnp.where(jnp.isinf(old), old, old + step)
+        # The extremes of the first batch are kept bit for bit, including the sign of 0 and subnormal numbers.
+        return jnp.where(state.weight == 0, extreme, moved)
 
     low, high = (move_average(old, extreme) for old, extreme in zip(state[:2], new, strict=True))
     return AverageState(low, high, weight)
@@ -248,14 +254,14 @@ def _merge_averages(a: AverageState, b: AverageState) -> AverageState:
     shares = [_find_share(state.weight, weight) for state in (a, b)]
 
     def average(first: jax.Array, second: jax.Array) -> jax.Array:
-        # Each product is rounded before the sum, on every backend: no fused multiplication and addition.
+        # As in `_update_average`, no product may fuse with the sum.
         return barriers.round_result(first * shares[0]) + barriers.round_result(second * shares[1])
 
     return AverageState(average(a.low, b.low), average(a.high, b.high), weight)
 
 
 def _find_share(weight: jax.Array, total: jax.Array) -> jax.Array:
-    """Return weight / total, and 0 where there is no data."""
+    """Return weight / total, or 0 for a slice without data."""
     return division.divide(weight, jnp.where(total == 0, np.float32(1), total))
 
 
@@ -268,6 +274,7 @@ def _reduce_averages(state: AverageState, axis_name: Any) -> AverageState:
 
 @functools.partial(jax.jit, inline=True)
 def _finish_average(state: AverageState) -> tuple[jax.Array, jax.Array, Range]:
+    # The averages start at 0; low > high tells `finalize` that a slice has no data.
     has_no_data = state.weight == 0
     low = jnp.where(has_no_data, np.float32(np.inf), state.low)
     return low, jnp.where(has_no_data, np.float32(-np.inf), state.high), Range(state.low, state.high)

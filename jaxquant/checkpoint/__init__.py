@@ -1,4 +1,4 @@
-"""Checkpoints of quantized arrays at their true size: as plain arrays, in safetensors files and in Orbax folders."""
+"""Checkpoints of packed quantized arrays: as plain arrays, in safetensors files and in Orbax folders."""
 
 from .._arrays.packing import pack, unpack
 from .arrays import from_arrays, to_arrays

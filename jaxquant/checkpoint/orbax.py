@@ -112,6 +112,6 @@ def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
 
 
 def _place_like(array: Any, like: Any) -> Any:
-    """Return an array on the devices of another one, if that one has a sharding."""
+    """Return an array with the sharding of another one, if that one has a sharding."""
     sharding = getattr(like, "sharding", None)
     return array if sharding is None else jax.device_put(array, sharding)

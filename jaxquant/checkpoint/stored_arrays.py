@@ -1,6 +1,6 @@
 """The stored form of a quantized array: plain arrays and a JSON description of them.
 
-A description is data and is never executed. One that does not fit its arrays raises a named error.
+A description is data and is never executed. If it does not fit its arrays, an error names the argument.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
 
 
 def write_description(q: QuantizedArray) -> np.ndarray:
-    """Return the description of a QuantizedArray: the bytes of a JSON text."""
+    """Return the description of a QuantizedArray as the bytes of its JSON."""
     parts = {
         name: {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
         for name in PARTS

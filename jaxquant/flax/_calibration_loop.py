@@ -19,21 +19,21 @@ from jax.typing import ArrayLike
 
 from .._core import checks
 
-_SAVE_SECONDS = 60.0  # between two writes of the file to resume from
+_SAVE_SECONDS = 60.0  # the least time between two writes of the file to resume from
 _SHOW_SECONDS = 2.0  # a shorter loop shows no progress bar
 _FORMAT, _VERSION = "jaxquant.calibration", 1
 _CHECKSUM_BYTES = 4  # at the start of the file, so that a damaged file is rejected and not read as other ranges
 
 
 class Step(NamedTuple):
-    """The work on one batch, and what it depends on.
+    """The function that processes a batch, and what its result depends on.
 
     Attributes:
         function: the name of the public function, for errors.
         run: a jitted function of the state and of a batch's positional and keyword arguments. Returns the updated
             state, and whether it is finite.
-        fingerprint: a function that returns a number that differs for other weights. It is slow for large weights.
-        describe: a function of the state that returns a text of the quantized layers, equal in every process.
+        fingerprint: a function that returns a checksum of the weights. It is slow for large weights.
+        describe: a function of the state that returns a description of the quantized layers, equal in every process.
         arguments: the names of the arguments of every call, which no batch may use.
     """
 
@@ -172,10 +172,10 @@ def _iterate_positions(
             target = jax.eval_shape(step.run, start.state, *arguments)[0]
             position = _load(path, step, target)
             done = position.batches
-        # Batches that the file counts are read all the same, so that an iterator advances past them.
+        # The batches that the file already counts are read and ignored, so that an iterator advances past them.
         if index < done:
             continue
-        # A batch is checked only after the next one was read, so that the device computes while the host reads.
+        # A batch is checked only after the next one has been read, so that the device computes while the host reads.
         if pending is not None:
             position = _check_finite(step, *pending)
             yield position
@@ -254,7 +254,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
 
 
 def _find_origin(step: Step, state: Any) -> int:
-    """Return a number that differs for other weights and for other quantized layers."""
+    """Return a checksum of the weights and of the description of the quantized layers."""
     return zlib.crc32(step.describe(state).encode(), step.fingerprint())
 
 

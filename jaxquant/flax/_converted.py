@@ -1,4 +1,4 @@
-"""What conversion makes of kernels and ranges, and the checks of converted variables."""
+"""Conversion of kernels and ranges to their form for serving, and the checks of converted variables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
     known = np.asarray(small_floats.scale_as_float32(scale))
     argument = f"scale of the {operand.role}"
     checks.require(bool(np.isfinite(known).all()), function, argument, "finite numbers", "NaN or an infinity")
-    # `read_learned` raises a scale of 0 to the least scale, so that is the value to look for.
+    # `read_learned` replaces a scale of 0 by the least scale, so that is the value to look for.
     least = float(known.min(initial=1))
     holds = least > float(scale_from_range.find_least_scale(scale.dtype)) or not isinstance(operand.source, Learned)
     checks.require(holds, function, argument, "a positive scale (training drove it to 0)", least)
@@ -124,7 +124,7 @@ def find_part_names(names: Sequence[Any], shape: tuple[int, ...], depth: int = 0
         depth: the number of leading axes that stack layers; they are partitioned even where they have length 1.
     """
     padded = (*names, *(None,) * (len(shape) - len(names)))
-    # An axis of length 1 is shared by the entries of the kernel: there is nothing to partition.
+    # Along an axis of length 1 there is nothing to partition.
     return tuple(
         name if size != 1 or axis < depth else None for axis, (name, size) in enumerate(zip(padded, shape, strict=True))
     )

@@ -1,4 +1,4 @@
-"""How the weights and the activations of a layer are quantized, and the checks of the arguments that say so."""
+"""How the weights and the activations of a layer are quantized, and the checks of the arguments that determine it."""
 
 from __future__ import annotations
 
@@ -164,16 +164,16 @@ def is_alike(operand: LayerOperand | None, recorded: LayerOperand | None) -> boo
 
 
 def describe_operand(operand: LayerOperand | None) -> str:
-    """Return a text of how an operand is quantized and what finds its range, equal in every process."""
+    """Return a description of how an operand is quantized and what finds its range, equal in every process."""
     if operand is None:
         return "None"
     source = operand.source
-    # Checkpoints of a calibration hold this text: with another text they could not be resumed.
+    # Checkpoints of a calibration contain this description: if it changed, they could not be resumed.
     settings = _describe_factory(getattr(source, "calibrator", None)), getattr(source, "freeze_after", None)
     return f"{operand.spec!r} with {type(source).__name__}{settings}"
 
 
-# Each call that serves compares this text, and the repr of a spec is slow.
+# Cached, because each call of a converted layer compares this description, and the repr of a spec is slow.
 _describe_spec = functools.lru_cache(maxsize=1024)(repr)
 
 
@@ -186,7 +186,7 @@ def describe_converted(operand: LayerOperand | None) -> str:
         return "None"
     if operand.role == "weight":
         return _describe_spec(operand.spec)
-    # Converted variables hold this text: with another text they would be rejected.
+    # Converted variables contain this description: if it changed, they would be rejected.
     if not isinstance(operand.source, Dynamic):
         return f"{_describe_spec(operand.spec)} with a static range"
     return f"{_describe_spec(operand.spec)} with Dynamic({_describe_factory(operand.source.calibrator)})"
@@ -209,5 +209,5 @@ def _describe_factory(factory: Any) -> str:
 
 
 def _describe_argument(value: Any) -> str:
-    """Return a text of an argument of a partial. The repr of a function has an address, so its name is used."""
+    """Return a description of an argument of a partial: the name of a function, whose repr would have an address."""
     return _describe_factory(value) if callable(value) else repr(value)

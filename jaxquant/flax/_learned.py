@@ -56,7 +56,7 @@ def read_learned(operand: LayerOperand, parts: tuple[jax.Array, ...]) -> tuple[j
         return scale, zero_point if is_traced else jnp.clip(zero_point, *map(np.float32, spec.bounds))
     if spec.symmetric:
         return scale, None
-    # With one shape for both, nn.scan can slice the zero point like the scale.
+    # The zero point gets the shape of the scale, so that nn.scan can slice both in the same way.
     has_scale_shape = spec.zero_point_granularity == spec.granularity
     return scale, jnp.zeros(scale.shape if has_scale_shape else (1,) * scale.ndim, spec.carrier)
 

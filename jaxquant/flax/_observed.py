@@ -39,7 +39,7 @@ def update_state(operand: LayerOperand, state: dict[str, Any], x: jax.Array) -> 
     batches = state["batches"]
     if source.freeze_after is None:
         return {"state": updated, "batches": batches + 1}
-    # The count may be traced, so the choice is made by data and not by control flow.
+    # The count may be traced, so the choice is a `where` and not an `if`.
     is_open = batches < source.freeze_after
     kept = jax.tree.map(lambda new, old: jnp.where(is_open, new, old), updated, state["state"])
     return {"state": kept, "batches": batches + is_open.astype(jnp.int32)}
@@ -104,7 +104,7 @@ def check_observed(function: str, operand: LayerOperand, state: dict[str, Any] |
 
 def calibrate_batch(operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point of the range that the operand's calibrator finds in x alone."""
-    # The gradient passes through the rounding alone, not through the range.
+    # The gradient passes through the rounding but not through the range.
     x = jax.lax.stop_gradient(x)
     calibrator = _make_calibrator(operand)
     lo, hi = calibrator.finalize(calibrator.update(calibrator.init(x), x), allow_zero=True)

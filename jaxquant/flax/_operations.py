@@ -1,7 +1,7 @@
 """The table of operations: how each kind of layer trains and serves, and which axes of its kernel are output features.
 
-A layer of Linen or of NNX picks a row of the table. It differs from its twin only in how it holds variables, which is
-what the protocol `Variables` describes.
+A layer of Linen or NNX uses a row of the table. The layers of the two differ only in how they hold variables, which the
+protocol `Variables` describes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def resolve_features(weight: LayerOperand, axes: Sequence[int]) -> LayerOperand:
     spec = weight.spec
     if PerFeature() not in (spec.granularity, spec.zero_point_granularity):
         return weight
-    # A kernel of which no axis is kept has one output feature.
+    # If the contraction keeps no axis of the kernel, there is one output feature.
     features = PerAxis(tuple(axes)) if axes else PerTensor()
     granularities = {
         name: features if getattr(spec, name) == PerFeature() else getattr(spec, name)
@@ -176,12 +176,12 @@ def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
     """Return the axes of the second operand of "x,kernel->y" that y keeps, counted from the back.
 
     Args:
-        subscripts: of two operands, with an explicit output.
+        subscripts: the subscripts of two operands, with an explicit output.
         rank: the rank of the second operand.
     """
     operands, _, result = subscripts.replace(" ", "").partition("->")
     before, dots, after = operands.split(",")[1].partition("...")
-    # An ellipsis represents as many axes as the letters leave.
+    # An ellipsis represents the axes without a letter.
     hidden = ["..."] * (rank - len(before) - len(after)) if dots else []
     labels = [*before, *hidden, *after]
     return tuple(axis - rank for axis, label in enumerate(labels) if label in result)

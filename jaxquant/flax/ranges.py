@@ -162,7 +162,7 @@ def _check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
     if not callable(calibrator) and not (alternative and calibrator is None):
         checks.require_type(False, name, "calibrator", f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
     argument = None if calibrator is None else _find_unexpected_argument(calibrator)
-    # "" is a fault too: a function that takes no spec.
+    # Compare with None, because "" is a fault, too: it means that the function takes no spec.
     if argument is not None:
         inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
         function = getattr(inner, "__name__", "the function")
@@ -173,12 +173,12 @@ def _check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
         checks.require_type(False, name, "calibrator", expected, got)
     if not isinstance(calibrator, functools.partial):
         return calibrator
-    # The order in which keywords were passed must not make two layers different.
+    # Sort the keywords, so that the order in which they were passed does not make two layers different.
     return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
 
 
 def _describe_rejected(calibrator: Any) -> str:
-    """Return a text of a value that is no function, with what to pass instead."""
+    """Return a description of a value that is not a function, with what to pass instead."""
     if isinstance(calibrator, Calibrator):
         return "a Calibrator, which has a spec already: pass the function that made it, which the layer calls"
     if isinstance(calibrator, str):

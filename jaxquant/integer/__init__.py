@@ -1,4 +1,4 @@
-"""`jax.lax`'s contractions for integers with zero points: the same names and argument order, exact int32 results."""
+"""Contractions of integers with zero points: `jax.lax`'s names and argument order, with exact int32 results."""
 
 from .conv_general_dilated import conv_general_dilated
 from .dot_general import dot_general

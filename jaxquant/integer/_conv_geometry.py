@@ -1,4 +1,4 @@
-"""The static attributes of a convolution: their checks, and the form in which the kernels use them."""
+"""The static attributes of a convolution: their checks, and their form for the kernels."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The static attributes of `jax.lax.conv_general_dilated`, checked.
+    """The checked static attributes of `jax.lax.conv_general_dilated`.
 
     Attributes:
-        numbers: which dimension of each array is the batch, the features or spatial.
+        numbers: which dimension of each array is the batch, which one the features, and which ones are spatial.
         geometry: the numbers of the convolution, in which groups of images count as groups of channels.
         features: the feature_group_count.
         batches: the batch_group_count.
@@ -80,12 +80,12 @@ def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, numbers: Any) ->
     checks.require(rhs.ndim == lhs.ndim, function, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
     rank = range(lhs.ndim)
     if isinstance(numbers, lax.ConvDimensionNumbers):
-        # Compared as text, because entries of any type may stand there, and 1.0 is not an axis although it equals 1.
+        # Compare as text, because the entries may have any type, and 1.0 is not an axis although it equals 1.
         holds = all(sorted(map(str, spec)) == sorted(map(str, rank)) for spec in numbers)
         expected = f"three permutations of {tuple(rank)}"
         checks.require(holds, function, "dimension_numbers", expected, repr(numbers))
         return lax.ConvDimensionNumbers(*(tuple(int(axis) for axis in spec) for spec in numbers))
-    # jax.lax parses all other forms. Its errors become the explanation in ours.
+    # jax.lax parses all other forms. The text of its error is quoted in ours.
     try:
         return lax.conv_dimension_numbers(lhs.shape, rhs.shape, numbers)
     except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
@@ -121,10 +121,10 @@ def _find_geometry(
     rhs_dilation = check_positive(function, "rhs_dilation", ones if rhs_dilation is None else rhs_dilation, rank)
     if isinstance(padding, str):
         checks.check_option(function, "padding", padding.upper(), ("SAME", "SAME_LOWER", "VALID"))
-        # "SAME" depends on the sizes with the holes that dilation puts between the elements.
-        holed = tuple((size - 1) * step + 1 if size else 0 for size, step in zip(x[2:], lhs_dilation, strict=True))
+        # "SAME" depends on the sizes after dilation, which inserts holes between the elements.
+        dilated = tuple((size - 1) * step + 1 if size else 0 for size, step in zip(x[2:], lhs_dilation, strict=True))
         reach = tuple((size - 1) * step + 1 for size, step in zip(w[2:], rhs_dilation, strict=True))
-        padding = tuple(lax.padtype_to_pads(holed, reach, strides, padding.upper()))
+        padding = tuple(lax.padtype_to_pads(dilated, reach, strides, padding.upper()))
     pairs = padding if isinstance(padding, tuple) else ()
     holds = len(pairs) == rank and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
     checks.require(holds, function, "padding", f"a name, or {rank} pairs of ints", padding)

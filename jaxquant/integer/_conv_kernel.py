@@ -1,8 +1,8 @@
 """The int8 convolution with channels first or last, in the form that each backend runs fast.
 
-XLA:CPU has a vector kernel for int8 convolutions in NHWC with HWIO weights, which is slow in some cases. These take
-another form: with few input channels, 1x1 kernels or groups, a contraction of the weights with patches of x
-("patches"); depthwise, a sum of shifted products ("products"). All others run in the kernel ("direct").
+XLA:CPU has a vector kernel for int8 convolutions in NHWC with HWIO weights. Where it is slow, another form is used:
+with few input channels, 1x1 kernels or groups, a contraction of the weights with patches of x ("patches"); for a
+depthwise convolution, a sum of shifted products ("products"). All others run in the kernel ("direct").
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ._dot_kernel import batch_all, contract_integers
 _FEW_CHANNELS = 8
 # XLA:CPU does not use its kernel if neither the channels nor the features are more than this.
 _NARROW = 16
-# With fewer output pixels than this, the matrix of one image is too narrow: the pixels of all images become its rows.
+# With fewer output pixels than this, the matrix of one image is too narrow. The pixels of all images then become the
+# rows of one matrix.
 _FEW_PIXELS = 16
 
 Steps = jax.Array | None
 
 
 def find_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Window, *, channels_last: bool) -> Window:
-    """Return the window with the form and the layout that run fast.
+    """Return the window with the fastest form and layout.
 
     Args:
         x_shape: the shape of the padded x, as (batch, channels, *spatial).
@@ -48,7 +49,7 @@ def find_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Wind
     narrow = depth <= _FEW_CHANNELS or max(depth, w_shape[0]) <= _NARROW
     if positions == 1 or narrow or window.groups > 1:
         pixels = find_out_shape(x_shape[2:], w_shape[2:], window)
-        # A symbolic size counts as large.
+        # A symbolic size is assumed to be large.
         has_few_pixels = all(isinstance(size, int) for size in pixels) and math.prod(pixels) < _FEW_PIXELS
         is_last = window.groups == 1 and (channels_last or has_few_pixels)
         return window._replace(form="patches", channels_last=is_last)
@@ -71,7 +72,7 @@ def convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, window:
     return _make_batchable(window)(x, w, x_steps, w_steps)
 
 
-# Cached by the window: with the same function object JAX can reuse what it has traced.
+# Cached by the window, because JAX reuses a trace only for the same function object.
 @functools.cache
 def _make_batchable(window: Window) -> Any:
     function = custom_vmap(functools.partial(_convolve, window=window))
@@ -90,8 +91,8 @@ def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, win
 def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
     """Return a depthwise convolution as the sum of products of shifted x with one weight per channel.
 
-    XLA:CPU runs a grouped convolution with one channel per group many times slower. The products are int32, because
-    those of two int8 fill 16 bits and leave no bits for a sum.
+    XLA:CPU runs a grouped convolution with one channel per group many times slower. The products are int32, because a
+    product of two int8 needs up to 16 bits, which would leave no bits for the sum.
     """
     axes, features, channels = list_spatial(x, window), w.shape[0], window.groups
     out = find_out_shape(tuple(x.shape[a] for a in axes), w.shape[2:], window)
@@ -122,8 +123,8 @@ def _center_kernel_by_contraction(w: jax.Array, w_steps: Steps) -> jax.Array:
     XLA:CPU fuses element-wise work on the weights with the products, whatever barriers are between them. It then
     unpacks, converts, centers and transposes the weights again for every pixel. It does not fuse a contraction.
     """
-    # A contraction with the identity transposes and converts the weights. For the zero points, which int8 holds too,
-    # each row of weights gets one more element, and the identity a column of -1.
+    # A contraction with the identity transposes and converts the weights. To subtract the zero points, which int8 holds
+    # too, they are appended to the rows of weights, and a column of -1 to the identity.
     features, positions = w.shape[0], math.prod(w.shape[2:])
     rows, selection = w.reshape(features, positions), np.eye(positions, dtype=np.int8)
     if w_steps is not None:
@@ -210,7 +211,7 @@ def _group_steps(w_steps: jax.Array, images: int, groups: int) -> jax.Array:
 def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
     """Return the convolution by XLA's kernel, corrected for the zero points.
 
-    The sums over patches of x that the kernel's zero points need are convolutions of x with ones.
+    The zero points of the kernel are multiplied by the sums over patches of x, which are convolutions of x with ones.
     """
     flat, filters, planar = _make_planar(x, w, window)
     acc = _convolve_planes(flat, filters, planar)
@@ -235,10 +236,10 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
 
 
 def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.Array, Window]:
-    """Return a convolution of any rank as one over two spatial dimensions, which the kernel requires.
+    """Return the operands of an equivalent convolution over two spatial dimensions, which the kernel requires.
 
-    A single spatial dimension gets another of 1. Of three or more, the output positions of the leading dimensions
-    become images, and the kernel positions become channels.
+    With one spatial dimension, another of length 1 is added. With three or more, all but the last two are removed:
+    their output positions become images, and their kernel positions become channels.
     """
     assert window.channels_last
     rank = x.ndim - 2
@@ -289,7 +290,7 @@ def _convolve_under_vmap(window: Window, size: int, batched: Any, *operands: Any
     filters = w.reshape(-1, *w.shape[2:])
     spatial = merged.shape[1:-1] if window.channels_last else merged.shape[2:]
     wider = find_window((merged.shape[0], 0, *spatial), filters.shape, wider, channels_last=window.channels_last)
-    # With more groups another form, and with it another layout, may be the fast one.
+    # With more groups another form may be the fastest, which may have another layout.
     arranged = _swap_between(merged, window.channels_last, wider.channels_last)
     acc = convolve(arranged, filters, x_steps, w_steps, wider)
     acc = _swap_between(acc, wider.channels_last, window.channels_last)

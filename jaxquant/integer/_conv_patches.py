@@ -1,4 +1,4 @@
-"""The patches of the input of a convolution: the elements that each position of the kernel meets."""
+"""The patches of the input of a convolution: the elements under the kernel at each of its positions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# A program holds at most this many slices of x, one for each position of the kernel; a larger kernel is taken apart
-# one dimension at a time.
+# A program slices x at most this many times at once, once for each element of the kernel. For a larger kernel the
+# patches are gathered one dimension after the other.
 MOST_SLICES = 64
 
 
@@ -45,15 +45,15 @@ def list_spatial(x: jax.Array, window: Window) -> tuple[int, ...]:
 
 
 def slice_position(x: jax.Array, axes: Any, position: Any, window: Window, out: Any, start: int = 0) -> jax.Array:
-    """Return the elements of x that a position of the kernel meets, for every position of the output.
+    """Return, for every output position, the element of x that one element of the kernel is multiplied with.
 
     Args:
         x: the padded array.
         axes: the spatial axes of x to slice.
-        position: the position in the kernel along these axes.
+        position: the position of the element in the kernel, along these axes.
         window: the strides and dilations of all spatial dimensions.
-        out: the spatial shape of the output, of all dimensions.
-        start: the spatial dimension that `axes` begins with.
+        out: the lengths of all spatial dimensions of the output.
+        start: the first spatial dimension in `axes`.
     """
     first, strides, limits = [0] * x.ndim, [1] * x.ndim, list(x.shape)
     for i, (axis, p) in enumerate(zip(axes, position, strict=True), start):
@@ -90,13 +90,13 @@ def _gather_at_once(x: jax.Array, axes: Any, kernel: Any, window: Window, out: A
 def _gather_by_dimension(x: jax.Array, axes: Any, kernel: Any, window: Window, out: Any, place: int) -> jax.Array:
     """Return the patches, gathered one dimension of the kernel after the other.
 
-    The number of slices is the sum of the kernel's sizes and not their product, at the cost of one copy for each
+    The number of slices is the sum of the kernel's lengths instead of their product, at the cost of one copy for each
     dimension.
     """
     for i in reversed(range(len(kernel))):
         slices = [slice_position(x, (axes[i],), (p,), window, out, i) for p in range(kernel[i])]
         x = jnp.stack(slices, axis=place)
-        if i < len(kernel) - 1:  # merge with the positions of later dimensions, which vary faster
+        if i < len(kernel) - 1:  # merge with the kernel positions of the later dimensions, which vary faster
             x = lax.collapse(x, place, place + 2)
         else:
             axes = tuple(a if a < place else a + 1 for a in axes)

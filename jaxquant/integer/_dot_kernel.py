@@ -4,7 +4,7 @@ XLA:CPU has a vector kernel for int8 by int8 to int32, if lhs has two rows or mo
 layouts used here. Similar contractions (uint8, a single row, the contracted dimension elsewhere) run as scalar loops
 that are 10 to 300 times slower.
 
-Subtracting zero points first would widen the operands beyond int8. They are therefore taken out of the contraction:
+Subtracting the zero points s and t first would widen the operands beyond int8. Instead, with K the number of terms:
 
 sum (a - s) (b - t) = sum a b - t sum a - s (sum b - K t)
 
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-# A single row times a matrix is a sum of scaled rows. This many terms in one loop keep the vector registers of a CPU
-# busy; with more of them the registers spill to memory.
+# The product of a single row and a matrix is a sum of scaled rows. With this many terms in one loop, the vector
+# registers of a CPU are in use; with more terms they would spill to memory.
 _TERMS = 16
-# The kernel needs several rows. To sum the columns of rhs with it, lhs is this many rows of ones.
+# The number of rows of ones that the kernel multiplies with rhs to sum its columns: it needs several rows.
 _ROWS = 8
 
 Steps = jax.Array | None
@@ -73,10 +73,11 @@ def _contract_on_cpu(
         return _contract_row_on_cpu(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
     ones = jnp.ones((batch, _ROWS, depth), jnp.int8)
     row_sums = column_sums = None
-    # The sums over k of rhs are a contraction of rhs with ones. If rhs is the larger operand, a row of ones appended to
-    # lhs gets them from the same contraction, which reads rhs only once. If lhs is the larger, the copy that appends
-    # the row costs more than a second contraction. Both contractions below use the longer lhs: if one used the other,
-    # XLA would compute what produces lhs, for example a quantization, twice. A symbolic size cannot be compared.
+    # The sums over k of rhs are a contraction of rhs with ones. If rhs is the larger operand, a row of ones is appended
+    # to lhs, so that one contraction gives them too and reads rhs only once. If lhs is the larger one, the copy that
+    # appends the row would cost more than a second contraction. With the row, both contractions below use the longer
+    # lhs: if one of them used the original, XLA would run the operation that produces lhs, for example a quantization,
+    # twice. Symbolic sizes cannot be compared, so the row is not appended for them.
     appends_ones = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
     if appends_ones:
         lhs = lax.concatenate([lhs, lax.slice_in_dim(ones, 0, 1, axis=1)], 1)
@@ -96,8 +97,8 @@ def _contract_row_on_cpu(
     batch, _, depth = lhs.shape
     if not transposed:
         return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
-    # The kernel needs several rows. One of the added rows consists of ones, so that the same contraction also gives the
-    # sums over k of rhs.
+    # The kernel needs several rows. One of the rows added here consists of ones, so that the same contraction also
+    # gives the sums over k of rhs.
     ones, zeros = jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 2, depth), jnp.int8)
     acc = _multiply(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
@@ -153,7 +154,7 @@ def _spread_sums(value: jax.Array, shape: Any) -> jax.Array:
 def _sum_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps) -> jax.Array:
     """Return the contraction of a single row, [B, 1, K] by [B, K, N], as a sum of scaled rows of rhs.
 
-    The kernel does not accept a single row in this layout. Element-wise work on the rows of rhs is vectorized.
+    The kernel does not accept a single row in this layout, but XLA vectorizes element-wise work on the rows of rhs.
     """
     batch, depth, columns = rhs.shape
     row = lhs.astype(jnp.int32)[:, 0]
@@ -228,5 +229,5 @@ def _make_batchable(transposed: bool) -> Any:
     return function
 
 
-# Created once: with the same function object in every call JAX can reuse what it has traced.
+# Created once, because JAX reuses a trace only for the same function object.
 _BATCHABLE = {transposed: _make_batchable(transposed) for transposed in (False, True)}

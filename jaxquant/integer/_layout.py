@@ -17,10 +17,10 @@ def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:
-    """Return x transposed, and on a CPU written to memory in that layout before another operation reads it.
+    """Return x transposed, and make XLA:CPU write it to memory in that layout before another operation reads it.
 
-    XLA:CPU folds a transpose into the dimension numbers of the contraction that follows. The contraction then no
-    longer has the form that its fast kernel accepts, and costs more than the transpose saved.
+    XLA:CPU would fold the transpose into the dimension numbers of the contraction that follows. The contraction would
+    then not have the form that its fast kernel accepts, and that costs more than the transpose.
     """
     # A transpose that moves nothing is a reshape, which is free.
     if not is_moving(permutation, x.shape):

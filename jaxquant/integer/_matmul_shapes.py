@@ -1,4 +1,4 @@
-"""The shapes of the operands and of the result of numpy.matmul."""
+"""The shapes of the operands and the result of numpy.matmul."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparation of the operands of a contraction: codes of any dtype as int8, with zero points that make up for it.
+"""Preparation of the operands of a contraction: codes of any dtype as int8, with zero points shifted accordingly.
 
 The fast kernels contract int8 by int8. A uint8 operand is therefore shifted by 128, and so is its zero point, which
 leaves their difference unchanged.
@@ -32,31 +32,31 @@ def convert_to_signed(x: jax.Array) -> jax.Array:
 
 
 def unpack_to_int8(codes: jax.Array) -> jax.Array:
-    """Return codes of 2 or 4 bits as int8; on a CPU, written to memory before another operation reads them.
+    """Return codes of 2 or 4 bits as int8, and make XLA:CPU write them to memory before another operation reads them.
 
-    Use this for operands that are read more than once, or in another order than they have in memory. XLA:CPU fuses
-    the conversion with each operation that reads its result. These operations then unpack every code each time they
-    read it, and lose their vector instructions or the fast kernel of a transpose.
+    Use this for operands that are read more than once, or in an order that differs from that in memory. XLA:CPU would
+    fuse the conversion with each operation that reads its result. Each would unpack a code every time it reads it, and
+    would lose its vector instructions or the fast kernel of a transpose.
     """
     unpacked = codes.astype(jnp.int8)
     return unpacked if sharding.is_placed(codes) else barriers.pin_layout(unpacked)
 
 
 def find_offset(dtype: Any) -> int:
-    """Return the number that `convert_to_signed` subtracts from codes of a dtype."""
+    """Return the number that `convert_to_signed` subtracts from codes of this dtype."""
     return 128 if dtype == _UINT8 else 0
 
 
 def is_centred(zero_point: Any, dtype: Any) -> bool:
     """Return whether the zero point is known to be 0 after the shift to int8, so that it needs no correction."""
-    if dtype not in DTYPES:  # not an array, or one that the check of the dtype refuses
+    if dtype not in DTYPES:  # not an array, or an array whose dtype a later check rejects
         return False
     if zero_point is None:
         return find_offset(dtype) == 0
     if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
         return False
     if getattr(zero_point, "dtype", None) != dtype:
-        return False  # the check of the zero point raises
+        return False  # a later check rejects the zero point
     equal = np.asarray(zero_point) == find_offset(dtype)
     return bool(equal if equal.ndim == 0 else equal.all())
 
@@ -73,7 +73,7 @@ def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) 
 def convert_zero_point_number(function: str, argument: str, value: Any, operand: Any) -> Any:
     """Return an int as a zero point of the operand's dtype, which must hold it; return anything else unchanged."""
     dtype: Any = getattr(operand, "dtype", None)
-    # A float falls through: the check of the zero point's dtype refuses it.
+    # A float is returned unchanged: the later check of the zero point's dtype rejects it.
     if not isinstance(value, int) or dtype not in (*DTYPES, *dtypes.FLOAT8):
         return value
     return fit_number(function, argument, value, np.dtype(dtype))

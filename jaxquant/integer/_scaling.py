@@ -1,4 +1,4 @@
-"""Conversion of an int32 product to floats: scales of its rows and columns, and a bias."""
+"""Conversion of an int32 product to floats, by scales of its rows and columns, and the addition of a bias."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .._core import barriers, sharding
 
 
 def spread_over_product(value: jax.Array, acc: jax.Array) -> jax.Array:
-    """Return an array of rows or columns in the shape and sharding of the product."""
+    """Return an array with an element for each row or column in the shape and sharding of the product."""
     return sharding.place_like(lax.broadcast_in_dim(value, acc.shape, range(acc.ndim - value.ndim, acc.ndim)), acc)
 
 
 def scale_product(acc: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return float32(acc) * scale, rounded to float32 whatever operation follows."""
+    """Return float32(acc) * scale, always rounded to float32 before the operation that follows."""
     return barriers.round_result(lax.mul(lax.convert_element_type(acc, jnp.float32), spread_over_product(scale, acc)))
 
 
 def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
-    """Return a_scale * b_scale of two arrays that broadcast, rounded to float32 whatever operation follows."""
+    """Return a_scale * b_scale, broadcast and always rounded to float32 before the operation that follows."""
     rank = max(a_scale.ndim, b_scale.ndim)
-    # lax multiplies equal shapes only. jnp broadcasts, but not different ranks if JAX's rank promotion is strict.
+    # lax multiplies only equal shapes. jnp broadcasts, but refuses different ranks if the user has forbidden that.
     a, b = (lax.expand_dims(s, range(rank - s.ndim)) if s.ndim < rank else s for s in (a_scale, b_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape)
     a, b = (s if s.shape == shape else lax.broadcast_in_dim(s, shape, range(rank)) for s in (a, b))

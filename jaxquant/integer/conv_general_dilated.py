@@ -127,8 +127,8 @@ def arrange_layout(
     numbers, geometry = plan.numbers, plan.geometry
     lhs, rhs = _unpack_narrow(lhs, rhs, numbers)
     x, w = lax.transpose(lhs, numbers.lhs_spec), lax.transpose(rhs, numbers.rhs_spec)
-    # Groups of images become groups of channels, which gives the same products: the kernel's features are in the order
-    # of the groups in both cases.
+    # Groups of images become groups of channels. The products are the same, because the features of the kernel are in
+    # the order of the groups in both cases.
     if plan.batches > 1:
         x = x.reshape(plan.batches, -1, *x.shape[1:])
         x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
@@ -154,8 +154,8 @@ def arrange_layout(
 def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
     """Return the operands, with codes of 2 or 4 bits unpacked if later operations would unpack them more than once.
 
-    An image with channels last, and a kernel in OIHW layout with more than one position, are copied once into another
-    layout anyway. That copy unpacks them for less than an additional pass costs.
+    An image with channels last, and a kernel in OIHW layout with more than one position, are copied into another layout
+    anyway. Unpacking them in that copy is cheaper than an additional pass.
     """
     if lhs.dtype not in _operands.EIGHT_BITS and numbers.lhs_spec[1] != lhs.ndim - 1:
         lhs = _operands.unpack_to_int8(lhs)
@@ -188,7 +188,7 @@ def convolve_planned(
             caller's layout, which costs less if the epilogue has narrowed the result.
         out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
     """
-    # Padding with the zero point, because a pad counts as 0 after the subtraction.
+    # Pad with the zero point, so that the padding is 0 after its subtraction.
     config = [(0, 0, 0), (0, 0, 0)]
     for (low, high), dilation in zip(geometry.padding, geometry.lhs_dilation, strict=True):
         config.append((low, high, dilation - 1))
@@ -213,7 +213,7 @@ def convolve_planned(
     w_steps = None if w_steps is None else w_steps.reshape(-1)
     acc = _conv_kernel.convolve(x, w, x_steps, w_steps, window)
     result = epilogue(acc, rank - 1 if window.channels_last else 1)
-    # One permutation from the kernel's layout to the caller's, in place of two in a row.
+    # Combine two permutations into one: from the kernel's layout to [N, O, *spatial], and from there to the caller's.
     to_front = (0, rank - 1, *range(1, rank - 1)) if window.channels_last else tuple(range(rank))
     permutation = to_front if out is None else tuple(to_front[axis] for axis in out)
     if not _layout.is_moving(permutation, result.shape):
@@ -222,7 +222,7 @@ def convolve_planned(
 
 
 def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
-    """Return the convolution if JAX tracks shardings in types, by `jax.lax`'s own function.
+    """Return the convolution of operands whose shardings JAX tracks in types, computed by `jax.lax`.
 
     The forms in `_conv_kernel` need reshapes whose shardings JAX cannot infer.
     """
@@ -234,7 +234,7 @@ def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geomet
     expand = granularity.PerAxis(1).expand
     sums = jnp.sum(w, axis=tuple(range(1, w.ndim)), dtype=jnp.int32)
     if w_steps is not None:
-        # A convolution with ones gives the sums over patches of x that the kernel's zero points need.
+        # The zero points of the kernel are multiplied by the sums over patches of x: a convolution with ones.
         steps = jnp.broadcast_to(w_steps.reshape(-1), sums.shape)
         sums = sums - np.int32(w[0].size) * steps
         acc = acc - convolve(jnp.ones_like(w)) * expand(steps, acc)
@@ -244,7 +244,7 @@ def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geomet
 
 
 def _restore_layout(result: jax.Array, permutation: Sequence[int]) -> jax.Array:
-    """Return a result in the caller's layout, by a transpose that runs after the result is in memory."""
+    """Return a result transposed to the caller's layout after it has been written to memory."""
     if result.dtype == np.dtype(jnp.uint8):  # XLA:CPU has a fast transpose for int8, not for uint8
         return lax.bitcast_convert_type(
             _restore_layout(lax.bitcast_convert_type(result, jnp.int8), permutation), jnp.uint8

@@ -131,13 +131,13 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
     It can if no contracted dimension is sharded in both operands, batch dimensions are sharded in the same way, and no
     mesh axis would occur twice in the result.
     """
-    places = [sharding.find_partition(x) for x in (lhs, rhs)]
+    partitions = [sharding.find_partition(x) for x in (lhs, rhs)]
     batches, frees = [], []
-    for place, role in zip(places, (left, right), strict=True):
-        batches.append([place[axis] for axis in role.batch])
-        frees += [place[axis] for axis in role.free]
+    for partition, role in zip(partitions, (left, right), strict=True):
+        batches.append([partition[axis] for axis in role.batch])
+        frees += [partition[axis] for axis in role.free]
     pairs = zip(left.contracted, right.contracted, strict=True)
-    has_sharded_pair = any(places[0][a] is not None and places[1][b] is not None for a, b in pairs)
+    has_sharded_pair = any(partitions[0][a] is not None and partitions[1][b] is not None for a, b in pairs)
     mesh_axes: list[Any] = []
     for entry in (*batches[0], *frees):  # an entry is None, the name of a mesh axis, or a tuple of names
         if entry is not None:
@@ -161,10 +161,10 @@ def contract_roles(
     """
     if out_sharding is not None or sharding.is_placed(lhs) or sharding.is_placed(rhs):
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
-    # In the order of lhs's contracted dimensions lhs often needs no transpose.
+    # If the contracted dimensions are in the order in which lhs has them, lhs often needs no transpose.
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
     left, right = (role._replace(contracted=tuple(role.contracted[i] for i in order)) for role in (left, right))
-    # The kernel takes rhs in either layout: use the one that rhs has, so that it needs no transpose.
+    # The kernel takes rhs in two layouts: if rhs has one of them, use it, so that rhs needs no transpose.
     contracted_last = (*right.batch, *right.free, *right.contracted)
     contracted_first = (*right.batch, *right.contracted, *right.free)
     is_last = not _layout.is_moving(contracted_last, rhs.shape)
@@ -207,7 +207,7 @@ def _reshape_steps(steps: Any, x: jax.Array, role: Role) -> Any:
 def _place_output(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any
 ) -> jax.Array:
-    """Return the contraction if JAX tracks shardings in types, by `jax.lax`'s own function.
+    """Return the contraction of operands whose shardings JAX tracks in types, computed by `jax.lax`.
 
     The form in `_dot_kernel` needs reshapes whose shardings JAX cannot infer.
     """
@@ -232,7 +232,7 @@ def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[i
     """Return an array that varies along an operand's batch and free dimensions in the result's shape and sharding."""
     if value.ndim == 0:
         return granularity.PerTensor().expand(value, like)
-    # Batch and free dimensions first; the contracted ones, of length 1, are then dropped from the end.
+    # Move the batch and free dimensions to the front, and drop the contracted ones, which have length 1, from the end.
     kept = lax.transpose(value, (*role.batch, *role.free, *role.contracted))
     kept = lax.squeeze(kept, tuple(range(len(places), value.ndim)))
     full = jnp.broadcast_to(kept, tuple(x.shape[a] for a in (*role.batch, *role.free)))
@@ -240,13 +240,13 @@ def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[i
 
 
 def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, Role]:
-    """Return what each dimension of both operands is used for; raise ContractValueError for wrong dimension numbers."""
+    """Return the role of each dimension of both operands; raise ContractValueError for wrong dimension numbers."""
     try:
         (contracted_l, contracted_r), (batch_l, batch_r) = numbers
         groups = [tuple(axes) for axes in (contracted_l, contracted_r, batch_l, batch_r)]
     except (TypeError, ValueError):
         groups = []
-    # A wrong structure and a wrong type of an axis share one error, which states the whole form.
+    # A wrong structure and an axis of a wrong type share one error, which shows the expected form.
     groups = groups if all(isinstance(axis, int | np.integer) for axes in groups for axis in axes) else []
     expected = "((lhs contracted, rhs contracted), (lhs batch, rhs batch)), sequences of ints"
     checks.require(len(groups) == 4, function, "dimension_numbers", expected, numbers)
@@ -254,7 +254,7 @@ def find_roles(function: str, lhs: Any, rhs: Any, numbers: Any) -> tuple[Role, R
     for side, x, contracted, batch in (("lhs", lhs, groups[0], groups[2]), ("rhs", rhs, groups[1], groups[3])):
         axes = (*contracted, *batch)
         are_distinct = len(set(axes)) == len(axes) and all(0 <= axis < x.ndim for axis in axes)
-        expected = f"different dimensions of {side}, in [0, {x.ndim})"
+        expected = f"distinct dimensions of {side}, in [0, {x.ndim})"
         checks.require(are_distinct, function, "dimension_numbers", expected, numbers)
         roles.append(Role(batch, tuple(axis for axis in range(x.ndim) if axis not in axes), contracted))
     for name in ("batch", "contracted"):
@@ -272,7 +272,7 @@ def _check_zero_point(side: str, x: jax.Array, zero_point: Any, role: Role) -> N
         return
     argument = f"{side}_zero_point"
     checks.check_same_dtype(_NAME, argument, zero_point, x.dtype, f"{side}'s")
-    # A zero point that varies along a contracted dimension would not leave the sum.
+    # A zero point that varies along a contracted dimension could not be factored out of the sum.
     largest = tuple(1 if a in role.contracted else n for a, n in enumerate(x.shape))
     fits = zero_point.ndim == x.ndim and all(z in (1, n) for z, n in zip(zero_point.shape, largest, strict=True))
     expected = f"a scalar, or shape {largest}, in which each dimension may be 1"

@@ -49,7 +49,7 @@ def check_float8_zero_point(function: str, dtype: np.dtype, zps: jax.Array | Non
 def check_quantize(
     function: str, src: jax.Array, scales: jax.Array, zps: jax.Array | None, qtype: str, axis: int
 ) -> Granularity:
-    """Return the granularity of a quantizing operator's arguments; raise unless they have valid dtypes and shapes."""
+    """Return the granularity of the arguments of a quantizing operator, after checking their dtypes and shapes."""
     checks.check_array(function, "src", src, (dtypes.FLOAT32,))
     checks.check_array(function, "scales", scales, (dtypes.FLOAT32,))
     checks.check_option(function, "qtype", qtype, ("per_tensor", "per_channel"))
@@ -69,14 +69,14 @@ def quantize_by_reciprocal(
 
     dst = saturate(round_half_even(src * (1 / scales) + zps))
     """
-    # The codes have no gradient; without this JAX would still trace the derivative of the division.
+    # The codes have no gradient, but without this JAX would trace the derivative of the division.
     src, scales = lax.stop_gradient((src, scales))
     inverse = division.divide(jnp.ones_like(scales), scales)
     value = barriers.round_result(src * granularity.expand(inverse, src))
     if dtype in dtypes.FLOAT8:
         return small_floats.encode_small_float(value, dtype, saturate=False)
     if zps is not None:
-        # XLA would add this constant to the one that encode_steps adds next, and round only once.
+        # Without this XLA would combine the zero point with the constant that encode_steps adds next, and round once.
         value = barriers.round_result(value + granularity.expand(zps.astype(jnp.float32), src))
     return rounding.encode_steps(value, None, dtype)
 
@@ -93,7 +93,7 @@ def dequantize_codes(
     """
     steps = small_floats.decode_small_float(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
     if zps is not None:
-        # In float32, as in oneDNN: a large int32 zero point is rounded before the subtraction.
+        # Subtract in float32, as oneDNN does: a large int32 zero point is rounded before the subtraction.
         steps = steps - granularity.expand(zps.astype(jnp.float32), src)
     product = barriers.round_result(steps * granularity.expand(scales.astype(jnp.float32), src))
     return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)

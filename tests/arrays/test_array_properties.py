@@ -179,7 +179,7 @@ def test_shapes_commute_with_values(data: st.DataObject, made: tuple[jq.Quantize
         try:
             got = array.reshape(new)
         except ValueError as error:
-            assert "elements that share an entry stay neighbors" in str(error)  # noqa: PT017
+            assert "elements that share an entry stay adjacent" in str(error)  # noqa: PT017
             continue
         assert transforms.mismatches(told(got), plain.reshape(new)) == 0
         assert transforms.mismatches(told(got.reshape(array.shape)), plain) == 0  # and back again

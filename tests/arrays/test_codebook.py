@@ -118,7 +118,7 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
     ("a text", P(jq.Codebook, "a", (0, 1, 2, "3")), TypeError, "levels", "a static Python number", "'3'"),
     ("a bool", P(jq.Codebook, "a", (False, 1, 2, 3)), TypeError, "levels", "a static Python number", "False"),
     ("a nan", P(jq.Codebook, "a", (0, 1, 2, float("nan"))), ValueError, "levels", "a finite number", "nan"),
-    ("too large", P(jq.Codebook, "a", (0, 1, 2, 1e39)), ValueError, "levels", "a finite number of float32", "1e\\+39"),
+    ("too large", P(jq.Codebook, "a", (0, 1, 2, 1e39)), ValueError, "levels", "a finite number that", "1e\\+39"),
     ("three", P(jq.Codebook, "a", (0, 1, 2)), ValueError, "levels", "4, 16 or 256 numbers", "3"),
     ("descending", P(jq.Codebook, "a", (3, 2, 1, 0)), ValueError, "levels", "ascending numbers", "3, 2, 1, 0"),
     ("equal in float32", P(jq.Codebook, "a", (0, 1, 1 + 1e-12, 2)), ValueError, "levels", "ascending numbers", "1.0"),

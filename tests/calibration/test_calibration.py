@@ -315,7 +315,7 @@ ROWS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: made("minmax").merge(made("minmax").init(F), made("minmax").init(F[0])),
         ValueError,
-        r"minmax.merge: b.low: expected shape \(1, 1\), like that of a, got shape \(1,\)",
+        r"minmax.merge: b.low: expected shape \(1, 1\), the shape of a.low, got shape \(1,\)",
     ),
     (
         lambda: made("minmax").finalize(F),

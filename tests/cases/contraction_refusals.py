@@ -209,7 +209,7 @@ def quantized() -> Iterable[Row]:
         yield row(QC, {"b": value}, T, "b", "dtype int32", str(value.dtype))
     for shape in ((), (1,), (5,), (6, 1)):
         yield row(QC, {"b": of(I32, *shape)}, V, "b", r"shape \(6,\)", r"shape \(")
-    yield row(QC, {"b": np.full(6, 2**40)}, V, "b", "integers that int32 holds", "int64")
+    yield row(QC, {"b": np.full(6, 2**40)}, V, "b", "integers that int32 can hold", "int64")
 
 
 class Unhashable:

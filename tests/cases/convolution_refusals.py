@@ -148,7 +148,7 @@ def dimension_numbers() -> Iterable[Row]:
         *(("lhs", ((1,), (0,)), ((1,), (1,))), ("rhs", ((1,), (2,)), none), ("rhs", ((1,), (-2,)), none)),
         *(("rhs", ((1, 0), (0, 0)), none), ("rhs", ((1,), (0,)), ((0,), (0,)))),
     ):
-        wanted = rf"different dimensions of {side}, in \[0, 2\)"
+        wanted = rf"distinct dimensions of {side}, in \[0, 2\)"
         yield row(DG, {"dimension_numbers": (contracted, batch)}, V, "dimension_numbers", wanted, "")
     for contracted, batch, wanted in (
         *((((1,), (1,)), none, "contracted"), (((1,), ()), none, "contracted")),

@@ -268,7 +268,7 @@ ROWS: list[tuple[str, Any, Any, Any, type[Exception], str]] = [
     ("point per contracted index", Q, QuantizedArray(jnp.ones((6, 4), I8), jnp.ones((1, 1)), jnp.ones((6, 1), I8)), MATRIX,
      ValueError, "rhs: expected one zero_point along"),
     ("blocks apart", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((4, 2))), QuantizedArray(jnp.ones((6, 4), I8), jnp.ones((3, 4))),
-     MATRIX, ValueError, r"lhs, rhs: expected blocks of both sides that end together.*got blocks of \[2, 3\]"),
+     MATRIX, ValueError, r"lhs, rhs: expected blocks of both sides that end at the same indices.*got blocks of \[2, 3\]"),
     ("blocks twice", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((2, 2))), QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1))),
      (((0, 1), (0, 1)), ((), ())), ValueError, "lhs, rhs: expected blocks along one contracted dimension"),
     ("scale shape", QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((5, 1))), F, MATRIX, ValueError, r"lhs\.scale: expected the rank"),

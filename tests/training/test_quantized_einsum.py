@@ -165,7 +165,7 @@ REFUSALS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
     ("ij,jk", (X, W.astype(np.int8)), {}, TypeError, r"operands\[1\]: expected dtype float32.*, got int8"),
     (7, (X, W), {}, TypeError, "subscripts: expected a string, got 7"),
     ("ij,jk,k", (X, W), {}, ValueError, "subscripts: expected as many terms as operands, 2, got 3"),
-    ("ij,kl->im", (X, W), {}, ValueError, "subscripts: expected an output of different indices"),
+    ("ij,kl->im", (X, W), {}, ValueError, "subscripts: expected an output of distinct indices"),
     ("ijk,kl", (X, W), {}, ValueError, r"operands\[0\]: expected a rank that fits 'ijk', got rank 2"),
     ("ij,ik", (X, W), {}, ValueError, r"operands\[1\]: expected size 2 of index 'i'.*, got shape \(3, 4\)"),
     ("ii,ij", (X[:, :2], X), {}, ValueError, r"operands\[0\]: expected each index once in a quantized operand"),

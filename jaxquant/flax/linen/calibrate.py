@@ -209,7 +209,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
 
 
 def _describe_layers(moving: Mapping[str, Any]) -> str:
-    """Return a text of how the layers quantize, equal in every process."""
+    """Return a description of how the layers quantize, equal in every process."""
     lines = []
     # `jax.jit` returns sorted dicts, so only the first state may have another order.
     for path, state in sorted(find_layers(moving.get(RANGES)).items(), key=lambda item: item[0]):

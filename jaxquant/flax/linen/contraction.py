@@ -1,4 +1,4 @@
-"""The Linen modules that contract: they run a row of the table of operations and hold the variables of its ranges."""
+"""The Linen modules that contract: each runs a row of the table of operations and holds the variables of its ranges."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
     Source: flax.linen.dtypes.promote_dtype.
     """
     arrays = [x for x in (inputs, bias) if x is not None]
-    # A QuantizedArray has a dtype but is no array to promote.
+    # A QuantizedArray has a dtype but is not an array that could be promoted.
     like_kernel = jax.numpy.zeros((), kernel.dtype)
     promoted = dtypes.canonicalize_dtype(*arrays, like_kernel, dtype=dtype, inexact=inexact)
     inputs, bias = (None if x is None else jax.numpy.asarray(x, promoted) for x in (inputs, bias))
@@ -113,13 +113,13 @@ class Contraction(nn.Module):
         """Check that the variables were converted with this layer's specs and sources of ranges."""
         for operand, argument in ((weight, "weight_spec"), (activation, "activation_spec")):
             text = _layer_operand.describe_converted(operand)
-            # `convert` wrote these texts; see `record_operands` for float variables.
+            # `convert` wrote these descriptions; `record_operands` does this for float variables.
             stored = self._read(RANGES, argument)
             converted = stored.text if isinstance(stored, StaticText) else text
             expected = f"what the variables were converted with: {converted}"
             checks.require(converted == text, "flax", argument, expected, text)
         _converted.check_kernel(weight, kernel)
-        # Variables that another program wrote may lack those texts: they must fit as far as their arrays tell.
+        # Variables written by another program may lack the descriptions. Then only their arrays can be compared.
         is_stored = self.has_variable(RANGES, "activation")
         is_static = activation is not None and not isinstance(activation.source, Dynamic)
         expected = "a spec with activation_range=Observed() or Learned(), because the variables hold a static range"
@@ -158,7 +158,7 @@ class Contraction(nn.Module):
         stored = meta.unbox(self._read_weights())
         expected = "promote_dtype=jq.flax.promote_dtype in the layer, because flax's own rounds a kernel before it is "
         expected += "quantized"
-        # A kernel of another dtype than its parameter was rounded on its way to this module.
+        # If the kernel has another dtype than its parameter, it has been rounded before it reached this module.
         is_same = stored is None or stored.dtype == kernel.dtype
         got = f"{kernel.dtype} of {getattr(stored, 'dtype', None)}"
         checks.require_type(is_same, "flax", "kernel", expected, got)
@@ -171,7 +171,7 @@ class Contraction(nn.Module):
             recorded = getattr(record, role, operand)
             if _layer_operand.is_alike(operand, recorded):
                 continue
-            # The repr of a spec is slow, so the text is built only here.
+            # The repr of a spec is slow, so the text is built only for the error.
             expected = f'what the variables were made with (a call with mutable=["{RANGES}"] updates them): {recorded}'
             checks.require(False, "flax", f"{role}_spec", expected, operand)
 

@@ -99,7 +99,7 @@ def has_codes(params: Any) -> bool:
 def check_convertible(function: str, record: Record) -> None:
     """Raise ContractValueError unless a layer takes converted weights.
 
-    `calibrate` calls this too, so that the error comes before hours of work.
+    `calibrate` calls this too, so that the error is raised before hours of work.
     """
     expected = "promote_dtype=jq.flax.promote_dtype in this layer, because flax's own takes no converted kernel"
     if record.attention is not None:
@@ -129,7 +129,7 @@ def _convert_layer(
     got = "a kernel that is already converted" if kernel is not None else "none"
     checks.require(is_float, _NAME, f"params[{record.kernel!r}]", "a float kernel", got)
     params[kernel_path], depth = _quantize_kernel(record, kernel, path, scales)
-    # What the layer compares when it serves: otherwise it could read the codes with another spec.
+    # The layer compares these descriptions when it serves, so that it never reads the codes with another spec.
     texts = {"weight_spec": record.weight, "activation_spec": record.activation}
     described = {name: StaticText(_layer_operand.describe_converted(operand)) for name, operand in texts.items()}
     return {**_find_constants(record, path, state, scales, depth), **described}

@@ -20,7 +20,7 @@ from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, 
 _NAME = "flax.linen"
 
 
-# Listed before flax's layer as a base class: dataclass fields are collected from the last base class to the first, so
+# This base class comes before flax's layer: dataclass fields are collected from the last base class to the first, so
 # flax's own attributes keep their positions.
 class _QuantizedLayer(nn.Module):
     """The attributes that all quantized layers add to flax's, and their checks. A base class in front of flax's layer.
@@ -40,7 +40,7 @@ class _QuantizedLayer(nn.Module):
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
     promote_dtype: Any = promote_dtype
-    # The attribute through which flax's layer contracts, and the module for it; None where the layer calls its own.
+    # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
     _field: ClassVar[str | None] = None
     _contraction: ClassVar[type[Contraction] | None] = None
 
@@ -70,7 +70,7 @@ def _check_not_set(layer: nn.Module, field: str) -> None:
     """Raise ContractValueError if the user gave the layer another contraction."""
     for name in (field, field.removesuffix("_cls")):
         value = getattr(layer, name)
-        # A clone of a layer is given the factory of the layer that it copies.
+        # A clone of a layer gets the factory of the original, which is not an error.
         is_copied = name == field and isinstance(value, Injected)
         expected = "None, because this layer has its own contraction"
         checks.require(value is None or is_copied, _NAME, name, expected, checks.describe_value(value))
@@ -200,7 +200,7 @@ class Einsum(_QuantizedLayer, nn.Einsum):
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, broadcast_shape = None, None
         if self.use_bias:
-            # flax reads only the shape of the kernel here; a converted one is no array.
+            # flax reads only the shape of the kernel here, and a converted kernel is not an array.
             stand_in = jnp.broadcast_to(jnp.zeros(()), kernel.shape)
             bias_shape, broadcast_shape = self._get_bias_shape(equation, inputs, stand_in)
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)

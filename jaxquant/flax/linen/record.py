@@ -48,7 +48,7 @@ def find_layers(ranges: Any) -> dict[Path, Mapping[str, Any]]:
     """Return the variables of each quantized layer in the collection "ranges", by path. Each has a Record."""
     if not isinstance(ranges, dict | FrozenDict):
         return {}
-    # A layer's entries stay together; only the modules above it are flattened.
+    # Only the modules above a layer are flattened; the entries of the layer stay together.
     nodes: dict[Path, Any] = traverse_util.flatten_dict(ranges, is_leaf=lambda _, node: _has_record(node))
     return {path: node for path, node in nodes.items() if _has_record(node)}
 
@@ -83,7 +83,7 @@ def _restore_array(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
     return q.replace(**restored)
 
 
-# flax.serialization takes apart nested dicts of arrays; every other type must be registered.
+# flax.serialization knows nested dicts of arrays; every other type must be registered.
 serialization.register_serialization_state(QuantizedArray, _get_array_state, _restore_array)
 serialization.register_serialization_state(Record, lambda _: {}, lambda record, _: record)
 serialization.register_serialization_state(

@@ -75,7 +75,7 @@ def calibrate(
     view = calibration_view(model)
     layers = []
     for path, contraction in find_contractions(view):
-        # The view has modules of its own: the names of the model's layers in errors do not change.
+        # The view has its own modules, so the names that the model's layers have in errors do not change.
         contraction.layer = find_path(path, contraction)
         with _layer_operand.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
@@ -99,7 +99,7 @@ def calibrate(
     )  # fmt: skip
     _calibration_loop.run_loop(
         step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None,
-        # Also after an error: the ranges of the batches before it are valid.
+        # Do this after an error, too, because the ranges of the earlier batches are valid.
         keep=lambda state: nnx.update(model, state),
     )  # fmt: skip
     check_calibrated(model)
@@ -137,7 +137,7 @@ def calibration_view(model: Model) -> Model:
     is_quantized = any(True for _ in find_contractions(model))
     checks.require(is_quantized, _VIEW, "model", "a model with quantized layers", "none")
     view = nnx.view(model, raise_if_not_found=False, calibrating=True)
-    # `eval` also reaches the modules without a `set_view`, which nnx.view leaves as they are.
+    # `eval` also reaches the modules without a `set_view`, which nnx.view does not change.
     view.eval()
     return view
 

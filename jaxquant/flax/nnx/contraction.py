@@ -1,4 +1,4 @@
-"""The NNX modules that contract: they run a row of the table of operations and hold the variables of its ranges."""
+"""The NNX modules that contract: each runs a row of the table of operations and holds the variables of its ranges."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Contraction(nnx.Module):
         return y if out_sharding is None else reshard(y, out_sharding)
 
     def set_view(self, use_running_average: bool | None = None, calibrating: bool | None = None) -> None:
-        """Set the mode, as `nnx.view` asks every module to.
+        """Set the mode; `nnx.view` calls this method of every module.
 
         Args:
             use_running_average: whether ranges are only read.
@@ -142,7 +142,7 @@ class Contraction(nnx.Module):
             self.calibrating = calibrating
 
     def describe_specs(self) -> StaticText:
-        """Return a text of what must not change once the layer is converted."""
+        """Return a description of what must not change once the layer is converted."""
         return StaticText("; ".join(map(_layer_operand.describe_converted, self.operands)))
 
     def find_place(self) -> str:
@@ -160,7 +160,7 @@ class Contraction(nnx.Module):
 
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the state of this layer was converted with its specs and sources of ranges."""
-        # Variables of another program may lack the text; their arrays are checked below.
+        # Variables written by another program may lack the description; their arrays are checked below.
         text = self.describe_specs().text
         converted = text if self.converted_specs is None else self.converted_specs.get_value().text
         expected = f"the weight_spec and activation_spec that the state was converted with: {converted}"
@@ -168,10 +168,10 @@ class Contraction(nnx.Module):
         _converted.check_kernel(weight, kernel)
 
     def record_operands(self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array) -> None:
-        """Do nothing: an NNX module is there to be asked when it is converted."""
+        """Do nothing, because `convert` can read the operands from the NNX module itself."""
 
     def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed or learned range, updated by x where that is asked for."""
+        """Return the scale and the zero point of an observed or learned range, after an update by x if it is due."""
         return self._observe_range(operand, x) if isinstance(operand.source, Observed) else self._learn(operand, x)
 
     def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
@@ -234,7 +234,7 @@ class Contraction(nnx.Module):
         """Return the scale and the zero point of an observed range, updated by x unless it is only read."""
         state = {"state": self.activation_range.get_value(), "batches": self.activation_batches[...]}
         if self.calibrating or not self.use_running_average:
-            # The range is one for the whole array, so that the variables need not know its rank.
+            # A range for the whole array does not depend on the rank of x, so its variables have a fixed shape.
             state = _observed.update_state(operand, state, _flatten_rows(sharding.place_whole(x)))
             self.activation_range.set_value(state["state"])
             self.activation_batches.set_value(state["batches"])
@@ -243,7 +243,7 @@ class Contraction(nnx.Module):
         return _observed.finalize_state(operand, state, x.shape)
 
     def _learn(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return a learned scale and zero point, set from x first where `start` asks for it."""
+        """Return a learned scale and zero point; under `start`, set them from x first."""
         variables = [getattr(self, name) for name in _learned.list_names(operand)]
         if self.is_starting:
             # The variables keep the shapes with which they were made, whatever the rank of x.
@@ -262,7 +262,8 @@ class Contraction(nnx.Module):
 
 def _flatten_rows(x: jax.Array) -> jax.Array:
     """Return x as a matrix of its rows."""
-    # Not as a vector: XLA:CPU would then compute a multi-index from each flat index in the loop that makes x.
+    # A matrix and not a vector: for a vector XLA:CPU would compute a multi-index from each flat index in the loop that
+    # produces x.
     last = x.shape[-1] if x.ndim else 1
     return x.reshape(-1, last) if last else x.reshape(0, 0)
 

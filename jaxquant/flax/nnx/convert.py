@@ -58,7 +58,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     Source: the papers of the gradients, which `jq.LSQ`, `jq.LSQPlus` and `jq.PACT` name.
     """
     require_module(_START, "model", model)
-    # A copy, because the call may also update ranges, batch statistics and random streams.
+    # Call a copy, because the call may also update ranges, batch statistics and random streams.
     copy = nnx.clone(model)
     learning = []
     for path, contraction in find_contractions(copy):
@@ -123,7 +123,7 @@ def convert(model: Model) -> Model:
     serving = nnx.clone(model)
     layers = list(_find_layers(serving))
     checks.require(bool(layers), _CONVERT, "model", "a model with quantized layers", "none")
-    # The float variable is kept with its codes, so that its id is not used again.
+    # The float variable is kept next to its codes, so that Python does not reuse its id for another variable.
     converted: dict[Any, Any] = {}
     for layer in layers:
         with _layer_operand.prefix_errors(find_path(layer.path, layer.module)):
@@ -214,7 +214,7 @@ def _check_kernel(layer: _Layer) -> nnx.Variable:
 def _find_kernel_shape(layer: _Layer) -> tuple[int, ...] | None:
     """Return the shape of a kernel without the axes that stack layers, or None if it is unknown."""
     module: Any = layer.module
-    # The kernel itself may be stacked, so its shape is the last resort.
+    # The shape of the kernel itself is used last, because it may include axes that stack layers.
     if layer.contraction.kernel_shape is not None:
         return layer.contraction.kernel_shape
     if isinstance(module, nnx.LinearGeneral):
@@ -280,7 +280,7 @@ def _freeze_ranges(contraction: Contraction) -> None:
         scale, zero_point = _find_constants(contraction, activation)
         contraction.activation_scale = Ranges(scale)
         contraction.activation_zero_point = nnx.data(None if zero_point is None else Ranges(zero_point))
-    # The layer compares this text when it serves.
+    # The layer compares this description when it serves.
     contraction.converted_specs = Ranges(contraction.describe_specs())
     for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))

@@ -91,7 +91,7 @@ def _find_last_output_axis(layer: nnx.Module, rank: int) -> int:
     operands, _, result = layer.einsum_str.replace(" ", "").partition("->")
     inputs, labels = operands.split(",")
     last = labels.rfind(result[-1:]) if result[-1:].isalpha() else -1
-    # A label of the inputs too would be a batch axis, and an ellipsis after the label would hide its position.
+    # If the inputs have the label too, it is a batch axis. An ellipsis after the label would hide its position.
     is_feature = last >= 0 and "..." not in labels[last:] and result[-1] not in inputs
     expected = "an einsum_str whose last output axis is an axis of the kernel alone"
     checks.require(is_feature, _NAME, "layer", expected, repr(layer.einsum_str))

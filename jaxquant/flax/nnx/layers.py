@@ -176,7 +176,7 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
     def __init__(
         self, einsum_str: str, kernel_shape: Sequence[int], bias_shape: Sequence[int] | None = None, **arguments: Any
     ) -> None:  # fmt: skip
-        # NNX takes a list attribute for a list of variables.
+        # Store a tuple, because NNX interprets a list attribute as a list of variables.
         shapes = (tuple(kernel_shape), None if bias_shape is None else tuple(bias_shape))
         super().__init__(einsum_str, *shapes, **arguments)
 

@@ -37,7 +37,7 @@ class Partitioned(nnx.Pytree):
 
     def __init__(self, q: QuantizedArray, box: Callable[[jax.Array], nnx.Variable]) -> None:
         self.codes, self.scale = box(q.codes), box(q.scale)
-        # `nnx.data` marks None as an empty place for a variable, not as a static value.
+        # `nnx.data` marks None as a missing variable and not as a static value.
         self.zero_point = nnx.data(None if q.zero_point is None else box(q.zero_point))
         self.static = (q.dtype, q.block_size, q.codebook)
 
@@ -70,7 +70,7 @@ def find_partitioning(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) 
     part_sharding: Any = PartitionSpec(*part_names)
     if isinstance(out_sharding, NamedSharding):
         part_sharding = NamedSharding(out_sharding.mesh, part_sharding)
-    # PartitionSpec may be a subclass of tuple: a plain tuple stays a plain tuple.
+    # Do not test for tuple, of which PartitionSpec may be a subclass. A plain tuple stays a plain tuple.
     elif not isinstance(names, PartitionSpec):
         part_sharding = part_names
     metadata = {name: kernel.get_metadata(name, None) for name in ("mesh", "sharding_rules")}
