@@ -270,7 +270,7 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (X, parts(W, "scale", (6, 3, 1, 1)), {}, ValueError, rf"rhs\.scale: expected .* each output feature, {IN_RHS}"),
     (X, parts(W, "zero_point", (1, 1, 2, 2)), {}, ValueError, rf"rhs\.zero_point: .*{IN_RHS} shape"),
     (X, parts(W, "scale", (5, 1, 1, 1)), {}, ValueError, r"rhs\.scale: expected the rank of the codes"),
-    (*long(33026), {"window_strides": (1,)}, ValueError, "rhs: expected at most 33025 products of two codes.*, got 33026"),
+    (*long(33026), {"window_strides": (1,)}, ValueError, "rhs: expected a sum of at most 33025 products of two codes.*, got 33026"),
     (X, W, {"window_strides": (1,)}, ValueError, "window_strides: expected 2 positive ints"),
     (X[0, 0], W[0, 0], {}, ValueError, "lhs: expected an array of rank 3 or more"),
     (X, W[0], {}, ValueError, "rhs: expected an array of lhs's rank, 4"),

@@ -180,7 +180,7 @@ REFUSALS = [
         ValueError,
         "mode: expected 'fill' or 'clip' or 'wrap', got 'raise'",
     ),
-    (functools.partial(take, Q[:0], ONE), ValueError, r"axis: expected an axis with a length.*\(0, 4\), got 0"),
+    (functools.partial(take, Q[:0], ONE), ValueError, r"axis: expected an axis of positive length.*\(0, 4\), got 0"),
     (
         functools.partial(take, Q.replace(scale=np.ones((2, 1), np.float32)), ONE),
         ValueError,
