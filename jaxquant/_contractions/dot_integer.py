@@ -173,7 +173,7 @@ class _Side(NamedTuple):
 
     Attributes:
         role: the role of each dimension.
-        codes: int8.
+        codes: int8, or codes of 2 or 4 bits.
         steps: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
         runs: for the steps and for the scale, how many indices of each dimension share an entry.
@@ -194,7 +194,7 @@ def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     scale = small_floats.scale_as_float32(q.scale)
     centred = _operands.is_centred(q.zero_point, q.codes.dtype)
     steps = _operands.convert_steps(point, q.codes.dtype, centred)
-    return _Side(role, _operands.convert_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
+    return _Side(role, _operands.shift_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
 
 
 def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
@@ -238,6 +238,7 @@ def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax
 def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
+    sides = [side._replace(codes=_operands.convert_to_signed(side.codes)) for side in sides]
     depth = sides[0].codes.shape[plan.axes[0]]
     full_blocks, tail = divmod(depth, plan.length)
     y = None

@@ -20,7 +20,7 @@ from .._arrays import indexing, quantized_array, weight_only
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.weight_only import Cut
 from .._core import dtypes, rounding, sharding
-from ..integer import _layout, _operands
+from ..integer import _layout, _operands, _planes
 from ..integer.dot_general import Role
 from . import float_digits, scaled_rows
 
@@ -174,6 +174,8 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
             y = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
             return config.swap_sides(y.reshape(shape))
+    if _planes.count_planes(codes, scale, zero_point) > 1:
+        return _contract_planes(config, x, codes, scale, zero_point)
     if _has_digits(q, role) and rows <= _find_few_rows(q, role):
 
         def contract_swapped() -> jax.Array:
@@ -183,6 +185,26 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
 
         return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
     return contract_floats()
+
+
+def _contract_planes(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+    """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
+    count, last, role = _planes.count_planes(codes, scale, zero_point), codes.ndim - 1, config.role
+    point = None if zero_point is None else zero_point.astype(jnp.int8)
+    is_summed = last in role.contracted
+    results = []
+    for place in range(count):
+        x_plane = x
+        if is_summed:
+            axis = config.x_role.contracted[role.contracted.index(last)]
+            x_plane = lax.slice_in_dim(x, place, None, count, axis)
+        parts = (_planes.take_plane(part, place, count) for part in (scale, point))
+        plane = _planes.take_code_plane(codes, place, count)
+        results.append(_contract_on_cpu(config, x_plane, plane, *parts))
+    if is_summed:
+        return functools.reduce(jnp.add, results)
+    before = 0 if config.quantized == 0 else len(config.left.free)
+    return _planes.join_planes(results, before + role.free.index(last))
 
 
 def _has_digits(q: QuantizedArray, role: Role) -> bool:

@@ -19,6 +19,8 @@ from . import dot_integer
 
 # The number of rows that one loop adds up: enough to use the vector registers of a CPU, without spilling them.
 _TERMS = (32, 16, 8)
+# The selections that decode a codebook need registers too.
+_DECODED_TERMS = (16, 8)
 
 
 def find_terms(q: QuantizedArray, role: Role) -> int | None:
@@ -39,7 +41,9 @@ def find_terms(q: QuantizedArray, role: Role) -> int | None:
             sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
             assert sizes is not None
             runs.append(sizes[0])
-    return next((n for n in _TERMS if all(run % n == 0 for run in runs)), None)
+    return next(
+        (n for n in (_TERMS if q.codebook is None else _DECODED_TERMS) if all(run % n == 0 for run in runs)), None
+    )
 
 
 def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax.Array:
@@ -67,10 +71,10 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
         plane_scale, plane_point = (_take_plane(part, place, count) for part in (scale, point))
         products = None
         for i in range(terms):
-            steps = packed_codes.read_plane(groups[:, i], np.dtype(q.codes.dtype), place, count)
             if q.codebook is not None:
-                weights = q.codebook.decode(steps)
+                weights = q.codebook.decode(groups[:, i], place * 8 // count)
             else:
+                steps = packed_codes.read_plane(groups[:, i], np.dtype(q.codes.dtype), place, count)
                 weights = (steps if plane_point is None else steps - plane_point).astype(jnp.float32)
             product = factors[:, i, None] * weights
             products = product if products is None else products + product

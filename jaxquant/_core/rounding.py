@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import dtypes, small_floats
+from . import dtypes, packed_codes, small_floats
 
 # The floats between 2**23 and 2**24 are exactly the integers. Adding 1.5 * 2**23 to a value |v| < 2**22 therefore
 # rounds v half to even, and leaves the integer in the low bits of the sum. The bits of positive floats, read as
@@ -77,6 +77,7 @@ def encode_steps(
         # XLA:CPU does not vectorize a loop that packs codes of less than a byte. The barrier puts the packing into a
         # loop of its own, so that the rounding keeps its vector instructions.
         code = lax.optimization_barrier(lax.convert_element_type(code, jnp.int8))
+        return packed_codes.narrow_codes(code, dtype)
     return lax.convert_element_type(code, dtype)
 
 
