@@ -21,10 +21,8 @@ from . import dot_integer
 _DIGITS = 6
 # The largest number of products that int32 holds: a digit is at most 2**7 and a code minus its zero point below 2**8.
 LIMIT = (2**31 - 1) // (2**7 * (2**8 - 1))
-# A row is scaled by a power of two so that its largest magnitude lies just below 127 * 2**24, which the first four
-# digits hold. The power and its reciprocal must be normal float32, which bounds the biased exponent of the row.
+# A row is scaled by a power of two so that its largest magnitude lies just below this, which four digits hold.
 _LARGEST = 127 * 2**24
-_LEAST_EXPONENT = 31
 
 
 def contract_digits(
@@ -64,11 +62,8 @@ def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array,
         int8 [6, ...] with the shape of x behind; float32, of length 1 along the contracted dimensions; a bool.
     """
     largest = jnp.max(jnp.abs(x), axis=contracted, keepdims=True)
-    # This is the biased exponent of the largest magnitude, plus 1 if its mantissa is at least 127 / 64.
-    bits = lax.bitcast_convert_type(largest, jnp.int32) + np.int32(0x20000)
-    exponent = lax.clamp(np.int32(_LEAST_EXPONENT), lax.shift_right_logical(bits, np.int32(23)), np.int32(254))
-    unit = _make_power(exponent - np.int32(30))
-    scaled = x * _make_power(np.int32(2 * 127 + 30) - exponent)
+    factor, unit = find_powers(largest, 30)
+    scaled = x * factor
     # Both parts are exact: a difference to the nearest integer, and a difference to 1 of numbers close to it.
     whole = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
     rest = scaled - whole
@@ -87,6 +82,21 @@ def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array,
     shifted += [high, lax.shift_right_logical(low, np.int32(8)), low]
     digits = jnp.stack([lax.convert_element_type(part, jnp.int8) for part in shifted])
     return digits ^ np.int8(-128), unit, is_exact
+
+
+def find_powers(largest: jax.Array, exponent: int) -> tuple[jax.Array, jax.Array]:
+    """Return the power of two that scales a magnitude to just below 127 / 64 * 2**exponent, and its reciprocal.
+
+    Both are normal float32. A magnitude that is too small, too large or not finite is scaled as far as that allows.
+
+    Args:
+        largest: float32, not negative.
+        exponent: from 0 to 30.
+    """
+    # This is the biased exponent of the magnitude, plus 1 if its mantissa is at least 127 / 64.
+    bits = lax.bitcast_convert_type(largest, jnp.int32) + np.int32(0x20000)
+    biased = lax.clamp(np.int32(exponent + 1), lax.shift_right_logical(bits, np.int32(23)), np.int32(253))
+    return _make_power(np.int32(254 + exponent) - biased), _make_power(biased - np.int32(exponent))
 
 
 def _make_power(biased_exponent: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 from .._arrays.quantized_array import QuantizedArray
 from .._core import dtypes, granularity, packed_codes, small_floats
 from ..integer.dot_general import Role
-from . import dot_integer
+from . import dot_integer, float_digits
 
 # The number of rows that one loop adds up: enough to use the vector registers of a CPU, without spilling them.
 _TERMS = (32, 16, 8)
@@ -62,7 +62,9 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
     columns = math.prod(kept)
     scale = _spread_entries(q, small_floats.scale_as_float32(q.scale), role, depth // terms)
     point = None if q.zero_point is None else _spread_entries(q, q.zero_point.astype(jnp.int32), role, depth // terms)
-    factors = x.reshape(depth // terms, terms)
+    # The row is scaled to magnitudes of about 1: a product with a code must not overflow before the scale reduces it.
+    factor, unit = float_digits.find_powers(jnp.max(jnp.abs(x)), 0)
+    factors = (x * factor).reshape(depth // terms, terms)
     matrix = q.codes.reshape(depth, columns)
     count = packed_codes.count_planes(matrix)
     groups = packed_codes.read_bytes(matrix).reshape(depth // terms, terms, -1)
@@ -81,7 +83,7 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
         assert products is not None
         # The barrier keeps XLA from fusing this reduction with the loop of products.
         sums.append(jnp.sum(lax.optimization_barrier(products * plane_scale), axis=0))
-    return jnp.stack(sums, axis=-1).reshape(kept)
+    return jnp.stack(sums, axis=-1).reshape(kept) * unit
 
 
 def _spread_entries(q: QuantizedArray, part: jax.Array, role: Role, rows: int) -> jax.Array:
