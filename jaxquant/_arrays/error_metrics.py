@@ -76,8 +76,7 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
     """
     q = quantized_array.check_array(_NAME, "q", q)
     measures = _quantization_error(
-        entry_point.convert_number(x), q.codes, q.scale, q.zero_point,
-        dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
+        entry_point.convert_number(x), q.stored_codes, q.scale, q.zero_point, static=q.tree_flatten()[1]
     )  # fmt: skip
     return QuantizationError(*measures)
 
@@ -85,12 +84,12 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
 @compile_entry_point(_NAME)
 def _quantization_error(
     x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
-    dtype: Any, block_size: int | None, codebook: Any,
+    static: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
-    checks.check_shape(_NAME, "x", x, codes.shape, "that of q")
     x, scale = lax.stop_gradient((x, scale))
-    q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
+    q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
+    checks.check_shape(_NAME, "x", x, q.shape, "that of q")
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _find_largest(x - y)
     (x_near, x_power), (y_near, _) = (_scale_near_one(v, _find_largest(v)) for v in (x, y))

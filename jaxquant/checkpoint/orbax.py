@@ -13,7 +13,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.static_text import StaticText
 from .._core import checks
 from .arrays import import_library, is_stored_apart, restore_tree, to_arrays
-from .stored_arrays import KEY, PARTS, find_stored_type, store_text, write_description
+from .stored_arrays import KEY, find_stored_type, list_parts, store_text, write_description
 
 _SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"
 
@@ -98,10 +98,7 @@ def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     if isinstance(q, StaticText):
         return store_text(q)
     target: dict[str, Any] = {KEY: write_description(q)}
-    for name in PARTS:
-        part = getattr(q, name)
-        if part is None:
-            continue
+    for name, part in list_parts(q).items():
         dtype, shape = find_stored_type(np.dtype(part.dtype), part.shape)
         sharding = getattr(part, "sharding", None)
         # Packed codes have one dimension, which the partition of the codes does not describe.
