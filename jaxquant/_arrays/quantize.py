@@ -73,7 +73,7 @@ def quantize(
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
-        ValueError: an axis of the spec or of stored_last is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
+        ValueError: an axis is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
             `range` is given in addition to them; or the ends are known (not traced), and one is NaN or infinite, or
             `lo` is greater than `hi`.
 

@@ -153,8 +153,8 @@ class QuantizedArray(RefusedOperators):
                 expected = f"one of codes, {', '.join(attributes)}, stored_order"
                 checks.require(False, f"{_NAME}.replace", name, expected, "another name")
         if "codes" in changes or "stored_order" in changes:
-            own = {"codes": changes["codes"] if "codes" in changes else self.codes, "stored_order": self._order}
-            return QuantizedArray(**{**own, **attributes, **changes})
+            codes = changes.pop("codes") if "codes" in changes else self.codes
+            return QuantizedArray(codes, **{**attributes, "stored_order": self._order, **changes})
         # Codes that stay are not transposed twice.
         return QuantizedArray(self._stored, **{**attributes, **changes})._with_stored(self._stored, self._order)
 

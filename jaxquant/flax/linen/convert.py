@@ -143,19 +143,19 @@ def _quantize_kernel(
     depth = _converted.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
     check_convertible(_NAME, record)
     parts = () if isinstance(weight.source, Dynamic) else _read_learned(weight, path, scales)
-    q = _converted.quantize_kernel(_NAME, weight, kernel, parts, depth)
+    q = _converted.quantize_kernel(_NAME, weight, kernel, parts, depth, record.stored_axes)
     names = getattr(boxed, "names", None)
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
 
     # A box of flax holds one array with its mesh axes, so each part of the kernel gets a box.
-    def box_part(part: Any) -> Any:
-        if part is None:
-            return None
-        part_names = _converted.find_part_names(names, part.shape)
+    def box_part(part: Any, part_names: Any) -> Any:
         return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
-    return q.replace(codes=box_part(q.codes), scale=box_part(q.scale), zero_point=box_part(q.zero_point)), depth
+    (codes, *others), static = q.tree_flatten()
+    boxes = [None if p is None else box_part(p, _converted.find_part_names(names, p.shape)) for p in others]
+    codes = box_part(codes, _converted.find_part_names(names, codes.shape, order=q.stored_order))
+    return QuantizedArray.tree_unflatten(static, (codes, *boxes)), depth
 
 
 def _find_constants(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..._arrays.parts import StoredOrder
 from ..._core import checks
 from ..._core.granularity import PerFeature
 from .. import _converted, _layer_operand, _learned, _observed, _operations
@@ -244,6 +245,23 @@ def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
     return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
 
 
+def _find_stored_axes(module: Any, rank: int) -> tuple[int, ...]:
+    """Return the axes of a layer's kernel, counted from the back, that the converted codes hold last in memory.
+
+    They are those that the layer contracts, in the order of the axes of its input.
+    """
+    if isinstance(module, nnx.LinearGeneral):
+        first = len(module.batch_axis)
+        # All axes are counted from one end, or the order of the input is unknown before a call.
+        axes = list(module.axis) if isinstance(module.axis, Sequence) else [module.axis]
+        is_ordered = all(axis < 0 for axis in axes) or all(axis >= 0 for axis in axes)
+        order = sorted(range(len(axes)), key=lambda i: axes[i]) if is_ordered else range(len(axes))
+        return tuple(first + i - rank for i in order)
+    if isinstance(module, nnx.Einsum):
+        return _operations.find_summed_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else ()
+    return (-2,) if isinstance(module, nnx.Linear) else ()
+
+
 def _find_weight(layer: _Layer, rank: int) -> LayerOperand:
     """Return how a layer's kernel is quantized, with `PerFeature()` replaced by axes."""
     weight = layer.contraction.operands[0]
@@ -261,14 +279,16 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     shape = tuple(_find_kernel_shape(layer) or kernel.shape)
     depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
     weight = _find_weight(layer, len(shape))
-    q = _converted.quantize_kernel(_CONVERT, weight, kernel, _read_learned(layer.contraction, weight), depth)
+    stored_axes = _find_stored_axes(layer.module, len(shape))
+    parts = _read_learned(layer.contraction, weight)
+    q = _converted.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
     # Metadata, such as the sharding, stays with the converted kernel.
     metadata = variable.get_metadata()
     if not find_partitioning(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
 
-    def box_part(part: jax.Array) -> nnx.Variable:
-        return Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth)})
+    def box_part(part: jax.Array, order: StoredOrder) -> nnx.Variable:
+        return Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth, order)})
 
     return Partitioned(q, box_part)
 
