@@ -74,7 +74,8 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
 
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
-    q = quantized_array.check_array(_NAME, "q", q)
+    # The sums run in the order of memory, so codes in another order are moved before the program, which is the same.
+    q = quantized_array.check_array(_NAME, "q", q).store_last()
     measures = _quantization_error(
         entry_point.convert_number(x), q.stored_codes, q.scale, q.zero_point, static=q.tree_flatten()[1]
     )  # fmt: skip

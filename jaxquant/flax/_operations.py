@@ -138,7 +138,10 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
                 constants = None if is_dynamic else variables.read_constants(quantized)
                 call = call._replace(x=quantize_operand(quantized, call.x, constants))
             return operation.serve(call)
-        variables.record_operands(weight, activation, call.kernel, operation.find_stored_axes(call))
+        # A float contraction may round differently in another layout, and a converted layer must return the numbers of
+        # its training. Integers are exact in every layout.
+        stored_axes = () if quantized is None else operation.find_stored_axes(call)
+        variables.record_operands(weight, activation, call.kernel, stored_axes)
         # The activations come first: calibrators and learned scales are created in this order.
         x_quantizer = _make_quantizer(variables, quantized, call.x)
         quantizers = (x_quantizer, _make_quantizer(variables, weight, call.kernel))

@@ -279,7 +279,8 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     shape = tuple(_find_kernel_shape(layer) or kernel.shape)
     depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
     weight = _find_weight(layer, len(shape))
-    stored_axes = _find_stored_axes(layer.module, len(shape))
+    # As in `run_operation`: a float contraction keeps the layout that it has in training.
+    stored_axes = () if layer.contraction.operands[1] is None else _find_stored_axes(layer.module, len(shape))
     parts = _read_learned(layer.contraction, weight)
     q = _converted.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
     # Metadata, such as the sharding, stays with the converted kernel.
