@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -251,12 +251,9 @@ def _find_stored_axes(module: Any, rank: int) -> tuple[int, ...]:
     They are those that the layer contracts, in the order of the axes of its input.
     """
     if isinstance(module, nnx.LinearGeneral):
-        first = len(module.batch_axis)
-        # All axes are counted from one end, or the order of the input is unknown before a call.
-        axes = list(module.axis) if isinstance(module.axis, Sequence) else [module.axis]
-        is_ordered = all(axis < 0 for axis in axes) or all(axis >= 0 for axis in axes)
-        order = sorted(range(len(axes)), key=lambda i: axes[i]) if is_ordered else range(len(axes))
-        return tuple(first + i - rank for i in order)
+        # The kernel has the batch axes first, then those that are contracted; flax sorts both.
+        first = len(module.batch_axis) - rank
+        return tuple(range(first, first + len(module.axis)))
     if isinstance(module, nnx.Einsum):
         return _operations.find_summed_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else ()
     return (-2,) if isinstance(module, nnx.Linear) else ()
