@@ -87,6 +87,9 @@ def quantize(
         >>> q.scale, q.zero_point, q.codes
         (Array([[0.01]], dtype=float32), Array([[100]], dtype=uint8), Array([[  0, 112, 138],
                [100, 255, 255]], dtype=uint8))
+        >>> q = jq.quantize(x, jq.QuantSpec(jnp.int4, jq.PerAxis(1)), stored_last=0)
+        >>> q.shape, q.stored_codes.shape, q.stored_order
+        ((2, 3), (3, 2), (-1, -2))
 
     Source: ONNX QuantizeLinear-25 and DynamicQuantizeLinear-11; Jacob et al., arXiv 1712.05877, section 2.1.
     """

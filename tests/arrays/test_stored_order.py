@@ -206,7 +206,7 @@ def test_leaves_are_what_is_in_memory(rng: np.random.Generator) -> None:
 
 
 def test_errors() -> None:
-    q = jq.quantize(jnp.ones((6, 5)), QuantSpec("int8"))
+    q: Any = jq.quantize(jnp.ones((6, 5)), QuantSpec("int8"))
     for call, kind, text in (
         (lambda: q.store_last(2), ValueError, r"QuantizedArray.store_last: axes: .*got 2"),
         (lambda: q.store_last(0, -2), ValueError, r"store_last: axes: expected distinct axes, got \(0, -2\)"),
@@ -391,7 +391,8 @@ def test_the_kernel_reads_the_stored_codes(rows: int, dtype: str, rng: np.random
 def test_saved_programs(rng: np.random.Generator) -> None:
     q, stored = make_pair(rng, QuantSpec(jq.nf4, Blocked(1, 4)), (6, 8), 0)
     program = export.export(jax.jit(lambda q: (q.astype(jnp.bfloat16), q.dequantize(), q.T)))(stored)
-    back, floats, turned = export.deserialize(program.serialize()).call(stored)
+    results: Any = export.deserialize(program.serialize()).call(stored)
+    back, floats, turned = results
     assert back.stored_order == stored.stored_order
     assert turned.stored_order is None
     assert_same(back, q.astype(jnp.bfloat16))

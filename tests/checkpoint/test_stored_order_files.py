@@ -71,9 +71,7 @@ def test_versions(rng: np.random.Generator) -> None:
         assert_same(checkpoint.from_arrays(old), q.store_last())
 
 
-@pytest.mark.parametrize(
-    "order", [1, "T", [-1], [-1, -3], [-1.0, -2.0], [True, -2], [-1, -1], [0, 1], [-4, -2, -1]]
-)
+@pytest.mark.parametrize("order", [1, "T", [-1], [-1, -3], [-1.0, -2.0], [True, -2], [-1, -1], [0, 1], [-4, -2, -1]])
 def test_damaged_orders(order: Any) -> None:
     arrays = checkpoint.to_arrays(jq.quantize(jnp.ones((3, 4)), QuantSpec("int8"), stored_last=0))
     text = describe(arrays)
@@ -83,3 +81,27 @@ def test_damaged_orders(order: Any) -> None:
         return
     with pytest.raises(ValueError, match=r"^jaxquant\.checkpoint\.from_arrays: tree.*stored_"):
         checkpoint.from_arrays(write(arrays, text))
+
+
+def test_a_folder_in_the_logical_order(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """Orbax's folders from before there were stored orders, loaded for arrays that have one."""
+    tree = {
+        "layers": [make_tree(rng), {"plain": jnp.ones(3)}],
+        "other": jq.quantize(jnp.ones((2, 3)), QuantSpec("int8")),
+    }
+    checkpoint.save_orbax(tmp_path / "old", jax.tree.map(in_logical_order, tree, is_leaf=is_array))
+    assert_same(checkpoint.load_orbax(tmp_path / "old", jax.eval_shape(lambda: tree)), tree)
+    assert_same(checkpoint.load_orbax(tmp_path / "old", tree), tree)
+    checkpoint.save_orbax(
+        tmp_path / "mixed", {"a": tree["layers"][0]["int8"], "b": tree["layers"][0]["int8"].store_last()}
+    )
+    like = {"a": tree["layers"][0]["int8"], "b": tree["layers"][0]["int8"]}
+    assert_same(checkpoint.load_orbax(tmp_path / "mixed", like), like)
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jq.QuantizedArray)
+
+
+def in_logical_order(leaf: Any) -> Any:
+    return leaf.store_last() if is_array(leaf) else leaf

@@ -28,6 +28,7 @@ WAY: Any = {
     "activation_spec": jq.QuantSpec("uint8"),
     "activation_range": qflax.Dynamic(),
 }
+PROMOTE: Any = qflax.promote_dtype
 LINEN: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "Dense": (qnn.Dense(5, **WAY), (4, 6), (-1, -2)),
     "one row": (qnn.Dense(5, **WAY), (6,), (-1, -2)),
@@ -42,7 +43,7 @@ LINEN: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "weights alone": (qnn.Dense(5, weight_spec=WAY["weight_spec"]), (4, 6), None),
     "Conv": (qnn.Conv(5, (3,), **WAY), (2, 7, 4), None),
     "flax's own": (
-        nn.Dense(5, dot_general=qflax.dot_general(**WAY), promote_dtype=qflax.promote_dtype), (4, 6), None,
+        nn.Dense(5, dot_general=qflax.dot_general(**WAY), promote_dtype=PROMOTE), (4, 6), None,
     ),
 }  # fmt: skip
 NNX: dict[str, tuple[Any, tuple[int, ...], Any]] = {
@@ -110,7 +111,8 @@ def test_nnx_hooks_and_weights_alone(rng: np.random.Generator) -> None:
                         (qnnx.dot_general(WAY["weight_spec"], rngs=nnx.Rngs(0)), None)):  # fmt: skip
         model = nnx.Linear(6, 5, dot_general=hook, promote_dtype=qnnx.promote_dtype, rngs=nnx.Rngs(0))
         serving = qnnx.convert(model)
-        assert serving.kernel.get_value().stored_order == order
+        kernel: Any = serving.kernel.get_value()
+        assert kernel.stored_order == order
         np.testing.assert_array_equal(run(serving, x), run(model, x))
 
 

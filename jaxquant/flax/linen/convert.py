@@ -32,6 +32,11 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     and norms, is unchanged. Layers under `nn.scan` and `nn.vmap` keep their leading axis, which must be axis 0.
     Partitioned kernels get partitioned codes and scales.
 
+    If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
+    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+    flax's own layers, into which `jq.flax.dot_general` was injected, keep the order, because flax compares the shapes
+    of parameters.
+
     `convert` finds a layer by the record that the layer leaves in the collection "ranges" when it is called by `init`,
     or by an `apply` with that collection mutable. The layer is quantized as in the last such call. A layer that was
     never called in this way keeps its float kernel and quantizes it at each call.

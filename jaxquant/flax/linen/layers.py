@@ -150,7 +150,7 @@ class Dense(_QuantizedLayer, nn.Dense):
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
         >>> serving["params"]["kernel"]
-        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, dtype=float32, nbytes=14)
+        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, stored_order=(-1, -2), dtype=float32, nbytes=14)
         >>> bool((layer.apply(serving, x) == layer.apply(variables, x)).all())
         True
     """

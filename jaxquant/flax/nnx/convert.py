@@ -92,6 +92,9 @@ def convert(model: Model) -> Model:
     remaining `nnx.Param` variables can still be trained. The codes and the scale of a partitioned kernel are in a
     variable each, partitioned like the kernel.
 
+    If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
+    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+
     Args:
         model: An NNX module that contains layers of this package, or is such a layer.
 
