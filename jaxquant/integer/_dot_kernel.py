@@ -97,9 +97,10 @@ def _contract_row_on_cpu(
     batch, _, depth = lhs.shape
     if not transposed:
         return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
-    # The kernel needs two rows. The row added here consists of ones, so that the same contraction also gives the sums
-    # over k of rhs.
-    acc = _multiply(lax.concatenate([lhs, jnp.ones((batch, 1, depth), jnp.int8)], 1), rhs, True)
+    # The kernel needs several rows. One of the rows added here consists of ones, so that the same contraction also
+    # gives the sums over k of rhs.
+    ones, zeros = jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 2, depth), jnp.int8)
+    acc = _multiply(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
     return _correct_product(acc[:, :1], row_sums, acc[:, 1:2], lhs_steps, rhs_steps, depth)
 
