@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._arrays import quantized_array
+from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
 from ..integer import _matmul_shapes
-from ..integer.dot_general import DotDimensionNumbers, check_placement, find_roles
+from ..integer.dot_general import DotDimensionNumbers, Role, check_placement, find_roles
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import contract_weight_only
@@ -119,12 +119,34 @@ def _contract(
     left, right = find_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
+    if caller_axes is None:
+        caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
+    (lhs, left), (rhs, right) = _read_as_stored(lhs, left), _read_as_stored(rhs, right)
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         return contract_weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         dot_integer.check_integer_array(function, argument, q)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     return dot_integer.contract_integers(lhs, rhs, plan, preferred)
+
+
+def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
+    """Return an operand without a stored order, whose dimensions are those in memory, and their roles.
+
+    The contractions then see how the codes lie in memory. Each role lists the dimensions in the order of the logical
+    axes, so the result is the same.
+    """
+    if not isinstance(x, QuantizedArray) or x.stored_order is None:
+        return x, role
+    places = parts.find_places(x.stored_order, x.ndim)
+    batch, free, contracted = (tuple(places[axis] for axis in axes) for axes in role)
+    # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
+    if free != tuple(sorted(free)):
+        return x.replace(stored_order=None), role
+    permutation = parts.find_permutation(x.stored_order, x.ndim)
+    scale, zero_point = (None if p is None else jnp.transpose(p, permutation) for p in (x.scale, x.zero_point))
+    stored = x.replace(scale=scale, zero_point=zero_point)._with_stored(x.stored_codes, None)
+    return stored, Role(batch, free, contracted)
 
 
 def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
@@ -240,5 +262,8 @@ def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> 
         return x
     # A scale of length 1 along a batch dimension already applies to all of it.
     if isinstance(x, QuantizedArray):
-        return x.replace(codes=jnp.broadcast_to(x.codes, full))
+        # The batch dimensions are in front of those of the matrix, and only these are moved by a stored order.
+        x = x if len(x.stored_order or ()) <= 2 else x.replace(stored_order=None)
+        stored = x.stored_codes
+        return x._with_stored(jnp.broadcast_to(stored, (*batch, *stored.shape[-2:])), x.stored_order)
     return jnp.broadcast_to(x, full)

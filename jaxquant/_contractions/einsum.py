@@ -222,6 +222,8 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
     broadcast = tuple(a for a, label in enumerate(labels) if x.shape[a] != sizes[label])
     if not broadcast:
         return _Term(x, labels, tuple(range(len(labels))))
+    if isinstance(x, QuantizedArray):
+        x = x.store_last()  # its leaves are squeezed alike
     squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
     axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)

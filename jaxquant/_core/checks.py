@@ -93,13 +93,13 @@ def check_shape(function: str, argument: str, value: Any, expected: tuple[int, .
         _fail(ContractValueError, text, chex.assert_shape, value, expected)
 
 
-def check_axis(function: str, value: Any, rank: int) -> int:
+def check_axis(function: str, value: Any, rank: int, argument: str = "axis") -> int:
     """Return an axis as a non-negative int; raise unless an array of this rank has it."""
-    check_integer(function, "axis", value)
-    require(rank > 0, function, "axis", "an array of rank 1 or more", "rank 0")
+    check_integer(function, argument, value)
+    require(rank > 0, function, argument, "an array of rank 1 or more", "rank 0")
     if not -rank <= value < rank:
         expected = f"an integer in [{-rank}, {rank - 1}], because the array has rank {rank}"
-        text = format_message(function, "axis", expected, value)
+        text = format_message(function, argument, expected, value)
         _fail(ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
     return int(value) % rank
 
