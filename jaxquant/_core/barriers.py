@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from . import sharding
+
+# The numbers of elements between which `split_small_fusion` splits. With fewer, a fusion of some 15 operations that
+# reads and writes float32 has less than 200,000 units of work, and runs on one thread in any form. With more, the first
+# of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
+_FEWEST_SPLIT = 2**11 + 1
+_MOST_SPLIT = 2**16 - 1
 
 
 def make_false() -> jax.Array:
@@ -26,6 +36,16 @@ def round_result(result: jax.Array) -> jax.Array:
     the same operator or of the user's code. With jax 0.10 it also folds two consecutive additions of constants into
     one. Either way it rounds once where a runtime rounds twice.
     """
+    # A kernel's result is in memory before the next kernel reads it, so a split rounds it without further operations.
+    return split_small_fusion(result, _pass_as_integers)
+
+
+@round_result.defjvp
+def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return round_result(*primals), tangents[0]
+
+
+def _pass_as_integers(result: jax.Array) -> jax.Array:
     # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
     # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
     # does not know that, and it cannot contract float operations across an integer one.
@@ -33,9 +53,49 @@ def round_result(result: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.min(bits, np.int32(0x7FC00000)), jnp.float32)
 
 
-@round_result.defjvp
-def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return round_result(*primals), tangents[0]
+def split_small_fusion(value: jax.Array, otherwise: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+    """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
+
+    XLA:CPU runs a fusion on several threads if its cost analysis counts more operations than bytes of operands and
+    result, and (operations + 10 * bytes) reaches 200,000; every select, clamp, conversion and bitcast of an element
+    counts as an operation. With at most as many operations as bytes, a fusion needs 512 KiB of them. Waiting for
+    another thread takes longer than the work on some thousand elements, so two fusions below that ratio are faster than
+    one above it. For large arrays one fusion is better: it reads and writes memory once, on all threads.
+
+    Call it in the middle of a sequence of element-wise operations. The value has no derivative: pass integers, or call
+    it in a function with a derivative rule of its own.
+
+    Args:
+        value: any array. Under `jax.vmap` the elements of the whole batch count.
+        otherwise: Static. The identity function that replaces the split for other sizes and on other backends.
+    """
+    if not _may_become_small(value):
+        return otherwise(value)
+    return _build_split(otherwise)(value)
+
+
+def _may_become_small(value: jax.Array) -> bool:
+    """Return whether a value, or a batch of such values, can be in the range of sizes that are split."""
+    # The size is no int if a dimension is symbolic, as in `jax.export`. It cannot be compared then.
+    return isinstance(value.size, int) and 1 < value.size <= _MOST_SPLIT
+
+
+@functools.cache
+def _build_split(otherwise: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Return the function that splits; its rule for `jax.vmap` decides again, by the size of the batch."""
+
+    @custom_vmap
+    def split(value: jax.Array) -> jax.Array:
+        if not (_may_become_small(value) and value.size >= _FEWEST_SPLIT):
+            return otherwise(value)
+        return lax.platform_dependent(value, cpu=lax.optimization_barrier, default=otherwise)
+
+    @split.def_vmap
+    def split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
+        del axis_size, in_batched  # the only argument, so it is the batched one
+        return split(value), True
+
+    return split
 
 
 def wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
