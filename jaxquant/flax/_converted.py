@@ -11,10 +11,10 @@ import numpy as np
 from .._arrays import scale_from_range
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
-from . import _learned, _observed
+from . import _learned, _observed, _quantize_padded
 from ._layer_operand import LayerOperand
 from ._operand_quantizer import quantize_operand
-from .ranges import Learned, Observed
+from .ranges import Dynamic, Learned, Observed
 
 
 def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
@@ -79,6 +79,8 @@ def quantize_kernel(
 
     # Inside vmap the kernel and the learned scale have the ranks that one layer has.
     def quantize_one(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
+        if isinstance(weight.source, Dynamic) and weight.source.calibrator is None:
+            return _quantize_padded.quantize_kernel(kernel, weight.spec)
         return quantize_operand(weight, kernel, _learned.read_learned(weight, parts) if parts else None)
 
     q = _map_leading_axes(quantize_one, depth)(kernel, parts)
