@@ -106,6 +106,9 @@ def check_axis(function: str, value: Any, rank: int) -> int:
 
 def check_integer(function: str, argument: str, value: Any) -> None:
     """Raise ContractTypeError unless `value` is a static integer and not a bool."""
+    # The exact type first: isinstance with an abstract class is slow, and an eager call makes many of these checks.
+    if type(value) is int:
+        return
     holds = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require_type(holds, function, argument, "an int", describe_value(value))
 
@@ -116,8 +119,10 @@ def check_integers(function: str, argument: str, value: Any) -> Any:
     This check must run before the value becomes a key of the cache of compiled programs. True, 1.0 and 1 are equal
     keys: a call with True would run the program that was compiled for 1.
     """
-    if isinstance(value, list | tuple):
-        return tuple(check_integers(function, argument, entry) for entry in value)
+    if type(value) is int:
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple([check_integers(function, argument, entry) for entry in value])
     if isinstance(value, numbers.Number):
         check_integer(function, argument, value)
     return value
@@ -144,6 +149,8 @@ def check_real(function: str, argument: str, value: Any) -> None:
 
 def check_flag(function: str, argument: str, value: Any) -> None:
     """Raise ContractTypeError unless `value` is True, False, or 0 or 1, which ONNX uses for them."""
+    if value is True or value is False:
+        return
     holds = isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
     require_type(holds, function, argument, "True or False", describe_value(value))
 
