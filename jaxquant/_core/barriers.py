@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +33,12 @@ def round_result(result: jax.Array) -> jax.Array:
     the same operator or of the user's code. With jax 0.10 it also folds two consecutive additions of constants into
     one. Either way it rounds once where a runtime rounds twice.
     """
-    # A kernel's result is in memory before the next kernel reads it, so a split rounds it without further operations.
-    return split_small_fusion(result, _pass_as_integers)
+    # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
+    # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
+    # does not know that, and it cannot contract float operations across an integer one. A split alone would not do:
+    # jax 0.10's XLA removes the barrier before it forms the fusions.
+    bits = lax.min(lax.bitcast_convert_type(result, jnp.int32), np.int32(0x7FC00000))
+    return split_small_fusion(lax.bitcast_convert_type(bits, jnp.float32))
 
 
 @round_result.defjvp
@@ -45,15 +46,7 @@ def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> 
     return round_result(*primals), tangents[0]
 
 
-def _pass_as_integers(result: jax.Array) -> jax.Array:
-    # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
-    # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
-    # does not know that, and it cannot contract float operations across an integer one.
-    bits = lax.bitcast_convert_type(result, jnp.int32)
-    return lax.bitcast_convert_type(lax.min(bits, np.int32(0x7FC00000)), jnp.float32)
-
-
-def split_small_fusion(value: jax.Array, otherwise: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def split_small_fusion(value: jax.Array) -> jax.Array:
     """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
 
     XLA:CPU runs a fusion on several threads if its cost analysis counts more operations than bytes of operands and
@@ -63,15 +56,13 @@ def split_small_fusion(value: jax.Array, otherwise: Callable[[jax.Array], jax.Ar
     one above it. For large arrays one fusion is better: it reads and writes memory once, on all threads.
 
     Call it in the middle of a sequence of element-wise operations. The value has no derivative: pass integers, or call
-    it in a function with a derivative rule of its own.
+    it in a function with a derivative rule of its own. With jax 0.10 it has no effect, because its XLA removes the
+    barrier before it forms the fusions.
 
     Args:
         value: any array. Under `jax.vmap` the elements of the whole batch count.
-        otherwise: Static. The identity function that replaces the split for other sizes and on other backends.
     """
-    if not _may_become_small(value):
-        return otherwise(value)
-    return _build_split(otherwise)(value)
+    return _split(value) if _may_become_small(value) else value
 
 
 def _may_become_small(value: jax.Array) -> bool:
@@ -80,22 +71,18 @@ def _may_become_small(value: jax.Array) -> bool:
     return isinstance(value.size, int) and 1 < value.size <= _MOST_SPLIT
 
 
-@functools.cache
-def _build_split(otherwise: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Return the function that splits; its rule for `jax.vmap` decides again, by the size of the batch."""
+@custom_vmap
+def _split(value: jax.Array) -> jax.Array:
+    if not (_may_become_small(value) and value.size >= _FEWEST_SPLIT):
+        return value
+    return lax.platform_dependent(value, cpu=lax.optimization_barrier, default=lambda x: x)
 
-    @custom_vmap
-    def split(value: jax.Array) -> jax.Array:
-        if not (_may_become_small(value) and value.size >= _FEWEST_SPLIT):
-            return otherwise(value)
-        return lax.platform_dependent(value, cpu=lax.optimization_barrier, default=otherwise)
 
-    @split.def_vmap
-    def split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
-        del axis_size, in_batched  # the only argument, so it is the batched one
-        return split(value), True
-
-    return split
+@_split.def_vmap
+def _split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
+    # The rule for `jax.vmap` decides again, by the size of the batch. The only argument is the batched one.
+    del axis_size, in_batched
+    return _split(value), True
 
 
 def wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
