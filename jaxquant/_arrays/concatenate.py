@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -65,7 +66,7 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
         _check_match(f"arrays[{i}]", q, checked[0], axis)
     # An array of length 0 along the axis must not influence the block size.
     nonempty = [q for q in checked if q.shape[axis]] or checked[:1]
-    return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis)
+    return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis=axis)
 
 
 def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: int) -> None:
@@ -125,7 +126,9 @@ class _Part:
         return entries
 
 
-def _join_arrays(arrays: list[QuantizedArray], axis: int) -> QuantizedArray:
+# One compiled program joins all parts, which makes an eager call several times faster.
+@functools.partial(jax.jit, inline=True, static_argnames=("axis",))
+def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     """Return two or more checked arrays joined along an axis."""
     names = [name for name in ("scale", "zero_point") if getattr(arrays[0], name) is not None]
     parts = {name: [_read_part(q, getattr(q, name)) for q in arrays] for name in names}

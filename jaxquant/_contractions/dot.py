@@ -234,7 +234,7 @@ def matmul(
     # If rhs is a single matrix, the batch dimensions of lhs are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
-        return y.reshape(shapes.out)
+        return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
     batch = shapes.product[:-2]
     a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
     n = len(batch)
