@@ -86,14 +86,14 @@ def _contract_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[
 
     # Without `jax.checkpoint` the dequantized weights would be kept for the backward pass.
     @jax.checkpoint
-    def contract_floats(*variables: jax.Array) -> jax.Array:
+    def contract_dequantized(*variables: jax.Array) -> jax.Array:
         operands = list(primals)
         for place, variable in zip(places, variables, strict=True):
             operands[place] = variable
         return contract_at_once(config, *operands)
 
     variables, directions = (tuple(values[place] for place in places) for values in (primals, tangents))
-    _, tangent = jax.jvp(contract_floats, variables, directions)
+    _, tangent = jax.jvp(contract_dequantized, variables, directions)
     return contract(config, *primals), tangent
 
 

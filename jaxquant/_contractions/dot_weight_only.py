@@ -66,7 +66,7 @@ class _Config(NamedTuple):
         """Return the float32 product in the form that a CPU runs fast."""
         return _make_batchable(self)(x, codes, scale, zero_point)
 
-    def contract_floats(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+    def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
         is_small = _is_static(codes.shape) and codes.size <= weight_only.CHUNK
         is_whole = is_small or not _is_static(codes.shape) or self.find_axis(codes) is None
@@ -162,11 +162,11 @@ def contract_weight_only(
 
 def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
     q, role, x_role = config.unflatten(codes, scale, zero_point), config.role, config.x_role
-    contract_floats = functools.partial(config.contract_floats, x, codes, scale, zero_point)
+    contract_dequantized = functools.partial(config.contract_dequantized, x, codes, scale, zero_point)
     is_plain = _is_static(codes.shape) and _is_static(x.shape) and not role.batch
     # A 16-bit dtype of q rounds the dequantized weights, which the forms below never compute.
     if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
-        return contract_floats()
+        return contract_dequantized()
     rows = math.prod(x.shape[axis] for axis in x_role.free)
     if rows == 1:
         terms = scaled_rows.find_terms(q, role)
@@ -179,12 +179,12 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
     if _has_digits(q, role) and rows <= _find_few_rows(q, role):
 
         def contract_swapped() -> jax.Array:
-            y = contract_floats()
+            y = contract_dequantized()
             columns = len(role.free)
             return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
         return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
-    return contract_floats()
+    return contract_dequantized()
 
 
 def _contract_planes(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
@@ -241,4 +241,4 @@ def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: An
         wider = config.add_rows()
         return jnp.moveaxis(wider.contract_on_cpu(*operands), wider.find_first_row_axis(), 0), True
     axes = [0 if is_batched else None for is_batched in batched]
-    return jax.vmap(config.contract_floats, axes, axis_size=size)(*operands), True
+    return jax.vmap(config.contract_dequantized, axes, axis_size=size)(*operands), True

@@ -26,7 +26,7 @@ _LARGEST = 127 * 2**24
 
 
 def contract_digits(
-    x: jax.Array, q: QuantizedArray, x_role: Role, role: Role, contract_floats: Callable[[], jax.Array]
+    x: jax.Array, q: QuantizedArray, x_role: Role, role: Role, contract_dequantized: Callable[[], jax.Array]
 ) -> jax.Array:
     """Return the float32 contraction of a float array with a quantized one, x on the left.
 
@@ -38,7 +38,7 @@ def contract_digits(
         q: integer codes of up to 8 bits, whose scale and zero point do not vary along the contracted dimensions.
         x_role: the role of each dimension of x; there are no batch dimensions.
         role: the role of each dimension of q.
-        contract_floats: returns the same contraction in floats. It is used if a row contains an infinity, a NaN, or
+        contract_dequantized: returns the same contraction in floats. It is used if a row contains an infinity, a NaN, or
             numbers too small for the digits of their row.
     """
     digits, unit, is_exact = _split_digits(x, x_role.contracted)
@@ -52,7 +52,7 @@ def contract_digits(
     scale = dot_integer.spread_outward(side.scale, role, len(x_role.free), 0)
     # In this order no intermediate result overflows or underflows before the final one does.
     y = (_add_digits(acc) * scale) * unit
-    return lax.cond(is_exact, lambda: y, contract_floats)
+    return lax.cond(is_exact, lambda: y, contract_dequantized)
 
 
 def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -62,7 +62,7 @@ def read_plane(stored: jax.Array, dtype: np.dtype, place: int, count: int) -> ja
 
 def narrow_codes(codes: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return int8 codes, which are within the bounds of a dtype of 2 or 4 bits, in that dtype."""
-    if codes.size < _LARGE or count_planes(codes, dtype) == 1:
+    if not isinstance(codes.size, int) or codes.size < _LARGE or count_planes(codes, dtype) == 1:
         return lax.convert_element_type(codes, dtype)
     pack = functools.partial(_pack_bytes, dtype=dtype)
     convert = functools.partial(lax.convert_element_type, new_dtype=dtype)

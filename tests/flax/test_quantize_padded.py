@@ -83,7 +83,9 @@ def test_kernels_of_many_shapes_share_a_program() -> None:
     with pytest.MonkeyPatch.context() as patch:
         shapes = []
         quantize = _quantize_padded.quantize
-        patch.setattr(_quantize_padded, "quantize", lambda x, spec, **rest: shapes.append(x.shape) or quantize(x, spec, **rest))
+        patch.setattr(
+            _quantize_padded, "quantize", lambda x, spec, **rest: shapes.append(x.shape) or quantize(x, spec, **rest)
+        )
         jq.flax.convert(Layers(), variables)
     assert len(shapes) == 10
     assert set(shapes) == {(64, 64)}
