@@ -28,6 +28,8 @@ from . import float_digits, scaled_rows
 # elsewhere. With more rows the arithmetic takes longer than reading the weights, and six int8 rows longer than one
 # float32 row.
 _FEW_ROWS_LAST, _FEW_ROWS = 64, 8
+# Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, of which each has a cost.
+_FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 
 
 class _Config(NamedTuple):
@@ -168,7 +170,7 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
     if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
         return contract_dequantized()
     rows = math.prod(x.shape[axis] for axis in x_role.free)
-    if rows == 1:
+    if rows == 1 and codes.size >= _FEWEST_FOR_ROW:
         terms = scaled_rows.find_terms(q, role)
         if terms is not None:
             y = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
@@ -176,7 +178,7 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
             return config.swap_sides(y.reshape(shape))
     if _planes.count_planes(codes, scale, zero_point) > 1:
         return _contract_planes(config, x, codes, scale, zero_point)
-    if _has_digits(q, role) and rows <= _find_few_rows(q, role):
+    if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= _find_few_rows(q, role):
 
         def contract_swapped() -> jax.Array:
             y = contract_dequantized()
