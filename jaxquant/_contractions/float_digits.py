@@ -38,8 +38,8 @@ def contract_digits(
         q: integer codes of up to 8 bits, whose scale and zero point do not vary along the contracted dimensions.
         x_role: the role of each dimension of x; there are no batch dimensions.
         role: the role of each dimension of q.
-        contract_dequantized: returns the same contraction in floats. It is used if a row contains an infinity, a NaN, or
-            numbers too small for the digits of their row.
+        contract_dequantized: returns the same contraction in floats. It is used if a row contains an infinity, a NaN,
+            or numbers too small for the digits of their row.
     """
     digits, unit, is_exact = _split_digits(x, x_role.contracted)
     free, contracted = (tuple(a + 1 for a in axes) for axes in (x_role.free, x_role.contracted))

@@ -70,7 +70,8 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
     groups = packed_codes.read_bytes(matrix).reshape(depth // terms, terms, -1)
     sums = []
     for place in range(count):
-        plane_scale, plane_point = (_take_plane(part, place, count) for part in (scale, point))
+        plane_scale = _take_plane(scale, place, count)
+        plane_point = None if point is None else _take_plane(point, place, count)
         products = None
         for i in range(terms):
             if q.codebook is not None:
@@ -96,6 +97,6 @@ def _spread_entries(q: QuantizedArray, part: jax.Array, role: Role, rows: int) -
     return jnp.broadcast_to(flat, (entries, rows // entries, flat.shape[2])).reshape(rows, flat.shape[2])
 
 
-def _take_plane(part: jax.Array | None, place: int, count: int) -> jax.Array | None:
+def _take_plane(part: jax.Array, place: int, count: int) -> jax.Array:
     """Return the columns of a scale or zero point that belong to one place of the codes in their bytes."""
-    return part if part is None or part.shape[1] == 1 else part[:, place::count]
+    return part if part.shape[1] == 1 else part[:, place::count]
