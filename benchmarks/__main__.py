@@ -19,11 +19,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arrays, calibrators, contractions, operators, timing, tracing, training
+from . import arrays, calibrators, contractions, layers, operators, timing, tracing, training
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
-TABLES = (operators.TABLE, contractions.TABLE, *arrays.TABLES, calibrators.TABLE, *training.TABLES, tracing.TABLE)
+TABLES = (
+    operators.TABLE,
+    contractions.TABLE,
+    *arrays.TABLES,
+    calibrators.TABLE,
+    *training.TABLES,
+    layers.TABLE,
+    tracing.TABLE,
+)
 _QUICK_LIMIT = 1024
 _QUICK_WORK = 1024**2
 _KINDS = {"latency": "", "queued": "queued: "}

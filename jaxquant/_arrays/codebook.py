@@ -85,15 +85,21 @@ class Codebook:
             code = code + (value > middle).astype(jnp.int32)
         return code.astype(self.carrier)
 
-    def decode(self, codes: jax.Array) -> jax.Array:
-        """Return the float32 level of each code."""
-        index = codes.astype(jnp.int32)
+    def decode(self, codes: jax.Array, first_bit: int = 0) -> jax.Array:
+        """Return the float32 level of each code.
+
+        Args:
+            codes: integers of any dtype.
+            first_bit: Static. The place of a code's lowest bit; only codes of up to 4 bits may have other bits beside
+                them.
+        """
         if len(self.levels) > 16:
-            return jnp.asarray(np.asarray(self.levels, np.float32))[index]
+            return jnp.asarray(np.asarray(self.levels, np.float32))[codes.astype(jnp.int32)]
         # XLA:CPU vectorizes a tree of selections by one bit of the code after another, but not a table lookup.
+        index = codes.astype(jnp.uint8)
         entries: list[jax.Array | np.float32] = [np.float32(level) for level in self.levels]
-        for bit in range(int(math.log2(len(self.levels)))):
-            is_set = (index >> bit) & 1 == 1
+        for bit in range(first_bit, first_bit + int(math.log2(len(self.levels)))):
+            is_set = (index & np.uint8(1 << bit)) != 0
             entries = [jnp.where(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
         return jnp.asarray(entries[0])
 

@@ -74,10 +74,10 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
 
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008).
     """
-    q = quantized_array.check_array(_NAME, "q", q)
+    # The sums run in the order of memory, so codes in another order are moved before the program, which is the same.
+    q = quantized_array.check_array(_NAME, "q", q).store_last()
     measures = _quantization_error(
-        entry_point.convert_number(x), q.codes, q.scale, q.zero_point,
-        dtype=q.dtype, block_size=q.block_size, codebook=q.codebook,
+        entry_point.convert_number(x), q.stored_codes, q.scale, q.zero_point, static=q.tree_flatten()[1]
     )  # fmt: skip
     return QuantizationError(*measures)
 
@@ -85,12 +85,12 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
 @compile_entry_point(_NAME)
 def _quantization_error(
     x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
-    dtype: Any, block_size: int | None, codebook: Any,
+    static: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
-    checks.check_shape(_NAME, "x", x, codes.shape, "that of q")
     x, scale = lax.stop_gradient((x, scale))
-    q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
+    q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
+    checks.check_shape(_NAME, "x", x, q.shape, "that of q")
     x, y = x.astype(jnp.float32), quantized_array.dequantize_checked(q).astype(jnp.float32)
     largest = _find_largest(x - y)
     (x_near, x_power), (y_near, _) = (_scale_near_one(v, _find_largest(v)) for v in (x, y))

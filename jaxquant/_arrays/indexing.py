@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks, entry_point, granularity, sharding
+from .parts import StoredOrder, find_transposed_order
 
 if TYPE_CHECKING:
     from .quantized_array import QuantizedArray
@@ -44,14 +45,24 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
     # may be short.
     sizes = {_find_run_lengths(q, p)[a] for p in parts for a in _find_block_dims(p, q.shape)}
     block_size = q.block_size or (sizes.pop() if len(sizes) == 1 else None)
-    codes = _index_part(q.codes, items, out_sharding)
+    codes, order = _index_codes(q, items, out_sharding)
     replicated = None if out_sharding is None else sharding.set_partition(out_sharding, ())
     scale, zero_point = (
         None if p is None else _index_entries(q, p, items, block_size, replicated) for p in (q.scale, q.zero_point)
     )
-    has_blocks = any(_find_block_dims(p, codes.shape) for p in (scale, zero_point) if p is not None)
-    stored_size = block_size if has_blocks else q.block_size
-    return q.replace(codes=codes, scale=scale, zero_point=zero_point, block_size=stored_size)
+    new = q.replace(scale=scale, zero_point=zero_point)._with_stored(codes, order)
+    has_blocks = any(_find_block_dims(p, new.shape) for p in (scale, zero_point) if p is not None)
+    return new.replace(block_size=block_size if has_blocks else q.block_size)
+
+
+def _index_codes(q: QuantizedArray, items: list[Any], out_sharding: Any) -> tuple[jax.Array, StoredOrder]:
+    """Return the stored codes that an index selects, and their order."""
+    moved = q.stored_order or ()
+    start = len(items) - len(moved)
+    # Slices keep all the axes that the order moves; after any other index into them the codes are in logical order.
+    if moved and out_sharding is None and all(isinstance(item, slice) for item in items[start:]):
+        return _index_part(q.stored_codes, [*items[:start], *(items[axis] for axis in moved)], None), moved
+    return _index_part(q.codes, items, out_sharding), None
 
 
 def _index_part(part: jax.Array, items: Sequence[Any], out_sharding: Any) -> jax.Array:
@@ -202,7 +213,9 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
                 if part.shape[axis] != length:
                     part = expand_blocks(part, axis, size, length)
             parts[name] = part
-    return q.replace(**parts)
+    # The axes are about to be mapped, in the stored codes as in the scale, so they must be in their place.
+    is_moved = any(axis % q.ndim - q.ndim in (q.stored_order or ()) for axis in axes)
+    return q.replace(**parts, **({"stored_order": None} if is_moved else {}))
 
 
 def _select_shared_entry(item: Any) -> Any:
@@ -229,10 +242,12 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     is_in_range = all(-q.ndim <= a < q.ndim for a in order)
     order = tuple(a % q.ndim for a in order) if is_in_range else order
     checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
-    codes, scale, zero_point = (
-        None if p is None else jnp.transpose(p, order) for p in (q.codes, q.scale, q.zero_point)
-    )
-    return q.replace(codes=codes, scale=scale, zero_point=zero_point)
+    scale, zero_point = (None if p is None else jnp.transpose(p, order) for p in (q.scale, q.zero_point))
+    new = q.replace(scale=scale, zero_point=zero_point)
+    if q.stored_order is None:
+        return new._with_stored(jnp.transpose(q.codes, order), None)
+    # The codes stay in memory as they are.
+    return new._with_stored(q.stored_codes, find_transposed_order(q.stored_order, order))
 
 
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
@@ -257,7 +272,13 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
         reshaped[name] = part.reshape(tuple(entries for entries, _ in plan))
     # With blocks of two sizes no size is stored, because the shapes tell both.
     block_size = sizes.pop() if len(sizes) == 1 else None
-    return q.replace(codes=q.codes.reshape(new), block_size=block_size, **reshaped)
+    result = q.replace(block_size=block_size, **reshaped)
+    moved = len(q.stored_order or ())
+    # The stored order remains if only the dimensions in front of it change.
+    if len(new) >= moved and new[len(new) - moved :] == q.shape[q.ndim - moved :]:
+        stored_tail = q.stored_codes.shape[q.ndim - moved :]
+        return result._with_stored(q.stored_codes.reshape((*new[: len(new) - moved], *stored_tail)), q.stored_order)
+    return result._with_stored(q.codes.reshape(new), None)
 
 
 def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]:

@@ -1,35 +1,41 @@
-"""The codes, the scale and the zero point of a quantized array: their checks, sizes in bytes, and dequantization."""
+"""The codes, the scale and the zero point of a quantized array: their checks, text, stored order and dequantization."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from .._core import barriers, checks, dtypes, entry_point, granularity, known_values, rounding, small_floats
 from .._core.affine import dequantize_affine
 from .codebook import Codebook
 
 Parts = tuple[jax.Array, jax.Array, jax.Array | None]
+# The logical axes, counted from the back, in the order in which the last dimensions of the stored codes hold them; None
+# if the codes are stored in their logical order.
+StoredOrder = tuple[int, ...] | None
+Static = tuple[Any, int | None, Codebook | None, StoredOrder]
 _SCALES = (*dtypes.FLOATS, dtypes.E8M0)
 
 
 def check_parts(
-    function: str, argument: str, parts: tuple[Any, Any, Any], static: tuple[Any, Any, Any], *, is_awaited: bool
+    function: str, argument: str, parts: tuple[Any, Any, Any], static: Static, *, is_awaited: bool
 ) -> Parts:
-    """Check that codes, scale and zero point fit each other, and return them as JAX arrays.
+    """Check that stored codes, scale and zero point fit each other, and return them as JAX arrays.
 
     Args:
         function: the public function that errors name.
         argument: the argument that errors name.
-        parts: the codes, the scale and the zero point, which may be None.
-        static: the dtype, the block size and the codebook of the array.
+        parts: the stored codes, the scale and the zero point, which may be None.
+        static: the dtype, the block size, the codebook and the stored order of the array.
         is_awaited: whether to wait for the elements of a scale that is on an accelerator.
     """
-    dtype, block_size, codebook = static
+    dtype, block_size, codebook, order = static
     if block_size is not None or codebook is not None:
         _check_static(function, argument, block_size, codebook)
     codes, scale, zero_point = parts
@@ -38,8 +44,9 @@ def check_parts(
         codes, scale, zero_point = _convert_parts(function, argument, parts)
     # Pass dtypes and shapes instead of arrays: arrays are not hashable, and the cache would keep them alive.
     point_dtype, point_shape = (None, None) if zero_point is None else (zero_point.dtype, zero_point.shape)
+    shape = codes.shape if order is None else find_logical_shape(function, argument, codes.shape, order)
     _check_types(
-        function, argument, codes.dtype, codes.shape, scale.dtype, scale.shape, point_dtype, point_shape, dtype,
+        function, argument, codes.dtype, shape, scale.dtype, scale.shape, point_dtype, point_shape, dtype,
         block_size, codebook,
     )  # fmt: skip
     # Accept NaN and infinity: `quantize` gives such a scale to data that contain one, and it shows in every result.
@@ -106,6 +113,120 @@ def _check_aligned(
         checks.require(False, function, argument, expected, f"shape {shape}")
 
 
+# The order in which the codes are stored.
+
+
+def read_stored_order(function: str, order: Any) -> StoredOrder:
+    """Return a stored order in its shortest form; raise unless it is None or orders the last axes."""
+    if order is None:
+        return None
+    expected = "None, or the axes -1 to -n in any order"
+    is_sequence = isinstance(order, tuple | list)
+    checks.require_type(is_sequence, function, "stored_order", expected, checks.describe_value(order))
+    for axis in order:
+        checks.check_integer(function, "stored_order", axis)
+    axes = tuple(int(axis) for axis in order)
+    is_order = sorted(axes) == list(range(-len(axes), 0))
+    checks.require(is_order, function, "stored_order", expected, axes)
+    return _shorten_order(axes)
+
+
+def _shorten_order(axes: Sequence[int]) -> StoredOrder:
+    """Return a stored order without the first axes that are in their place, so that equal orders compare equal."""
+    start = 0
+    while start < len(axes) and axes[start] == start - len(axes):
+        start += 1
+    return tuple(axes[start:]) or None
+
+
+def move_axes_last(function: str, argument: str, axes: Any, rank: int) -> StoredOrder:
+    """Return the stored order of codes of a rank that holds the given axes last and keeps the order of the others.
+
+    Args:
+        function: the public function that errors name.
+        argument: the argument that errors name.
+        axes: an int or several, counted from the front or from the back.
+        rank: the rank of the codes.
+    """
+    checked = [checks.check_axis(function, axis, rank, argument) for axis in axes]
+    checks.require(len(set(checked)) == len(checked), function, argument, "distinct axes", tuple(axes))
+    order = [*(axis for axis in range(rank) if axis not in checked), *checked]
+    return _shorten_order([axis - rank for axis in order])
+
+
+def find_permutation(order: StoredOrder, rank: int) -> tuple[int, ...]:
+    """Return the logical axis that each dimension of the stored codes holds."""
+    moved = order or ()
+    return (*range(rank - len(moved)), *(axis + rank for axis in moved))
+
+
+def find_places(order: StoredOrder, rank: int) -> tuple[int, ...]:
+    """Return the dimension of the stored codes that holds each logical axis."""
+    permutation = find_permutation(order, rank)
+    return tuple(permutation.index(axis) for axis in range(rank))
+
+
+def find_transposed_order(order: StoredOrder, axes: Sequence[int]) -> StoredOrder:
+    """Return the stored order with which stored codes represent their array with its axes transposed."""
+    rank = len(axes)
+    return _shorten_order([tuple(axes).index(axis) - rank for axis in find_permutation(order, rank)])
+
+
+def find_logical_shape(function: str, argument: str, shape: tuple[int, ...], order: StoredOrder) -> tuple[int, ...]:
+    """Return the shape of an array from that of its stored codes; raise if they have lost a dimension of the order."""
+    moved = order or ()
+    expected = (
+        f"rank {len(moved)} or more for stored_order={order} (before jax.vmap or jax.lax.scan maps one of these axes, "
+        "call q.store_last(), which returns the logical order)"
+    )
+    checks.require(len(shape) >= len(moved), function, f"{argument}.stored_codes", expected, f"shape {shape}")
+    return tuple(shape[place] for place in find_places(order, len(shape)))
+
+
+def store_codes(codes: Any, order: StoredOrder) -> Any:
+    """Return codes with their dimensions in the stored order, and an object that is not an array unchanged."""
+    if order is None or not hasattr(codes, "ndim"):
+        return codes
+    find_logical_shape("QuantizedArray", "self", tuple(codes.shape), order)  # raises if the rank is too low
+    return _transpose_any(codes, find_permutation(order, codes.ndim))
+
+
+def restore_codes(stored: Any, order: StoredOrder) -> Any:
+    """Return stored codes with their dimensions in the logical order; the inverse of `store_codes`."""
+    if order is None or not hasattr(stored, "ndim"):
+        return stored
+    find_logical_shape("QuantizedArray", "self", tuple(stored.shape), order)
+    return _transpose_any(stored, find_places(order, stored.ndim))
+
+
+def _transpose_any(codes: Any, axes: tuple[int, ...]) -> Any:
+    """Return an array of numpy, of JAX, or a `jax.ShapeDtypeStruct` with its dimensions in another order."""
+    if isinstance(codes, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: lax.transpose(x, axes), codes)
+    return codes.transpose(axes)
+
+
+# Text, sizes and dequantization.
+
+
+def describe_array(codes: Any, scale: Any, zero_point: Any, static: Static) -> str:
+    """Return the dtypes and shapes of an array, without numbers; the children themselves if they are not arrays."""
+    dtype, block_size, codebook, order = static
+    stored = "" if order is None else f", stored_order={order}"
+    # JAX prints trees of shapes, strings or None in errors, so repr must not fail on them.
+    has_shapes = hasattr(codes, "dtype") and hasattr(scale, "dtype")
+    has_shapes = has_shapes and (zero_point is None or hasattr(zero_point, "dtype"))
+    if not has_shapes or len(codes.shape) < len(order or ()):
+        name = "codes" if order is None else "stored_codes"
+        return f"QuantizedArray({name}={codes!r}, scale={scale!r}, zero_point={zero_point!r}{stored})"
+    shape = find_logical_shape("QuantizedArray", "self", codes.shape, order)
+    name = codes.dtype if codebook is None else codebook.name
+    point = "None" if zero_point is None else describe_part(zero_point)
+    blocks = f", block_size={block_size}" if block_size else ""
+    text = f"{name}[{','.join(map(str, shape))}], scale={describe_part(scale)}, zero_point={point}{blocks}{stored}"
+    return f"QuantizedArray({text}, dtype={dtype}, nbytes={count_all_bytes(codes, scale, zero_point)})"
+
+
 def describe_part(part: Any) -> str:
     """Return the dtype and the shape of an array, as in "int8[4,6]"."""
     return f"{part.dtype}[{','.join(map(str, part.shape))}]"
@@ -117,12 +238,19 @@ def count_stored_bytes(part: Any) -> int:
     return -(-math.prod(part.shape) * dtypes.find_width(dtype) // 8)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook"))
+def count_all_bytes(codes: Any, scale: Any, zero_point: Any) -> int:
+    """Return the number of bytes of the parts of an array, of which None has none."""
+    return sum(count_stored_bytes(part) for part in (codes, scale, zero_point) if part is not None)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order"))
 def dequantize_parts(
-    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any
-) -> jax.Array:
-    """Return (codes - zero_point) * scale in `dtype`; the parts have been checked."""
+    codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any,
+    order: StoredOrder,
+) -> jax.Array:  # fmt: skip
+    """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked."""
     aligned = granularity.Aligned(block_size)
+    codes = restore_codes(codes, order)
     if codebook is None:
         return dequantize_affine(codes, scale, zero_point, aligned, dtype)
     wide = small_floats.scale_as_float32(scale)

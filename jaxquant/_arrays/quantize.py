@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from .._core import checks, dtypes, entry_point, granularity, known_values, min_
 from .._core.affine import divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from . import scale_from_range
+from .parts import move_axes_last
 from .quantized_array import QuantizedArray
 from .spec import QuantSpec
 
@@ -25,6 +27,8 @@ def quantize(
     lo: ArrayLike | None = None,
     hi: ArrayLike | None = None,
     range: tuple[ArrayLike, ArrayLike] | None = None,
+    *,
+    stored_last: int | Sequence[int] | None = None,
 ) -> QuantizedArray:
     """Quantize x as a spec says, and return the codes with their scale and zero point.
 
@@ -59,6 +63,9 @@ def quantize(
             `hi`.
         hi: the upper end of the range, in the same form. Requires `lo`.
         range: both ends in one argument, (lo, hi), as the `finalize` of a calibrator returns them.
+        stored_last: Static. An axis, or several, that the codes hold last in memory, as after `store_last`. None stores
+            them in the order of x. Weights of which few rows are contracted are up to twice as fast on a CPU with their
+            contracted axis last.
 
     Returns:
         A QuantizedArray with x's shape and dtype. Its scale and its zero point have x's rank, with length 1 in each
@@ -66,7 +73,7 @@ def quantize(
 
     Raises:
         TypeError: an argument has an unsupported type or dtype.
-        ValueError: an axis of the spec is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
+        ValueError: an axis is out of range; only one of `lo` and `hi` is given, or one has a wrong shape;
             `range` is given in addition to them; or the ends are known (not traced), and one is NaN or infinite, or
             `lo` is greater than `hi`.
 
@@ -80,6 +87,9 @@ def quantize(
         >>> q.scale, q.zero_point, q.codes
         (Array([[0.01]], dtype=float32), Array([[100]], dtype=uint8), Array([[  0, 112, 138],
                [100, 255, 255]], dtype=uint8))
+        >>> q = jq.quantize(x, jq.QuantSpec(jnp.int4, jq.PerAxis(1)), stored_last=0)
+        >>> q.shape, q.stored_codes.shape, q.stored_order
+        ((2, 3), (3, 2), (-1, -2))
 
     Source: ONNX QuantizeLinear-25 and DynamicQuantizeLinear-11; Jacob et al., arXiv 1712.05877, section 2.1.
     """
@@ -91,7 +101,10 @@ def quantize(
     lo, hi = entry_point.convert_number(lo), entry_point.convert_number(hi)
     if lo is not None:
         _check_known_range(lo, hi)
-    return _quantize(entry_point.convert_number(x), lo, hi, spec=spec)
+    if stored_last is not None:
+        is_axes = isinstance(stored_last, tuple | list)
+        stored_last = checks.check_integers(_NAME, "stored_last", stored_last if is_axes else (stored_last,))
+    return _quantize(entry_point.convert_number(x), lo, hi, spec=spec, stored_last=stored_last)
 
 
 def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
@@ -119,14 +132,19 @@ def _check_known_range(lo: Any, hi: Any) -> None:
 
 
 @compile_entry_point(_NAME)
-def _quantize(x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec) -> QuantizedArray:
+def _quantize(
+    x: jax.Array, lo: jax.Array | None, hi: jax.Array | None, *, spec: QuantSpec, stored_last: Any
+) -> QuantizedArray:
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
+    order = None if stored_last is None else move_axes_last(_NAME, "stored_last", stored_last, x.ndim)
     # Without this the scale would have a gradient and the codes would not, so their product would have a wrong one.
     x, lo, hi = jax.lax.stop_gradient((x, lo, hi))
     scale, zero_point, _ = find_parameters(_NAME, x, spec, lo, hi)
     codes = encode_array(x, scale, zero_point, spec)
     block_size = scale_from_range.find_stored_block_size(_NAME, spec, x.shape)
-    return QuantizedArray(codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
+    return QuantizedArray(
+        codes, scale, zero_point, dtype=x.dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
+    )
 
 
 def find_parameters(

@@ -53,6 +53,21 @@ class RefusedOperators(metaclass=Advised):
 
     __slots__ = ()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"jaxquant.{_CLASS}: {name}: the array is immutable; use replace({name}=...)")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"jaxquant.{_CLASS}: {name}: the array is immutable")
+
+    def __bool__(self) -> bool:
+        """Raise TypeError: a truth value would need the values as floats."""
+        text = "q.dequantize() for a truth value"
+        raise TypeError(checks.format_message(f"{_CLASS}.__bool__", "self", text, repr(self)))
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """Raise TypeError: numpy must not get floats without an explicit `dequantize`."""
+        raise TypeError(checks.format_message(f"{_CLASS}.__array__", "self", "q.dequantize() or q.codes", repr(self)))
+
     def __contains__(self, item: object) -> bool:
         """Raise TypeError: Python would compare the rows by identity, and the result would always be False."""
         _refuse("__contains__", "x in q.dequantize()", f"{_name_type(item)} in {self!r}")

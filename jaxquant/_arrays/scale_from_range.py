@@ -135,8 +135,8 @@ def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
 
 def _widen_to_zero(bound: jax.Array, sign: int) -> jax.Array:
     """Return one end of a range, replaced by 0 if the range would not include 0; NaN stays NaN."""
-    excludes_zero = bound * np.float32(sign) < 0
-    return jnp.where(excludes_zero, _ZERO, bound)
+    excludes_zero = lax.lt(lax.mul(bound, np.float32(sign)), _ZERO)
+    return lax.select(excludes_zero, lax.full_like(bound, 0), bound)
 
 
 def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Array:
@@ -150,7 +150,7 @@ def _pool(values: jax.Array, shape: tuple[int, ...], reduce: object) -> jax.Arra
 
 def _divide_by_number(x: jax.Array, divisor: float) -> jax.Array:
     """Return x / divisor, rounded correctly."""
-    return division.divide(x, sharding.place_like(jnp.full(x.shape, divisor, jnp.float32), x))
+    return division.divide(x, lax.full_like(x, divisor))
 
 
 def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
@@ -165,9 +165,9 @@ def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixe
     largest = spec.codebook.largest if spec.codebook else qmax - fixed
     # One division suffices if the codes reach equally far on both sides of the zero point.
     if spec.codebook or qmin - fixed == -largest:
-        scale = _divide_by_number(jnp.maximum(-low, high), largest)
+        scale = _divide_by_number(lax.max(lax.neg(low), high), largest)
     else:
-        scale = jnp.maximum(_divide_by_number(low, qmin - fixed), _divide_by_number(high, largest))
+        scale = lax.max(_divide_by_number(low, qmin - fixed), _divide_by_number(high, largest))
     return _guard_scale(scale, low, high)
 
 
@@ -175,13 +175,14 @@ def _find_asymmetric_scale(low: jax.Array, high: jax.Array, steps: float) -> jax
     """Return the scale at which the given number of steps spans the range."""
     # The difference of the ends may overflow float32, so it is computed from their halves, which are exact.
     half = np.float32(0.5)
-    return _guard_scale(_divide_by_number(high * half - low * half, steps / 2), low, high)
+    return _guard_scale(_divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), steps / 2), low, high)
 
 
 def _guard_scale(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """Return the scale, replaced by 1 for an empty range and by NaN for a range with a NaN, and raised if subnormal."""
-    scale = jnp.where(is_empty(low, high), _ONE, jnp.maximum(scale, _TINY))
-    return jnp.where(jnp.isnan(low) | jnp.isnan(high), np.float32(np.nan), scale)
+    scale = lax.select(is_empty(low, high), lax.full_like(scale, 1), lax.max(scale, _TINY))
+    has_nan = lax.bitwise_or(lax.ne(low, low), lax.ne(high, high))
+    return lax.select(has_nan, lax.full_like(scale, np.nan), scale)
 
 
 def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
@@ -189,7 +190,7 @@ def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:
 
     XLA:CPU treats subnormal numbers as 0 in a running program but not in constant folding. Other backends may differ.
     """
-    return (jnp.abs(low) < _TINY) & (jnp.abs(high) < _TINY)
+    return lax.bitwise_and(lax.lt(lax.abs(low), _TINY), lax.lt(lax.abs(high), _TINY))
 
 
 def find_least_scale(dtype: np.dtype) -> np.float32:
@@ -200,9 +201,9 @@ def find_least_scale(dtype: np.dtype) -> np.float32:
 def _find_zero_point(spec: QuantSpec, low: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the code of 0.0 for ranges whose lower end is `low`."""
     qmin, qmax = (int(b) for b in spec.bounds)
-    start = np.float32(qmin) - division.divide(low, scale)
+    start = lax.sub(np.float32(qmin), division.divide(low, scale))
     # A NaN becomes the upper bound, as in the clamp of ONNX Runtime's DynamicQuantizeLinear.
-    start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
+    start = lax.select(lax.ne(start, start), lax.full_like(start, qmax), start)
     return rounding.encode_steps(start, None, spec.carrier, (qmin, qmax))
 
 

@@ -16,21 +16,23 @@ import numpy as np
 
 from .._core import checks, dtypes
 from .codebook import Codebook
+from .parts import Static, StoredOrder, read_stored_order
 
-Static = tuple[np.dtype | None, int | None, Codebook | None]
 _SAVED = "QuantizedArray"
 # JSON allows numbers that overflow float32.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def encode_static(static: Static) -> str:
-    """Return a dtype, a block size and a codebook as JSON."""
-    dtype, block_size, codebook = static
-    return json.dumps({
+    """Return a dtype, a block size, a codebook and a stored order as JSON."""
+    dtype, block_size, codebook, order = static
+    fields = {
         "dtype": None if dtype is None else np.dtype(dtype).name,
         "block_size": block_size,
         "codebook": None if codebook is None else {"name": codebook.name, "levels": codebook.levels},
-    })  # fmt: skip
+    }
+    # The text of an array in its logical order is the same as before there were stored orders.
+    return json.dumps(fields if order is None else {**fields, "stored_order": order})
 
 
 def decode_saved_program(text: str | bytes | bytearray) -> Static:
@@ -69,7 +71,7 @@ def get_field(function: str, argument: str, fields: Any, name: str) -> Any:
 
 
 def decode_static(function: str, argument: str, fields: Any) -> Static:
-    """Return the valid dtype, block size and codebook that a JSON object describes."""
+    """Return the valid dtype, block size, codebook and stored order that a JSON object describes."""
     dtype = get_field(function, argument, fields, "dtype")
     block_size = get_field(function, argument, fields, "block_size")
     # `type`, because True is an int for isinstance.
@@ -81,6 +83,7 @@ def decode_static(function: str, argument: str, fields: Any) -> Static:
         None if dtype is None else decode_dtype(function, f"{argument}['dtype']", dtype, dtypes.FLOATS),
         block_size,
         _decode_codebook(function, f"{argument}['codebook']", get_field(function, argument, fields, "codebook")),
+        _decode_stored_order(function, f"{argument}['stored_order']", fields.get("stored_order")),
     )
 
 
@@ -121,6 +124,16 @@ def _decode_codebook(function: str, argument: str, fields: Any) -> Codebook | No
         return Codebook(name, tuple(levels))
     except checks.ContractValueError as error:  # two levels are equal in float32
         raise checks.ContractValueError(checks.format_message(function, argument, "a codebook", error)) from error
+
+
+def _decode_stored_order(function: str, argument: str, order: Any) -> StoredOrder:
+    """Return the valid stored order that a JSON value describes; null or a missing field means None."""
+    # `type`, because True is an int for isinstance.
+    is_order = order is None or (isinstance(order, list) and all(type(axis) is int for axis in order))
+    if not is_order or (order and sorted(order) != list(range(-len(order), 0))):
+        expected = "null, or a list of the axes -1 to -n in any order"
+        checks.require(False, function, argument, expected, _shorten_json(order))
+    return read_stored_order(function, order)
 
 
 def _shorten_json(value: Any) -> str:

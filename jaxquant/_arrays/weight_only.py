@@ -1,4 +1,4 @@
-"""The contraction of a float array with dequantized codes; on a CPU they are dequantized one chunk at a time."""
+"""The contraction of a float array with dequantized codes: its gradient, and its form in chunks for a CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from .._core import barriers, dtypes
+from .._core import barriers
 
 # The number of dequantized float32 weights that stay in the cache until the contraction reads them, and the largest
 # number of chunks, which is limited because the program contains the operations of every chunk.
@@ -18,23 +19,27 @@ CHUNK, _CHUNKS = 2**21, 16
 
 
 class Cut(NamedTuple):
-    """How the weights of a contraction are cut into chunks along one dimension, which is not contracted.
+    """How the weights of a contraction are cut into chunks along one dimension.
 
     Attributes:
         length: the length of the dimension.
         width: the number of weights at each of its indices.
         divisor: a number that divides the length of every chunk but the last.
-        axis: the place of the dimension in the product.
+        axis: the place of the dimension in the product, or None for a contracted dimension.
     """
 
     length: int
     width: int
     divisor: int
-    axis: int
+    axis: int | None
 
 
 class WeightOnly(Protocol):
     """The parts in which weight-only contractions differ; it must be hashable, because it is a static argument."""
+
+    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+        """Return the float32 product in the form that a CPU runs fast."""
+        ...
 
     def plan_cut(self, codes: jax.Array) -> Cut:
         """Return how the weights are cut into chunks."""
@@ -42,6 +47,10 @@ class WeightOnly(Protocol):
 
     def arrange_operand(self, x: jax.Array) -> Any:
         """Return the float operand in the form that `contract_chunk` takes."""
+        ...
+
+    def select_operand(self, x: Any, chunk: slice) -> Any:
+        """Return the part of an arranged operand that one chunk of the weights is multiplied with."""
         ...
 
     def dequantize_chunk(
@@ -55,39 +64,37 @@ class WeightOnly(Protocol):
         ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def contract_in_cache(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
-) -> jax.Array:
-    """Return the float32 contraction of x with the dequantized codes, on a CPU without all weights in memory at once.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def contract(config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+    """Return the float32 contraction of x with the dequantized codes, in the form that each backend runs fast.
 
-    The cotangents of x, of the scale and of a float32 zero point are those of `contract_at_once`. Codes and integer
-    zero points have none.
+    The derivatives with respect to x, the scale and a float32 zero point are those of `contract_at_once`. Codes and
+    integer zero points have none.
     """
-    x, scale = jnp.asarray(x), jnp.asarray(scale)
-    cpu, default = (functools.partial(f, config) for f in (_contract_in_chunks, contract_at_once))
+    cpu, default = config.contract_on_cpu, functools.partial(contract_at_once, config)
     return lax.platform_dependent(x, codes, scale, zero_point, cpu=cpu, default=default)
 
 
-def _contract_in_cache_fwd(
-    config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
-) -> tuple[jax.Array, Any]:
-    return contract_in_cache(config, x, codes, scale, zero_point), (x, codes, scale, zero_point)
+@functools.partial(contract.defjvp, symbolic_zeros=True)
+def _contract_jvp(config: WeightOnly, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    # Only what has a tangent is differentiated: a gradient with respect to x must not compute that of the scale.
+    places = [
+        place
+        for place, tangent in enumerate(tangents)
+        if not isinstance(tangent, SymbolicZero | None) and tangent.dtype != jax.dtypes.float0
+    ]
 
+    # Without `jax.checkpoint` the dequantized weights would be kept for the backward pass.
+    @jax.checkpoint
+    def contract_dequantized(*variables: jax.Array) -> jax.Array:
+        operands = list(primals)
+        for place, variable in zip(places, variables, strict=True):
+            operands[place] = variable
+        return contract_at_once(config, *operands)
 
-def _contract_in_cache_bwd(config: WeightOnly, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    x, codes, scale, zero_point = residuals
-    is_float = zero_point is not None and zero_point.dtype == dtypes.FLOAT32
-
-    def contract(x: jax.Array, scale: jax.Array, float_zero_point: Any) -> jax.Array:
-        return contract_at_once(config, x, codes, scale, float_zero_point if is_float else zero_point)
-
-    _, pull = jax.vjp(contract, jnp.asarray(x), jnp.asarray(scale), zero_point if is_float else None)
-    dx, dscale, dzero_point = pull(g)
-    return dx, None, dscale, dzero_point
-
-
-contract_in_cache.defvjp(_contract_in_cache_fwd, _contract_in_cache_bwd)
+    variables, directions = (tuple(values[place] for place in places) for values in (primals, tangents))
+    _, tangent = jax.jvp(contract_dequantized, variables, directions)
+    return contract(config, *primals), tangent
 
 
 def contract_at_once(
@@ -98,9 +105,10 @@ def contract_at_once(
     return config.contract_chunk(config.arrange_operand(x), weights)
 
 
-def _contract_in_chunks(
+def contract_in_chunks(
     config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
+    """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
     length, width, divisor, axis = config.plan_cut(codes)
     rows = max(CHUNK // width, -(-length // _CHUNKS), 1)
     rows = -(-rows // divisor) * divisor
@@ -109,11 +117,15 @@ def _contract_in_chunks(
     products: list[jax.Array] = []
     for start in range(0, length, rows):
         wait = functools.partial(_delay_scale, done=products[-1] if products else None)
-        weights = config.dequantize_chunk(codes, scale, zero_point, slice(start, min(start + rows, length)), wait)
+        chunk = slice(start, min(start + rows, length))
+        weights = config.dequantize_chunk(codes, scale, zero_point, chunk, wait)
         # The barrier keeps XLA from fusing the dequantization into the contraction, whose fast kernel reads its
         # operands from memory.
-        products.append(config.contract_chunk(operand, lax.optimization_barrier(weights)))
-    return jnp.concatenate(products, axis=axis)
+        part = config.contract_chunk(config.select_operand(operand, chunk), lax.optimization_barrier(weights))
+        if axis is None and products:
+            part = products.pop() + part
+        products.append(part)
+    return products[0] if axis is None else jnp.concatenate(products, axis=axis)
 
 
 def _delay_scale(scale: jax.Array, done: jax.Array | None) -> jax.Array:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._arrays import quantized_array
+from .._arrays import parts, quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes, entry_point, sharding
 from ..integer import _matmul_shapes
-from ..integer.dot_general import DotDimensionNumbers, check_placement, find_roles
+from ..integer.dot_general import DotDimensionNumbers, Role, check_placement, find_roles
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import contract_weight_only
@@ -44,8 +44,10 @@ def dot_general(
     ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into blocks in the
     same way. Operands that cannot be contracted in integers raise an error.
 
-    If one operand is a float array (weight-only), this is a float contraction with the other operand dequantized. On a
-    CPU, a large quantized operand is dequantized a chunk at a time, never as a whole.
+    If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
+    error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
+    each float32 row becomes six rows of int8 digits, whose sums are exact. Larger operands are dequantized a chunk at a
+    time, never as a whole.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.
@@ -117,12 +119,34 @@ def _contract(
     left, right = find_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
+    if caller_axes is None:
+        caller_axes = tuple(zip(left.contracted, right.contracted, strict=True))
+    (lhs, left), (rhs, right) = _read_as_stored(lhs, left), _read_as_stored(rhs, right)
     if not all(isinstance(x, QuantizedArray) for x in (lhs, rhs)):
         return contract_weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         dot_integer.check_integer_array(function, argument, q)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     return dot_integer.contract_integers(lhs, rhs, plan, preferred)
+
+
+def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
+    """Return an operand without a stored order, whose dimensions are those in memory, and their roles.
+
+    The contractions then see how the codes lie in memory. Each role lists the dimensions in the order of the logical
+    axes, so the result is the same.
+    """
+    if not isinstance(x, QuantizedArray) or x.stored_order is None:
+        return x, role
+    places = parts.find_places(x.stored_order, x.ndim)
+    batch, free, contracted = (tuple(places[axis] for axis in axes) for axes in role)
+    # `jax.lax.dot_general` returns the free dimensions in the order of its operand.
+    if free != tuple(sorted(free)):
+        return x.replace(stored_order=None), role
+    permutation = parts.find_permutation(x.stored_order, x.ndim)
+    scale, zero_point = (None if p is None else jnp.transpose(p, permutation) for p in (x.scale, x.zero_point))
+    stored = x.replace(scale=scale, zero_point=zero_point)._with_stored(x.stored_codes, None)
+    return stored, Role(batch, free, contracted)
 
 
 def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
@@ -210,7 +234,7 @@ def matmul(
     # If rhs is a single matrix, the batch dimensions of lhs are only additional rows of one product.
     if math.prod(shapes.b[:-2]) == 1:
         y = contract(a, b.reshape(shapes.b[-2:]) if b.ndim != 2 else b, (((a.ndim - 1,), (0,)), ((), ())))
-        return y.reshape(shapes.out)
+        return y if y.shape == shapes.out else y.reshape(shapes.out)  # eager JAX runs a program for a reshape
     batch = shapes.product[:-2]
     a, b = (_broadcast_batch(x, shape, batch) for x, shape in ((a, shapes.a), (b, shapes.b)))
     n = len(batch)
@@ -238,5 +262,8 @@ def _broadcast_batch(x: Any, shape: tuple[int, ...], batch: tuple[int, ...]) -> 
         return x
     # A scale of length 1 along a batch dimension already applies to all of it.
     if isinstance(x, QuantizedArray):
-        return x.replace(codes=jnp.broadcast_to(x.codes, full))
+        # The batch dimensions are in front of those of the matrix, and only these are moved by a stored order.
+        x = x if len(x.stored_order or ()) <= 2 else x.replace(stored_order=None)
+        stored = x.stored_codes
+        return x._with_stored(jnp.broadcast_to(stored, (*batch, *stored.shape[-2:])), x.stored_order)
     return jnp.broadcast_to(x, full)

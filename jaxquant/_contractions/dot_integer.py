@@ -156,7 +156,7 @@ def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, pref
     # A sharded dimension is gathered, because JAX refuses to split it into blocks.
     if plan.axes is not None:
         lhs, rhs = (_gather_dimension(q, axis) for q, axis in zip((lhs, rhs), plan.axes, strict=True))
-    sides = [_prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
+    sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
     y = _contract_whole(sides, plan.out_sharding) if plan.axes is None else _contract_in_blocks(sides, plan)
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
@@ -173,7 +173,7 @@ class _Side(NamedTuple):
 
     Attributes:
         role: the role of each dimension.
-        codes: int8.
+        codes: int8, or codes of 2 or 4 bits.
         steps: the int32 zero point, a scalar or of the operand's rank, or None for 0.
         scale: float32, of the operand's rank.
         runs: for the steps and for the scale, how many indices of each dimension share an entry.
@@ -186,18 +186,18 @@ class _Side(NamedTuple):
     runs: tuple[Any, Any]
 
 
-def _prepare_side(q: QuantizedArray, role: Role) -> _Side:
+def prepare_side(q: QuantizedArray, role: Role) -> _Side:
     """Return an operand with an entry of its scale and zero point for each index of the kept dimensions."""
     aligned, kept = granularity.Aligned(q.block_size), (*role.batch, *role.free)
     runs = tuple(None if p is None else aligned.sizes(p.shape, q.shape) for p in (q.zero_point, q.scale))
-    point = None if q.zero_point is None else _expand_side(q, q.zero_point, kept)
+    point = None if q.zero_point is None else expand_side(q, q.zero_point, kept)
     scale = small_floats.scale_as_float32(q.scale)
     centred = _operands.is_centred(q.zero_point, q.codes.dtype)
     steps = _operands.convert_steps(point, q.codes.dtype, centred)
-    return _Side(role, _operands.convert_to_signed(q.codes), steps, _expand_side(q, scale, kept), (runs[0], runs[1]))
+    return _Side(role, _operands.shift_to_signed(q.codes), steps, expand_side(q, scale, kept), (runs[0], runs[1]))
 
 
-def _expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
+def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Return a scale or zero point with its blocks along `axes` expanded to one entry per index."""
     sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
     assert sizes is not None
@@ -212,14 +212,14 @@ def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     lhs, rhs = sides
     acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
     frees = len(lhs.role.free), len(rhs.role.free)
-    scales = (_spread_outward(lhs.scale, lhs.role, 0, frees[1]), _spread_outward(rhs.scale, rhs.role, frees[0], 0))
+    scales = (spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0))
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
         scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
     return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
 
 
-def _spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
+def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:
     """Return an operand's scale with the rank of the product.
 
     Args:
@@ -238,6 +238,7 @@ def _spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> ja
 def _contract_in_blocks(sides: Sequence[_Side], plan: Plan) -> jax.Array:
     """Return the float32 sum of one integer contraction for each block of a contracted dimension."""
     assert plan.axes is not None
+    sides = [side._replace(codes=_operands.convert_to_signed(side.codes)) for side in sides]
     depth = sides[0].codes.shape[plan.axes[0]]
     full_blocks, tail = divmod(depth, plan.length)
     y = None

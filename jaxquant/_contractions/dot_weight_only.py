@@ -1,18 +1,35 @@
-"""The contraction of a float array with a quantized one, which is dequantized one chunk at a time on a CPU."""
+"""The contraction of a float array with a quantized one, in the form that suits its size and layout on a CPU.
+
+- A few rows are contracted as integers: see `float_digits`.
+- A single row is contracted with blocks of codes, or codes of a codebook, as in `scaled_rows`.
+- Otherwise the codes are dequantized one chunk at a time, or at once if they are few.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from .._arrays import indexing, quantized_array, weight_only
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.weight_only import Cut
 from .._core import dtypes, rounding, sharding
+from ..integer import _layout, _operands, _planes
 from ..integer.dot_general import Role
+from . import float_digits, scaled_rows
+
+# The largest number of rows that are contracted as digits, for codes with their contracted dimensions last and
+# elsewhere. With more rows the arithmetic takes longer than reading the weights, and six int8 rows longer than one
+# float32 row.
+_FEW_ROWS_LAST, _FEW_ROWS = 64, 8
+# Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, of which each has a cost.
+_FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 
 
 class _Config(NamedTuple):
@@ -28,7 +45,7 @@ class _Config(NamedTuple):
     left: Role
     right: Role
     quantized: int
-    static: tuple[Any, Any, Any]
+    static: tuple[Any, ...]
     precision: Any
     out_sharding: Any
 
@@ -37,26 +54,58 @@ class _Config(NamedTuple):
         """The role of the quantized side."""
         return (self.left, self.right)[self.quantized]
 
+    @property
+    def x_role(self) -> Role:
+        """The role of the float side."""
+        return (self.left, self.right)[1 - self.quantized]
+
+    @property
+    def cuts_contracted(self) -> bool:
+        """Whether the codes are cut along the contracted dimension, which comes first in memory."""
+        return self.role.contracted == (0,)
+
+    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+        """Return the float32 product in the form that a CPU runs fast."""
+        return _make_batchable(self)(x, codes, scale, zero_point)
+
+    def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+        """Return the float32 product of x and dequantized codes."""
+        is_small = _is_static(codes.shape) and codes.size <= weight_only.CHUNK
+        is_whole = is_small or not _is_static(codes.shape) or self.find_axis(codes) is None
+        contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_chunks
+        return contract(self, x, codes, scale, zero_point)
+
     def find_axis(self, codes: jax.Array) -> int | None:
-        """Return the longest dimension of the codes that is not contracted, if there is one."""
+        """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""
+        if self.cuts_contracted:
+            return 0
         return max(self.role.free, key=lambda a: codes.shape[a], default=None)
 
     def plan_cut(self, codes: jax.Array) -> Cut:
         """Return how the codes are cut into chunks, which end where blocks end."""
         axis = self.find_axis(codes)
         assert axis is not None
+        length, width = codes.shape[axis], codes.size // codes.shape[axis]
+        divisor = self.unflatten(codes, None, None).block_size or 1
+        if self.cuts_contracted:
+            return Cut(length, width, divisor, None)
         # The product has the batch dimensions, then the free dimensions of lhs, then those of rhs.
-        length, frees_before = codes.shape[axis], 0 if self.quantized == 0 else len(self.left.free)
-        place = len(self.role.batch) + frees_before + self.role.free.index(axis)
-        return Cut(length, codes.size // length, self._unflatten(codes, None, None).block_size or 1, place)
+        frees_before = 0 if self.quantized == 0 else len(self.left.free)
+        return Cut(length, width, divisor, len(self.role.batch) + frees_before + self.role.free.index(axis))
 
     def arrange_operand(self, x: jax.Array) -> jax.Array:
         """Return the float operand unchanged."""
         return x
 
+    def select_operand(self, x: jax.Array, chunk: slice) -> jax.Array:
+        """Return the part of the float operand that one chunk of the weights is multiplied with."""
+        if not self.cuts_contracted:
+            return x
+        return lax.slice_in_dim(x, chunk.start, chunk.stop, axis=self.x_role.contracted[0])
+
     def dequantize_chunk(self, codes: jax.Array, scale: Any, zero_point: Any, chunk: slice, wait: Any) -> jax.Array:
         """Return the dequantized weights of one chunk, with `wait` applied to its scale."""
-        q = self._unflatten(codes, scale, zero_point)
+        q = self.unflatten(codes, scale, zero_point)
         if chunk != slice(None):
             axis = self.find_axis(codes)
             assert axis is not None
@@ -71,8 +120,27 @@ class _Config(NamedTuple):
         dimensions = ((self.left.contracted, self.right.contracted), (self.left.batch, self.right.batch))
         return lax.dot_general(lhs, rhs, dimensions, self.precision, jnp.float32, out_sharding=self.out_sharding)
 
-    def _unflatten(self, codes: Any, scale: Any, zero_point: Any) -> QuantizedArray:
+    def unflatten(self, codes: Any, scale: Any, zero_point: Any) -> QuantizedArray:
+        """Return the quantized side."""
         return QuantizedArray.tree_unflatten(self.static, (codes, scale, zero_point))
+
+    def swap_sides(self, y: jax.Array) -> jax.Array:
+        """Return a product of x and the codes, without batch dimensions, in the order of lhs and rhs."""
+        if self.quantized == 1:
+            return y
+        rows = len(self.x_role.free)
+        return lax.transpose(y, (*range(rows, y.ndim), *range(rows)))
+
+    def add_rows(self) -> _Config:
+        """Return the configuration for a float side with one more free dimension, its first."""
+        role = self.x_role
+        batch, free, contracted = (tuple(axis + 1 for axis in axes) for axes in role)
+        wider = Role(batch, (0, *free), contracted)
+        return self._replace(**{"right" if self.quantized == 0 else "left": wider})
+
+    def find_first_row_axis(self) -> int:
+        """Return the place of the first free dimension of the float side in the product."""
+        return len(self.x_role.batch) + (len(self.left.free) if self.quantized == 0 else 0)
 
 
 def contract_weight_only(
@@ -86,11 +154,93 @@ def contract_weight_only(
     wide = dtypes.find_wider(q.dtype, x.dtype)
     leaves, static = q.astype(wide).tree_flatten()
     config = _Config(left, right, quantized, static, precision, out_sharding)
+    # Reshapes and slices of an array whose sharding is part of its type may not be possible.
     is_placed = out_sharding is not None or sharding.is_placed(x) or sharding.is_placed(q.codes)
-    # Use chunks only if they pay: their custom gradient rule excludes forward mode and computes every cotangent, even
-    # one that is not needed.
-    is_whole = q.codes.size <= weight_only.CHUNK or is_placed or config.find_axis(q.codes) is None
-    contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_cache
+    contract = weight_only.contract_at_once if is_placed else weight_only.contract
     y: Any = contract(config, x.astype(wide), *leaves)
     dtype = wide if preferred is None else preferred
     return rounding.round_to_dtype(y, dtype).astype(dtype)
+
+
+def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+    q, role, x_role = config.unflatten(codes, scale, zero_point), config.role, config.x_role
+    contract_dequantized = functools.partial(config.contract_dequantized, x, codes, scale, zero_point)
+    is_plain = _is_static(codes.shape) and _is_static(x.shape) and not role.batch
+    # A 16-bit dtype of q rounds the dequantized weights, which the forms below never compute.
+    if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
+        return contract_dequantized()
+    rows = math.prod(x.shape[axis] for axis in x_role.free)
+    if rows == 1 and codes.size >= _FEWEST_FOR_ROW:
+        terms = scaled_rows.find_terms(q, role)
+        if terms is not None:
+            y = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
+            shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
+            return config.swap_sides(y.reshape(shape))
+    if _planes.count_planes(codes, scale, zero_point) > 1:
+        return _contract_planes(config, x, codes, scale, zero_point)
+    if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= _find_few_rows(q, role):
+
+        def contract_swapped() -> jax.Array:
+            y = contract_dequantized()
+            columns = len(role.free)
+            return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
+
+        return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
+    return contract_dequantized()
+
+
+def _contract_planes(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+    """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
+    count, last, role = _planes.count_planes(codes, scale, zero_point), codes.ndim - 1, config.role
+    point = None if zero_point is None else zero_point.astype(jnp.int8)
+    is_summed = last in role.contracted
+    results = []
+    for place in range(count):
+        x_plane = x
+        if is_summed:
+            axis = config.x_role.contracted[role.contracted.index(last)]
+            x_plane = lax.slice_in_dim(x, place, None, count, axis)
+        parts = (_planes.take_plane(part, place, count) for part in (scale, point))
+        plane = _planes.take_code_plane(codes, place, count)
+        results.append(_contract_on_cpu(config, x_plane, plane, *parts))
+    if is_summed:
+        return functools.reduce(jnp.add, results)
+    before = 0 if config.quantized == 0 else len(config.left.free)
+    return _planes.join_planes(results, before + role.free.index(last))
+
+
+def _has_digits(q: QuantizedArray, role: Role) -> bool:
+    """Return whether a float row can be contracted with q as digits."""
+    if q.codebook is not None or q.codes.dtype not in _operands.DTYPES:
+        return False
+    parts = [part for part in (q.scale, q.zero_point) if part is not None]
+    is_shared = all(part.shape[axis] == 1 for part in parts for axis in role.contracted)
+    return is_shared and math.prod(q.shape[axis] for axis in role.contracted) <= float_digits.LIMIT
+
+
+def _find_few_rows(q: QuantizedArray, role: Role) -> int:
+    """Return the largest number of rows that are contracted as digits."""
+    is_last = not _layout.is_moving((*role.free, *role.contracted), q.shape)
+    return _FEW_ROWS_LAST if is_last else _FEW_ROWS
+
+
+def _is_static(shape: tuple[Any, ...]) -> bool:
+    """Return whether no dimension is symbolic, as in `jax.export`."""
+    return all(isinstance(n, int) for n in shape)
+
+
+# Created once for each configuration, because JAX reuses a trace only for the same function object.
+@functools.lru_cache(maxsize=1024)
+def _make_batchable(config: _Config) -> Any:
+    function = custom_vmap(functools.partial(_contract_on_cpu, config))
+    function.def_vmap(functools.partial(_contract_under_vmap, config))
+    return function
+
+
+def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+    """Return the contraction of operands under vmap. If only x has the mapped axis, the axis becomes more rows."""
+    if batched[0] and not any(batched[1:]):
+        wider = config.add_rows()
+        return jnp.moveaxis(wider.contract_on_cpu(*operands), wider.find_first_row_axis(), 0), True
+    axes = [0 if is_batched else None for is_batched in batched]
+    return jax.vmap(config.contract_dequantized, axes, axis_size=size)(*operands), True

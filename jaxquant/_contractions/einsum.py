@@ -94,7 +94,8 @@ def einsum(
     if preferred_element_type is not None:
         preferred_element_type = checks.check_dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
     sharding.check_out_sharding(_NAME, out_sharding)
-    return contract_operands(_NAME, subscripts, arrays, precision, preferred_element_type, out_sharding)
+    _check_subscripts(_NAME, subscripts)
+    return _contract_jitted(_NAME, subscripts, arrays, precision, preferred_element_type, out_sharding)
 
 
 def contract_operands(
@@ -128,6 +129,10 @@ def contract_operands(
     return y if y.dtype == dtype else rounding.round_to_dtype(y.astype(jnp.float32), dtype).astype(dtype)
 
 
+# An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
+_contract_jitted = jax.jit(contract_operands, inline=True, static_argnums=(0, 1, 3, 4, 5))
+
+
 class _Term(NamedTuple):
     """An operand or an intermediate result, with the labels of its dimensions.
 
@@ -150,9 +155,7 @@ class _Term(NamedTuple):
 
 def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
     """Return the labels of the dimensions of each operand and of the output; those under "..." get unused letters."""
-    checks.require_type(
-        isinstance(subscripts, str), function, "subscripts", "a string", checks.describe_value(subscripts)
-    )
+    _check_subscripts(function, subscripts)
     _check_terms(function, subscripts.replace(" ", ""), ranks, subscripts)
     shapes = [jax.ShapeDtypeStruct((1,) * rank, FLOAT32) for rank in ranks]
     try:
@@ -163,6 +166,12 @@ def parse_subscripts(function: str, subscripts: Any, ranks: Sequence[int]) -> tu
             checks.format_message(function, "subscripts", expected, repr(subscripts))
         ) from error
     return [tuple(term) for term in inputs.split(",")], tuple(output)
+
+
+def _check_subscripts(function: str, subscripts: Any) -> None:
+    """Raise ContractTypeError unless the subscripts are a string."""
+    if not isinstance(subscripts, str):
+        checks.require_type(False, function, "subscripts", "a string", checks.describe_value(subscripts))
 
 
 def _check_terms(function: str, text: str, ranks: Sequence[int], subscripts: str) -> None:
@@ -222,6 +231,8 @@ def _remove_repeats(function: str, i: int, x: Any, labels: _Labels, sizes: dict[
     broadcast = tuple(a for a, label in enumerate(labels) if x.shape[a] != sizes[label])
     if not broadcast:
         return _Term(x, labels, tuple(range(len(labels))))
+    if isinstance(x, QuantizedArray):
+        x = x.store_last()  # its leaves are squeezed alike
     squeezed = jax.tree.map(lambda leaf: lax.squeeze(leaf, broadcast), x)
     axes = tuple(a for a in range(len(labels)) if a not in broadcast)
     kept = tuple(labels[a] for a in axes)

@@ -74,8 +74,8 @@ def take(
     checks.check_option(_NAME, "mode", mode, _MODES)
     sharding.check_out_sharding(_NAME, out_sharding)
     return _take(
-        q.codes, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, dtype=q.dtype,
-        block_size=q.block_size, codebook=q.codebook, out_sharding=out_sharding,
+        q.stored_codes, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, static=q.tree_flatten()[1],
+        out_sharding=out_sharding,
     )  # fmt: skip
 
 
@@ -91,14 +91,14 @@ def _read_index(indices: Any) -> Any:
 @compile_entry_point(_NAME)
 def _take(
     codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, indices: jax.Array, *,
-    axis: int, mode: str, dtype: Any, block_size: int | None, codebook: Any, out_sharding: Any,
+    axis: int, mode: str, static: Any, out_sharding: Any,
 ) -> jax.Array:  # fmt: skip
     is_array = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer)
     checks.require_type(is_array, _NAME, "indices", "an array of integers", getattr(indices, "dtype", "None"))
-    length = codes.shape[axis]
-    expected = f"an axis of positive length, because q has shape {codes.shape}"
+    q = QuantizedArray.tree_unflatten(static, (codes, scale, zero_point))
+    length = q.shape[axis]
+    expected = f"an axis of positive length, because q has shape {q.shape}"
     checks.require(length > 0 or indices.size == 0, _NAME, "axis", expected, axis)
-    q = QuantizedArray(codes, scale, zero_point, dtype=dtype, block_size=block_size, codebook=codebook)
     index, is_inside = _find_index(indices, length, mode)
     _check_placement(q, indices, axis, out_sharding)
     # Index first, then dequantize: only the selected entries become floats.

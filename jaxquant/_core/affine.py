@@ -74,7 +74,8 @@ def dequantize_affine(
         codes = x.astype(jnp.int32)  # the difference of two codes may need one bit more than a code
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
-        steps = codes.astype(jnp.float32)
+        # Of few elements, the difference and the product are one fusion each.
+        steps = barriers.split_small_fusion(codes).astype(jnp.float32)
     values = small_floats.scale_as_float32(scale)
     product = barriers.round_result(steps * granularity.expand(values, x))
     return rounding.round_to_dtype(product, dtype).astype(dtype)

@@ -6,8 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from . import sharding
+
+# The numbers of elements between which `split_small_fusion` splits. With fewer, a fusion of some 15 operations that
+# reads and writes float32 has less than 200,000 units of work, and runs on one thread in any form. With more, the first
+# of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
+_FEWEST_SPLIT = 2**11 + 1
+_MOST_SPLIT = 2**16 - 1
 
 
 def make_false() -> jax.Array:
@@ -28,14 +35,54 @@ def round_result(result: jax.Array) -> jax.Array:
     """
     # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
     # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
-    # does not know that, and it cannot contract float operations across an integer one.
-    bits = lax.bitcast_convert_type(result, jnp.int32)
-    return lax.bitcast_convert_type(lax.min(bits, np.int32(0x7FC00000)), jnp.float32)
+    # does not know that, and it cannot contract float operations across an integer one. A split alone would not do:
+    # jax 0.10's XLA removes the barrier before it forms the fusions.
+    bits = lax.min(lax.bitcast_convert_type(result, jnp.int32), np.int32(0x7FC00000))
+    return split_small_fusion(lax.bitcast_convert_type(bits, jnp.float32))
 
 
 @round_result.defjvp
 def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return round_result(*primals), tangents[0]
+
+
+def split_small_fusion(value: jax.Array) -> jax.Array:
+    """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
+
+    XLA:CPU runs a fusion on several threads if its cost analysis counts more operations than bytes of operands and
+    result, and (operations + 10 * bytes) reaches 200,000; every select, clamp, conversion and bitcast of an element
+    counts as an operation. With at most as many operations as bytes, a fusion needs 512 KiB of them. Waiting for
+    another thread takes longer than the work on some thousand elements, so two fusions below that ratio are faster than
+    one above it. For large arrays one fusion is better: it reads and writes memory once, on all threads.
+
+    Call it in the middle of a sequence of element-wise operations. The value has no derivative: pass integers, or call
+    it in a function with a derivative rule of its own. With jax 0.10 it has no effect, because its XLA removes the
+    barrier before it forms the fusions.
+
+    Args:
+        value: any array. Under `jax.vmap` the elements of the whole batch count.
+    """
+    return _split(value) if _may_become_small(value) else value
+
+
+def _may_become_small(value: jax.Array) -> bool:
+    """Return whether a value, or a batch of such values, can be in the range of sizes that are split."""
+    # The size is no int if a dimension is symbolic, as in `jax.export`. It cannot be compared then.
+    return isinstance(value.size, int) and 1 < value.size <= _MOST_SPLIT
+
+
+@custom_vmap
+def _split(value: jax.Array) -> jax.Array:
+    if not (_may_become_small(value) and value.size >= _FEWEST_SPLIT):
+        return value
+    return lax.platform_dependent(value, cpu=lax.optimization_barrier, default=lambda x: x)
+
+
+@_split.def_vmap
+def _split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
+    # The rule for `jax.vmap` decides again, by the size of the batch. The only argument is the batched one.
+    del axis_size, in_batched
+    return _split(value), True
 
 
 def wait_for(value: jax.Array, done: jax.Array) -> jax.Array:

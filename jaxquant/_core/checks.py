@@ -1,17 +1,17 @@
 """Checks of the arguments of a call, and the errors that they raise.
 
-This is the only module that imports chex. The checks of a shape, of an axis and of one exact dtype use a chex assertion
-as well as a plain check. `chex.disable_asserts()` silences the assertion but not the plain check, so a wrong input
-never gives a wrong result.
+This is the only module that imports chex, and it does so when a check fails, because that import takes a third of the
+time of `import jaxquant`. The checks of a shape, of an axis and of one exact dtype use a chex assertion as well as a
+plain check. `chex.disable_asserts()` silences the assertion but not the plain check, so a wrong input never gives a
+wrong result.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,10 +43,12 @@ def format_message(function: str, argument: str, expected: str, got: object) -> 
     return f"jaxquant.{function}: {argument}: expected {expected}, got {got}"
 
 
-def _fail(error: _Error, text: str, assertion: Callable[..., None], *args: Any) -> None:
-    """Raise an error with the given text, whose cause is the failure of a chex assertion."""
+def _fail(error: _Error, text: str, assertion: str, *args: Any) -> None:
+    """Raise an error with the given text, whose cause is the failure of the chex assertion of this name."""
+    import chex
+
     try:
-        assertion(*args, exception_type=error)
+        getattr(chex, assertion)(*args, exception_type=error)
     except error as chex_error:  # the user reads our text; the error of chex is its cause
         raise error(text) from chex_error
     # The assertion passed, because chex is disabled or accepts the value, but our own check has already failed.
@@ -77,7 +79,7 @@ def check_same_dtype(function: str, argument: str, value: Any, dtype: np.dtype, 
     _check_is_array(function, argument, value)
     if value.dtype != dtype:
         text = format_message(function, argument, f"dtype {dtype} ({reason})", value.dtype)
-        _fail(ContractTypeError, text, chex.assert_type, value, dtype)
+        _fail(ContractTypeError, text, "assert_type", value, dtype)
 
 
 def _check_is_array(function: str, argument: str, value: Any) -> None:
@@ -90,22 +92,25 @@ def check_shape(function: str, argument: str, value: Any, expected: tuple[int, .
     """Raise ContractValueError unless `value` has exactly this shape; `reason` says why it must have it."""
     if value.shape != expected:
         text = format_message(function, argument, f"shape {expected} ({reason})", f"shape {value.shape}")
-        _fail(ContractValueError, text, chex.assert_shape, value, expected)
+        _fail(ContractValueError, text, "assert_shape", value, expected)
 
 
-def check_axis(function: str, value: Any, rank: int) -> int:
+def check_axis(function: str, value: Any, rank: int, argument: str = "axis") -> int:
     """Return an axis as a non-negative int; raise unless an array of this rank has it."""
-    check_integer(function, "axis", value)
-    require(rank > 0, function, "axis", "an array of rank 1 or more", "rank 0")
+    check_integer(function, argument, value)
+    require(rank > 0, function, argument, "an array of rank 1 or more", "rank 0")
     if not -rank <= value < rank:
         expected = f"an integer in [{-rank}, {rank - 1}], because the array has rank {rank}"
-        text = format_message(function, "axis", expected, value)
-        _fail(ContractValueError, text, chex.assert_scalar_in, int(value), -rank, rank - 1)
+        text = format_message(function, argument, expected, value)
+        _fail(ContractValueError, text, "assert_scalar_in", int(value), -rank, rank - 1)
     return int(value) % rank
 
 
 def check_integer(function: str, argument: str, value: Any) -> None:
     """Raise ContractTypeError unless `value` is a static integer and not a bool."""
+    # The exact type first: isinstance with an abstract class is slow, and an eager call makes many of these checks.
+    if type(value) is int:
+        return
     holds = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require_type(holds, function, argument, "an int", describe_value(value))
 
@@ -116,8 +121,10 @@ def check_integers(function: str, argument: str, value: Any) -> Any:
     This check must run before the value becomes a key of the cache of compiled programs. True, 1.0 and 1 are equal
     keys: a call with True would run the program that was compiled for 1.
     """
-    if isinstance(value, list | tuple):
-        return tuple(check_integers(function, argument, entry) for entry in value)
+    if type(value) is int:
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple([check_integers(function, argument, entry) for entry in value])
     if isinstance(value, numbers.Number):
         check_integer(function, argument, value)
     return value
@@ -144,6 +151,8 @@ def check_real(function: str, argument: str, value: Any) -> None:
 
 def check_flag(function: str, argument: str, value: Any) -> None:
     """Raise ContractTypeError unless `value` is True, False, or 0 or 1, which ONNX uses for them."""
+    if value is True or value is False:
+        return
     holds = isinstance(value, bool | np.bool_) or (isinstance(value, numbers.Integral) and value in (0, 1))
     require_type(holds, function, argument, "True or False", describe_value(value))
 

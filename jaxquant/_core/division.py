@@ -49,37 +49,53 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     """
     mantissa_x, exponent_x = _split_mantissa(x)
     mantissa_s, exponent_s = _split_mantissa(scale)
-    as_float = functools.partial(lax.convert_element_type, new_dtype=jnp.float32)
-    as_int = functools.partial(lax.convert_element_type, new_dtype=jnp.int32)
     distance = lax.add(lax.sub(exponent_x, exponent_s), np.int32(150))
     result = approximate
     # The spacing of floats changes at a power of two, so a step across one misses its target; the next step corrects
     # that.
     for _ in range(3):
-        mantissa_q, exponent_q = _split_mantissa(result)
-        # The shift is 23 or 24 for a quotient close to the right one. For any other the clamp keeps it within 32 bits.
-        shift = lax.clamp(np.int32(20), lax.sub(distance, exponent_q), np.int32(27))
-        residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
-        # A float division gives the whole number of ulp; it need not be exact. The remainder of the residual, doubled,
-        # then decides between this ulp and its neighbors.
-        coarse = as_int(lax.round(lax.div(as_float(residual), as_float(mantissa_s))))
-        rest = lax.sub(residual, lax.mul(coarse, mantissa_s))
-        rest = lax.add(rest, rest)
-        # Below a power of two floats are twice as dense: halfway to the next lower one is a quarter of a step.
-        is_power = lax.eq(mantissa_q, np.int32(0x800000))
-        is_power = lax.bitwise_and(is_power, lax.eq(coarse, np.int32(0)))
-        half = lax.shift_right_logical(mantissa_s, np.int32(1))
-        below = lax.select(is_power, half, mantissa_s)
-        # A rest of exactly half a step, a tie, does not occur: no quotient of two normal floats is halfway between two.
-        step = lax.add(coarse, as_int(lax.gt(rest, mantissa_s)))
-        step = lax.sub(step, as_int(lax.lt(rest, lax.neg(below))))
-        # The bits of floats of one sign, read as integers, sort by magnitude: adding n to them moves the float n ulp.
-        moved = lax.add(lax.bitcast_convert_type(result, jnp.int32), step)
-        result = lax.bitcast_convert_type(moved, jnp.float32)
+        result = _step_to_quotient(result, mantissa_x, mantissa_s, distance)
     ordinary = _is_ordinary(approximate, 2 * _TINY)
     for operand in (x, scale):
         ordinary = lax.bitwise_and(ordinary, _is_ordinary(operand, _TINY))
     return lax.select(ordinary, result, approximate)
+
+
+# JAX traces an inlined function once for the three calls. Each division is traced in this form, even for a CPU.
+@functools.partial(jax.jit, inline=True)
+def _step_to_quotient(
+    result: jax.Array, mantissa_x: jax.Array, mantissa_s: jax.Array, distance: jax.Array
+) -> jax.Array:
+    """Return an approximate quotient moved by the number of ulp that its residual tells.
+
+    Args:
+        result: the approximate quotient, float32.
+        mantissa_x: the mantissa of the dividend.
+        mantissa_s: the mantissa of the divisor.
+        distance: the difference of their exponents, plus 150.
+    """
+    as_float = functools.partial(lax.convert_element_type, new_dtype=jnp.float32)
+    as_int = functools.partial(lax.convert_element_type, new_dtype=jnp.int32)
+    mantissa_q, exponent_q = _split_mantissa(result)
+    # The shift is 23 or 24 for a quotient close to the right one. For any other the clamp keeps it within 32 bits.
+    shift = lax.clamp(np.int32(20), lax.sub(distance, exponent_q), np.int32(27))
+    residual = lax.sub(lax.shift_left(mantissa_x, shift), lax.mul(mantissa_q, mantissa_s))
+    # A float division gives the whole number of ulp; it need not be exact. The remainder of the residual, doubled,
+    # then decides between this ulp and its neighbors.
+    coarse = as_int(lax.round(lax.div(as_float(residual), as_float(mantissa_s))))
+    rest = lax.sub(residual, lax.mul(coarse, mantissa_s))
+    rest = lax.add(rest, rest)
+    # Below a power of two floats are twice as dense: halfway to the next lower one is a quarter of a step.
+    is_power = lax.eq(mantissa_q, np.int32(0x800000))
+    is_power = lax.bitwise_and(is_power, lax.eq(coarse, np.int32(0)))
+    half = lax.shift_right_logical(mantissa_s, np.int32(1))
+    below = lax.select(is_power, half, mantissa_s)
+    # A rest of exactly half a step, a tie, does not occur: no quotient of two normal floats is halfway between two.
+    step = lax.add(coarse, as_int(lax.gt(rest, mantissa_s)))
+    step = lax.sub(step, as_int(lax.lt(rest, lax.neg(below))))
+    # The bits of floats of one sign, read as integers, sort by magnitude: adding n to them moves the float n ulp.
+    moved = lax.add(lax.bitcast_convert_type(result, jnp.int32), step)
+    return lax.bitcast_convert_type(moved, jnp.float32)
 
 
 def _is_ordinary(value: jax.Array, least: np.float32) -> jax.Array:

@@ -89,8 +89,8 @@ def _flip_negative(bits: jax.Array) -> jax.Array:
 def decode_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the floats of the least and the largest keys, both NaN where a NaN was among them."""
     has_nan = lax.bitwise_or(lax.lt(low, ~_INFINITY), lax.gt(high, _INFINITY))
-    low, high = decode_order(low), decode_order(high)
-    return jnp.where(has_nan, np.float32(np.nan), low), jnp.where(has_nan, np.float32(np.nan), high)
+    nan = lax.full_like(low, np.nan, jnp.float32)
+    return lax.select(has_nan, nan, decode_order(low)), lax.select(has_nan, nan, decode_order(high))
 
 
 # Slices.

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import dtypes, small_floats
+from . import barriers, dtypes, packed_codes, small_floats
 
 # The floats between 2**23 and 2**24 are exactly the integers. Adding 1.5 * 2**23 to a value |v| < 2**22 therefore
 # rounds v half to even, and leaves the integer in the low bits of the sum. The bits of positive floats, read as
 # integers, sort as the floats do, so clamping the bits saturates the code. XLA:CPU runs this addition and integer clamp
 # several times faster than round, clip and convert. _NAN_WRAP is added to the bits, modulo 2**32, before the clamp: it
-# moves every quiet NaN, of either sign, below the codes and keeps +infinity above them.
+# moves every quiet NaN, of either sign, below the codes and keeps +infinity above them. The 2**16 in it is a margin:
+# then this also holds if a zero point of 16 bits is added to the bits.
 _MAGIC = np.float32(1.5 * 2**23)
 _MAGIC_BITS = int(_MAGIC.view(np.int32))
-_NAN_WRAP = 0x80000000 - 0x7FC00000
+_NAN_WRAP = 0x80000000 - 0x7FC00000 + 2**16
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -32,10 +33,12 @@ def round_to_dtype(value: jax.Array, dtype: np.dtype) -> jax.Array:
     `value.astype(dtype).astype(float32)` does not round reliably, because XLA removes a pair of conversions.
     """
     if dtype == dtypes.BFLOAT16:
-        return lax.reduce_precision(value, 8, 7)
+        return lax.reduce_precision(barriers.split_small_fusion(value), 8, 7)
     if dtype == dtypes.FLOAT16:
+        value = barriers.split_small_fusion(value)
         # reduce_precision flushes the subnormals of float16, the multiples of 2**-24 below 2**-14, to zero.
         small = lax.round(value * np.float32(2**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2**-24)
+        small = barriers.split_small_fusion(small)
         return jnp.where(jnp.abs(value) < np.float32(2**-14), small, lax.reduce_precision(value, 5, 10))
     return value
 
@@ -65,18 +68,18 @@ def encode_steps(
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the bits that represent code 0; the low 16 are zeros
     code = lax.bitcast_convert_type(lax.add(value, _MAGIC), jnp.int32)
-    code = lax.add(code, np.int32(_NAN_WRAP))
-    if zero_point is None:
-        # No subtraction of `zero` is needed: the narrowing conversion at the end drops all but the low bits.
-        code = lax.clamp(zero + np.int32(low), code, zero + np.int32(high))
-    else:
-        # The zero point is added after the clamp, to an integer that cannot overflow; the bounds move by it instead.
-        least, most = (lax.sub(zero + np.int32(end), zero_point) for end in (low, high))
-        code = lax.add(lax.clamp(least, code, most), zero_point)
+    # The sum of the zero point and the constant has the zero point's own shape in the compiled program, so each element
+    # takes one addition with a zero point, too.
+    code = lax.add(code, np.int32(_NAN_WRAP) if zero_point is None else lax.add(zero_point, np.int32(_NAN_WRAP)))
+    # If there are few elements, the quotient and these additions are one fusion, and what follows is another one.
+    code = barriers.split_small_fusion(code)
+    # No subtraction of `zero` is needed: the narrowing conversion at the end drops all but the low bits.
+    code = lax.clamp(zero + np.int32(low), code, zero + np.int32(high))
     if dtypes.count_bits(dtype) < 8:
         # XLA:CPU does not vectorize a loop that packs codes of less than a byte. The barrier puts the packing into a
         # loop of its own, so that the rounding keeps its vector instructions.
         code = lax.optimization_barrier(lax.convert_element_type(code, jnp.int8))
+        return packed_codes.narrow_codes(code, dtype)
     return lax.convert_element_type(code, dtype)
 
 
@@ -87,7 +90,8 @@ def find_in_range(
     if dtype in dtypes.SMALL_FLOATS:
         return ~(small_floats.find_overflow(value, dtype) | jnp.isnan(value))
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
-    code = lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN)
+    # The division before this, and the comparisons after it, are one fusion each if there are few elements.
+    code = barriers.split_small_fusion(lax.round(value, lax.RoundingMethod.TO_NEAREST_EVEN))
     if zero_point is not None:
         code = code + zero_point.astype(jnp.float32)
     return (code >= low) & (code <= high)

@@ -11,11 +11,12 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, division, dtypes, entry_point, min_max, rounding, toolkit_attributes
+from .._core import checks, division, dtypes, entry_point, min_max, rounding
 from .._core.affine import quantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, find_reduced_axes, find_slices, sum_to_scale
 from .._core.sharding import place_like
+from . import toolkit_attributes
 
 _NAME = "dynamic_quantize_linear"
 _TINY = np.finfo(np.float32).tiny

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._arrays.weight_only import Cut, contract_in_cache
+from .._arrays import weight_only
+from .._arrays.weight_only import Cut
 from .._core import checks, dtypes, entry_point, rounding
 from .._core.entry_point import compile_entry_point
 
@@ -99,6 +100,10 @@ class _Config(NamedTuple):
         """The number of codes in a byte."""
         return 8 // self.bits
 
+    def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+        """Return the float32 product with the weights dequantized in chunks."""
+        return weight_only.contract_in_chunks(self, x, codes, scale, zero_point)
+
     def plan_cut(self, codes: jax.Array) -> Cut:
         """Return how the rows of the weights are cut into chunks, which may end at any row."""
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
@@ -108,6 +113,10 @@ class _Config(NamedTuple):
         # The codes past K in the last block are multiplied by zeros.
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
+
+    def select_operand(self, x: list[jax.Array], chunk: slice) -> list[jax.Array]:
+        """Return the columns of a unchanged, because the weights are cut along N."""
+        return x
 
     def dequantize_chunk(
         self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Any
@@ -146,7 +155,7 @@ def _matmul_nbits(
     wide = a.astype(jnp.float32).reshape(-1, K)
     # ONNX Runtime also accepts flat scales and zero points.
     scales = scales.astype(jnp.float32).reshape(N, config.blocks)
-    y: Any = contract_in_cache(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
+    y: Any = weight_only.contract(config, wide, b.reshape(N, config.blocks, -1), scales, zero_points)
     y = y.reshape(*a.shape[:-1], N)
     # The bias is added in float32, so that a 16-bit result is rounded only once.
     if bias is not None:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import dtypes, entry_point, toolkit_attributes
+from .._core import dtypes, entry_point
 from .._core.entry_point import compile_entry_point
+from .._onnx_ops import toolkit_attributes
 from .._onnx_ops.dynamic_quantize_linear import check_dynamic, find_dynamic_range
 from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
 

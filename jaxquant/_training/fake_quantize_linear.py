@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, dtypes, entry_point, known_values, toolkit_attributes
+from .._core import checks, dtypes, entry_point, known_values
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import check_matching, resolve_onnx
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_scale_number, convert_zero_point_number
+from .._onnx_ops import toolkit_attributes
 from .rounding_vjp import Config, LinearCodes, LinearOptions, quantize_and_dequantize
 
 _NAME = "fake_quantize_linear"

@@ -14,8 +14,9 @@ from .._arrays.codebook import Codebook
 from .._arrays.quantize import encode_array
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import dtypes, granularity, rounding, small_floats, toolkit_attributes
+from .._core import dtypes, granularity, rounding, small_floats
 from .._core.affine import dequantize_affine, divide_by_scale
+from .._onnx_ops import toolkit_attributes
 from . import slopes
 from .estimators import Rule, StraightThrough
 

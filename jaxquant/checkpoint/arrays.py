@@ -12,7 +12,16 @@ from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.static_text import StaticText
 from .._core import checks
-from .stored_arrays import KEY, PARTS, TEXT, restore_quantized, restore_text, store_part, store_text, write_description
+from .stored_arrays import (
+    KEY,
+    TEXT,
+    list_parts,
+    restore_quantized,
+    restore_text,
+    store_part,
+    store_text,
+    write_description,
+)
 
 
 def to_arrays(tree: Any) -> Any:
@@ -54,9 +63,7 @@ def to_arrays(tree: Any) -> Any:
         if not isinstance(leaf, QuantizedArray):
             return leaf
         q = quantized_array.check_array("checkpoint.to_arrays", "tree", leaf)
-        # A missing zero point is left out, because None is not an array that a library can save.
-        parts = {name: getattr(q, name) for name in PARTS if getattr(q, name) is not None}
-        return {**{name: store_part(part) for name, part in parts.items()}, KEY: write_description(q)}
+        return {**{name: store_part(part) for name, part in list_parts(q).items()}, KEY: write_description(q)}
 
     return jax.tree.map(convert, tree, is_leaf=is_stored_apart)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.static_text import StaticText
 from .._core import checks
 from .arrays import import_library, is_stored_apart, restore_tree, to_arrays
-from .stored_arrays import KEY, PARTS, find_stored_type, store_text, write_description
+from .stored_arrays import KEY, find_stored_type, list_parts, store_text, write_description
 
 _SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"
 
@@ -81,15 +82,51 @@ def load_orbax(path: str | os.PathLike[str], like: Any = None) -> Any:
     with library.StandardCheckpointer() as checkpointer:
         if like is None:
             return restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path)))
+        like_saved = _use_saved_orders(lambda: checkpointer.metadata(os.path.abspath(path)).item_metadata.tree, like)
         # Orbax needs the stored dtypes and shapes, not those of the quantized arrays.
         target = jax.tree.map(
-            lambda leaf: _make_target(leaf) if is_stored_apart(leaf) else leaf, like, is_leaf=is_stored_apart
+            lambda leaf: _make_target(leaf) if is_stored_apart(leaf) else leaf, like_saved, is_leaf=is_stored_apart
         )
         tree = restore_tree(_LOAD, checkpointer.restore(os.path.abspath(path), target))
-    structure, saved = jax.tree.structure(like), jax.tree.structure(tree)
+    structure, saved = jax.tree.structure(like_saved), jax.tree.structure(tree)
     checks.require(structure == saved, _LOAD, "like", f"{saved}, the structure that was saved", structure)
+    tree = jax.tree.map(_reorder_like, tree, like, is_leaf=_is_array)
     # Packed codes were restored on every device; the shardings of `like` are applied to the unpacked ones.
     return jax.tree.map(_place_like, tree, like)
+
+
+def _is_array(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
+
+
+def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
+    """Return `like` with the arrays in the logical order that were saved in it, as all were by older versions.
+
+    Args:
+        read_metadata: returns the tree of metadata of the saved arrays.
+        like: the tree that the user gave.
+    """
+    leaves = jax.tree.leaves(like, is_leaf=_is_array)
+    if not any(isinstance(leaf, QuantizedArray) and leaf.stored_order for leaf in leaves):
+        return like
+    paths = jax.tree_util.tree_leaves_with_path(read_metadata())
+    shapes = {jax.tree_util.keystr(place, simple=True, separator="/"): leaf.shape for place, leaf in paths}
+
+    def convert(place: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedArray) or leaf.stored_order is None:
+            return leaf
+        key = jax.tree_util.keystr((*place, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
+        plain = leaf.replace(stored_order=None)
+        # The metadata contain no text, but a description with an order is longer.
+        return plain if shapes.get(key) == write_description(plain).shape else leaf
+
+    return jax.tree_util.tree_map_with_path(convert, like, is_leaf=_is_array)
+
+
+def _reorder_like(leaf: Any, like: Any) -> Any:
+    """Return an array in the stored order of another one, and any other leaf unchanged."""
+    is_other = isinstance(leaf, QuantizedArray) and leaf.stored_order != like.stored_order
+    return leaf.replace(stored_order=like.stored_order) if is_other else leaf
 
 
 def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
@@ -98,10 +135,7 @@ def _make_target(q: QuantizedArray | StaticText) -> dict[str, Any]:
     if isinstance(q, StaticText):
         return store_text(q)
     target: dict[str, Any] = {KEY: write_description(q)}
-    for name in PARTS:
-        part = getattr(q, name)
-        if part is None:
-            continue
+    for name, part in list_parts(q).items():
         dtype, shape = find_stored_type(np.dtype(part.dtype), part.shape)
         sharding = getattr(part, "sharding", None)
         # Packed codes have one dimension, which the partition of the codes does not describe.

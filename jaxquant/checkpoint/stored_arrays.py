@@ -23,7 +23,8 @@ from .._core import checks, dtypes
 
 _DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # the dtypes of the parts
 KEY = "quantized_array"  # the key of the description, next to those of the parts
-FORMAT, _VERSION = "jaxquant.QuantizedArray", 1
+# Version 2 may have a stored order, which the readers of version 1 would ignore. Other arrays are still written as 1.
+FORMAT, _VERSION = "jaxquant.QuantizedArray", 2
 TEXT = "static_text"  # the key of a stored StaticText
 PARTS = ("codes", "scale", "zero_point")
 
@@ -65,16 +66,22 @@ def restore_part(function: str, argument: str, stored: Any, dtype: np.dtype, sha
     return stored if dtype == stored.dtype else lax.bitcast_convert_type(stored, dtype)
 
 
+def list_parts(q: QuantizedArray) -> dict[str, Any]:
+    """Return the arrays of a QuantizedArray by name, with the codes in their stored order."""
+    children, _ = q.tree_flatten()
+    # A missing zero point is left out, because None is not an array that a library can save.
+    return {name: part for name, part in zip(PARTS, children, strict=True) if part is not None}
+
+
 def write_description(q: QuantizedArray) -> np.ndarray:
     """Return the description of a QuantizedArray as the bytes of its JSON."""
-    parts = {
-        name: {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
-        for name in PARTS
-        if (part := getattr(q, name)) is not None
-    }
+    parts = {}
+    for name, part in list_parts(q).items():
+        parts[name] = {"dtype": np.dtype(part.dtype).name, "shape": list(part.shape)}
     # `encode_static` returns text; parse it so that the description is one JSON object.
-    static = json.loads(serialization.encode_static((q.dtype, q.block_size, q.codebook)))
-    text = json.dumps({"format": FORMAT, "version": _VERSION, "parts": parts, "static": static})
+    static = json.loads(serialization.encode_static(q.tree_flatten()[1]))
+    version = 1 if q.stored_order is None else 2
+    text = json.dumps({"format": FORMAT, "version": version, "parts": parts, "static": static})
     return np.frombuffer(text.encode(), np.uint8)
 
 
@@ -96,8 +103,9 @@ def restore_quantized(function: str, argument: str, node: Mapping[str, Any]) -> 
         dtype, shape = read_type(function, f"{place}['parts']['{name}']", part)
         arrays[name] = restore_part(function, f"{argument}['{name}']", node[name], dtype, shape)
     static = serialization.get_field(function, place, description, "static")
-    dtype, block_size, codebook = serialization.decode_static(function, f"{place}['static']", static)
+    dtype, block_size, codebook, order = serialization.decode_static(function, f"{place}['static']", static)
     q = QuantizedArray(**arrays, dtype=dtype, block_size=block_size, codebook=codebook)
+    q = q._with_stored(arrays["codes"], order)
     return quantized_array.check_array(function, argument, q, is_awaited=True)
 
 
@@ -137,7 +145,7 @@ def _read_description(function: str, argument: str, text: Any) -> dict[str, Any]
     checks.require(is_ours, function, argument, "a description of a QuantizedArray", "another text")
     # A later format may store parts that this version does not know.
     version = description.get("version")
-    is_supported = type(version) is int and version == _VERSION  # True == 1 in Python, too
-    expected = f"version {_VERSION}, the newest that this jaxquant can read"
+    is_supported = type(version) is int and 1 <= version <= _VERSION  # True == 1 in Python, too
+    expected = f"version 1 to {_VERSION}, the newest that this jaxquant can read"
     checks.require(is_supported, function, argument, expected, f"version {checks.describe_value(version)}")
     return description

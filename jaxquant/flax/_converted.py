@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from .._arrays import scale_from_range
+from .._arrays.parts import StoredOrder, find_permutation
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, small_floats
-from . import _learned, _observed
+from . import _learned, _observed, _quantize_padded
 from ._layer_operand import LayerOperand
 from ._operand_quantizer import quantize_operand
-from .ranges import Learned, Observed
+from .ranges import Dynamic, Learned, Observed
 
 
 def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
@@ -22,8 +23,9 @@ def check_kernel(weight: LayerOperand, kernel: QuantizedArray) -> None:
     spec, argument = weight.spec, weight.argument
     expected = f"codes of {spec.dtype}, the dtype of the layer's spec"
     # The carrier alone is not enough: two codebooks can have the same one.
-    holds = kernel.codebook == spec.codebook and kernel.codes.dtype == spec.carrier
-    checks.require_type(holds, "flax", argument, expected, kernel.codebook or kernel.codes.dtype)
+    dtype = kernel.stored_codes.dtype
+    holds = kernel.codebook == spec.codebook and dtype == spec.carrier
+    checks.require_type(holds, "flax", argument, expected, kernel.codebook or dtype)
     shape = scale_from_range.find_shapes("flax", spec, kernel.shape)[0]
     expected = f"scales of shape {shape}, the shape for the layer's spec"
     checks.require(kernel.scale.shape == shape, "flax", argument, expected, f"shape {kernel.scale.shape}")
@@ -65,8 +67,9 @@ def count_leading_axes(
 
 
 def quantize_kernel(
-    function: str, weight: LayerOperand, kernel: jax.Array, parts: tuple[jax.Array, ...], depth: int
-) -> QuantizedArray:
+    function: str, weight: LayerOperand, kernel: jax.Array, parts: tuple[jax.Array, ...], depth: int,
+    stored_axes: Sequence[int],
+) -> QuantizedArray:  # fmt: skip
     """Return the codes of a kernel and check its scale.
 
     Args:
@@ -75,11 +78,15 @@ def quantize_kernel(
         kernel: float kernels with `depth` axes in front.
         parts: the learned scale and zero point, or () where the range is found in the kernel.
         depth: the number of axes that stack kernels.
+        stored_axes: the axes of the kernel, counted from the back, that the codes hold last in memory.
     """
 
     # Inside vmap the kernel and the learned scale have the ranks that one layer has.
     def quantize_one(kernel: jax.Array, parts: tuple[jax.Array, ...]) -> QuantizedArray:
-        return quantize_operand(weight, kernel, _learned.read_learned(weight, parts) if parts else None)
+        if isinstance(weight.source, Dynamic) and weight.source.calibrator is None:
+            return _quantize_padded.quantize_kernel(kernel, weight.spec, stored_axes)
+        learned = _learned.read_learned(weight, parts) if parts else None
+        return quantize_operand(weight, kernel, learned, stored_axes)
 
     q = _map_leading_axes(quantize_one, depth)(kernel, parts)
     check_servable(function, weight, q.scale)
@@ -115,15 +122,19 @@ def find_constants(
     return scale, zero_point
 
 
-def find_part_names(names: Sequence[Any], shape: tuple[int, ...], depth: int = 0) -> tuple[Any, ...]:
-    """Return the mesh axes along which a scale or zero point is partitioned.
+def find_part_names(
+    names: Sequence[Any], shape: tuple[int, ...], depth: int = 0, order: StoredOrder = None
+) -> tuple[Any, ...]:
+    """Return the mesh axes along which the codes, the scale or the zero point of a kernel are partitioned.
 
     Args:
         names: the mesh axes of the kernel, perhaps fewer than it has axes.
-        shape: the shape of the scale or zero point.
+        shape: the shape of the stored codes, of the scale or of the zero point.
         depth: the number of leading axes that stack layers; they are partitioned even where they have length 1.
+        order: the stored order of the codes; None for a scale or zero point.
     """
     padded = (*names, *(None,) * (len(shape) - len(names)))
+    padded = tuple(padded[axis] for axis in find_permutation(order, len(shape)))
     # Along an axis of length 1 there is nothing to partition.
     return tuple(
         name if size != 1 or axis < depth else None for axis, (name, size) in enumerate(zip(padded, shape, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,12 +56,18 @@ def _count_elements(shape: tuple[int, ...], scale: tuple[int, ...]) -> int:
     return max(math.prod(n // max(e, 1) for n, e in zip(example, entries, strict=True)), 1)
 
 
-def quantize_operand(operand: LayerOperand, x: jax.Array, parameters: Parameters | None) -> QuantizedArray:
-    """Return x with the codes that a contraction computes from `make_quantizer` of the same arguments."""
+def quantize_operand(
+    operand: LayerOperand, x: jax.Array, parameters: Parameters | None, stored_axes: Sequence[int] = ()
+) -> QuantizedArray:
+    """Return x with the codes that a contraction computes from `make_quantizer` of the same arguments.
+
+    The codes hold the `stored_axes` last in memory.
+    """
     if parameters is None and isinstance(operand.source, Dynamic) and operand.source.calibrator is None:
-        return quantize(x, operand.spec)
+        return quantize(x, operand.spec, stored_last=stored_axes or None)
     quantizer = make_quantizer(operand, x, parameters)
     # `check_servable` rejects a scale that cannot be served.
     labels = (operand.role, f"{operand.role}.scale", f"{operand.role}.zero_point")
     x, scale, zero_point = read_parts("quantize", labels, x, quantizer.scale, quantizer.zero_point, operand.spec)
-    return make_array(Config(operand.spec, StraightThrough()), x, scale, zero_point, None)
+    q = make_array(Config(operand.spec, StraightThrough()), x, scale, zero_point, None)
+    return q.store_last(*stored_axes) if stored_axes else q

@@ -50,6 +50,11 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
+def _keep_order(_: Call) -> tuple[int, ...]:
+    """Return no axes, for operations that are fastest with a kernel in its logical order."""
+    return ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """One row of the table.
@@ -61,6 +66,8 @@ class Operation:
         train: takes a Call with float operands, their Quantizers (None leaves an operand in floats), and the backward
             rule and its key as keyword arguments. Returns floats.
         serve: takes a Call with a quantized kernel, and returns floats.
+        find_stored_axes: takes a Call, and returns the axes of its kernel, counted from the back, that a converted
+            kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
     """
 
@@ -68,6 +75,7 @@ class Operation:
     find_output_axes: Callable[[Call], tuple[int, ...]]
     train: Callable[[Call, Quantizers, dict[str, Any]], jax.Array]
     serve: Callable[[Call], jax.Array]
+    find_stored_axes: Callable[[Call], tuple[int, ...]] = _keep_order
     quantizes_x: bool = True
 
 
@@ -86,7 +94,9 @@ class Variables(Protocol):
         """Check that the layer's variables were converted with the same operands."""
         ...
 
-    def record_operands(self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array) -> None:
+    def record_operands(
+        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
+    ) -> None:
         """Record the operands of a layer that trains, where the layer's variables hold them."""
         ...
 
@@ -128,7 +138,10 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
                 constants = None if is_dynamic else variables.read_constants(quantized)
                 call = call._replace(x=quantize_operand(quantized, call.x, constants))
             return operation.serve(call)
-        variables.record_operands(weight, activation, call.kernel)
+        # A float contraction may round differently in another layout, and a converted layer must return the numbers of
+        # its training. Integers are exact in every layout.
+        stored_axes = () if quantized is None else operation.find_stored_axes(call)
+        variables.record_operands(weight, activation, call.kernel, stored_axes)
         # The activations come first: calibrators and learned scales are created in this order.
         x_quantizer = _make_quantizer(variables, quantized, call.x)
         quantizers = (x_quantizer, _make_quantizer(variables, weight, call.kernel))
@@ -179,12 +192,24 @@ def find_kept_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
         subscripts: the subscripts of two operands, with an explicit output.
         rank: the rank of the second operand.
     """
+    _, labels, result = _split_terms(subscripts, rank)
+    return tuple(axis - rank for axis, label in enumerate(labels) if label in result)
+
+
+def find_summed_in_einsum(subscripts: str, rank: int) -> tuple[int, ...]:
+    """Return the axes of the second operand of "x,kernel->y" that x has and y lacks, in the order of x."""
+    x, labels, result = _split_terms(subscripts, rank)
+    return tuple(labels.index(label) - rank for label in x.replace(".", "") if label in labels and label not in result)
+
+
+def _split_terms(subscripts: str, rank: int) -> tuple[str, list[str], str]:
+    """Return the term of x, the label of each axis of the kernel, and the term of y."""
     operands, _, result = subscripts.replace(" ", "").partition("->")
-    before, dots, after = operands.split(",")[1].partition("...")
+    x, kernel = operands.split(",")
+    before, dots, after = kernel.partition("...")
     # An ellipsis represents the axes without a letter.
     hidden = ["..."] * (rank - len(before) - len(after)) if dots else []
-    labels = [*before, *hidden, *after]
-    return tuple(axis - rank for axis, label in enumerate(labels) if label in result)
+    return x, [*before, *hidden, *after], result
 
 
 # dot_general, and the products of queries with the rows of a table.
@@ -208,6 +233,12 @@ def _find_dot_general_axes(call: Call) -> tuple[int, ...]:
     """Return the axes of the right operand that a dot_general keeps."""
     (_, contracted), _ = call.arguments["dimension_numbers"]
     return find_kept_axes(call.kernel.ndim, contracted)
+
+
+def _find_summed_axes(call: Call) -> tuple[int, ...]:
+    """Return the axes of the right operand that a dot_general sums, in the order of the left operand."""
+    contracted, _ = call.arguments["dimension_numbers"]
+    return tuple(axis - call.kernel.ndim for _, axis in sorted(zip(*contracted, strict=True)))
 
 
 def _train_dot_general(call: Call, quantizers: Quantizers, gradients: dict[str, Any]) -> jax.Array:
@@ -267,6 +298,11 @@ def _find_einsum_axes(call: Call) -> tuple[int, ...]:
     return find_kept_in_einsum(call.arguments["subscripts"], call.kernel.ndim)
 
 
+def _find_einsum_summed_axes(call: Call) -> tuple[int, ...]:
+    """Return the axes of the second operand that an einsum contracts, in the order of the first operand."""
+    return find_summed_in_einsum(call.arguments["subscripts"], call.kernel.ndim)
+
+
 def _split_subscripts(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional arguments of an einsum, and the arguments without the subscripts."""
     static = dict(call.arguments)
@@ -313,12 +349,15 @@ def _serve_lookup(call: Call) -> jax.Array:
 
 # The table.
 
-DOT_GENERAL = Operation(_bind_dot_general, _find_dot_general_axes, _train_dot_general, _serve_dot_general)
+DOT_GENERAL = Operation(
+    _bind_dot_general, _find_dot_general_axes, _train_dot_general, _serve_dot_general, _find_summed_axes
+)
+# The rows of a table are contiguous for lookups, and so its last axis, which `attend` contracts, is already the last.
 ATTEND = Operation(_bind_attend, _find_dot_general_axes, _train_dot_general, _serve_dot_general)
 CONV_GENERAL_DILATED = Operation(
     _bind_conv_general_dilated, _find_conv_general_dilated_axes, _train_conv_general_dilated,
     _serve_conv_general_dilated,
 )  # fmt: skip
-EINSUM = Operation(_bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum)
+EINSUM = Operation(_bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum, _find_einsum_summed_axes)
 LOOKUP = Operation(_bind_lookup, _find_lookup_axes, _train_lookup, _serve_lookup, quantizes_x=False)
 TABLE_FEATURES = find_kept_axes(2, (1,))  # of `ATTEND` and `LOOKUP`

@@ -24,6 +24,8 @@ from jax.custom_batching import custom_vmap
 # The product of a single row and a matrix is a sum of scaled rows. With this many terms in one loop, the vector
 # registers of a CPU are in use; with more terms they would spill to memory.
 _TERMS = 16
+# From this number of elements of rhs on, a single row is padded to four rows instead of two.
+_FOUR_ROWS = 2**22
 # The number of rows of ones that the kernel multiplies with rhs to sum its columns: it needs several rows.
 _ROWS = 8
 
@@ -98,9 +100,11 @@ def _contract_row_on_cpu(
     if not transposed:
         return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
     # The kernel needs several rows. One of the rows added here consists of ones, so that the same contraction also
-    # gives the sums over k of rhs.
-    ones, zeros = jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 2, depth), jnp.int8)
-    acc = _multiply(lax.concatenate([lhs, ones, zeros], 1), rhs, True)
+    # gives the sums over k of rhs. Two rows are enough, but with four it reads a large rhs faster.
+    elements = rhs.shape[1] * depth
+    is_small = isinstance(elements, int) and elements < _FOUR_ROWS
+    padding = [jnp.ones((batch, 1, depth), jnp.int8), jnp.zeros((batch, 0 if is_small else 2, depth), jnp.int8)]
+    acc = _multiply(lax.concatenate([lhs, *padding], 1), rhs, True)
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
     return _correct_product(acc[:, :1], row_sums, acc[:, 1:2], lhs_steps, rhs_steps, depth)
 

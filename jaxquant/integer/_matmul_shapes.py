@@ -33,20 +33,21 @@ class Shapes(NamedTuple):
 
 def find_shapes(function: str, a: jax.Array, b: jax.Array, names: tuple[str, str] = ("a", "b")) -> Shapes:
     """Return the shapes of a product; raise ContractValueError unless numpy.matmul accepts the operands."""
-    for name, x in zip(names, (a, b), strict=True):
-        checks.require(x.ndim > 0, function, name, "an array of rank 1 or more", "rank 0")
+    shape_a, shape_b = a.shape, b.shape
+    for name, shape in zip(names, (shape_a, shape_b), strict=True):
+        checks.require(len(shape) > 0, function, name, "an array of rank 1 or more", "rank 0")
     # As in numpy, a vector on the left is a row and a vector on the right is a column.
-    wide_a = a.shape if a.ndim > 1 else (1, *a.shape)
-    wide_b = b.shape if b.ndim > 1 else (*b.shape, 1)
-    got = f"shapes {a.shape} and {b.shape}"
-    checks.require(
-        wide_a[-1] == wide_b[-2], function, names[1], f"{wide_a[-1]} rows, as many as {names[0]} has columns", got
-    )
+    wide_a = shape_a if len(shape_a) > 1 else (1, *shape_a)
+    wide_b = shape_b if len(shape_b) > 1 else (*shape_b, 1)
+    if wide_a[-1] != wide_b[-2]:
+        expected = f"{wide_a[-1]} rows, as many as {names[0]} has columns"
+        checks.require(False, function, names[1], expected, f"shapes {shape_a} and {shape_b}")
     try:
-        batch = lax.broadcast_shapes(wide_a[:-2], wide_b[:-2])
+        batch = lax.broadcast_shapes(wide_a[:-2], wide_b[:-2]) if len(wide_a) + len(wide_b) > 4 else ()
     except ValueError:
-        checks.require(False, function, names[1], f"batch dimensions that broadcast against {names[0]}'s", got)
+        expected = f"batch dimensions that broadcast against {names[0]}'s"
+        checks.require(False, function, names[1], expected, f"shapes {shape_a} and {shape_b}")
         raise  # not reached, because the check above raises
-    rows = (wide_a[-2],) if a.ndim > 1 else ()
-    columns = (wide_b[-1],) if b.ndim > 1 else ()
+    rows = (wide_a[-2],) if len(shape_a) > 1 else ()
+    columns = (wide_b[-1],) if len(shape_b) > 1 else ()
     return Shapes(wide_a, wide_b, (*batch, *rows, *columns), function)

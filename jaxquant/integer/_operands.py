@@ -25,10 +25,15 @@ _UINT8 = np.dtype(jnp.uint8)
 
 def convert_to_signed(x: jax.Array) -> jax.Array:
     """Return x as int8: subtract 128 from a uint8, and widen narrower dtypes."""
-    if x.dtype == _UINT8:
-        # Flipping the top bit and reading the result as signed subtracts 128, without widening the bytes.
-        return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
-    return x.astype(jnp.int8)
+    return shift_to_signed(x).astype(jnp.int8)
+
+
+def shift_to_signed(x: jax.Array) -> jax.Array:
+    """Return x with 128 subtracted from a uint8, as int8; codes of another dtype are returned unchanged."""
+    if x.dtype != _UINT8:
+        return x
+    # Flipping the top bit and reading the result as signed subtracts 128, without widening the bytes.
+    return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
 
 
 def unpack_to_int8(codes: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from .._core import checks, granularity, sharding
 from .._core.entry_point import compile_entry_point
-from . import _dot_kernel, _layout, _operands
+from . import _dot_kernel, _layout, _operands, _planes
 
 _NAME = "integer.dot_general"
 
@@ -93,9 +93,8 @@ def _dot_general(
         _operands.convert_steps(lhs_zero_point, lhs.dtype, centred[0]),
         _operands.convert_steps(rhs_zero_point, rhs.dtype, centred[1]),
     )
-    return contract_roles(
-        _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs), *steps, left, right, out_sharding
-    )
+    lhs, rhs = _operands.shift_to_signed(lhs), _operands.shift_to_signed(rhs)
+    return contract_roles(lhs, rhs, *steps, left, right, out_sharding)
 
 
 class Role(NamedTuple):
@@ -148,11 +147,11 @@ def determines_sharding(lhs: jax.Array, rhs: jax.Array, left: Role, right: Role)
 def contract_roles(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role, out_sharding: Any = None
 ) -> jax.Array:
-    """Return the int32 contraction of two int8 operands with zero points.
+    """Return the int32 contraction of two operands with zero points.
 
     Args:
-        lhs: int8.
-        rhs: int8.
+        lhs: int8, or codes of 2 or 4 bits.
+        rhs: the same.
         lhs_steps: int32, a scalar or of lhs's rank, or None for 0.
         rhs_steps: int32, a scalar or of rhs's rank, or None for 0.
         left: the dimensions of lhs.
@@ -160,7 +159,22 @@ def contract_roles(
         out_sharding: the sharding of the result, or None.
     """
     if out_sharding is not None or sharding.is_placed(lhs) or sharding.is_placed(rhs):
+        lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
+    contract = functools.partial(_contract_signed, left=left, right=right)
+    cut = functools.partial(_planes.contract_planes, contract=contract, left=left, right=right)
+    for side in (1, 0):
+        if _planes.is_cut((lhs, rhs), (lhs_steps, rhs_steps), (left, right), side):
+            on_cpu = functools.partial(cut, side=side)
+            return lax.platform_dependent(lhs, rhs, lhs_steps, rhs_steps, cpu=on_cpu, default=contract)
+    return contract(lhs, rhs, lhs_steps, rhs_steps)
+
+
+def _contract_signed(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, left: Role, right: Role
+) -> jax.Array:
+    """Return the int32 contraction of two operands, which are converted to int8."""
+    lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
     # If the contracted dimensions are in the order in which lhs has them, lhs often needs no transpose.
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
     left, right = (role._replace(contracted=tuple(role.contracted[i] for i in order)) for role in (left, right))

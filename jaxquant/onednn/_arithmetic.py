@@ -91,9 +91,13 @@ def dequantize_codes(
 
     dst = (src - zps) * scales
     """
-    steps = small_floats.decode_small_float(src) if src.dtype in FLOAT8 else src.astype(jnp.float32)
+    is_float = src.dtype in FLOAT8
+    steps = small_floats.decode_small_float(src) if is_float else src.astype(jnp.float32)
     if zps is not None:
         # Subtract in float32, as oneDNN does: a large int32 zero point is rounded before the subtraction.
         steps = steps - granularity.expand(zps.astype(jnp.float32), src)
+    if not is_float:
+        # Of few elements, the difference and the product are one fusion each. Integers have no derivative.
+        steps = barriers.split_small_fusion(steps)
     product = barriers.round_result(steps * granularity.expand(scales.astype(jnp.float32), src))
     return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)

@@ -243,12 +243,13 @@ def test_the_program_stays_int8(spec: QuantSpec) -> None:
     def program(x: jax.Array, w: QuantizedArray) -> jax.Array:
         return jq.matmul(jq.quantize(x, QuantSpec(jnp.uint8), -1.0, 1.0), w)
 
-    x, w = jax.ShapeDtypeStruct((37, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 53), jnp.float32)
+    # x has more elements than what `barriers.split_small_fusion` splits, which writes one wide buffer.
+    x, w = jax.ShapeDtypeStruct((37, 2048), jnp.float32), jax.ShapeDtypeStruct((2048, 53), jnp.float32)
     shapes = x, jax.eval_shape(lambda w: jq.quantize(w, spec), w)
     found = Program(program, *shapes)
     kinds = {(left[0], right[0], c.result[0]) for c in found.contractions() for left, right in [c.operands]}
     assert kinds == {("s8", "s8", "s32")}
-    assert found.widest() < 37 * 1024 // 2
+    assert found.widest() < 37 * 2048 // 2
 
 
 Q, F = QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1))), jnp.ones((6, 4))

@@ -245,11 +245,12 @@ def test_partitioned_kernels(rng: np.random.Generator) -> None:
         y = nnx.jit(lambda layer, x: layer(x))(layer, x)
     serving = qnnx.convert(layer)
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(serving)))
-    assert specs["kernel"] == {"codes": PartitionSpec("data", "model"), "scale": PartitionSpec(None, "model")}
+    # The codes are stored with the contracted axis last.
+    assert specs["kernel"] == {"codes": PartitionSpec("model", "data"), "scale": PartitionSpec(None, "model")}
     with jax.set_mesh(mesh):
         placed = jax.device_put(nnx.state(serving), nnx.get_named_sharding(nnx.state(serving), mesh))
         nnx.update(serving, placed)
-        assert serving.kernel.codes[...].sharding == NamedSharding(mesh, PartitionSpec("data", "model"))
+        assert serving.kernel.codes[...].sharding == NamedSharding(mesh, PartitionSpec("model", "data"))
         np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(serving, x), y, rtol=1e-6)
 
 

@@ -197,8 +197,9 @@ def test_partitioned_kernels_have_partitioned_codes(rng: np.random.Generator, wa
     serving = qflax.convert(module, variables)
     specs = nn.get_partition_spec(serving)["params"]
     up, down = specs["up"]["kernel"], specs["down"]["kernel"]
-    assert (up.codes, up.scale) == (PartitionSpec(None, "model"), PartitionSpec(None, "model"))
-    assert (down.codes, down.scale) == (PartitionSpec("model", None), PartitionSpec(None, None))
+    # The codes of both are stored with the contracted axis last.
+    assert (up.stored_codes, up.scale) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
+    assert (down.stored_codes, down.scale) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
     if "scales" in variables:
         found = nn.get_partition_spec(variables)["scales"]
         assert found["up"]["DotGeneral_0"]["weight_scale"] == PartitionSpec(None, "model")

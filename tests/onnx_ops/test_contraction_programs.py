@@ -64,6 +64,7 @@ def around(**keywords: Any) -> Callable[..., jax.Array]:
     )
 
 
+# Float operands have more elements than what `barriers.split_small_fusion` splits, which writes one wide buffer.
 # The contracted sizes are large and the results small: whatever is wide and larger than two results is an operand.
 # XLA has its kernel for more than a few thousand products only, and for those of small convolutions no int8 at all.
 FORMS: dict[str, Form] = {
@@ -104,13 +105,13 @@ FORMS: dict[str, Form] = {
         lambda a, b, s: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5), (of(U8, 37, 822), of(I8, 822, 53), of(F, 3, 53))
     ),
     "dynamic_quantize_matmul": Form(
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s), (of(F, 37, 257), of(I8, 257, 53), of(F, 53))
+        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s), (of(F, 37, 2057), of(I8, 2057, 53), of(F, 53))
     ),
     "dynamic, zero points": Form(
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5), (of(F, 37, 257), of(I8, 257, 53), of(F, 53))
+        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5), (of(F, 37, 2057), of(I8, 2057, 53), of(F, 53))
     ),
     "dynamic, blocks": Form(
-        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5), (of(F, 37, 822), of(I8, 822, 53), of(F, 3, 53))
+        lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5), (of(F, 37, 2055), of(I8, 2055, 53), of(F, 3, 53))
     ),
     "conv_integer": Form(
         lambda x, w: jq.conv_integer(x, w, 3, 5, pads=PADS),

@@ -103,7 +103,7 @@ SIGNATURES = {
     "matmul_nbits": "a b scales zero_points bias K N bits block_size",
     "integer.dot_general": f"{DOT} lhs_zero_point rhs_zero_point out_sharding",
     "integer.conv_general_dilated": f"{CONV} lhs_zero_point rhs_zero_point",
-    "quantize": "x spec lo hi range",
+    "quantize": "x spec lo hi range stored_last",
     "onnx_view": "q",
     "from_onnx": "x x_scale x_zero_point axis block_size output_dtype",
     "dot_general": f"{DOT} precision preferred_element_type out_sharding",

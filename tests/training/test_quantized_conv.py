@@ -254,7 +254,7 @@ def test_a_program_does_not_grow_with_the_image() -> None:
         ).sum()  # fmt: skip
         return str(jax.make_jaxpr(jax.grad(call))(w)).count(" = ")
 
-    assert equations(40) <= equations(10)
+    assert equations(100) <= equations(30)  # both small enough for `barriers.split_small_fusion`
 
 
 def test_transforms(rng: np.random.Generator) -> None:

@@ -153,7 +153,9 @@ class Contraction(nn.Module):
         return stored["scale"], stored.get("zero_point")
 
     @nn.nowrap
-    def record_operands(self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array) -> None:
+    def record_operands(
+        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
+    ) -> None:
         """Record how this layer quantizes in its variables, or check that they record the same."""
         stored = meta.unbox(self._read_weights())
         expected = "promote_dtype=jq.flax.promote_dtype in the layer, because flax's own rounds a kernel before it is "
@@ -163,7 +165,7 @@ class Contraction(nn.Module):
         got = f"{kernel.dtype} of {getattr(stored, 'dtype', None)}"
         checks.require_type(is_same, "flax", "kernel", expected, got)
         if self.is_mutable_collection(RANGES):
-            self.put_variable(RANGES, NAME, self._make_record(weight, activation, kernel))
+            self.put_variable(RANGES, NAME, self._make_record(weight, activation, kernel, stored_axes))
             return
         # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
         record = self._read(RANGES, NAME)
@@ -176,14 +178,20 @@ class Contraction(nn.Module):
             checks.require(False, "flax", f"{role}_spec", expected, operand)
 
     @nn.nowrap
-    def _make_record(self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array) -> Record:
+    def _make_record(
+        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
+    ) -> Record:
         """Return the record from which `convert` finds this layer."""
         parent = self.parent
         is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
         # Attention layers of flax pass no promote_dtype on: the error of `convert` names them.
         outer = getattr(parent, "parent", None)
         attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
-        return Record(weight, activation, self.kernel_name, tuple(kernel.shape), kernel.dtype, is_ready, attention)
+        # flax compares the shape of a parameter with that of its stored codes. The layers of this package permit a
+        # stored order; flax's own layers do not.
+        stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
+        shape = tuple(kernel.shape)
+        return Record(weight, activation, self.kernel_name, shape, kernel.dtype, is_ready, attention, stored_axes)
 
     @nn.nowrap
     def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:

@@ -32,6 +32,11 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     and norms, is unchanged. Layers under `nn.scan` and `nn.vmap` keep their leading axis, which must be axis 0.
     Partitioned kernels get partitioned codes and scales.
 
+    If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
+    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
+    flax's own layers, into which `jq.flax.dot_general` was injected, keep the order, because flax compares the shapes
+    of parameters.
+
     `convert` finds a layer by the record that the layer leaves in the collection "ranges" when it is called by `init`,
     or by an `apply` with that collection mutable. The layer is quantized as in the last such call. A layer that was
     never called in this way keeps its float kernel and quantizes it at each call.
@@ -143,19 +148,19 @@ def _quantize_kernel(
     depth = _converted.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
     check_convertible(_NAME, record)
     parts = () if isinstance(weight.source, Dynamic) else _read_learned(weight, path, scales)
-    q = _converted.quantize_kernel(_NAME, weight, kernel, parts, depth)
+    q = _converted.quantize_kernel(_NAME, weight, kernel, parts, depth, record.stored_axes)
     names = getattr(boxed, "names", None)
     if not isinstance(boxed, meta.AxisMetadata) or names is None:
         return q, depth
 
     # A box of flax holds one array with its mesh axes, so each part of the kernel gets a box.
-    def box_part(part: Any) -> Any:
-        if part is None:
-            return None
-        part_names = _converted.find_part_names(names, part.shape)
+    def box_part(part: Any, part_names: Any) -> Any:
         return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
-    return q.replace(codes=box_part(q.codes), scale=box_part(q.scale), zero_point=box_part(q.zero_point)), depth
+    (codes, *others), static = q.tree_flatten()
+    boxes = [None if p is None else box_part(p, _converted.find_part_names(names, p.shape)) for p in others]
+    codes = box_part(codes, _converted.find_part_names(names, codes.shape, order=q.stored_order))
+    return QuantizedArray.tree_unflatten(static, (codes, *boxes)), depth
 
 
 def _find_constants(

@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import meta
 from flax.linen import dtypes
 
+from ..._arrays import parts
+from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
@@ -43,6 +46,23 @@ class _QuantizedLayer(nn.Module):
     # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
     _field: ClassVar[str | None] = None
     _contraction: ClassVar[type[Contraction] | None] = None
+    # Read by the record of the layer's contraction.
+    permits_stored_order: ClassVar[bool] = True
+
+    @nn.nowrap
+    def param(self, name: str, init_fn: Any, *init_args: Any, **options: Any) -> Any:
+        """Return a parameter as flax does; the codes of a converted kernel may have a stored order."""
+        is_stored = self.scope is not None and self.has_variable("params", name)
+        value = meta.unbox(self.get_variable("params", name)) if is_stored else None
+        order = value.stored_order if isinstance(value, QuantizedArray) else None
+        if order is None:
+            return super().param(name, init_fn, *init_args, **options)
+
+        # flax compares the shape of the first array of a parameter, the stored codes, with that of an initial value.
+        def init_stored(*arguments: Any, **keywords: Any) -> Any:
+            return parts.store_codes(meta.unbox(init_fn(*arguments, **keywords)), order)
+
+        return super().param(name, init_stored, *init_args, **options)
 
     def __post_init__(self) -> None:
         """Check the arguments, and set the factory with which flax's layer makes its contraction."""
@@ -130,7 +150,7 @@ class Dense(_QuantizedLayer, nn.Dense):
         >>> variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
         >>> serving = jq.flax.convert(layer, variables)
         >>> serving["params"]["kernel"]
-        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, dtype=float32, nbytes=14)
+        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, stored_order=(-1, -2), dtype=float32, nbytes=14)
         >>> bool((layer.apply(serving, x) == layer.apply(variables, x)).all())
         True
     """

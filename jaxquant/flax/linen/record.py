@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import serialization, traverse_util
 from flax.core import FrozenDict
 
@@ -30,6 +31,7 @@ class Record:
         dtype: the dtype of the weights.
         is_ready: whether the layer around the submodule takes converted weights.
         attention: the class name of flax's attention layer that made the layer, or None.
+        stored_axes: the axes of the weights, counted from the back, that converted ones hold last in memory.
     """
 
     weight: LayerOperand
@@ -39,6 +41,7 @@ class Record:
     dtype: Any
     is_ready: bool
     attention: str | None = None
+    stored_axes: tuple[int, ...] = ()
 
 
 Path = tuple[str, ...]
@@ -70,17 +73,23 @@ def join_path(path: Path) -> str:
 
 def _get_array_state(q: QuantizedArray) -> dict[str, Any]:
     """Return the arrays of a QuantizedArray as a state dict."""
-    parts = {"codes": q.codes, "scale": q.scale, "zero_point": q.zero_point}
-    return {name: serialization.to_state_dict(part) for name, part in parts.items() if part is not None}
+    parts = {"codes": q.stored_codes, "scale": q.scale, "zero_point": q.zero_point}
+    state = {name: serialization.to_state_dict(part) for name, part in parts.items() if part is not None}
+    # A state dict has no static attributes. Without the order, codes could be restored in another one.
+    return state if q.stored_order is None else {**state, "stored_order": np.asarray(q.stored_order, np.int8)}
 
 
 def _restore_array(q: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
     """Return a QuantizedArray with the arrays of a state dict."""
-    restored = {}
-    for name, part in {"codes": q.codes, "scale": q.scale, "zero_point": q.zero_point}.items():
-        if part is not None:
-            restored[name] = serialization.from_state_dict(part, state[name], name=name)
-    return q.replace(**restored)
+    children, static = q.tree_flatten()
+    restored = []
+    for name, part in zip(("codes", "scale", "zero_point"), children, strict=True):
+        restored.append(None if part is None else serialization.from_state_dict(part, state[name], name=name))
+    # States that were saved before there were stored orders have none: their codes are in the logical order.
+    saved = state.get("stored_order")
+    order = None if saved is None else tuple(int(axis) for axis in saved)
+    new = QuantizedArray.tree_unflatten((*static[:3], order), tuple(restored))
+    return new if order == q.stored_order else new.replace(stored_order=q.stored_order)
 
 
 # flax.serialization knows nested dicts of arrays; every other type must be registered.

@@ -167,7 +167,9 @@ class Contraction(nnx.Module):
         checks.require(converted == text, _NAME, "specs", expected, text)
         _converted.check_kernel(weight, kernel)
 
-    def record_operands(self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array) -> None:
+    def record_operands(
+        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
+    ) -> None:
         """Do nothing, because `convert` can read the operands from the NNX module itself."""
 
     def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..._arrays.parts import StoredOrder
 from ..._core import checks
 from ..._core.granularity import PerFeature
 from .. import _converted, _layer_operand, _learned, _observed, _operations
@@ -90,6 +91,9 @@ def convert(model: Model) -> Model:
     A kernel becomes a `Codes` variable with a QuantizedArray. A filter for `nnx.Param` does not find it, so the
     remaining `nnx.Param` variables can still be trained. The codes and the scale of a partitioned kernel are in a
     variable each, partitioned like the kernel.
+
+    If both operands are quantized, the codes of dense layers and of `Einsum` are stored with the contracted axes last,
+    which is faster on a CPU for few rows; their `shape` stays that of the kernel. See `QuantizedArray.stored_order`.
 
     Args:
         model: An NNX module that contains layers of this package, or is such a layer.
@@ -244,6 +248,20 @@ def find_feature_axes(module: Any, rank: int) -> tuple[int, ...] | None:
     return (-1,) if isinstance(module, nnx.Linear | nnx.Conv) else None
 
 
+def _find_stored_axes(module: Any, rank: int) -> tuple[int, ...]:
+    """Return the axes of a layer's kernel, counted from the back, that the converted codes hold last in memory.
+
+    They are those that the layer contracts, in the order of the axes of its input.
+    """
+    if isinstance(module, nnx.LinearGeneral):
+        # The kernel has the batch axes first, then those that are contracted; flax sorts both.
+        first = len(module.batch_axis) - rank
+        return tuple(range(first, first + len(module.axis)))
+    if isinstance(module, nnx.Einsum):
+        return _operations.find_summed_in_einsum(module.einsum_str, rank) if "->" in module.einsum_str else ()
+    return (-2,) if isinstance(module, nnx.Linear) else ()
+
+
 def _find_weight(layer: _Layer, rank: int) -> LayerOperand:
     """Return how a layer's kernel is quantized, with `PerFeature()` replaced by axes."""
     weight = layer.contraction.operands[0]
@@ -261,14 +279,17 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     shape = tuple(_find_kernel_shape(layer) or kernel.shape)
     depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
     weight = _find_weight(layer, len(shape))
-    q = _converted.quantize_kernel(_CONVERT, weight, kernel, _read_learned(layer.contraction, weight), depth)
+    # As in `run_operation`: a float contraction keeps the layout that it has in training.
+    stored_axes = () if layer.contraction.operands[1] is None else _find_stored_axes(layer.module, len(shape))
+    parts = _read_learned(layer.contraction, weight)
+    q = _converted.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
     # Metadata, such as the sharding, stays with the converted kernel.
     metadata = variable.get_metadata()
     if not find_partitioning(variable, kernel.shape, depth):
         return Codes.from_metadata(q, metadata)
 
-    def box_part(part: jax.Array) -> nnx.Variable:
-        return Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth)})
+    def box_part(part: jax.Array, order: StoredOrder) -> nnx.Variable:
+        return Codes.from_metadata(part, {**metadata, **find_partitioning(variable, part.shape, depth, order)})
 
     return Partitioned(q, box_part)
 

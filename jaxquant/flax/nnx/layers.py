@@ -128,7 +128,7 @@ class Linear(_QuantizedLayer, nnx.Linear):
         >>> qnnx.calibrate(layer, [x])
         >>> serving = qnnx.convert(layer)
         >>> serving.kernel.get_value()
-        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, dtype=float32, nbytes=14)
+        QuantizedArray(int8[3,2], scale=float32[1,2], zero_point=None, stored_order=(-1, -2), dtype=float32, nbytes=14)
         >>> layer.eval()
         >>> bool((serving(x) == layer(x)).all())
         True

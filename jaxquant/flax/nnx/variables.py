@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..._arrays.parts import StoredOrder
 from ..._arrays.quantized_array import QuantizedArray
 from .. import _converted
 
@@ -29,44 +30,44 @@ class Partitioned(nnx.Pytree):
     """A converted kernel that is partitioned: its codes and its scale are variables, each with its own sharding.
 
     Attributes:
-        codes: a `Codes` variable with an array.
+        codes: a `Codes` variable with an array, the codes in their stored order.
         scale: a `Codes` variable with an array.
         zero_point: a `Codes` variable with an array, or None.
         static: Static. The attributes of the QuantizedArray that are not arrays.
     """
 
-    def __init__(self, q: QuantizedArray, box: Callable[[jax.Array], nnx.Variable]) -> None:
-        self.codes, self.scale = box(q.codes), box(q.scale)
+    def __init__(self, q: QuantizedArray, box: Callable[[jax.Array, StoredOrder], nnx.Variable]) -> None:
+        (codes, scale, zero_point), self.static = q.tree_flatten()
+        self.codes, self.scale = box(codes, q.stored_order), box(scale, None)
         # `nnx.data` marks None as a missing variable and not as a static value.
-        self.zero_point = nnx.data(None if q.zero_point is None else box(q.zero_point))
-        self.static = (q.dtype, q.block_size, q.codebook)
+        self.zero_point = nnx.data(None if zero_point is None else box(zero_point, None))
 
     def get_value(self) -> QuantizedArray:
         """Return the QuantizedArray."""
-        dtype, block_size, codebook = self.static
         zero_point = None if self.zero_point is None else self.zero_point[...]
-        return QuantizedArray(
-            self.codes[...], self.scale[...], zero_point, dtype=dtype, block_size=block_size, codebook=codebook
-        )
+        return QuantizedArray.tree_unflatten(self.static, (self.codes[...], self.scale[...], zero_point))
 
     def __getitem__(self, index: Any) -> QuantizedArray:
         """Return the QuantizedArray at an index; `...` returns all of it, as for a variable."""
         return self.get_value()[index]
 
 
-def find_partitioning(kernel: nnx.Variable, shape: tuple[int, ...], depth: int) -> dict[str, Any]:
+def find_partitioning(
+    kernel: nnx.Variable, shape: tuple[int, ...], depth: int, order: StoredOrder = None
+) -> dict[str, Any]:
     """Return the metadata that partitions a part of a kernel like the kernel, or {} if the kernel is not partitioned.
 
     Args:
         kernel: a variable with perhaps an `out_sharding`.
-        shape: the shape of the codes, the scale or the zero point.
+        shape: the shape of the stored codes, of the scale or of the zero point.
         depth: the number of leading axes that stack layers.
+        order: the stored order of the codes; None for the others.
     """
     out_sharding = kernel.get_metadata("out_sharding", None)
     names = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     if not isinstance(names, tuple | PartitionSpec) or not len(names):
         return {}
-    part_names = _converted.find_part_names(tuple(names), shape, depth)
+    part_names = _converted.find_part_names(tuple(names), shape, depth, order)
     part_sharding: Any = PartitionSpec(*part_names)
     if isinstance(out_sharding, NamedSharding):
         part_sharding = NamedSharding(out_sharding.mesh, part_sharding)

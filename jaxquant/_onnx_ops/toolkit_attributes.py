@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from . import checks
+from .._core import checks
 
 
 def check_attributes(function: str, training: bool, lda_coeff: float, name: str | None) -> None:

@@ -1,0 +1,263 @@
+"""Weight-only contractions in each of their forms, against sums in float64.
+
+The error is held relative to the sum of magnitudes of each output. In float32 a sum of K products has an error of about
+sqrt(K) * 2**-24 in this measure, so the limit of 2e-6 detects a wrong digit, code, scale or zero point.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import jaxquant as jq
+from jaxquant import Blocked, PerAxis, PerTensor, QuantizedArray, QuantSpec
+
+from ..support.hlo import Program
+
+LIMIT = 2e-6
+FIRST, LAST, LEFT = "contracted first", "contracted last", "weights on the left"
+SPECS = {
+    "int8": QuantSpec(jnp.int8, PerAxis(1)),
+    "uint8": QuantSpec(jnp.uint8, PerAxis(1)),
+    "one uint8 zero point": QuantSpec(jnp.uint8, PerTensor(), symmetric=False),
+    "int4": QuantSpec(jnp.int4, PerAxis(1)),
+    "uint2": QuantSpec(jnp.uint2, PerAxis(1)),
+    "uint4 in blocks": QuantSpec(jnp.uint4, Blocked(0, 32)),
+    "int8 in blocks": QuantSpec(jnp.int8, Blocked(0, 24)),
+    "blocks in both": QuantSpec(jnp.int4, Blocked((0, 1), 16)),
+    "int4, scale of rows": QuantSpec(jnp.int4, PerAxis(0)),
+    "nf4": QuantSpec(jq.nf4, Blocked(0, 64)),
+    "int16": QuantSpec(jnp.int16, PerAxis(1)),
+    "float8": QuantSpec(jnp.float8_e4m3fn, PerAxis(1)),
+}
+
+
+def decode(q: QuantizedArray) -> np.ndarray:
+    """The real numbers of an array of rank 2, in float64; codes of floats and codebooks are exact in float32."""
+    whole = q.per_index(0, 1)
+    scale = np.asarray(whole.scale, np.float64)
+    if q.codebook is not None:
+        return np.asarray(q.codebook.levels, np.float64)[np.asarray(q.codes).astype(int)] * scale
+    point = 0 if q.zero_point is None else np.asarray(whole.zero_point).astype(np.float64)
+    return (np.asarray(q.codes).astype(np.float64) - point) * scale
+
+
+def multiply(x: Any, q: QuantizedArray, arrangement: str) -> jax.Array:
+    """x @ q, with the weights in one of the arrangements."""
+    if arrangement == FIRST:
+        return jq.matmul(x, q)
+    if arrangement == LAST:
+        return jq.dot_general(x, q.T, (((x.ndim - 1,), (1,)), ((), ())))
+    return jnp.swapaxes(jq.matmul(q.T, jnp.swapaxes(x, -1, -2)), -1, -2)
+
+
+def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
+    wide = np.asarray(x, np.float64)
+    magnitudes = np.abs(wide) @ np.abs(real)
+    differences = np.abs(np.asarray(y, np.float64) - wide @ real)
+    return float(
+        np.max(np.where(magnitudes == 0, differences != 0, differences / np.where(magnitudes == 0, 1, magnitudes)))
+    )
+
+
+@pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
+@pytest.mark.parametrize("name", list(SPECS))
+def test_every_form(name: str, arrangement: str, rng: np.random.Generator) -> None:
+    """One row, a few rows and more rows than the digits take; sizes that bytes and blocks do not divide."""
+    for depth, columns in ((192, 40), (100, 33)):
+        q = jq.quantize(rng.normal(size=(depth, columns)).astype(np.float32), SPECS[name])
+        real = decode(q)
+        for rows in (1, 2, 9, 65):
+            x = rng.normal(size=(rows, depth)).astype(np.float32)
+            assert find_error(multiply(x, q, arrangement), x, real) < LIMIT, (depth, rows)
+
+
+@pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
+def test_large_weights(arrangement: str, rng: np.random.Generator) -> None:
+    """Weights that are cut into chunks."""
+    w = rng.normal(size=(1536, 1500)).astype(np.float32)
+    for name in ("int8", "uint4 in blocks", "nf4"):
+        q = jq.quantize(w, SPECS[name])
+        for rows in (1, 3, 70):
+            x = rng.normal(size=(rows, 1536)).astype(np.float32)
+            assert find_error(multiply(x, q, arrangement), x, decode(q)) < LIMIT, (name, rows)
+
+
+@pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_magnitudes(rows: int, arrangement: str, rng: np.random.Generator) -> None:
+    """Rows of any magnitude and of any range, where a single code of each column may be other than 0.
+
+    Columns with a single code show the error of every element by itself.
+    """
+    depth = 64
+    codes = np.eye(depth, dtype=np.int8) * rng.integers(1, 128, depth).astype(np.int8)
+    codes = np.concatenate([codes, rng.integers(-127, 128, (depth, 32)).astype(np.int8)], axis=1)
+    q = QuantizedArray(jnp.asarray(codes), jnp.asarray(rng.uniform(0.5, 1, (1, depth + 32)), jnp.float32))
+    real = decode(q)
+    draws = {
+        "one magnitude": np.exp2(rng.uniform(-1, 0, (rows, depth))),
+        "a range of 2**25": np.exp2(rng.uniform(-25, 0, (rows, depth))),
+        "a range of 2**29": np.exp2(rng.uniform(-29, 0, (rows, depth))),
+        "a range of 2**60": np.exp2(rng.uniform(-60, 0, (rows, depth))),
+        "large": np.exp2(rng.uniform(100, 119, (rows, depth))),
+        "close to the largest": np.exp2(rng.uniform(126.9, 127, (rows, depth))) * (np.arange(depth) == 3),
+        "small": np.exp2(rng.uniform(-105, -95, (rows, depth))),
+        "below the digits": np.exp2(rng.uniform(-116, -113, (rows, depth))),
+        "powers of two": np.exp2(np.floor(rng.uniform(-20, 1, (rows, depth)))),
+        "next to powers of two": np.nextafter(np.float32(2), np.float32(0)) * np.ones((rows, depth)),
+        "zeros": np.zeros((rows, depth)),
+        "one element": np.eye(rows, depth, 7),
+    }
+    q_small = q.replace(scale=q.scale * np.float32(2.0**-8))
+    for name, draw in draws.items():
+        x = (draw * rng.choice([-1, 1], draw.shape)).astype(np.float32)
+        chosen = q_small if "large" in name else q
+        factor = 2.0**-8 if "large" in name else 1.0
+        assert find_error(multiply(x, chosen, arrangement), x, real * factor) < LIMIT, name
+
+
+def test_digits_at_their_bounds() -> None:
+    """Every digit at -128, -127, 127 and 0, and carries through all of them."""
+    depth = 256
+    q = QuantizedArray(jnp.eye(depth, dtype=jnp.int8), jnp.ones((1, depth)))
+    digits = np.array(list(itertools.product([-128, -1, 0, 1, 127], repeat=3)))
+    values = (digits * [2.0**16, 2.0**8, 1.0]).sum(1)
+    halves = np.array([0.5, 0.498, 0.49803925, 0.4980392, 0.25, 2.0**-9, 2.0**-16, 0.0])
+    numbers = np.concatenate(
+        [values, (values[:, None] / 2**12 + halves).ravel(), -(values[:, None] / 2**12 + halves).ravel()]
+    )
+    numbers = np.resize(numbers.astype(np.float32), (len(numbers) // depth + 1, depth))
+    for largest in (2.0**23, 127 * 2.0**17, 1.984375 * 2.0**22, np.nextafter(np.float32(2.0**24), np.float32(0))):
+        x = numbers.copy()
+        x[:, 0] = largest
+        # Each output is one element, which has at most 24 bits: the result must be that element.
+        exact = jq.dot_general(x, q, (((1,), (1,)), ((), ())))
+        unit = largest * 2.0**-46
+        assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
+
+
+@pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_infinities_and_nan(rows: int, arrangement: str, rng: np.random.Generator) -> None:
+    """They reach the outputs that a float contraction gives them to."""
+    for name in ("int8", "uint4 in blocks", "nf4"):
+        q = jq.quantize(rng.normal(size=(64, 12)).astype(np.float32), SPECS[name])
+        real = decode(q).astype(np.float32)
+        for special in (np.inf, -np.inf, np.nan):
+            x = rng.normal(size=(rows, 64)).astype(np.float32)
+            x[-1, 5] = special
+            with np.errstate(invalid="ignore"):
+                want = np.where(np.isfinite(x), 0, x)[:, 5:6] * real[5:6]
+            got = np.asarray(multiply(x, q, arrangement))
+            np.testing.assert_array_equal(got[-1], want[-1])
+            assert np.isfinite(got[:-1]).all()
+
+
+def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
+    """Sums of digits are exact: the same bits with other rows, under vmap, and with the depth reversed."""
+    q = jq.quantize(rng.normal(size=(40, 200)).astype(np.float32), QuantSpec(jnp.int8, PerAxis(0)))
+    x = rng.normal(size=(9, 200)).astype(np.float32)
+    contract = functools.partial(jq.dot_general, dimension_numbers=(((1,), (1,)), ((), ())))
+    whole = contract(x, q)
+    np.testing.assert_array_equal(whole[2:5], contract(x[2:5], q))
+    np.testing.assert_array_equal(whole, jax.vmap(lambda row: contract(row[None], q)[0])(x))
+    np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
+
+
+@pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
+@pytest.mark.parametrize("name", ["int8", "int4", "uint4 in blocks", "nf4"])
+def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> None:
+    """Eager, jit, vmap over x, over the weights and over both, scan, and constant weights."""
+    w = rng.normal(size=(3, 64, 24)).astype(np.float32)
+    x = rng.normal(size=(3, 5, 64)).astype(np.float32)
+    qs = [jq.quantize(part, SPECS[name]) for part in w]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *qs)
+    function = functools.partial(multiply, arrangement=arrangement)
+    for got in (function(x[0], qs[0]), jax.jit(function)(x[0], qs[0]), jax.jit(lambda x: function(x, qs[0]))(x[0])):
+        assert find_error(got, x[0], decode(qs[0])) < LIMIT
+    for i in range(3):
+        assert find_error(jax.vmap(function, (0, None))(x, qs[1])[i], x[i], decode(qs[1])) < LIMIT
+        assert find_error(jax.vmap(function, (None, 0))(x[0], stacked)[i], x[0], decode(qs[i])) < LIMIT
+        assert find_error(jax.jit(jax.vmap(function))(x, stacked)[i], x[i], decode(qs[i])) < LIMIT
+        scanned = lax.scan(lambda _, pair: (None, function(*pair)), None, (x, stacked))[1]
+        assert find_error(scanned[i], x[i], decode(qs[i])) < LIMIT
+    nested = jax.vmap(jax.vmap(lambda row: function(row[None], qs[0])[0]))(x)
+    assert find_error(nested.reshape(15, 24), x.reshape(15, 64), decode(qs[0])) < LIMIT
+
+
+@pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4 in blocks", "nf4"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_derivatives(rows: int, name: str, arrangement: str, rng: np.random.Generator) -> None:
+    """Those of the float contraction, in both modes, with respect to x and to the scale."""
+    q = jq.quantize(rng.normal(size=(64, 10)).astype(np.float32), SPECS[name])
+    x, dx = (rng.normal(size=(rows, 64)).astype(np.float32) for _ in range(2))
+    g = rng.normal(size=(rows, 10)).astype(np.float32)
+    ds = rng.normal(size=q.scale.shape).astype(np.float32)
+
+    def contract(x: Any, scale: Any) -> jax.Array:
+        return multiply(x, q.replace(scale=scale), arrangement)
+
+    def contract_floats(x: Any, scale: Any) -> jax.Array:
+        return jnp.matmul(x, q.replace(scale=scale).dequantize(), precision="highest")
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    for got, want in zip(*(jax.vjp(f, x, q.scale)[1](g) for f in (contract, contract_floats)), strict=True):
+        close(got, want)
+    tangents = [jax.jvp(f, (x, q.scale), (dx, ds))[1] for f in (contract, contract_floats)]
+    close(*tangents)
+    close(jax.jvp(lambda x: contract(x, q.scale), (x,), (dx,))[1], contract_floats(dx, q.scale))
+    squares = [lambda s, f=f: jnp.sum(f(x, s) ** 2) for f in (contract, contract_floats)]
+    close(*(jax.jit(jax.hessian(f))(q.scale) for f in squares), rtol=1e-3, atol=1e-2)
+    per_row = jax.vmap(jax.grad(lambda row, g: jnp.sum(contract(row[None], q.scale)[0] * g)))(x, g)
+    close(per_row, jax.vjp(contract_floats, x, q.scale)[1](g)[0])
+
+
+def test_half_dtypes(rng: np.random.Generator) -> None:
+    """16-bit activations are widened; a 16-bit array dequantizes to its dtype first, as documented."""
+    w = rng.normal(size=(96, 16)).astype(np.float32)
+    for dtype in (jnp.float16, jnp.bfloat16):
+        x = jnp.asarray(rng.normal(size=(3, 96)), dtype)
+        q = jq.quantize(w, SPECS["int8"])
+        y = jq.matmul(x, q)
+        assert y.dtype == jnp.float32
+        assert find_error(y, np.asarray(x, np.float32), decode(q)) < LIMIT
+        half = jq.quantize(w.astype(dtype), SPECS["int8"])
+        want = np.asarray(x, np.float64) @ np.asarray(half.dequantize(), np.float64)
+        found = jq.matmul(x, half, preferred_element_type=jnp.float32)
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
+
+
+def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
+    for name in ("int8", "int4", "uint4 in blocks", "nf4"):
+        q = jq.quantize(rng.normal(size=(64, 12)).astype(np.float32), SPECS[name])
+        (rows,) = export.symbolic_shape("rows")
+        argument = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+        exported = export.export(jax.jit(lambda x, q=q: jq.matmul(x, q)))(argument)
+        for n in (1, 5):
+            x = rng.normal(size=(n, 64)).astype(np.float32)
+            assert find_error(exported.call(x), x, decode(q)) < LIMIT
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the forms are those of a CPU")
+def test_programs(rng: np.random.Generator) -> None:
+    """A few rows are contracted in int8, and no float copy of large weights is made, nor stored for a gradient."""
+    w = rng.normal(size=(1024, 4096)).astype(np.float32)
+    x = jnp.ones((4, 1024))
+    for name in ("int8", "int4"):
+        q = jq.quantize(w.T, QuantSpec(SPECS[name].dtype, PerAxis(0)))
+        program = Program(lambda x, q: jq.dot_general(x, q, (((1,), (1,)), ((), ()))), x, q)
+        assert any(operand[0] == "s8" for dot in program.contractions() for operand in dot.operands)
+        assert program.widest() < w.size * 0.6
+    blocked = jq.quantize(w, SPECS["uint4 in blocks"])
+    assert Program(jq.matmul, x[:1], blocked).widest() < w.size * 0.6
+    _, pull = jax.vjp(lambda x: jq.matmul(x, blocked), x)
+    assert all(np.size(leaf) < w.size or leaf.dtype == jnp.uint4 for leaf in jax.tree.leaves(pull))
