@@ -21,6 +21,7 @@ from jaxquant import Blocked, PerAxis, QuantizedArray, QuantSpec, checkpoint
 
 from ..support.equality import same_bits
 from ..support.hlo import Program
+from ..support.matrix import mark_others_full
 from ..support.quantized_arrays import dequantized, product
 
 F32 = np.float32
@@ -102,7 +103,14 @@ METHODS: dict[str, Callable[[QuantizedArray], Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("axes", [(1,), (0,), (1, 0)], ids=["second", "first", "both"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param((1,), id="second"),
+        pytest.param((0,), id="first", marks=pytest.mark.full),
+        pytest.param((1, 0), id="both", marks=pytest.mark.full),
+    ],
+)
 def test_methods(method: str, axes: tuple[int, ...], rng: np.random.Generator) -> None:
     names = SPECS if axes == (1,) and method in ("codes", "dequantize", "arrays", "concatenate") else FEW
     for name in names:
@@ -286,7 +294,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", mark_others_full(NUMBERS, ["dense", "one row", "heads in", "batch"]))
 def test_contractions(name: str, rng: np.random.Generator) -> None:
     """Every order of both operands, against the logical order and numpy."""
     left, right, numbers = NUMBERS[name]

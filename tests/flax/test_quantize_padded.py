@@ -14,6 +14,7 @@ import jaxquant as jq
 from jaxquant.flax import _quantize_padded
 
 from ..support.equality import same_bits
+from ..support.matrix import mark_others_full
 
 
 def check_same(quantized: jq.QuantizedArray, plain: jq.QuantizedArray) -> None:
@@ -36,8 +37,10 @@ SPECS = {
 SHAPES = [(3, 3, 5, 70), (1, 130), (7, 1), (1, 1), (65, 2, 3), (5, 1, 4), (0, 3)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", mark_others_full([jnp.float32, jnp.bfloat16], [jnp.float32]))
+@pytest.mark.parametrize(
+    "name", mark_others_full(SPECS, ["int8 per feature", "uint4 per two axes", "uint8 per tensor", "blocks"])
+)
 def test_padding_changes_no_bit(name: str, dtype: Any, rng: np.random.Generator) -> None:
     for shape in SHAPES:
         spec = SPECS[name]

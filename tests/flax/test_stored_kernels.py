@@ -21,6 +21,7 @@ from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
 from ..support.hlo import Program
+from ..support.matrix import mark_others_full
 
 F32 = np.float32
 WAY: Any = {
@@ -70,7 +71,9 @@ def sample(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape).astype(F32))
 
 
-@pytest.mark.parametrize("name", LINEN)
+@pytest.mark.parametrize(
+    "name", mark_others_full(LINEN, ["Dense", "one row", "heads in", "Einsum", "weights alone", "flax's own"])
+)
 def test_linen(name: str, rng: np.random.Generator) -> None:
     layer, shape, order = LINEN[name]
     x = sample(rng, shape)
@@ -91,7 +94,7 @@ def test_linen(name: str, rng: np.random.Generator) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NNX)
+@pytest.mark.parametrize("name", mark_others_full(NNX, ["Linear", "heads in"]))
 def test_nnx(name: str, rng: np.random.Generator) -> None:
     make, shape, order = NNX[name]
     model, x = make(**WAY, rngs=nnx.Rngs(0)), sample(rng, shape)
