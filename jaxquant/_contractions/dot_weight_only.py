@@ -170,7 +170,7 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
     if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
         return contract_dequantized()
     rows = math.prod(x.shape[axis] for axis in x_role.free)
-    if rows == 1 and codes.size >= _FEWEST_FOR_ROW:
+    if rows == 1 and codes.size >= _FEWEST_FOR_ROW and scaled_rows.IS_VECTORIZED:
         terms = scaled_rows.find_terms(q, role)
         if terms is not None:
             y = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
