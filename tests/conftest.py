@@ -11,14 +11,18 @@ Tests spend most of their time compiling, so JAX's persistent compilation cache 
 Set JAX_COMPILATION_CACHE_DIR to use another directory, or JAXQUANT_TEST_CACHE=0 to disable the cache. A cache that
 cannot be read or written makes the tests slower, but does not fail them.
 
-`pytest` runs a part of the largest matrices, with each operator, dtype, granularity and transform at least once.
-`pytest -m "full or not full"` runs the whole matrices.
+`pytest` runs a part of the largest matrices, with each operator, dtype, granularity and transform at least once. Of a
+test with the marker `sample(n)` it runs n cases, which the seed chooses. `pytest -m "full or not full"` runs
+everything.
 """
 
+import collections
+import ctypes
 import gc
 import importlib.metadata
 import os
 import pathlib
+import sys
 import zlib
 from collections.abc import Iterator
 
@@ -53,6 +57,8 @@ def keep_compiled_programs() -> None:
 
 keep_compiled_programs()
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
+# Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
+MEMORY_LIMIT = 3 * 2**29
 
 # Ignore what differs between machines: examples that failed in earlier runs, and the time to generate inputs.
 hypothesis.settings.register_profile("jaxquant", database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -64,19 +70,51 @@ def pytest_report_header() -> str:
     return f"JAXQUANT_SEED={SEED} (set it to repeat this run); jax {jax.__version__}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects the tests with the marker `full`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the seed of the property tests."""
+    """Set the seed of the property tests, and choose the default cases of tests with the marker `sample`."""
+    cases = collections.defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
             hypothesis.seed(SEED)(item.function)
+        if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, group in cases.items():
+        (count,) = group[0].get_closest_marker("sample").args
+        order = np.random.default_rng([SEED, zlib.crc32(name.encode())]).permutation(len(group))
+        for place in order[count:]:
+            group[place].add_marker(pytest.mark.full)
+
+
+def free_compiled_programs() -> None:
+    """Free all compiled programs, and give the memory back to the system, which glibc does only when it is told to."""
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries do not have it
+        if trim is not None:
+            trim(0)
+
+
+def read_resident_bytes() -> int:
+    """Return the memory of this process, or 0 where the system does not tell."""
+    statm = pathlib.Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _drop_compiled_programs() -> Iterator[None]:
+def _free_after_module() -> Iterator[None]:
     """Free the programs of a module after its last test. All programs are gigabytes, and few modules share one."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    free_compiled_programs()
+
+
+@pytest.fixture(autouse=True)
+def _free_above_limit() -> Iterator[None]:
+    """Free the programs of a module before its last test if they are more than a gigabyte."""
+    yield
+    if read_resident_bytes() > MEMORY_LIMIT:
+        free_compiled_programs()
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ def test_jit_donation_and_no_recompilation(rng: np.random.Generator) -> None:
     assert (shapes.ndim, shapes.size, len(shapes), shapes.nbytes) == (2, 16, 4, 8 + 32 + 2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_vmap_over_any_axis(rng: np.random.Generator, axis: int) -> None:
     """The parts keep values' rank inside and outside, and come out where they are told."""

@@ -86,6 +86,7 @@ def near_ties(rng: np.random.Generator, name: str) -> tuple[np.ndarray, tuple[An
     return x, (codes, scale, held, array_text.values(codes, wide, points, F32))
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_and_dequantize_where_x_is_cut(rng: np.random.Generator, name: str, kind: AxisType) -> None:
@@ -129,6 +130,7 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("axis", range(3))
 def test_views_of_a_cut_array(rng: np.random.Generator, axis: int, kind: AxisType) -> None:
@@ -191,6 +193,7 @@ def product(a: QuantizedArray, b: QuantizedArray, length: int) -> np.ndarray:
     return y
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize(("name", "length"), [("plain", 32), ("blocks", 8), ("blocks of both", 4)])
 def test_matmul_where_an_operand_is_cut(rng: np.random.Generator, name: str, length: int, kind: AxisType) -> None:
@@ -392,6 +395,7 @@ def weight_only_gradient(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, np.asarray(w.dequantize()).sum(1)[None].repeat(16, 0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("check", [in_chunks, zero_point_granularity, error_measures, weight_only_gradient])
 def test_what_jax_refused_at_first(rng: np.random.Generator, check: Callable[[np.random.Generator], None]) -> None:
     check(rng)

@@ -61,6 +61,7 @@ def oracle(x: np.ndarray, q: jq.QuantizedArray, spec: jq.QuantSpec) -> list[floa
     ]  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_measures(name: str, rng: np.random.Generator) -> None:
     spec, share, dtype = CASES[name]

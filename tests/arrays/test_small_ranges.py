@@ -64,6 +64,7 @@ def most_of(x: np.ndarray, bound: int) -> np.ndarray:
     return np.maximum(x.max(1), F32(bound))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scale_dtype", SCALES)
 def test_quantize_gives_no_scale_of_zero(scale_dtype: str) -> None:
     """Every spec in one program, with a row for each size; vmap has a range for each; and some eagerly."""

@@ -102,6 +102,7 @@ METHODS: dict[str, Callable[[QuantizedArray], Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "axes",
@@ -135,6 +136,7 @@ def test_onnx_view(rng: np.random.Generator) -> None:
         same_floats(jq.dequantize_linear(**view._asdict()), q.dequantize())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(), (4,), (0, 3), (3, 0), (1, 1), (2, 1, 3), (1, 5, 1, 2)], ids=str)
 def test_small_shapes(shape: tuple[int, ...], rng: np.random.Generator) -> None:
     for axes in itertools.permutations(range(len(shape)), min(2, len(shape))):
@@ -294,6 +296,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", mark_others_full(NUMBERS, ["dense", "one row", "heads in", "batch"]))
 def test_contractions(name: str, rng: np.random.Generator) -> None:
     """Every order of both operands, against the logical order and numpy."""
@@ -374,6 +377,7 @@ def test_errors_name_the_logical_axes(rng: np.random.Generator) -> None:
         assert texts[0] == texts[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_the_kernel_reads_the_stored_codes(rows: int, dtype: str, rng: np.random.Generator) -> None:

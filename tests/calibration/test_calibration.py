@@ -61,6 +61,7 @@ def least_most(x: np.ndarray, name: str) -> Any:
     return tuple(np.concatenate([f(p, axis=1, keepdims=True) for p in parts], axis=1) for f in (np.min, np.max))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(SPECS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extremes_are_numpy_s(rng: np.random.Generator, name: str, dtype: str) -> None:
@@ -79,6 +80,7 @@ def test_extremes_are_numpy_s(rng: np.random.Generator, name: str, dtype: str) -
 LONG = [(), (1,), (40001,), (2**18,), (300, 5), (300, 1000), (2, 3, 70_001)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("shape", "kept"), [(s, k) for s in LONG for k in ((None, 0, -1) if len(s) > 1 else (None,))])
 def test_extremes_of_long_arrays(rng: np.random.Generator, shape: tuple[int, ...], kept: int | None) -> None:
     """And a NaN of either sign anywhere in them."""
@@ -111,6 +113,7 @@ def test_denormal_numbers_are_no_zeros() -> None:
 # Transforms and devices.
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name: str) -> None:
     cal = made(name, jq.QuantSpec(jnp.int4, jq.PerAxis(0)))
@@ -128,6 +131,7 @@ def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name
     same(cal.merge(restored, want[1]), cal.merge(want[0], want[1]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) -> None:
     """By all_reduce under shard_map, with the loop inside; by jit over shards; and with shardings in types."""
@@ -148,6 +152,7 @@ def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) 
         same(jax.jit(lambda *b: over(cal, *b))(*batches), want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_all_reduce_of_a_nan(name: str) -> None:
     cal = made(name)
@@ -196,6 +201,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("fault", list(BAD))
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_what_has_no_range(name: str, fault: str) -> None:

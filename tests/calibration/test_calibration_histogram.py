@@ -135,6 +135,7 @@ THIRDS = ("chunks and a rest", "columns", "blocks")
 COVERS = [(name, every) for name in LAYOUTS for every in (1, 3)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "every"), mark_others_full(COVERS, [(n, e) for n, e in COVERS if e == 1 or n in THIRDS])
 )

@@ -55,6 +55,7 @@ def same_trees(got: Any, want: Any) -> None:
         same_bits(leaf, w)
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 3, 4)], ids=str)
 def test_the_bytes_are_onnx_s(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> None:

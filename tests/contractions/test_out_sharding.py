@@ -63,6 +63,7 @@ def operands(rng: np.random.Generator, name: str) -> tuple[QuantizedArray, Quant
     return jq.quantize(x, left), jq.quantize(w, right)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SPECS)
 def test_contractions_of_cut_operands(rng: np.random.Generator, name: str) -> None:
     a, b = operands(rng, name)
@@ -182,6 +183,7 @@ LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backward", [jq.FloatBackward(), Int8Backward()], ids=["float", "int8"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_lie_where_the_operands_do(rng: np.random.Generator, name: str, backward: Any) -> None:

@@ -109,6 +109,7 @@ def scales(lhs: jq.QuantizedArray, rhs: jq.QuantizedArray, name: str) -> np.ndar
     return np.repeat(images, len(each[1]) // groups, axis=1) * each[1]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_quantized_arrays(name: str, rng: np.random.Generator) -> None:
     """The sums are those of jax.lax over int32; the scales are multiplied first, both products rounded once."""
@@ -138,6 +139,7 @@ def test_integers_are_exact(name: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["NCHW", "a scale for each image", "groups of images"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_weight_only(name: str, which: int, rng: np.random.Generator) -> None:

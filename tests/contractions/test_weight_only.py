@@ -73,6 +73,7 @@ def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(
     "name", mark_others_full(SPECS, ["uint8", "int4", "uint4 in blocks", "blocks in both", "int16"])
@@ -167,6 +168,7 @@ def test_digits_at_their_bounds() -> None:
         assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -197,6 +199,7 @@ def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -222,6 +225,7 @@ def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> No
     assert find_error(nested.reshape(6, columns), x.reshape(6, depth), reals[0]) < LIMIT
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 @pytest.mark.parametrize("rows", mark_others_full([1, 3], [3]))

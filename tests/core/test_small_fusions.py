@@ -110,6 +110,7 @@ def count_divided(function: Callable[..., Any], *arguments: Any) -> int:
     return text.count('"outer_dimension_partitions":["') - text.count('"outer_dimension_partitions":["1"')
 
 
+@pytest.mark.sample(19)
 @on_cpu
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_small_programs_run_on_one_thread(name: str) -> None:
@@ -142,6 +143,7 @@ def test_the_size_may_be_symbolic() -> None:
     np.testing.assert_array_equal(exported.call(x), np.clip(np.rint(x * 2), -128, 127))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("size", [1, 2**11, 2**11 + 1, MOST, MOST + 1])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "int4"])
 def test_codes_on_both_sides_of_the_limits(name: str, size: int, rng: np.random.Generator) -> None:

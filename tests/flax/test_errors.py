@@ -110,6 +110,7 @@ CALLS: dict[str, tuple[Callable[..., nn.Module], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", [*SPECS, *CALLS])
 def test_a_spec_that_no_layer_serves(case: str) -> None:
     make, error, text = {**SPECS, **CALLS}[case]

@@ -63,6 +63,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] =
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", list(KERNELS))
 def test_linen_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     make, shape, scale = KERNELS[case]
@@ -87,6 +88,7 @@ NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", list(NNX_KERNELS))
 def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     make, shape, scale = NNX_KERNELS[case]
@@ -156,6 +158,7 @@ SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", list(SHORT))
 @pytest.mark.parametrize("size", [3, 4, 8, 32])
 def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
@@ -288,6 +291,7 @@ FOLDED: dict[str, tuple[Callable[[bool], Any], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", list(FOLDED))
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_nnx_folds_along_the_features(case: str, use_bias: bool) -> None:

@@ -121,6 +121,7 @@ class Wrapped:
         return jnp.asarray(self.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", list(contraction_refusals.GOOD), ids=bad_input.function_name)
 def test_arrays_of_others_are_taken(rng: np.random.Generator, op: Any) -> None:
     good = contraction_refusals.GOOD[op]

@@ -179,6 +179,7 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", list(FORMS))
 def test_contractions_are_of_int8(name: str) -> None:
     if name == "dynamic, blocks" and jax.__version_info__ < (0, 12):
@@ -239,6 +240,7 @@ NARROW: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], fl
 }  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", list(NARROW))
 def test_a_weight_is_never_widened_as_a_whole(name: str) -> None:
     op, operands, share = NARROW[name]
@@ -328,6 +330,7 @@ def extreme(which: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
     return np.full(shape, code, name), np.asarray(point, name)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernel", [(9,), (3, 3), (7, 7), (9, 9), (65,)], ids=str)
 @PAIRS
 def test_depthwise_sums_at_the_bounds(left: int, right: int, kernel: tuple[int, ...]) -> None:
@@ -339,6 +342,7 @@ def test_depthwise_sums_at_the_bounds(left: int, right: int, kernel: tuple[int, 
         np.testing.assert_array_equal(jq.conv_integer(x, w, *zero_points, group=3), want)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("depth", [1, 15, 16, 17, 33, 255, 4097, 33024, 66_049])
 @PAIRS
 def test_single_rows_at_the_bounds(left: int, right: int, depth: int) -> None:
@@ -353,6 +357,7 @@ def test_single_rows_at_the_bounds(left: int, right: int, depth: int) -> None:
         np.testing.assert_array_equal(jq.matmul_integer(np.repeat(a, 2, 0), b, *zero_points), np.repeat(want, 2, 0))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("channels", [4, 64])
 @PAIRS
 def test_convolutions_at_the_bounds(left: int, right: int, channels: int) -> None:

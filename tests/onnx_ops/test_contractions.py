@@ -75,6 +75,7 @@ SHAPES = (
 )
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
 def test_the_shapes_of_numpy_matmul(a: tuple[int, ...], b: tuple[int, ...], rng: np.random.Generator) -> None:
     pair = PAIRS[SHAPES.index((a, b)) % 4]
@@ -137,6 +138,7 @@ def test_a_zero_point_per_row_is_of_rows(rng: np.random.Generator) -> None:
     same(jq.matmul_integer(batch, b, points), want)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 65])
 def test_one_row_of_any_depth(k: int, rng: np.random.Generator) -> None:
     for pair, n in zip(PAIRS, (1, 16, 17, 33), strict=True):
@@ -311,6 +313,7 @@ def random_contraction(rng: np.random.Generator) -> Any:
     return shapes, (tuple(contracted), tuple(batches))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("draw", range(25))
 def test_dot_general_of_random_dimensions(draw: int, rng: np.random.Generator) -> None:
     (left, right), numbers = random_contraction(rng)

@@ -30,6 +30,7 @@ def check(x: Shape, w: Shape, rng: np.random.Generator, pair: tuple[str, str] = 
         same(onnx_runtime.ask("ConvInteger", args, np.int32, **attributes), want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("channels", [1, 2, 7, 8, 9, 16])
 def test_channel_counts(channels: int, rng: np.random.Generator) -> None:
     pair = PAIRS[channels % 4]
@@ -66,6 +67,7 @@ ATTRIBUTES: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", list(ATTRIBUTES))
 def test_attributes(name: str, rng: np.random.Generator) -> None:
     x, w, attributes = ATTRIBUTES[name]
@@ -194,6 +196,7 @@ def random_convolution(rng: np.random.Generator, layouts: tuple[str, str, str]) 
     return list(zip(names, shapes, strict=True)), config
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("draw", range(30))
 def test_random_convolutions(draw: int, rng: np.random.Generator) -> None:
     """Against numpy; and where the zero points are scalars, jax.lax on the int32 differences."""
@@ -266,6 +269,7 @@ def narrow_and_wide(name: str, pair: tuple[str, str], rng: np.random.Generator) 
     return [narrow, tuple(v if v.dtype == jnp.uint8 else v.astype(jnp.int8) for v in narrow)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("offset", range(len(WIDTHS)))
 def test_codes_below_8_bits_convolve_as_the_same_codes_in_8_bits(offset: int, rng: np.random.Generator) -> None:
     def convolve(name: str, x: Any, w: Any, x_point: Any, w_point: Any) -> list[jax.Array]:

@@ -61,6 +61,7 @@ def test_an_empty_slice_among_others() -> None:
     assert jq.dynamic_quantize_linear(jnp.zeros((3, 0)), axis=1).y_scale.shape == (0,)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_length(rng: np.random.Generator, length: int) -> None:
     x = (rng.normal(size=length) * np.exp(rng.uniform(-3, 3))).astype(np.float32)
@@ -69,6 +70,7 @@ def test_every_length(rng: np.random.Generator, length: int) -> None:
     assert transforms.mismatches(tuple(jax.jit(jq.dynamic_quantize_linear)(x[None])), (want[0][None], *want[1:])) == 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_nan_anywhere(rng: np.random.Generator, length: int) -> None:
     """XLA:CPU loses it in long reductions, ONNX Runtime by its lane."""

@@ -48,6 +48,7 @@ def asked(a, b, scales, points, bias, **static: int) -> np.ndarray:
     return onnx_runtime.ask("MatMulNBits", (a, b, scales, points, None, bias), a.dtype, MICROSOFT, **static)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("k", "block"), SIZES)
 def test_beside_onnx_runtime(k: int, block: int, bits: int, rng: np.random.Generator) -> None:

@@ -41,6 +41,7 @@ def sharded(x: np.ndarray, axis: int, kind: AxisType = AxisType.Explicit) -> jax
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("axis", range(3))
 @pytest.mark.parametrize("name", list(SCALES))
@@ -58,6 +59,7 @@ def test_eight_devices_give_the_same_codes(rng: np.random.Generator, name: str, 
     assert transforms.mismatches(np.asarray(fake), text) == 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axis", range(3))
 @pytest.mark.parametrize("kept", [None, 0, 2])
 def test_eight_devices_find_the_same_range(rng: np.random.Generator, axis: int, kept: int | None) -> None:

@@ -38,6 +38,7 @@ def close(got: Any, want: np.ndarray, terms: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=float(np.abs(terms).sum() * 2.0**-20) + 1e-30)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("learned", [False, True], ids=["integer zero point", "float zero point"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint2", "int16"])

@@ -49,6 +49,7 @@ FORWARD: dict[str, tuple[Any, ...]] = {
 COSTLY = ("transposed", "signed, asymmetric", "blocks that do not divide")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, set(FORWARD) - set(COSTLY)))
 def test_results_are_those_of_dot_general(name: str, rng: np.random.Generator) -> None:
     """Bit for bit, in float32, bfloat16 and of unlike dtypes; differentiated or not."""
@@ -89,6 +90,7 @@ def test_a_batch_of_contractions(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(mine, his, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "case", ["int8, asymmetric and narrow", "int8, all codes", "uint4", "int16", "float8_e4m3fn", "nf4"]
 )
@@ -187,6 +189,7 @@ def test_halves_and_unlike_dtypes(rng: np.random.Generator, dtypes: tuple[str, s
     same(got, want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (1, 1), (7, 1), (1, 7), (3, 3), (2, 8), (5, 17), (31, 2)], ids=str)
 def test_masks_of_any_size(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     """Bits in bytes, the last ones not full, or nothing at all."""
@@ -228,6 +231,7 @@ def test_ranks_0_and_1(rng: np.random.Generator) -> None:
         same(*jax.jit(lambda a, b, s=sides, g=g, f=outer: both_ways(f, jnp.outer, (a, b), s, g))(a, b))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, scale_dtype=jnp.float16), QuantSpec(jnp.int2, power_of_two=True),
     QuantSpec(jnp.uint8, PerAxis(1)), QuantSpec(jnp.uint8, symmetric=True, narrow_range=False),

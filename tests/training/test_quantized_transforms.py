@@ -67,6 +67,7 @@ def test_a_cached_program_serves_every_choice_of_gradients(rng: np.random.Genera
     same(compiled(*at), want(x, w, SCALE, g)[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)], ids=str)
 def test_vmap(rng: np.random.Generator, axes: tuple[Any, ...]) -> None:
     """Of gradients, and gradients of a vmap, whose shared operands get the sum."""
@@ -135,6 +136,7 @@ KEPT: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(name: str, rng: np.random.Generator) -> None:
     """Of the activations' float32 bytes at most so much; of the weights a quarter; and the contraction is integer."""
