@@ -99,7 +99,7 @@ INDICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_an_index_picks_what_numpy_picks(rng: np.random.Generator, layout: str) -> None:
     q, want = made(rng, *LAYOUTS[layout])

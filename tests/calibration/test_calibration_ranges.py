@@ -149,6 +149,7 @@ def test_least_squared_error_of_other_scales(fixed_rng: np.random.Generator) -> 
         assert (chosen <= least * 1.05).all(), (spec, chosen, least)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int4"])
 def test_entropy_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> None:
     """Within one bin of the least divergence of all candidates, on the same histogram, or with a divergence as small

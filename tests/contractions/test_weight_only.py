@@ -88,6 +88,7 @@ def test_every_form(name: str, arrangement: str, rng: np.random.Generator) -> No
             assert find_error(multiply(x, q, arrangement), x, real) < LIMIT, (depth, rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
 def test_large_weights(arrangement: str, rng: np.random.Generator) -> None:
     """Weights that are contracted as digits, and weights that are cut into chunks."""

@@ -280,6 +280,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CONVOLUTIONS))
 def test_groups_of_channels_are_trained(rng: np.random.Generator, name: str) -> None:
     module = qnn.Conv(8, (3, 3), feature_group_count=4, **CONVOLUTIONS[name])

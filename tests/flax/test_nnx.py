@@ -282,6 +282,7 @@ def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
     same(own(image), y)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["observed", "learned", "draws"])
 def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str) -> None:
     """Of what is traced: it is read, and nothing of it is written."""

@@ -78,6 +78,7 @@ class Deep(nn.Module):
         return scan(Block(self.way, name="blocks"), x, None)[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [STATIC, LEARNED], ids=["observed", "learned"])
 def test_layers_under_scan(rng: np.random.Generator, way: Any) -> None:
     way = tuple(way.items())

@@ -273,6 +273,7 @@ def loops(op: Callable[..., jax.Array]) -> dict[str, Callable[..., Any]]:
 BY_DEFAULT = ("vmap of both", "scan of remat")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rest", mark_others_full([False, True], [False]), ids=["some", "rest"])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_under_transformations(rng: np.random.Generator, name: str, rest: bool) -> None:
@@ -306,6 +307,7 @@ def test_gradient_of_each_in_a_batch(rng: np.random.Generator, name: str) -> Non
             close(value, np.stack([np.asarray(r[name], np.float64) for r in rows]), 1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_value_beside_a_gradient_is_the_value(rng: np.random.Generator, name: str) -> None:
     op, parameters, x = operators(rng)[name]
