@@ -51,6 +51,7 @@ _SCHEMES: dict[str, dict[str, Any]] = {
 _ALL = ("static", "dynamic", "w8", "w4", "w4a8")
 _DENSE = (*_ALL, "w4/128", "w4/32", "nf4/64")
 _WEIGHT_ONLY = ("w8", "w4")
+_STATIC = ("static", "w4a8")  # their ranges are found by calibration
 
 
 class _Layer(NamedTuple):
@@ -124,7 +125,8 @@ def _serve_nnx(layer: _Layer, scheme: str, x: jax.Array) -> tuple[Call, Call, Ca
     name, sizes, arguments = layer.nnx
     plain = getattr(nnx, name)(*sizes, **arguments, rngs=nnx.Rngs(0))
     model = getattr(qnnx, name)(*sizes, **arguments, **_SCHEMES[scheme], rngs=nnx.Rngs(0))
-    qnnx.calibrate(model, [x])
+    if scheme in _STATIC:
+        qnnx.calibrate(model, [x])
     model.eval()
     return _jit_nnx(qnnx.convert(model), x), _jit_nnx(model, x), _jit_nnx(plain, x)
 
