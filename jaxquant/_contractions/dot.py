@@ -126,6 +126,7 @@ def _contract(
         return contract_weight_only(lhs, rhs, left, right, precision, preferred, out_sharding)
     for argument, q in (("lhs", lhs), ("rhs", rhs)):
         dot_integer.check_integer_array(function, argument, q)
+    lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
     return dot_integer.contract_integers(lhs, rhs, plan, preferred)
 

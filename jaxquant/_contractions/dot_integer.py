@@ -114,6 +114,18 @@ def _find_cut(
     return longest, length
 
 
+def fill_empty_entries(q: QuantizedArray, role: Role) -> QuantizedArray:
+    """Return q with one entry of scale and zero point along contracted dimensions of length 0, which have no blocks."""
+    empty = [axis for axis in role.contracted if q.shape[axis] == 0]
+    filled = {}
+    for name in ("scale", "zero_point"):
+        part = getattr(q, name)
+        if part is not None and any(part.shape[axis] == 0 for axis in empty):
+            shape = tuple(1 if axis in empty else n for axis, n in enumerate(part.shape))
+            filled[name] = jnp.ones(shape, part.dtype)
+    return q.replace(**filled) if filled else q
+
+
 def _find_runs(function: str, argument: str, q: QuantizedArray, axis: int, named_axis: int) -> list[int]:
     """Return how many indices of a contracted dimension share a scale, and how many share a zero point.
 

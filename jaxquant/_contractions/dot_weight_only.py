@@ -170,21 +170,22 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
     if not is_plain or 0 in (codes.size, x.size) or q.dtype != dtypes.FLOAT32:
         return contract_dequantized()
     rows = math.prod(x.shape[axis] for axis in x_role.free)
+
+    def contract_swapped() -> jax.Array:
+        y = contract_dequantized()
+        columns = len(role.free)
+        return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
+
     if rows == 1 and codes.size >= _FEWEST_FOR_ROW and scaled_rows.IS_VECTORIZED:
         terms = scaled_rows.find_terms(q, role)
         if terms is not None:
-            y = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
+            y, is_exact = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
-            return config.swap_sides(y.reshape(shape))
+            y = y.reshape(shape)
+            return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     if _planes.count_planes(codes, scale, zero_point) > 1:
         return _contract_planes(config, x, codes, scale, zero_point)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= _find_few_rows(q, role):
-
-        def contract_swapped() -> jax.Array:
-            y = contract_dequantized()
-            columns = len(role.free)
-            return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
-
         return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
     return contract_dequantized()
 

@@ -15,12 +15,14 @@ import numpy as np
 from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray
+from .._core import small_floats
 from ..integer.dot_general import Role, contract_roles
 from . import dot_integer
 
 _DIGITS = 6
 # The largest number of products that int32 holds: a digit is at most 2**7 and a code minus its zero point below 2**8.
 LIMIT = (2**31 - 1) // (2**7 * (2**8 - 1))
+_LEAST_SCALE = 2.0**-60
 # A row is scaled by a power of two so that its largest magnitude lies just below this, which four digits hold.
 _LARGEST = 127 * 2**24
 
@@ -39,7 +41,7 @@ def contract_digits(
         x_role: the role of each dimension of x; there are no batch dimensions.
         role: the role of each dimension of q.
         contract_dequantized: returns the same contraction in floats. It is used if a row contains an infinity, a NaN,
-            or numbers too small for the digits of their row.
+            or numbers too small for the digits of their row; or if a scale is not usual.
     """
     digits, unit, is_exact = _split_digits(x, x_role.contracted)
     free, contracted = (tuple(a + 1 for a in axes) for axes in (x_role.free, x_role.contracted))
@@ -50,9 +52,15 @@ def contract_digits(
         *(x.shape[a] for a in x_role.free), *(1 for _ in role.free)
     )
     scale = dot_integer.spread_outward(side.scale, role, len(x_role.free), 0)
-    # In this order no intermediate result overflows or underflows before the final one does.
+    # The sum of the digits is below 2**56, so its product with a usual scale is a normal number.
     y = (_add_digits(acc) * scale) * unit
-    return lax.cond(is_exact, lambda: y, contract_dequantized)
+    return lax.cond(is_exact & are_usual(q.scale), lambda: y, contract_dequantized)
+
+
+def are_usual(scale: jax.Array) -> jax.Array:
+    """Return whether no scale is so far from 1 that a product with it can overflow or be lost, and none is NaN."""
+    wide = small_floats.scale_as_float32(scale)
+    return jnp.all((wide >= np.float32(_LEAST_SCALE)) & (wide <= np.float32(1 / _LEAST_SCALE)))
 
 
 def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:

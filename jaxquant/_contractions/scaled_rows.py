@@ -22,6 +22,8 @@ from . import dot_integer, float_digits
 _TERMS = (32, 16, 8)
 # The selections that decode a codebook need registers too.
 _DECODED_TERMS = (16, 8)
+# Products of larger factors with usual scales, and their sums, are normal float32 numbers.
+_SMALLEST, _SMALLEST_LEVEL = 2.0**-40, 2.0**-20
 # Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 
@@ -29,7 +31,7 @@ IS_VECTORIZED = jax.__version_info__ >= (0, 12)
 def find_terms(q: QuantizedArray, role: Role) -> int | None:
     """Return how many rows one loop adds up, or None if the contraction does not have this form.
 
-    The rows of a loop must share their entries of scale and zero point.
+    The rows of a loop must share their entries of scale and zero point, and all blocks must have the same length.
 
     Args:
         q: an array of rank 2 or more with static dimensions.
@@ -44,13 +46,21 @@ def find_terms(q: QuantizedArray, role: Role) -> int | None:
             sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
             assert sizes is not None
             runs.append(sizes[0])
-    return next(
-        (n for n in (_TERMS if q.codebook is None else _DECODED_TERMS) if all(run % n == 0 for run in runs)), None
-    )
+    if any(q.shape[0] % run for run in runs):
+        return None
+    terms = _TERMS
+    if q.codebook is not None:
+        if not all(level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in q.codebook.levels):
+            return None
+        terms = _DECODED_TERMS
+    return next((n for n in terms if all(run % n == 0 for run in runs)), None)
 
 
-def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax.Array:
-    """Return the float32 contraction of a row with the first dimension of a quantized array.
+def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 contraction of a row with the first dimension of a quantized array, and whether it is exact.
+
+    It is not if the row or a scale has an infinity, a NaN, or numbers so far from 1 that a product could overflow, or
+    be lost as a subnormal number.
 
     Args:
         x: float32 [K].
@@ -59,7 +69,7 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
         terms: what `find_terms` returns.
 
     Returns:
-        float32 [...].
+        float32 [...]; a bool.
     """
     depth, kept = q.shape[0], q.shape[1:]
     columns = math.prod(kept)
@@ -67,7 +77,10 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
     point = None if q.zero_point is None else _spread_entries(q, q.zero_point.astype(jnp.int32), role, depth // terms)
     # The row is scaled to magnitudes of about 1: a product with a code must not overflow before the scale reduces it.
     factor, unit = float_digits.find_powers(jnp.max(jnp.abs(x)), 0)
-    factors = (x * factor).reshape(depth // terms, terms)
+    scaled = x * factor
+    size = jnp.abs(scaled)
+    is_exact = jnp.all((size <= 4) & ((size >= np.float32(_SMALLEST)) | (x == 0))) & float_digits.are_usual(q.scale)
+    factors = scaled.reshape(depth // terms, terms)
     matrix = q.codes.reshape(depth, columns)
     count = packed_codes.count_planes(matrix)
     groups = packed_codes.read_bytes(matrix).reshape(depth // terms, terms, -1)
@@ -87,7 +100,7 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> jax
         assert products is not None
         # The barrier keeps XLA from fusing this reduction with the loop of products.
         sums.append(jnp.sum(lax.optimization_barrier(products * plane_scale), axis=0))
-    return jnp.stack(sums, axis=-1).reshape(kept) * unit
+    return jnp.stack(sums, axis=-1).reshape(kept) * unit, is_exact
 
 
 def _spread_entries(q: QuantizedArray, part: jax.Array, role: Role, rows: int) -> jax.Array:

@@ -115,7 +115,7 @@ def contract_rows(x: Any, q: QuantizedArray) -> jax.Array:
     role = Role((), (1,), (0,))
     terms = scaled_rows.find_terms(q, role)
     assert terms is not None
-    return jnp.stack([scaled_rows.contract_row(row, q, role, terms) for row in x])
+    return jnp.stack([scaled_rows.contract_row(row, q, role, terms)[0] for row in x])
 
 
 @pytest.mark.parametrize("contract", [contract_digits, contract_rows], ids=["digits", "rows"])
@@ -167,6 +167,48 @@ def test_digits_at_their_bounds() -> None:
         exact = contract_digits(x, q)
         unit = largest * 2.0**-46
         assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint4, jq.nf4], ids=["int8", "uint4", "nf4"])
+def test_short_last_blocks(dtype: Any, rows: int, rng: np.random.Generator) -> None:
+    """The last block is shorter than the others, from the start or because of a slice."""
+    for depth, size, kept in ((160, 96, 160), (256, 64, 224), (384, 128, 352)):
+        w = rng.normal(size=(depth, 256)).astype(np.float32)
+        w[kept - kept % size :] *= 100
+        q = jq.quantize(w, QuantSpec(dtype, Blocked(0, size)))[:kept]
+        x = rng.normal(size=(rows, kept)).astype(np.float32)
+        assert find_error(jq.matmul(x, q), x, decode(q)) < LIMIT, (depth, size)
+
+
+@pytest.mark.parametrize(("depth", "rows"), [(64, 1), (2048, 1), (2048, 4)], ids=["one short row", "one row", "rows"])
+def test_unusual_scales_and_elements(depth: int, rows: int, rng: np.random.Generator) -> None:
+    """A product with an intermediate overflow or underflow, although the result is a normal number."""
+    codes = rng.integers(-127, 128, (depth, 1024)).astype(np.int8)
+    codes[0] = 0
+    for scale, largest in ((1e30, 1e-20), (1e26, 1.0), (1e36, 1e-10), (1e-37, 1e20), (1e-3, 1e-18)):
+        q = QuantizedArray(jnp.asarray(codes), jnp.full((1, 1024), scale, jnp.float32))
+        x = rng.uniform(0.5, 1, (rows, depth)).astype(np.float32) * np.float32(largest)
+        x[:, 0] = 1e20  # the codes of this element are 0
+        assert find_error(jq.matmul(x, q), x, decode(q)) < LIMIT, scale
+    scale = jnp.ones((1, 1024), jnp.float32).at[0, 5].set(jnp.inf)
+    y = np.asarray(jq.matmul(jnp.ones((rows, depth)), QuantizedArray(jnp.asarray(codes), scale)))
+    assert np.isnan(y[:, 5]).all()  # 0 times infinity, as in floats
+    assert np.isfinite(np.delete(y, 5, 1)).all()
+
+
+def test_codebooks_far_from_one(rng: np.random.Generator) -> None:
+    levels = (-1.0, 1e-30, 2e-30, 1.0)
+    codes = rng.integers(1, 3, (128, 512)).astype(np.uint8).astype(jnp.uint2)
+    q = QuantizedArray(jnp.asarray(codes), jnp.full((1, 512), 1e-4, jnp.float32), codebook=jq.Codebook("far", levels))
+    x = rng.uniform(1, 2, (1, 128)).astype(np.float32) * np.float32(1e20)
+    assert find_error(jq.matmul(x, q), x, decode(q)) < LIMIT
+
+
+def test_empty_contraction_with_blocks() -> None:
+    e = jq.quantize(jnp.zeros((2, 0)), QuantSpec(jnp.int8, Blocked(1, 8)))
+    y = jq.matmul(e, jq.quantize(jnp.zeros((0, 3)), QuantSpec(jnp.int8)))
+    np.testing.assert_array_equal(y, np.zeros((2, 3), np.float32))
 
 
 @pytest.mark.sample(3)
