@@ -46,8 +46,8 @@ def dot_general(
 
     If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
     error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
-    each float32 row becomes six rows of int8 digits, whose sums are exact. Larger operands are dequantized a chunk at a
-    time, never as a whole.
+    each float32 row becomes six rows of int8 digits, whose sums are exact. With more rows, a large quantized operand is
+    dequantized a chunk at a time.
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of any shape.

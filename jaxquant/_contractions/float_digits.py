@@ -22,6 +22,7 @@ from . import dot_integer
 _DIGITS = 6
 # The largest number of products that int32 holds: a digit is at most 2**7 and a code minus its zero point below 2**8.
 LIMIT = (2**31 - 1) // (2**7 * (2**8 - 1))
+# See `has_moderate_scales`.
 _LEAST_SCALE = 2.0**-60
 # A row is scaled by a power of two so that its largest magnitude lies just below this, which four digits hold.
 _LARGEST = 127 * 2**24
@@ -32,8 +33,8 @@ def contract_digits(
 ) -> jax.Array:
     """Return the float32 contraction of a float array with a quantized one, x on the left.
 
-    The sum over digits and codes is exact. The result is rounded about as often as there are digits, and never by the
-    order of a sum, so it does not depend on the other rows, on the number of threads or on a sharding.
+    The sum over digits and codes is exact. The result is rounded about as often as there are digits, and does not
+    depend on an order of summation, unless the call falls back to floats.
 
     Args:
         x: float32.
@@ -41,7 +42,7 @@ def contract_digits(
         x_role: the role of each dimension of x; there are no batch dimensions.
         role: the role of each dimension of q.
         contract_dequantized: returns the same contraction in floats. It is used if a row contains an infinity, a NaN,
-            or numbers too small for the digits of their row; or if a scale is not usual.
+            or numbers too small for the digits of their row; or if `has_moderate_scales` is False.
     """
     digits, unit, is_exact = _split_digits(x, x_role.contracted)
     free, contracted = (tuple(a + 1 for a in axes) for axes in (x_role.free, x_role.contracted))
@@ -52,13 +53,16 @@ def contract_digits(
         *(x.shape[a] for a in x_role.free), *(1 for _ in role.free)
     )
     scale = dot_integer.spread_outward(side.scale, role, len(x_role.free), 0)
-    # The sum of the digits is below 2**56, so its product with a usual scale is a normal number.
+    # The sum of the digits is below 2**56, so its product with a moderate scale is a normal number.
     y = (_add_digits(acc) * scale) * unit
-    return lax.cond(is_exact & are_usual(q.scale), lambda: y, contract_dequantized)
+    return lax.cond(is_exact & has_moderate_scales(q.scale), lambda: y, contract_dequantized)
 
 
-def are_usual(scale: jax.Array) -> jax.Array:
-    """Return whether no scale is so far from 1 that a product with it can overflow or be lost, and none is NaN."""
+def has_moderate_scales(scale: jax.Array) -> jax.Array:
+    """Return whether all scales lie between 2**-60 and 2**60, which excludes NaN and infinity.
+
+    With such scales no intermediate product overflows, or becomes a subnormal number, which XLA:CPU treats as 0.
+    """
     wide = small_floats.scale_as_float32(scale)
     return jnp.all((wide >= np.float32(_LEAST_SCALE)) & (wide <= np.float32(1 / _LEAST_SCALE)))
 

@@ -22,7 +22,8 @@ from . import dot_integer, float_digits
 _TERMS = (32, 16, 8)
 # The selections that decode a codebook need registers too.
 _DECODED_TERMS = (16, 8)
-# Products of larger factors with usual scales, and their sums, are normal float32 numbers.
+# If all elements of a row and all levels of a codebook are at least this large or 0, their products with moderate
+# scales are normal float32 numbers.
 _SMALLEST, _SMALLEST_LEVEL = 2.0**-40, 2.0**-20
 # Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
@@ -79,7 +80,9 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tup
     factor, unit = float_digits.find_powers(jnp.max(jnp.abs(x)), 0)
     scaled = x * factor
     size = jnp.abs(scaled)
-    is_exact = jnp.all((size <= 4) & ((size >= np.float32(_SMALLEST)) | (x == 0))) & float_digits.are_usual(q.scale)
+    is_exact = jnp.all((size <= 4) & ((size >= np.float32(_SMALLEST)) | (x == 0))) & float_digits.has_moderate_scales(
+        q.scale
+    )
     factors = scaled.reshape(depth // terms, terms)
     matrix = q.codes.reshape(depth, columns)
     count = packed_codes.count_planes(matrix)
