@@ -57,7 +57,7 @@ def keep_compiled_programs() -> None:
 
 keep_compiled_programs()
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
-# Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
+# In bytes: 1.5 GB. Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
 MEMORY_LIMIT = 3 * 2**29
 
 # Ignore what differs between machines: examples that failed in earlier runs, and the time to generate inputs.
@@ -111,7 +111,7 @@ def _free_after_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _free_above_limit() -> Iterator[None]:
-    """Free the programs of a module before its last test if they are more than a gigabyte."""
+    """Free the programs after any test at whose end the process holds more memory than MEMORY_LIMIT."""
     yield
     if read_resident_bytes() > MEMORY_LIMIT:
         free_compiled_programs()
