@@ -9,8 +9,10 @@ import argparse
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
+import random
 import re
 import sys
 from collections.abc import Sequence
@@ -73,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds", type=int, metavar="N", help="maximal number of rounds per row; default 200, quick 20"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: a smoke test")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="run N rows of each table at most, chosen by the variable JAXQUANT_SEED"
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures to this file")
     return parser
 
@@ -103,6 +108,9 @@ def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = [r for r in table.rows if options.only.search(r.name)]
     if options.quick:
         rows = _quick(rows)
+    if options.sample and options.sample < len(rows):
+        chosen = random.Random(os.environ.get("JAXQUANT_SEED", "0")).sample(range(len(rows)), options.sample)
+        rows = [rows[place] for place in sorted(chosen)]
     if rows:
         print(f"\n### {table.title}\n")
         _print_line(_head(opponents, throughput))

@@ -12,8 +12,8 @@ Set JAX_COMPILATION_CACHE_DIR to use another directory, or JAXQUANT_TEST_CACHE=0
 cannot be read or written makes the tests slower, but does not fail them.
 
 `pytest` runs a part of the largest matrices, with each operator, dtype, granularity and transform at least once. Of a
-test with the marker `sample(n)` it runs n cases, which the seed chooses. `pytest -m "full or not full"` runs
-everything.
+test with the marker `sample(n)` it runs n cases, which the seed chooses, and of the tests with the marker `slow` about
+half. `pytest -m "full or not full"` runs everything.
 """
 
 import collections
@@ -72,13 +72,16 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects the tests with the marker `full`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the seed of the property tests, and choose the default cases of tests with the marker `sample`."""
+    """Set the seed of the property tests, and choose what runs by default of the tests marked `sample` or `slow`."""
     cases = collections.defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hypothesis.is_hypothesis_test(item.function):
             hypothesis.seed(SEED)(item.function)
         if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
+        # By the name, so that the choice does not depend on which other tests were collected.
+        if item.get_closest_marker("slow") and zlib.crc32(f"{SEED} {item.nodeid}".encode()) % 2:
+            item.add_marker(pytest.mark.full)
     for name, group in cases.items():
         (count,) = group[0].get_closest_marker("sample").args
         order = np.random.default_rng([SEED, zlib.crc32(name.encode())]).permutation(len(group))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,7 @@ def tolerance(q: jq.QuantizedArray, steps: float) -> float:
     return steps * 2.0**-23
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data(), shapes, seeds)
 def test_half_a_step_at_most(data: st.DataObject, shape: tuple[int, ...], seed: int) -> None:
@@ -148,6 +150,7 @@ def indices(draw: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(items)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data(), arrays())
 def test_any_index_is_numpy_s(data: st.DataObject, made: tuple[jq.QuantizedArray, np.ndarray]) -> None:
@@ -164,6 +167,7 @@ def test_any_index_is_numpy_s(data: st.DataObject, made: tuple[jq.QuantizedArray
         assert transforms.mismatches(told(got[..., None]), picked[..., None]) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.data(), arrays())
 def test_shapes_commute_with_values(data: st.DataObject, made: tuple[jq.QuantizedArray, np.ndarray]) -> None:
@@ -193,6 +197,7 @@ def test_values_by_the_library(made: tuple[jq.QuantizedArray, np.ndarray]) -> No
     assert transforms.mismatches(np.asarray(q[..., ::-1].T.dequantize()), want[..., ::-1].T) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 5), min_size=2, max_size=3).map(tuple), seeds)
 def test_vmap_is_a_loop(data: st.DataObject, shape: tuple[int, ...], seed: int) -> None:

@@ -61,6 +61,7 @@ def layouts(draw: Any, shape: tuple[int, ...], size: int | None) -> tuple[int, .
     return tuple(counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(0, 2**32))
 def test_every_layout(data: st.DataObject, seed: int) -> None:

@@ -374,6 +374,7 @@ def test_refusals(row: tuple[str, Any, type[Exception], str]) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_packed_codes_are_picked_as_others(rng: np.random.Generator) -> None:
     codes = rng.integers(-8, 8, (6, 7)).astype(ml_dtypes.int4)
     scale = inputs.scales(rng, (6, 3), np.dtype(F32))

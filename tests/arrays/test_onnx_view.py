@@ -100,6 +100,7 @@ def test_onnx_runtime_reads_the_view(rng: np.random.Generator, name: str) -> Non
                 assert leaf == w
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_shapes(data: st.DataObject) -> None:

@@ -141,6 +141,7 @@ def test_what_builds_on_dynamic_ranges() -> None:
         np.testing.assert_allclose(y, flushed(np.asarray(fake)) * F32(1e10), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_learned_scales_start_above_zero() -> None:
     """1 for no range, and a normal number for one whose scale would be none."""
     spec, unsigned = QuantSpec("int8", PerAxis(0)), QuantSpec("uint8", PerAxis(0))

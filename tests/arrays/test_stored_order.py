@@ -119,6 +119,7 @@ def test_methods(method: str, axes: tuple[int, ...], rng: np.random.Generator) -
         assert_same(METHODS[method](stored), METHODS[method](q))
 
 
+@pytest.mark.slow
 def test_under_jit(rng: np.random.Generator) -> None:
     q, stored = make_pair(rng, SPECS["uint8 blocks, zero points"], (3, 8, 6), 1)
     known = {"a mask", "copies", "arrays", "iterate", "codes", "error"}
@@ -148,6 +149,7 @@ def test_small_shapes(shape: tuple[int, ...], rng: np.random.Generator) -> None:
         assert stored.store_last().stored_order is None
 
 
+@pytest.mark.slow
 def test_quantize_stores_last(rng: np.random.Generator) -> None:
     x = rng.normal(size=(2, 5, 7)).astype(F32)
     for name, spec in SPECS.items():
@@ -320,6 +322,7 @@ def test_contractions(name: str, rng: np.random.Generator) -> None:
             np.testing.assert_allclose(got, floats, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_are_contracted_in_order(rng: np.random.Generator) -> None:
     x = jq.quantize(rng.normal(size=(5, 100)).astype(F32), QuantSpec("uint8", Blocked(1, 32)))
     w, stored = make_pair(rng, QuantSpec("uint4", Blocked(0, 32)), (100, 7), 0)
@@ -331,6 +334,7 @@ def test_blocks_are_contracted_in_order(rng: np.random.Generator) -> None:
     assert_same(row @ stored, row @ long)
 
 
+@pytest.mark.slow
 def test_matmul_and_einsum(rng: np.random.Generator) -> None:
     spec = QuantSpec("int8", PerAxis(-1))
     for left, right in (((4, 6), (6, 5)), ((6,), (6, 5)), ((3, 4, 6), (6, 5)), ((3, 4, 6), (1, 6, 5)),
@@ -418,6 +422,7 @@ def test_saved_programs(rng: np.random.Generator) -> None:
     assert_same(export.deserialize(program.serialize()).call(x, stored), jq.matmul(x, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_shardings(kind: AxisType, rng: np.random.Generator) -> None:
     """The codes are placed as they are stored; results and their shardings are those of the logical order."""

@@ -100,6 +100,7 @@ def test_extremes_of_long_arrays(rng: np.random.Generator, shape: tuple[int, ...
         same(cal.merge(state, cal.update(cal.init(x), spoiled)).low, np.where(found, np.float32(np.nan), want[0]))
 
 
+@pytest.mark.slow
 def test_denormal_numbers_are_no_zeros() -> None:
     x = np.array([0, 1e-40, -3e-42], np.float32)
     assert [float(v[0]) for v in over(jq.minmax(INT4), x)] == [x[2], x[1]]

@@ -162,6 +162,7 @@ def test_a_bad_slice_spoils_no_other(rng: np.random.Generator) -> None:
         assert not np.isfinite(np.asarray(state.low) - np.asarray(state.high))[1, 0]
 
 
+@pytest.mark.slow
 def test_counts_beyond_32_bits(rng: np.random.Generator) -> None:
     """States merged with themselves until a slice has seen 2**45 elements; and summed over eight more."""
     cal = jq.percentile(SPEC, 90, bins=BINS)
@@ -214,6 +215,7 @@ def test_a_state_has_the_size_that_is_said() -> None:
         assert size < 50 * 2**20
 
 
+@pytest.mark.slow
 def test_sixty_four_bits_change_nothing() -> None:
     x = np.random.default_rng(3).normal(size=(3, 5)).astype(np.float32)
     spec = jq.QuantSpec("int8", jq.PerAxis(1))

@@ -124,6 +124,7 @@ def test_least_squared_error_is_brute_force_s(fixed_rng: np.random.Generator, ki
         assert (lo, hi) == (x.min(), x.max()) or found < grid
 
 
+@pytest.mark.slow
 def test_least_squared_error_of_other_scales(fixed_rng: np.random.Generator) -> None:
     """Scales of few bits, 16-bit codes, and slices of their own: none worse than minmax."""
     x = (fixed_rng.standard_t(3, size=(3, 2000)) * np.exp(fixed_rng.uniform(-9, 9, (3, 1)))).astype(np.float32)
@@ -180,6 +181,7 @@ def theirs(method: str, x: np.ndarray, symmetric: bool, bins: int, percentile: f
     return float(low), float(high)
 
 
+@pytest.mark.slow
 def test_side_by_side_with_onnx_runtime(fixed_rng: np.random.Generator) -> None:
     """minmax the same; percentiles within a bin of each; entropy, whose details differ, within a factor of 2."""
     data = {

@@ -127,6 +127,7 @@ class Cell(nn.RNNCellBase):
         return 1
 
 
+@pytest.mark.slow
 def test_the_time_steps_of_a_recurrent_layer(fixed_rng: np.random.Generator) -> None:
     """Each is a batch, and the first hidden state is 0: after one pass it may not hold the range down."""
     x = jnp.asarray(fixed_rng.normal(size=(5, 8, 16, 12)), F32)  # five batches of 8 sequences of 16 steps

@@ -124,6 +124,7 @@ def is_plain(leaf: Any) -> bool:
     return np.asarray(leaf).dtype.isbuiltin == 1
 
 
+@pytest.mark.slow
 def test_arrays_that_every_library_knows(rng: np.random.Generator) -> None:
     made = arrays(rng)
     for name, q in made.items():

@@ -299,6 +299,7 @@ def test_bad_input_of_matmul_is_named() -> None:
         jq.matmul(Q, jnp.float32(1))
 
 
+@pytest.mark.slow
 def test_granularities_reach_the_contraction(rng: np.random.Generator) -> None:
     """From specs to the product, under PerTensor, PerAxis and Blocked on both sides: near the float64 product."""
     x, w = rng.normal(size=(8, 130)).astype(np.float32), rng.normal(size=(130, 9)).astype(np.float32)

@@ -100,6 +100,7 @@ def test_a_named_sharding_needs_no_mesh_around_it(rng: np.random.Generator) -> N
         assert spec_of(got) == (None, "d")
 
 
+@pytest.mark.slow
 def test_two_mesh_axes(rng: np.random.Generator) -> None:
     """Rows on one and columns on the other need no out_sharding; then batches, vectors and contracted pairs."""
     mesh = mesh_of(4, 2)

@@ -330,6 +330,7 @@ def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
             assert find_error(exported.call(x), x, decode(q)) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the forms are those of a CPU")
 def test_programs(rng: np.random.Generator) -> None:
     """A few rows are contracted in int8, and no float copy of large weights is made, nor stored for a gradient."""

@@ -252,6 +252,7 @@ def test_what_cannot_be_calibrated() -> None:
         qnnx.calibrate(converted, [batch])
 
 
+@pytest.mark.slow
 def test_attention_that_cannot_be_converted_is_refused_first() -> None:
     x = jnp.ones((1, 2, 4))
     dot = qflax.dot_general(W, A)
@@ -272,6 +273,7 @@ def test_attention_that_cannot_be_converted_is_refused_first() -> None:
         qflax.convert(attention, variables)
 
 
+@pytest.mark.slow
 def test_missing_ranges_are_found_before_jit_hides_them() -> None:
     batch, module, model = draw_batches(1)[0], Net(), Model()
     variables = module.init(jax.random.key(0), batch)

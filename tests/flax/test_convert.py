@@ -148,6 +148,7 @@ BY_DEFAULT = [("int2, learned", False), ("int8", True)]
 NAMES = ["dense", "dense, learned", "conv", "conv, learned"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "is_convolutional"), mark_others_full(MODELS, BY_DEFAULT), ids=NAMES)
 def test_no_code_differs(name: str, is_convolutional: bool) -> None:
     module = Net(tuple(WAYS[name].items()), is_convolutional)
@@ -203,6 +204,7 @@ def mixed() -> tuple[Any, Any, Any, Any]:
     return module, variables, qflax.convert(module, variables), tokens
 
 
+@pytest.mark.slow
 def test_no_float_kernel_is_left() -> None:
     module, variables, serving, tokens = mixed()
     quantized = [q for q in jax.tree.leaves(serving, is_leaf=lambda v: isinstance(v, jq.QuantizedArray))
@@ -303,6 +305,7 @@ class Normalized(nn.Module):
         return nn.BatchNorm(use_running_average=True, name="norm", epsilon=1e-3)(x)
 
 
+@pytest.mark.slow
 def test_a_folded_normalisation(fixed_rng: np.random.Generator) -> None:
     x = jnp.asarray(fixed_rng.normal(size=(4, 6, 6, 3)), F32)
     variables = jax.jit(Normalized().init)(jax.random.key(0), x)

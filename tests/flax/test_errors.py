@@ -315,6 +315,7 @@ def test_what_cannot_be_shipped() -> None:
         qnn.Dense(4, weight_spec=W).apply(serving, x)
 
 
+@pytest.mark.slow
 def test_variables_of_another_spec() -> None:
     """What changes a number is an error until a mutable call has seen it; what changes none is not."""
     _, variables, serving = trained()

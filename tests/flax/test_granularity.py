@@ -127,6 +127,7 @@ def test_a_scale_per_token_at_any_rank() -> None:
     np.testing.assert_array_equal(layer.apply(serving, x), np.stack(rows).reshape(2, 5, 3))
 
 
+@pytest.mark.slow
 def test_static_ranges_fit_every_batch() -> None:
     text = r"activation_spec: expected PerTensor\(\), PerFeature\(\), or activation_range=Dynamic\(\)"
     for granularity in (jq.PerAxis(0), jq.PerAxis((0, 1)), jq.PerToken(), jq.Blocked(-1, 2)):
@@ -176,6 +177,7 @@ def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
     np.testing.assert_array_equal(qnnx.convert(model)(x), model(x))
 
 
+@pytest.mark.slow
 def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
     """Another activation spec or range source: a different number, which no array would tell."""
     x = draw(2, 4)

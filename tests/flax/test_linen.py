@@ -214,6 +214,7 @@ def test_dynamic_ranges_are_found_at_each_call(rng: np.random.Generator, name: s
     np.testing.assert_array_equal(y, want + serving["params"]["bias"][None])
 
 
+@pytest.mark.slow
 def test_learned_scales_start_from_the_checkpoint(fixed_rng: np.random.Generator) -> None:
     x = jnp.asarray(fixed_rng.uniform(0, 3, (5, 6)), F32)
     source: dict[str, Any] = {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
@@ -252,6 +253,7 @@ class Tied(nn.Module):
         return table.attend(again(nn.relu(again(table(tokens)))))
 
 
+@pytest.mark.slow
 def test_weights_that_are_used_twice(fixed_rng: np.random.Generator) -> None:
     module, tokens = Tied(), jnp.asarray(fixed_rng.integers(0, 11, (3, 4)), jnp.int32)
     params = jax.jit(module.init)(jax.random.key(1), tokens)

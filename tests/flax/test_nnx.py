@@ -105,6 +105,7 @@ def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str)
     same(twin.apply(constants, x), y)
 
 
+@pytest.mark.slow
 def test_embed_and_attend(rng: np.random.Generator) -> None:
     specs: Any = {"weight_spec": jq.QuantSpec("int8", jq.PerAxis(0)), "activation_spec": A}  # a scale for each row
     for rows, dtype in ((7, None), (1, BF16)):
@@ -165,6 +166,7 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
     assert batches(block.layer) == 5
 
 
+@pytest.mark.slow
 def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
     for calibrator in (functools.partial(jq.mse, bins=64), functools.partial(jq.moving_average, decay=0.5)):
         layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(calibrator), rngs=rngs(rng))
@@ -220,6 +222,7 @@ def test_dynamic_ranges_have_no_variables(rng: np.random.Generator) -> None:
     same(qnnx.convert(layer)(x), wanted)
 
 
+@pytest.mark.slow
 def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> None:
     learned: Any = {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())}
 
@@ -258,6 +261,7 @@ def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> No
     same(net.first(x), twin.apply({"params": params, "scales": {"DotGeneral_0": shaped}}, x))
 
 
+@pytest.mark.slow
 def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
     made = rngs(rng)
     dot, out = (qnnx.dot_general(W, A) for _ in range(2))

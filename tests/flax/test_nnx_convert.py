@@ -105,6 +105,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_others_full(MODELS, ("dense",)))
 def test_no_code_differs(name: str) -> None:
     net = Net(MODELS[name])
@@ -174,6 +175,7 @@ def same(got: Any, want: Any) -> None:
     assert [v.dtype for v in jax.tree.leaves(got)] == [v.dtype for v in jax.tree.leaves(want)]
 
 
+@pytest.mark.slow
 def test_no_float_kernel_is_left() -> None:
     model, serving = mixed()
     assert isinstance(serving, Mixed)

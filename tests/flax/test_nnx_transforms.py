@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -52,6 +53,7 @@ def loss(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((model(x) - 1) ** 2)
 
 
+@pytest.mark.slow
 def test_an_optimizer_moves_parameters_and_scales(fixed_rng: np.random.Generator) -> None:
     model, x = Block(nnx.Rngs(0), LEARNED), drawn(fixed_rng, 6, 6)
     qnnx.start(model, x)
@@ -106,6 +108,7 @@ def test_the_functional_form(rng: np.random.Generator) -> None:
     same(shapes.eval() or shapes(x), model.eval() or model(x))
 
 
+@pytest.mark.slow
 def test_scan_over_layers(rng: np.random.Generator) -> None:
     depth, x = 3, drawn(rng, 6, 6)
 
@@ -154,6 +157,7 @@ def test_scan_over_layers(rng: np.random.Generator) -> None:
     same(run(serving, x), run(stack, x))
 
 
+@pytest.mark.slow
 def test_remat_keeps_codes(rng: np.random.Generator) -> None:
     model, x = nnx.List([Block(nnx.Rngs(0)), Block(nnx.Rngs(1))]), drawn(rng, 6, 6)
 
@@ -184,6 +188,7 @@ def test_remat_keeps_codes(rng: np.random.Generator) -> None:
     assert kept(jq.save_codes).count(jnp.float32) < kept(None).count(jnp.float32)
 
 
+@pytest.mark.slow
 def test_vmap_over_models_and_over_examples(rng: np.random.Generator) -> None:
     x = drawn(rng, 2, 5, 4)
 
@@ -206,6 +211,7 @@ def test_vmap_over_models_and_over_examples(rng: np.random.Generator) -> None:
     same(nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(one, x), one(x))
 
 
+@pytest.mark.slow
 def test_a_backward_pass_in_integers_draws_from_the_rngs(fixed_rng: np.random.Generator) -> None:
     backward = jq.Int8Backward(stochastic_rounding=True)
     layer = qnnx.Linear(16, 5, **OBSERVED, backward=backward, rngs=nnx.Rngs(0, rounding=int(fixed_rng.integers(2**31))))
@@ -227,6 +233,7 @@ def test_a_backward_pass_in_integers_draws_from_the_rngs(fixed_rng: np.random.Ge
     assert qnnx.convert(layer).dot_general.rngs is None
 
 
+@pytest.mark.slow
 def test_partitioned_kernels(rng: np.random.Generator) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
@@ -254,6 +261,7 @@ def test_partitioned_kernels(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(serving, x), y, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_shardings_in_types(rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))

@@ -72,6 +72,7 @@ def test_the_kernel_stays_on_its_device() -> None:
     assert _quantize_padded.quantize_kernel(kernel, SPECS["int8 per feature"], ()).codes.devices() == {device}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels are padded on a CPU")
 def test_kernels_of_many_shapes_share_a_program() -> None:
     class Layers(nn.Module):

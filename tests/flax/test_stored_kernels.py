@@ -152,6 +152,7 @@ def convert_network() -> tuple[Any, Any, Any, Any]:
     return module, variables, qflax.convert(module, variables), tokens
 
 
+@pytest.mark.slow
 def test_stacked_layers_and_tables() -> None:
     module, variables, serving, tokens = convert_network()
     params = serving["params"]

@@ -110,6 +110,7 @@ def test_layers_under_scan(rng: np.random.Generator, way: Any) -> None:
             )
 
 
+@pytest.mark.slow
 def test_ensembles_and_batches(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(5, 4, 8)), F32)
     alike: Any = None
@@ -148,6 +149,7 @@ class Network(nn.Module):
         return (nn.remat(body, policy=jq.save_codes) if self.is_saving else body)(self, x)
 
 
+@pytest.mark.slow
 def test_what_is_kept_for_the_way_back(rng: np.random.Generator) -> None:
     """Eight bits for each activation and one for its mask, not thirty-two and thirty-two."""
     x = jnp.asarray(rng.normal(size=(2048, 64)), F32)
@@ -190,6 +192,7 @@ class Sharded(nn.Module):
         return qnn.Dense(8, kernel_init=partitioned(("model", None)), name="down", **way)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", mark_others_full([STATIC, LEARNED], [LEARNED]), ids=["observed", "learned"])
 def test_partitioned_kernels_have_partitioned_codes(rng: np.random.Generator, way: Any) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -284,6 +287,7 @@ class Attention(nn.Module):
         return nn.Dense(8, dot_general=dot, promote_dtype=promote, name="last")(x)
 
 
+@pytest.mark.slow
 def test_flax_s_own_layers_are_given_the_contraction(fixed_rng: np.random.Generator) -> None:
     x = jnp.asarray(fixed_rng.normal(size=(2, 4, 8)), F32)
     variables = fed(Attention(), x)

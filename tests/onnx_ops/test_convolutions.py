@@ -120,6 +120,7 @@ def test_parameters_of_one_element(rng: np.random.Generator) -> None:
         same(jq.qlinear_conv(*args[:-1]), contraction_text.qlinear_conv(*args[:-1]))
 
 
+@pytest.mark.slow
 def test_vmap_over_any_of_the_arguments(rng: np.random.Generator) -> None:
     args: tuple[Any, ...] = (integers(rng, "uint8", (3, 2, 3, 6, 5)), integers(rng, "int8", (3, 4, 3, 3, 2)))
     args = (*args, point(rng, "uint8", (3,)), point(rng, "int8", (3, 4)))

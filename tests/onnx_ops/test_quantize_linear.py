@@ -115,6 +115,7 @@ def test_scales_that_are_no_scales(scale: float, name: str) -> None:
     np.testing.assert_array_equal(jq.quantize_linear(*args), want)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_shape_any_granularity(data: st.DataObject) -> None:

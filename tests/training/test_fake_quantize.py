@@ -132,6 +132,7 @@ def test_under_transforms(rng: np.random.Generator, case: str, transform: str) -
     assert transforms.mismatches(got, np.stack(want)) == 0
 
 
+@pytest.mark.slow
 def test_ways_to_write_a_scale(rng: np.random.Generator) -> None:
     """A number, a scalar, one element, 1 in places of the shape, an int for a zero point, numpy and JAX."""
     x = rng.normal(size=SHAPE).astype(F32)

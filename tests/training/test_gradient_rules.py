@@ -264,6 +264,7 @@ def test_where_to_start(rng: np.random.Generator, case: str) -> None:
     assert np.isfinite(y).all()
 
 
+@pytest.mark.slow
 def test_where_to_start_with_an_offset(fixed_rng: np.random.Generator) -> None:
     """The range of least squared error: better than the whole range, and the same that `mse` finds."""
     spec = spec_of("uint4")

@@ -180,6 +180,7 @@ def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
             np.testing.assert_allclose(np.asarray(mine, F32), np.asarray(theirs, F32), rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_every_rule(rng: np.random.Generator) -> None:
     """Operands, scales of features and a learned zero point through a depthwise convolution, saturated in places."""
     left, right, strides, padding, rest = CASES["depthwise"]
@@ -259,6 +260,7 @@ def test_a_program_does_not_grow_with_the_image() -> None:
     assert equations(100) <= equations(30)  # both small enough for `barriers.split_small_fusion`
 
 
+@pytest.mark.slow
 def test_transforms(rng: np.random.Generator) -> None:
     """vmap of gradients, a batch over eight devices: what a loop and what one device gives; codes are what is kept."""
     left, right, strides, padding = (8, 6, 6, 4), (3, 3, 4, 5), (2, 1), "SAME"

@@ -131,6 +131,7 @@ def test_cotangents_by_formula(rng: np.random.Generator, case: str) -> None:
             assert (np.abs(dw - np.einsum("abi,abj->ij", y.astype(np.float64), g)) <= tolerance).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [U8, QuantSpec(jnp.int8, PerAxis(0))], ids=str)
 def test_every_rule_on_both_sides(fixed_rng: np.random.Generator, spec: QuantSpec) -> None:
     """The codes give back what `fake_quantize` of each side gives: operands, scales, zero points; the same draws."""

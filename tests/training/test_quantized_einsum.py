@@ -61,6 +61,7 @@ def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max(initial=0))
 
 
+@pytest.mark.slow
 def test_dtypes(rng: np.random.Generator) -> None:
     """Of halves, of unlike dtypes, of a dtype that is asked for: results to the bit, cotangents of their operands'."""
     x, w = rng.normal(size=(4, 9)).astype(F32), rng.normal(size=(9, 3)).astype(F32)
@@ -76,6 +77,7 @@ def test_dtypes(rng: np.random.Generator) -> None:
         assert [d.dtype for d in pull(y)] == [left, right]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subscripts", ["qd,kd->kq", "qd,kd,kd->q"])
 def test_every_rule_on_every_operand(rng: np.random.Generator, subscripts: str) -> None:
     """Operands, scales and a learned zero point, saturated in places, on numbers that float32 does not round."""

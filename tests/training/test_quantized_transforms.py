@@ -53,6 +53,7 @@ def want(x: Any, w: Any, scale: Any, g: Any) -> tuple[Any, Any]:
     return y, back(g)
 
 
+@pytest.mark.slow
 def test_a_cached_program_serves_every_choice_of_gradients(rng: np.random.Generator) -> None:
     """What one call keeps for the way back must not be what another, differentiated otherwise, finds in the cache."""
     x, w, g = problem(rng)
@@ -100,6 +101,7 @@ def layers(x: Any, ws: Any, scales: Any, policy: Any = None) -> jax.Array:
     return (lax.scan(body, x, (ws, scales))[0] ** 2).sum()
 
 
+@pytest.mark.slow
 def test_scan_and_checkpoint(rng: np.random.Generator) -> None:
     """A loop over layers, a scan and a scan that computes again: the same gradients, of all of it or of a part."""
     x = jnp.asarray(rng.normal(size=(16, 24)).astype(F32))
@@ -257,6 +259,7 @@ def test_explicit_shardings(rng: np.random.Generator) -> None:
     same(got[1][:2], exact[1][:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", mark_others_full([False, True], [False]))
 def test_keys_of_both_kinds(fixed_rng: np.random.Generator, raw: bool) -> None:
     """A batch of keys under vmap draws as each alone does."""
