@@ -91,7 +91,7 @@ def test_a_row_of_many_magnitudes(name: str, exponent: int, rng: np.random.Gener
         if not -120 < exponent + scale_exponent < 120:
             continue
         scale = (rng.uniform(1, 2, (1, columns)) * 2.0**scale_exponent).astype(np.float32)
-        book = {"codebook": jq.nf4} if name == "nf4" else {}
+        book: dict[str, Any] = {"codebook": jq.nf4} if name == "nf4" else {}
         q = QuantizedArray(jnp.asarray(codes, jnp.uint4 if book else jnp.int8), jnp.asarray(scale), **book)
         x = (rng.uniform(1, 2, (1, depth)) * 2.0**exponent).astype(np.float32)
         x[0, ::7] *= np.float32(2.0**-3)
