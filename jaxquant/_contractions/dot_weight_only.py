@@ -114,10 +114,10 @@ class _Config(NamedTuple):
             assert axis is not None
             q = self.unflatten(codes, scale, zero_point)
             # Chunks end where blocks end, so an entry belongs to one chunk.
-            scale, zero_point = (
-                part if part is None or part.shape[axis] == 1 else chunk.take(part, axis, _find_run(q, part, axis))
-                for part in (scale, zero_point)
-            )
+            if scale.shape[axis] != 1:
+                scale = chunk.take(scale, axis, _find_run(q, scale, axis))
+            if zero_point is not None and zero_point.shape[axis] != 1:
+                zero_point = chunk.take(zero_point, axis, _find_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
         return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point))
 
