@@ -207,10 +207,15 @@ def _contract_plain(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
 ) -> jax.Array:
     axis = 2 if transposed else 1
-    row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, dtype=jnp.int32)[:, :, None]
-    column_sums = None if lhs_steps is None else jnp.sum(rhs, axis=axis, dtype=jnp.int32)[:, None, :]
+    row_sums = None if rhs_steps is None else lax.expand_dims(_sum_axis(lhs, 2), (2,))
+    column_sums = None if lhs_steps is None else lax.expand_dims(_sum_axis(rhs, axis), (1,))
     acc = _multiply(lhs, rhs, transposed)
     return _correct_product(acc, row_sums, column_sums, lhs_steps, rhs_steps, lhs.shape[2])
+
+
+def _sum_axis(x: jax.Array, axis: int) -> jax.Array:
+    """Return the int32 sum of int8 along an axis; `jnp.sum` and indexing are slower to trace."""
+    return lax.reduce(lax.convert_element_type(x, jnp.int32), np.int32(0), lax.add, (axis,))
 
 
 def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
