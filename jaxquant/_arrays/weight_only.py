@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._core import barriers
+from .._core import barriers, dtypes
 
 # The number of dequantized float32 weights that stay in the cache until the contraction reads them, and the largest
 # number of chunks, which is limited because the program contains the operations of every chunk.
@@ -34,6 +35,22 @@ class Cut(NamedTuple):
     axis: int | None
 
 
+class Chunk(NamedTuple):
+    """A chunk of the weights of a contraction: the indices from `start` on along the dimension that is cut."""
+
+    start: int
+    length: int
+
+    def take(self, part: jax.Array, axis: int, size: int = 1) -> jax.Array:
+        """Return the part of an array that belongs to the chunk, where each entry belongs to `size` indices."""
+        first, count = self.start // size, -(-self.length // size)
+        if axis == part.ndim - 1 and dtypes.find_width(part.dtype) < 8:  # a byte holds several of these codes
+            return lax.slice_in_dim(part, first, first + count, axis=axis)
+        # The barrier hides the index from XLA, so that the loops over chunks of the same length are the same program,
+        # which XLA:CPU compiles once.
+        return lax.dynamic_slice_in_dim(part, lax.optimization_barrier(np.int32(first)), count, axis)
+
+
 class WeightOnly(Protocol):
     """The parts in which weight-only contractions differ; it must be hashable, because it is a static argument."""
 
@@ -41,7 +58,7 @@ class WeightOnly(Protocol):
         """Return the float32 product in the form that a CPU runs fast."""
         ...
 
-    def plan_cut(self, codes: jax.Array) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
         """Return how the weights are cut into chunks."""
         ...
 
@@ -49,14 +66,15 @@ class WeightOnly(Protocol):
         """Return the float operand in the form that `contract_chunk` takes."""
         ...
 
-    def select_operand(self, x: Any, chunk: slice) -> Any:
+    def select_operand(self, x: Any, chunk: Chunk) -> Any:
         """Return the part of an arranged operand that one chunk of the weights is multiplied with."""
         ...
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Callable[[jax.Array], jax.Array]
-    ) -> Any:
-        """Return the dequantized weights of one chunk, with `wait` applied to its scale."""
+        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None,
+        wait: Callable[[jax.Array], jax.Array],
+    ) -> Any:  # fmt: skip
+        """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
         ...
 
     def contract_chunk(self, x: Any, weights: Any) -> jax.Array:
@@ -101,7 +119,7 @@ def contract_at_once(
     config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, which are all dequantized at once."""
-    weights = config.dequantize_chunk(codes, scale, zero_point, slice(None), lambda scale: scale)
+    weights = config.dequantize_chunk(codes, scale, zero_point, None, lambda scale: scale)
     return config.contract_chunk(config.arrange_operand(x), weights)
 
 
@@ -109,7 +127,7 @@ def contract_in_chunks(
     config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
-    length, width, divisor, axis = config.plan_cut(codes)
+    length, width, divisor, axis = config.plan_cut(codes, scale, zero_point)
     rows = max(CHUNK // width, -(-length // _CHUNKS), 1)
     rows = -(-rows // divisor) * divisor
     # Every chunk reads the float operand. The barrier makes XLA arrange it only once, before the first chunk.
@@ -117,7 +135,7 @@ def contract_in_chunks(
     products: list[jax.Array] = []
     for start in range(0, length, rows):
         wait = functools.partial(_delay_scale, done=products[-1] if products else None)
-        chunk = slice(start, min(start + rows, length))
+        chunk = Chunk(start, min(rows, length - start))
         weights = config.dequantize_chunk(codes, scale, zero_point, chunk, wait)
         # The barrier keeps XLA from fusing the dequantization into the contraction, whose fast kernel reads its
         # operands from memory.

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from .._arrays import indexing, quantized_array, weight_only
+from .._arrays import quantized_array, weight_only
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.weight_only import Cut
-from .._core import dtypes, rounding, sharding
+from .._arrays.weight_only import Chunk, Cut
+from .._core import dtypes, granularity, rounding, sharding
 from ..integer import _layout, _operands, _planes
 from ..integer.dot_general import Role
 from . import float_digits, scaled_rows
@@ -81,12 +81,14 @@ class _Config(NamedTuple):
             return 0
         return max(self.role.free, key=lambda a: codes.shape[a], default=None)
 
-    def plan_cut(self, codes: jax.Array) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
         """Return how the codes are cut into chunks, which end where blocks end."""
         axis = self.find_axis(codes)
         assert axis is not None
         length, width = codes.shape[axis], codes.size // codes.shape[axis]
-        divisor = self.unflatten(codes, None, None).block_size or 1
+        q = self.unflatten(codes, scale, zero_point)
+        runs = [_find_run(q, part, axis) for part in (scale, zero_point) if part is not None and part.shape[axis] != 1]
+        divisor = math.lcm(*runs)
         if self.cuts_contracted:
             return Cut(length, width, divisor, None)
         # The product has the batch dimensions, then the free dimensions of lhs, then those of rhs.
@@ -97,22 +99,27 @@ class _Config(NamedTuple):
         """Return the float operand unchanged."""
         return x
 
-    def select_operand(self, x: jax.Array, chunk: slice) -> jax.Array:
+    def select_operand(self, x: jax.Array, chunk: Chunk) -> jax.Array:
         """Return the part of the float operand that one chunk of the weights is multiplied with."""
         if not self.cuts_contracted:
             return x
-        return lax.slice_in_dim(x, chunk.start, chunk.stop, axis=self.x_role.contracted[0])
+        return chunk.take(x, self.x_role.contracted[0])
 
-    def dequantize_chunk(self, codes: jax.Array, scale: Any, zero_point: Any, chunk: slice, wait: Any) -> jax.Array:
-        """Return the dequantized weights of one chunk, with `wait` applied to its scale."""
-        q = self.unflatten(codes, scale, zero_point)
-        if chunk != slice(None):
+    def dequantize_chunk(
+        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None, wait: Any
+    ) -> jax.Array:
+        """Return the dequantized weights of one chunk, with `wait` applied to its scale; None is all of them."""
+        if chunk is not None:
             axis = self.find_axis(codes)
             assert axis is not None
-            # Indexing also selects the entries of the scale and zero point that belong to the chunk.
-            q = indexing.index_array(q, (slice(None),) * axis + (chunk,))
-            q = q.replace(scale=wait(q.scale))
-        return quantized_array.dequantize_checked(q)
+            q = self.unflatten(codes, scale, zero_point)
+            # Chunks end where blocks end, so an entry belongs to one chunk.
+            if scale.shape[axis] != 1:
+                scale = chunk.take(scale, axis, _find_run(q, scale, axis))
+            if zero_point is not None and zero_point.shape[axis] != 1:
+                zero_point = chunk.take(zero_point, axis, _find_run(q, zero_point, axis))
+            codes, scale = chunk.take(codes, axis), wait(scale)
+        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point))
 
     def contract_chunk(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the product in float32, whatever dtype the operands have."""
@@ -223,6 +230,13 @@ def _find_few_rows(q: QuantizedArray, role: Role) -> int:
     """Return the largest number of rows that are contracted as digits."""
     is_last = not _layout.is_moving((*role.free, *role.contracted), q.shape)
     return _FEW_ROWS_LAST if is_last else _FEW_ROWS
+
+
+def _find_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:
+    """Return how many indices of a dimension share an entry of the scale or the zero point."""
+    sizes = granularity.Aligned(q.block_size).sizes(part.shape, q.shape)
+    assert sizes is not None
+    return sizes[axis]
 
 
 def _is_static(shape: tuple[Any, ...]) -> bool:

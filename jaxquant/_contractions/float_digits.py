@@ -63,8 +63,15 @@ def has_moderate_scales(scale: jax.Array) -> jax.Array:
 
     With such scales no intermediate product overflows, or becomes a subnormal number, which XLA:CPU treats as 0.
     """
+    return find_least_scale(scale) > 0
+
+
+def find_least_scale(scale: jax.Array) -> jax.Array:
+    """Return the least of the scales, a float32 scalar, or 0 if not all lie between 2**-60 and 2**60."""
     wide = small_floats.scale_as_float32(scale)
-    return jnp.all((wide >= np.float32(_LEAST_SCALE)) & (wide <= np.float32(1 / _LEAST_SCALE)))
+    is_moderate = (wide >= np.float32(_LEAST_SCALE)) & (wide <= np.float32(1 / _LEAST_SCALE))
+    # XLA:CPU reduces floats in one call of a library, but booleans, as in `jnp.all`, in several loops.
+    return jnp.min(jnp.where(is_moderate, wide, np.float32(0)))
 
 
 def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -84,7 +91,8 @@ def _split_digits(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array,
     whole, rest = whole + carries.astype(jnp.float32), rest - carries.astype(jnp.float32)
     size = jnp.abs(scaled)
     # The unit of the last digit is 2**-16, so a number of 4 or more has a relative error of at most 2**-19.
-    is_exact = jnp.all((size <= np.float32(_LARGEST)) & ((size >= 4) | (x == 0)))
+    is_fine = (size <= np.float32(_LARGEST)) & ((size >= 4) | (x == 0))
+    is_exact = jnp.min(is_fine.astype(jnp.float32)) > 0
     # Adding 0x80 to each byte turns bytes from 0 to 255 into digits from -128 to 127, with the carries between them.
     high = lax.convert_element_type(whole, jnp.int32) + np.int32(0x80808080 - 2**32)
     low = lax.convert_element_type(lax.round(rest * np.float32(2**16)), jnp.int32) + np.int32(0x8080)

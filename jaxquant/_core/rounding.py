@@ -26,30 +26,34 @@ _MAGIC_BITS = int(_MAGIC.view(np.int32))
 _NAN_WRAP = 0x80000000 - 0x7FC00000 + 2**16
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to_dtype(value: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return float32 values rounded half to even to a float dtype, but stored as float32.
 
     `value.astype(dtype).astype(float32)` does not round reliably, because XLA removes a pair of conversions.
     """
+    # float32 values need no function with a derivative rule, which would take longer to trace than an operation.
+    return _round_to_half(value, dtype) if dtype in (dtypes.BFLOAT16, dtypes.FLOAT16) else value
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _round_to_half(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return float32 values rounded to bfloat16 or float16, stored as float32."""
     if dtype == dtypes.BFLOAT16:
         return lax.reduce_precision(barriers.split_small_fusion(value), 8, 7)
-    if dtype == dtypes.FLOAT16:
-        value = barriers.split_small_fusion(value)
-        # reduce_precision flushes the subnormals of float16, the multiples of 2**-24 below 2**-14, to zero.
-        small = lax.round(value * np.float32(2**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2**-24)
-        small = barriers.split_small_fusion(small)
-        return jnp.where(jnp.abs(value) < np.float32(2**-14), small, lax.reduce_precision(value, 5, 10))
-    return value
+    value = barriers.split_small_fusion(value)
+    # reduce_precision flushes the subnormals of float16, the multiples of 2**-24 below 2**-14, to zero.
+    small = lax.round(value * np.float32(2**24), lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2**-24)
+    small = barriers.split_small_fusion(small)
+    return jnp.where(jnp.abs(value) < np.float32(2**-14), small, lax.reduce_precision(value, 5, 10))
 
 
-@round_to_dtype.defjvp
-def _round_to_dtype_jvp(
+@_round_to_half.defjvp
+def _round_to_half_jvp(
     dtype: np.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     # The derivative of rounding is 0 almost everywhere. Here rounding only changes the precision, so the tangent passes
     # unchanged, as it does through `astype`.
-    return round_to_dtype(*primals, dtype), tangents[0]
+    return _round_to_half(*primals, dtype), tangents[0]
 
 
 def encode_steps(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._arrays import weight_only
-from .._arrays.weight_only import Cut
+from .._arrays.weight_only import Chunk, Cut
 from .._core import checks, dtypes, entry_point, rounding
 from .._core.entry_point import compile_entry_point
 
@@ -104,7 +104,7 @@ class _Config(NamedTuple):
         """Return the float32 product with the weights dequantized in chunks."""
         return weight_only.contract_in_chunks(self, x, codes, scale, zero_point)
 
-    def plan_cut(self, codes: jax.Array) -> Cut:
+    def plan_cut(self, codes: jax.Array, scale: jax.Array, zero_point: Any) -> Cut:
         """Return how the rows of the weights are cut into chunks, which may end at any row."""
         return Cut(self.N, self.blocks * self.block_size, 1, 1)
 
@@ -114,17 +114,17 @@ class _Config(NamedTuple):
         padded = lax.pad(x, np.float32(0), ((0, 0, 0), (0, self.blocks * self.block_size - self.K, 0)))
         return [padded[:, i :: self.planes] for i in range(self.planes)]
 
-    def select_operand(self, x: list[jax.Array], chunk: slice) -> list[jax.Array]:
+    def select_operand(self, x: list[jax.Array], chunk: Chunk) -> list[jax.Array]:
         """Return the columns of a unchanged, because the weights are cut along N."""
         return x
 
     def dequantize_chunk(
-        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: slice, wait: Any
+        self, codes: jax.Array, scale: jax.Array, zero_point: Any, chunk: Chunk | None, wait: Any
     ) -> list[jax.Array]:
         """Return the dequantized weights of each place, [N, blocks * bytes] each, with `wait` applied to the scale."""
-        if chunk != slice(None):
-            codes, scale = codes[chunk], wait(scale[chunk])
-            zero_point = None if zero_point is None else zero_point[chunk]
+        if chunk is not None:
+            codes, scale = chunk.take(codes, 0), wait(chunk.take(scale, 0))
+            zero_point = None if zero_point is None else chunk.take(zero_point, 0)
         # The places stay separate arrays, because interleaving them would write the weights to memory once more.
         wide = jnp.broadcast_to(scale[..., None], codes.shape)
         return [(s * wide).reshape(codes.shape[0], -1) for s in _subtract_zero_points(codes, zero_point, self)]

@@ -21,7 +21,7 @@ from jax.custom_batching import custom_vmap
 from .._core import barriers
 from . import _layout
 from ._conv_patches import MOST_SLICES, Window, find_out_shape, gather_patches, list_spatial, slice_position
-from ._dot_kernel import batch_all, contract_integers
+from ._dot_kernel import batch_all, contract_integers, make_ones
 
 # With at most this many input channels, a contraction with patches is faster than the convolution kernel.
 _FEW_CHANNELS = 8
@@ -83,8 +83,9 @@ def _make_batchable(window: Window) -> Any:
 def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
     forms = {"products": _sum_shifted_products, "patches": _extract_patches, "direct": _convolve_direct}
     # No GPU library convolves int8 into int32. Every backend other than a CPU therefore contracts patches.
-    default = "products" if window.form == "products" else "patches"
-    cpu, other = (functools.partial(forms[form], window=window) for form in (window.form, default))
+    if window.form != "direct":  # one form for every backend
+        return forms[window.form](x, w, x_steps, w_steps, window=window)
+    cpu, other = (functools.partial(forms[form], window=window) for form in ("direct", "patches"))
     return lax.platform_dependent(x, w, x_steps, w_steps, cpu=cpu, default=other)
 
 
@@ -170,13 +171,16 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
     """
     features, depth, *kernel = w.shape
     length = depth * math.prod(kernel)
-    # The patches have the positions of the kernel before the channels.
-    positions_first = (0, *range(2, w.ndim), 1)
-    weights = _layout.transpose_in_memory(w, positions_first).reshape(features, length)
     patches, out = gather_patches(x, tuple(kernel), window)
     images, groups = x.shape[0], window.groups
+    # The patches have the positions of the kernel before the channels.
+    positions = tuple(range(2, w.ndim))
     if window.channels_last:
         assert groups == 1
+        # The contraction takes the weights in either order. With features last in memory this transpose moves nothing.
+        is_last = window.features_last
+        order, shape = ((*positions, 1, 0), (length, features)) if is_last else ((0, *positions, 1), (features, length))
+        weights = _layout.transpose_in_memory(w, order).reshape(1, *shape)
         # The barriers here and below keep XLA from fusing the gathering into the contraction.
         rows = lax.optimization_barrier(patches).reshape(1, -1, length)
         row_steps = x_steps
@@ -184,8 +188,9 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
             is_shared = x_steps.shape[0] == 1
             row_steps = x_steps.reshape(1, -1) if is_shared else _repeat_channels(x_steps.T, 1, math.prod(out))
         column_steps = None if w_steps is None else w_steps.reshape(1, -1)
-        acc = contract_integers(rows, weights[None], row_steps, column_steps, transposed=True)
+        acc = contract_integers(rows, weights, row_steps, column_steps, transposed=not is_last)
         return acc.reshape(images, *out, features)
+    weights = _layout.transpose_in_memory(w, (0, *positions, 1)).reshape(features, length)
     batch = images * groups
     columns = lax.optimization_barrier(patches.reshape(batch, length, math.prod(out)))
     repeated = lax.broadcast_in_dim(
@@ -215,24 +220,26 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
     """
     flat, filters, planar = _make_planar(x, w, window)
     acc = _convolve_planes(flat, filters, planar)
-    length = math.prod(w.shape[1:])
-    # The sums over each kernel are a contraction with ones, which XLA:CPU runs faster than a reduction of int8. The
-    # contraction needs several columns of ones to run in its vector kernel.
-    ones = jnp.ones((1, 8, length), jnp.int8)
-    sums = contract_integers(w.reshape(1, -1, length), ones, None, None, transposed=True)[0, :, 0]
+    features, length = w.shape[0], math.prod(w.shape[1:])
     if w_steps is not None:
-        wide = jnp.broadcast_to(w_steps, sums.shape)
-        sums = sums - np.int32(length) * wide
+        w_steps = jnp.broadcast_to(w_steps, (features,))
         # One feature of ones per group is enough, but XLA:CPU does not use its kernel for so few. More of them cost
         # less than leaving the kernel; only the first of each group is used.
         copies = (8 if filters.shape[1] > _NARROW else _NARROW + 8) if window.groups == 1 else 1
         ones = jnp.ones((window.groups * copies, *filters.shape[1:]), jnp.int8)
         patch_sums = lax.slice_in_dim(_convolve_planes(flat, ones, planar), 0, None, copies, 3)
         repeated = _repeat_channels(patch_sums, 3, acc.shape[3] // window.groups)
-        acc = acc - repeated * _align_features(wide, acc.shape, planar)
+        acc = acc - repeated * _align_features(w_steps, acc.shape, planar)
     out = find_out_shape(tuple(x.shape[a] for a in list_spatial(x, window)), w.shape[2:], window)
-    acc = acc.reshape(x.shape[0], *out, acc.shape[3])
-    return acc if x_steps is None else acc - _find_correction(x_steps, sums, acc.shape, window)
+    acc = acc.reshape(x.shape[0], *out, features)
+    if x_steps is None:
+        return acc
+    # The sums over each kernel are a contraction with ones, which XLA:CPU runs faster than a reduction of int8. It
+    # reads the weights in the order in which the convolution reads them.
+    columns = _layout.transpose_in_memory(filters, (2, 3, 1, 0)).reshape(1, length, features)
+    sums = contract_integers(make_ones(1, length), columns, None, None, transposed=False)[0, 0]
+    sums = sums if w_steps is None else sums - np.int32(length) * w_steps
+    return acc - _find_correction(x_steps, sums, acc.shape, window)
 
 
 def _make_planar(x: jax.Array, w: jax.Array, window: Window) -> tuple[jax.Array, jax.Array, Window]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# A program slices x at most this many times at once, once for each element of the kernel. For a larger kernel the
-# patches are gathered one dimension after the other.
+# A depthwise convolution slices x at most this many times, once for each element of the kernel.
 MOST_SLICES = 64
 
 
@@ -24,6 +21,7 @@ class Window(NamedTuple):
         strides: one for each spatial dimension.
         dilations: the distance between neighboring elements of the kernel, for each spatial dimension.
         groups: the number of groups of channels.
+        features_last: whether the caller's kernel has its features last in memory, after its channels, as HWIO has.
     """
 
     channels_last: bool
@@ -31,6 +29,7 @@ class Window(NamedTuple):
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
     groups: int
+    features_last: bool = False
 
 
 def find_out_shape(spatial: tuple[int, ...], kernel: tuple[int, ...], window: Window) -> tuple[int, ...]:
@@ -74,32 +73,16 @@ def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tup
         x = x.reshape(x.shape[0], window.groups, -1, *spatial)
         axes = tuple(a + 1 for a in axes)
     place = x.ndim - 1 if window.channels_last else 2
-    gather = _gather_at_once if math.prod(kernel) <= MOST_SLICES else _gather_by_dimension
-    return gather(x, axes, kernel, window, out, place), out
-
-
-def _gather_at_once(x: jax.Array, axes: Any, kernel: Any, window: Window, out: Any, place: int) -> jax.Array:
-    """Return the patches as a stack of slices of x, one for each position of the kernel."""
-    positions = itertools.product(*(range(width) for width in kernel))
-    slices = [slice_position(x, axes, position, window, out) for position in positions]
-    if len(slices) == 1:
-        return jnp.expand_dims(slices[0], place)
-    return jnp.stack(slices, axis=place)
-
-
-def _gather_by_dimension(x: jax.Array, axes: Any, kernel: Any, window: Window, out: Any, place: int) -> jax.Array:
-    """Return the patches, gathered one dimension of the kernel after the other.
-
-    The number of slices is the sum of the kernel's lengths instead of their product, at the cost of one copy for each
-    dimension.
-    """
+    # One dimension of the kernel after the other: the number of slices is then the sum of the kernel's lengths instead
+    # of their product. XLA:CPU fuses a stack of few slices into one loop, and compiles a loop for each slice of a large
+    # stack. The additional copies take less time than the larger number of slices.
     for i in reversed(range(len(kernel))):
         slices = [slice_position(x, (axes[i],), (p,), window, out, i) for p in range(kernel[i])]
-        x = jnp.stack(slices, axis=place)
+        x = jnp.stack(slices, axis=place) if len(slices) > 1 else lax.expand_dims(slices[0], (place,))
         if i < len(kernel) - 1:  # merge with the kernel positions of the later dimensions, which vary faster
             x = lax.collapse(x, place, place + 2)
         else:
             axes = tuple(a if a < place else a + 1 for a in axes)
         # Without a barrier XLA fuses the stacks and computes all slices again.
-        x = lax.optimization_barrier(x)
-    return x
+        x = lax.optimization_barrier(x) if len(slices) > 1 else x
+    return x, out

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -26,8 +27,10 @@ from jax.custom_batching import custom_vmap
 _TERMS = 16
 # From this number of elements of rhs on, a single row is padded to four rows instead of two.
 _FOUR_ROWS = 2**22
-# The number of rows of ones that the kernel multiplies with rhs to sum its columns: it needs several rows.
+# The number of rows that the kernel multiplies with rhs to sum its columns: it needs several rows.
 _ROWS = 8
+# Up to this number of elements, such rows are a constant of the program.
+_LARGEST_CONSTANT = 2**15
 
 Steps = jax.Array | None
 
@@ -73,7 +76,7 @@ def _contract_on_cpu(
         return row.reshape(batch, rows, 1)
     if rows == 1:
         return _contract_row_on_cpu(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
-    ones = jnp.ones((batch, _ROWS, depth), jnp.int8)
+    ones = make_ones(batch, depth)
     row_sums = column_sums = None
     # The sums over k of rhs are a contraction of rhs with ones. If rhs is the larger operand, a row of ones is appended
     # to lhs, so that one contraction gives them too and reads rhs only once. If lhs is the larger one, the copy that
@@ -82,7 +85,7 @@ def _contract_on_cpu(
     # twice. Symbolic sizes cannot be compared, so the row is not appended for them.
     appends_ones = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
     if appends_ones:
-        lhs = lax.concatenate([lhs, lax.slice_in_dim(ones, 0, 1, axis=1)], 1)
+        lhs = lax.concatenate([lhs, jnp.ones((batch, 1, depth), jnp.int8)], 1)
     acc = _multiply(lhs, rhs, transposed)
     if appends_ones:
         acc, column_sums = (lax.slice_in_dim(acc, *ends, axis=1) for ends in ((0, rows), (rows, rows + 1)))
@@ -107,6 +110,18 @@ def _contract_row_on_cpu(
     acc = _multiply(lax.concatenate([lhs, *padding], 1), rhs, True)
     row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, keepdims=True, dtype=jnp.int32)
     return _correct_product(acc[:, :1], row_sums, acc[:, 1:2], lhs_steps, rhs_steps, depth)
+
+
+def make_ones(batch: int, depth: int) -> jax.Array:
+    """Return int8 [batch, 8, depth] whose first row in each batch is ones, to sum the columns of another operand."""
+    size = batch * _ROWS * depth
+    if not isinstance(size, int) or size > _LARGEST_CONSTANT:
+        return jnp.ones((batch, _ROWS, depth), jnp.int8)
+    # XLA replaces a constant of equal elements by a broadcast, which is a loop to compile and to run. The other rows
+    # are therefore zeros.
+    rows = np.zeros((batch, _ROWS, depth), np.int8)
+    rows[:, 0] = 1
+    return jnp.asarray(rows)
 
 
 def _multiply(lhs: jax.Array, rhs: jax.Array, transposed: bool) -> jax.Array:
@@ -192,10 +207,15 @@ def _contract_plain(
     lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
 ) -> jax.Array:
     axis = 2 if transposed else 1
-    row_sums = None if rhs_steps is None else jnp.sum(lhs, axis=2, dtype=jnp.int32)[:, :, None]
-    column_sums = None if lhs_steps is None else jnp.sum(rhs, axis=axis, dtype=jnp.int32)[:, None, :]
+    row_sums = None if rhs_steps is None else lax.expand_dims(_sum_axis(lhs, 2), (2,))
+    column_sums = None if lhs_steps is None else lax.expand_dims(_sum_axis(rhs, axis), (1,))
     acc = _multiply(lhs, rhs, transposed)
     return _correct_product(acc, row_sums, column_sums, lhs_steps, rhs_steps, lhs.shape[2])
+
+
+def _sum_axis(x: jax.Array, axis: int) -> jax.Array:
+    """Return the int32 sum of int8 along an axis; `jnp.sum` and indexing are slower to trace."""
+    return lax.reduce(lax.convert_element_type(x, jnp.int32), np.int32(0), lax.add, (axis,))
 
 
 def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:

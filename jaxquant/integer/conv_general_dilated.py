@@ -139,16 +139,9 @@ def arrange_layout(
         convolve = functools.partial(_convolve_like_lax, geometry=geometry)
         empty = jax.eval_shape(convolve, *(jax.ShapeDtypeStruct(v.shape, jnp.int32) for v in (x, w)))
         return lax.transpose(epilogue(jnp.zeros(empty.shape, jnp.int32), 1), out)
-    return convolve_planned(
-        _operands.convert_to_signed(x),
-        _operands.convert_to_signed(w),
-        lhs_steps,
-        rhs_steps,
-        geometry,
-        is_last,
-        epilogue,
-        out,
-    )
+    features_last = numbers.rhs_spec[:2] == (rhs.ndim - 1, rhs.ndim - 2)
+    x, w = _operands.convert_to_signed(x), _operands.convert_to_signed(w)
+    return convolve_planned(x, w, lhs_steps, rhs_steps, geometry, is_last, epilogue, out, features_last=features_last)
 
 
 def _unpack_narrow(lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers) -> tuple[jax.Array, jax.Array]:
@@ -174,6 +167,7 @@ def convolve_planned(
     channels_last: bool,
     epilogue: Callable[[jax.Array, int], jax.Array],
     out: Sequence[int] | None = None,
+    features_last: bool = False,
 ) -> jax.Array:
     """Return the convolution of two int8 operands with zero points, after an epilogue, in the caller's layout.
 
@@ -187,6 +181,7 @@ def convolve_planned(
         epilogue: a function of the int32 accumulator and the axis of its features. It runs before the transpose to the
             caller's layout, which costs less if the epilogue has narrowed the result.
         out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
+        features_last: Static. Whether w is the transpose of an array whose features are last in memory.
     """
     # Pad with the zero point, so that the padding is 0 after its subtraction.
     config = [(0, 0, 0), (0, 0, 0)]
@@ -195,7 +190,9 @@ def convolve_planned(
     if any(entry != (0, 0, 0) for entry in config):
         fill = jnp.zeros((), jnp.int8) if x_steps is None else x_steps.reshape(()).astype(jnp.int8)
         x = lax.pad(x, fill, config)
-    window = _conv_patches.Window(channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups)
+    window = _conv_patches.Window(
+        channels_last, "", geometry.strides, geometry.rhs_dilation, geometry.groups, features_last
+    )
     if 0 in x.shape or 0 in w.shape:  # the sums have no terms
         positions = _conv_patches.find_out_shape(x.shape[2:], w.shape[2:], window)
         acc = epilogue(jnp.zeros((x.shape[0], w.shape[0], *positions), jnp.int32), 1)

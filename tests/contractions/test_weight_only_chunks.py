@@ -1,0 +1,99 @@
+"""Weight-only contractions in chunks, and of a row whose elements differ by many powers of two."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant import QuantizedArray
+
+from ..support.hlo import Program
+
+LIMIT = 2e-6  # relative to the sum of magnitudes, as in `test_weight_only`
+
+
+def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
+    magnitudes = np.abs(x.astype(np.float64)) @ np.abs(real)
+    differences = np.abs(np.asarray(y, np.float64) - x.astype(np.float64) @ real)
+    return float(np.max(differences / magnitudes))
+
+
+# The shape of the codes, the shapes of the scale and of the zero point, and the block size. None of the blocks ends
+# where a chunk of 2**21 weights would.
+CUTS: dict[str, tuple[Any, tuple[int, int], tuple[int, int], tuple[int, int] | None, int | None]] = {
+    "one scale": (jnp.int8, (2100, 1024), (1, 1), (1, 1), None),
+    "a scale for each row": (jnp.int8, (2100, 1024), (2100, 1), None, None),
+    "even blocks": (jnp.uint8, (3000, 1000), (5, 1000), (1, 1000), None),
+    "even blocks of two lengths": (jnp.uint8, (3000, 1000), (60, 1000), (75, 1), None),
+    "a short last block": (jnp.int8, (2300, 1024), (5, 1), None, 500),
+    "blocks of columns": (jnp.int8, (1024, 2300), (1, 5), (1, 5), 500),
+    "int4": (jnp.int4, (2100, 1030), (21, 1030), (21, 1), None),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", list(CUTS))
+@pytest.mark.parametrize("contracted", [0, 1])
+def test_chunks_end_where_blocks_end(name: str, contracted: int, rng: np.random.Generator) -> None:
+    dtype, shape, scale_shape, point_shape, block_size = CUTS[name]
+    low, high = (int(bound) for bound in (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max))
+    codes = rng.integers(low, high + 1, shape)
+    scale = rng.uniform(0.5, 2, scale_shape).astype(np.float32)
+    points = None if point_shape is None else rng.integers(low, high + 1, point_shape)
+
+    def expand(part: np.ndarray) -> np.ndarray:
+        for axis, (entries, length) in enumerate(zip(part.shape, shape, strict=True)):
+            run = block_size if block_size and entries not in (1, length) else -(-length // entries)
+            part = np.repeat(part, run, axis)[tuple([slice(None)] * axis + [slice(length)])]
+        return part
+
+    real = (codes - (0 if points is None else expand(points))) * expand(scale).astype(np.float64)
+    q = QuantizedArray(
+        jnp.asarray(codes, dtype), jnp.asarray(scale), None if points is None else jnp.asarray(points, dtype),
+        block_size=block_size,
+    )  # fmt: skip
+    x = rng.normal(size=(70, shape[contracted])).astype(np.float32)
+    y = jax.jit(lambda x, q: jq.dot_general(x, q, (((1,), (contracted,)), ((), ()))))(x, q)
+    assert find_error(y, x, real if contracted == 0 else real.T) < LIMIT
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of jax 0.10 folds the index behind a barrier")
+def test_chunks_are_the_same_program() -> None:
+    """XLA:CPU compiles equal fusions once. Of eight chunks at most three differ, which are the first and the last."""
+    codes = jax.ShapeDtypeStruct((4096, 4096), jnp.int8)
+    q = QuantizedArray(codes, jax.ShapeDtypeStruct((1, 4096), jnp.float32))
+    program = Program(lambda x, q: x @ q, jax.ShapeDtypeStruct((70, 4096), jnp.float32), q)
+    bodies = []
+    for body in program.computations.values():
+        if any(array == ("s8", (512, 4096)) for i in body for array in i.results):
+            numbers: dict[str, str] = {}
+            text = "\n".join(f"{i.name} {i.results} {i.opcode}" for i in body)
+            bodies.append(re.sub(r"[\w-]+\.\d+|^[\w-]+", lambda m, n=numbers: n.setdefault(m[0], str(len(n))), text))
+    assert len(bodies) == 8
+    assert len(set(bodies)) <= 3
+
+
+@pytest.mark.parametrize("exponent", [-120, -98, -80, -41, -20, 0, 60])
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_a_row_of_many_magnitudes(name: str, exponent: int, rng: np.random.Generator) -> None:
+    """The largest element meets codes of 0, so small elements alone determine the result."""
+    depth, columns = 256, 1024
+    codes = rng.integers(1, 16, (depth, columns))
+    codes[0] = 7 if name == "nf4" else 0
+    levels = np.asarray(jq.nf4.levels, np.float64) if name == "nf4" else np.arange(16.0)
+    for scale_exponent in (-50, -10, 20):
+        if not -120 < exponent + scale_exponent < 120:
+            continue
+        scale = (rng.uniform(1, 2, (1, columns)) * 2.0**scale_exponent).astype(np.float32)
+        book: dict[str, Any] = {"codebook": jq.nf4} if name == "nf4" else {}
+        q = QuantizedArray(jnp.asarray(codes, jnp.uint4 if book else jnp.int8), jnp.asarray(scale), **book)
+        x = (rng.uniform(1, 2, (1, depth)) * 2.0**exponent).astype(np.float32)
+        x[0, ::7] *= np.float32(2.0**-3)
+        x[0, 0] = 3.0
+        assert find_error(jax.jit(jq.matmul)(x, q), x, levels[codes] * scale) < LIMIT, scale_exponent
