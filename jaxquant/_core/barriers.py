@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +18,7 @@ from . import sharding
 # of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
 _FEWEST_SPLIT = 2**11 + 1
 _MOST_SPLIT = 2**16 - 1
+_MOST_CONSTANTS = 2**13
 
 
 def make_false() -> jax.Array:
@@ -23,6 +27,50 @@ def make_false() -> jax.Array:
     A `select` on it always returns the same operand, but XLA must keep the select.
     """
     return lax.optimization_barrier(np.zeros((), np.bool_))
+
+
+def vary_elements(value: jax.Array) -> jax.Array:
+    """Return a float32 array unchanged, in a form that the compiler takes for different in each element.
+
+    XLA knows of an array that repeats its elements, and computes with one copy of them.
+    """
+    first, second = _make_negative_zeros(lax.stop_gradient(value))
+    return lax.add(lax.add(value, first), second)
+
+
+@custom_vmap
+def _make_negative_zeros(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return two arrays of -0.0, which changes no number that it is added to; together they vary along all dimensions.
+
+    The second one varies along the longest dimension alone, and the first one along all others.
+    """
+    lengths = [length if isinstance(length, int) else _MOST_CONSTANTS for length in value.shape]
+    longest = lengths.index(max(lengths)) if lengths else None
+    others = [axis for axis in range(value.ndim) if axis != longest] or [None]
+    first = functools.reduce(lax.add, (_hide_zeros(value, axis) for axis in others))
+    return first, _hide_zeros(value, longest)
+
+
+def _hide_zeros(value: jax.Array, axis: int | None) -> jax.Array:
+    """Return an array of -0.0 of the shape of `value` that varies along a dimension, or along none."""
+    if axis is None:
+        wide = lax.broadcast_in_dim(lax.optimization_barrier(np.float32(-0.0)), value.shape, ())
+    elif isinstance(value.shape[axis], int) and value.shape[axis] <= _MOST_CONSTANTS:
+        zeros = lax.optimization_barrier(np.full(value.shape[axis], -0.0, np.float32))
+        wide = lax.broadcast_in_dim(zeros, value.shape, (axis,))
+    else:
+        # No constant of this length. An index is never negative, but the compiler does not know the zero.
+        index = lax.broadcasted_iota(jnp.int32, value.shape, axis)
+        is_negative = lax.lt(index, lax.broadcast_in_dim(lax.optimization_barrier(np.int32(0)), value.shape, ()))
+        wide = lax.select(is_negative, jnp.ones(value.shape, jnp.float32), jnp.full(value.shape, -0.0, jnp.float32))
+    return sharding.place_like(wide, value)
+
+
+@_make_negative_zeros.def_vmap
+def _make_negative_zeros_of_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> Any:
+    # The batch counts as a dimension, because its elements may be repeated ones. The only argument is the batched one.
+    del axis_size, in_batched
+    return _make_negative_zeros(value), (True, True)
 
 
 @jax.custom_jvp

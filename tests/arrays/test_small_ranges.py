@@ -163,3 +163,20 @@ def test_a_learned_scale_that_float16_rounds_to_zero() -> None:
     small = jax.tree.map(lambda scale: jnp.full_like(scale, 1e-9), variables["scales"])
     y = layer.apply({"params": {**variables["params"], "kernel": kernel}, "scales": small}, x)
     np.testing.assert_array_equal(y, np.array([[3 * 127, -127]], F32) * F32(2**-24))
+
+
+def test_scales_of_repeated_ranges(rng: np.random.Generator) -> None:
+    """XLA finds one scale and repeats it; the quotient must not become a product with the reciprocal."""
+    spec, x = QuantSpec("uint8"), jnp.ones((2, 3))
+    ends = rng.uniform([-4, 0.1], [-0.1, 4], (64, 2)).astype(F32)
+
+    @jax.jit
+    def find_scales(ends: jax.Array) -> jax.Array:
+        def find_scale(lo: jax.Array, hi: jax.Array) -> jax.Array:
+            wide = (jnp.broadcast_to(end, (5,)) for end in (lo, hi))
+            return jax.vmap(lambda lo, hi: jq.quantize(x, spec, range=(lo, hi)).scale.reshape(()))(*wide)
+
+        return jax.lax.map(lambda pair: find_scale(*pair), ends)
+
+    want = (ends[:, 1] - ends[:, 0]) / F32(255)
+    np.testing.assert_array_equal(find_scales(ends), np.repeat(want[:, None], 5, 1))

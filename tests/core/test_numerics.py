@@ -10,6 +10,7 @@ from jaxquant._core import barriers, division, rounding
 
 from ..oracles import onnx_text
 from ..support import transforms
+from ..support.equality import same_bits
 
 
 def ulps(value: np.ndarray, steps: np.ndarray | int) -> np.ndarray:
@@ -44,6 +45,36 @@ def test_quotient_by_a_scalar(operands: tuple[np.ndarray, np.ndarray]) -> None:
     want = x.reshape(4, -1) / scale
     wrong = {name: transforms.mismatches(t(op, args), want) for name, t in transforms.ALL.items()}
     assert not any(wrong.values()), wrong
+
+
+BROADCASTS = {
+    "rows": lambda x: jnp.broadcast_to(x, (3, *x.shape)),
+    "columns": lambda x: jnp.broadcast_to(x[:, None], (*x.shape, 3)),
+    "both": lambda x: jnp.broadcast_to(x[None, :, None], (2, *x.shape, 3)),
+    "scalars": lambda x: jax.lax.map(lambda value: jnp.full((2, 3), value), x),
+}
+
+
+@pytest.mark.parametrize("name", list(BROADCASTS))
+def test_quotients_of_broadcast_operands(name: str, operands: tuple[np.ndarray, np.ndarray]) -> None:
+    """If both operands repeat their elements, XLA divides before it repeats them, and must not use the reciprocal."""
+    x, s = operands
+    x, s = x[:4096], s[:4096]
+
+    @jax.jit
+    def repeat_and_divide(x: jax.Array, s: jax.Array) -> jax.Array:
+        wide = BROADCASTS[name](x)
+        return jax.vmap(lambda s: division.divide(wide, jnp.broadcast_to(s, wide.shape)))(s)
+
+    @jax.jit
+    def divide_repeated(x: jax.Array, s: jax.Array) -> jax.Array:
+        return division.divide(BROADCASTS[name](x), BROADCASTS[name](s))
+
+    want = np.asarray(BROADCASTS[name](x / s))
+    same_bits(divide_repeated(x, s), want)
+    few = s[:5]
+    want = np.stack([np.asarray(BROADCASTS[name](x / one)) for one in few])
+    same_bits(repeat_and_divide(x, few), want)
 
 
 def test_quotient_of_a_quotient(operands: tuple[np.ndarray, np.ndarray]) -> None:

@@ -130,7 +130,9 @@ def test_a_large_program_is_one_fusion() -> None:
 def test_vmap_counts_the_elements_of_the_batch() -> None:
     def count_fusions(batch: int, size: int) -> int:
         function = jax.vmap(jq.quantize_linear, (0, None, None))
-        return (jax.jit(function).lower(of(F, batch, size), SCALE, of(I8)).compile().as_text() or "").count(" fusion(")
+        text = jax.jit(function).lower(of(F, batch, size), SCALE, of(I8)).compile().as_text() or ""
+        # Those that only write a row or a column of constants do not count.
+        return sum(" fusion(" in line and "wrapped_broadcast" not in line.split("=")[0] for line in text.splitlines())
 
     assert count_fusions(1000, 4096) == 1
     assert count_fusions(64, 64) == 2

@@ -119,6 +119,17 @@ def fused(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
     return _loop(call, (args[0], ones, *args[1:]), shared=False)
 
 
+def repeated(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
+    """Run a batch of equal operands that the program itself repeats. XLA tends to compute before it repeats."""
+
+    @jax.jit
+    def program(*a: jax.Array) -> Any:
+        wide = [jnp.broadcast_to(v, (2, *v.shape)) for v in a]
+        return jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda *v: op(*v))(*wide))
+
+    return _loop(lambda *a: program(*_device(a)), args, shared=False)
+
+
 def value_and_grad(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
     """Return the codes of a forward pass that is differentiated with respect to all float arguments."""
     wanted = tuple(i for i, a in enumerate(args) if a.dtype in (np.float32,))
@@ -138,6 +149,7 @@ ALL: dict[str, Callable[[Operator, tuple[np.ndarray, ...]], Any]] = {
     for f in (
         eager,
         jit,
+        repeated,
         shared_constant_parameters,
         shared_all_constant,
         vmap_batched,
