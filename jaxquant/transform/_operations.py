@@ -1,0 +1,93 @@
+"""How each operation of a program runs on codes, and with a gradient on floats that stand for codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._contractions.conv import plan_array_convolution
+from .._contractions.take import take
+from .._training.conv_general_dilated import Conv
+from .._training.dot_general import Dot
+from . import _program, _sites
+
+_NAME = "prepare"
+
+
+class Operation(Protocol):
+    """A contraction that is linear in each of its operands."""
+
+    def contract_quantized(self, *operands: Any) -> jax.Array:
+        """Return the contraction of operands of which some are quantized and the others floats."""
+        ...
+
+    def contract_floats(self, *operands: jax.Array) -> jax.Array:
+        """Return the contraction of floats of one dtype."""
+        ...
+
+
+def make_operation(equation: Any) -> Operation:
+    """Return the operation of a dot_general or of a convolution."""
+    parameters, dtype = equation.params, equation.outvars[0].aval.dtype
+    if _sites.OPERATIONS[_program.find_name(equation)] == "dot_general":
+        sharding = parameters.get("out_sharding")
+        return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, sharding)
+    lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    plan = plan_array_convolution(
+        _NAME, lhs, rhs, *(parameters[name] for name in names), parameters["batch_group_count"]
+    )
+    return Conv(plan, parameters["precision"], dtype)
+
+
+def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Array:
+    """Return the entries of a quantized table that a gather selects."""
+    (axis,) = equation.params["dimension_numbers"].start_index_map
+    mode = equation.params["mode"]
+    indices = lax.squeeze(indices, (indices.ndim - 1,))
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        return take(table, indices, axis, mode="clip")
+    # `take` counts negative indices from the end. In the program that has been done, and what is still negative is out
+    # of range.
+    length = table.shape[axis]
+    beyond = jnp.asarray(length, indices.dtype)
+    return take(table, jnp.where(indices < 0, beyond, indices), axis, mode="fill")
+
+
+# The twin of a contraction of codes, for training.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def contract_with_gradient(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> jax.Array:
+    """Return the contraction of codes, with the gradient of the contraction of the floats that they stand for.
+
+    Args:
+        operation: Static. The operation; it is hashable.
+        floats: the operands as floats.
+        codes: the same operands, each quantized or in floats.
+    """
+    return operation.contract_quantized(*codes)
+
+
+def _contract_fwd(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> tuple[jax.Array, Any]:
+    # The codes are smaller than the floats, which they determine.
+    return operation.contract_quantized(*codes), (codes, [x.dtype for x in floats])
+
+
+def _contract_bwd(operation: Any, residuals: Any, g: jax.Array) -> tuple[Any, Any]:
+    codes, dtypes = residuals
+    # The barrier makes XLA dequantize again in the backward pass, and keep no floats for it.
+    codes, g = lax.optimization_barrier((codes, g))
+    operands = [dequantize_checked(x) if isinstance(x, QuantizedArray) else x for x in codes]
+    _, pull = jax.vjp(operation.contract_floats, *(x.astype(g.dtype) for x in operands))
+    cotangents = [d.astype(dtype) for d, dtype in zip(pull(g), dtypes, strict=True)]
+    return cotangents, None
+
+
+contract_with_gradient.defvjp(_contract_fwd, _contract_bwd)

@@ -1,0 +1,109 @@
+"""The equations that move the elements of a parameter, applied to its codes, scale and zero point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arrays import indexing
+from .._arrays.concatenate import concatenate
+from .._arrays.quantized_array import QuantizedArray
+from . import _program
+
+
+def move_elements(equation: Any, operands: Sequence[Any]) -> list[QuantizedArray]:
+    """Return the results of an equation of `_views.follow_equation` for a quantized operand.
+
+    Args:
+        equation: the equation.
+        operands: the quantized array, or several to be concatenated; after it the indices of a dynamic slice.
+    """
+    name = _program.find_name(equation)
+    if name == "concatenate":
+        return [concatenate(operands, equation.params["dimension"])]
+    return _RULES.get(name, _keep)(equation, *operands)
+
+
+def _keep(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    return [q]
+
+
+def _convert(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    return [q.astype(equation.params["new_dtype"])]
+
+
+def _transpose(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    return [indexing.transpose_in_place(q, equation.params["permutation"])]
+
+
+def _reshape(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    return [q.reshape(tuple(equation.outvars[0].aval.shape))]
+
+
+def _slice(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    parameters = equation.params
+    strides = parameters["strides"] or (1,) * q.ndim
+    bounds = zip(parameters["start_indices"], parameters["limit_indices"], strides, strict=True)
+    return [q[tuple(slice(*bound) for bound in bounds)]]
+
+
+def _split(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    parts, start, axis = [], 0, equation.params["axis"]
+    for size in equation.params["sizes"]:
+        parts.append(q[(*(slice(None),) * axis, slice(start, start + int(size)))])
+        start += int(size)
+    return parts
+
+
+def _broadcast(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    shape, places = tuple(equation.outvars[0].aval.shape), tuple(equation.params["broadcast_dimensions"])
+
+    def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
+        if part is None:
+            return None
+        wide = [1] * len(shape)
+        for axis, place in enumerate(places):
+            wide[place] = part.shape[axis] if is_scale else shape[place]
+        # Repeated elements share their entry, so a scale gets new dimensions of 1 only.
+        return lax.broadcast_in_dim(part, tuple(wide) if is_scale else shape, places)
+
+    scale, zero_point = (broadcast_part(part, True) for part in (q.scale, q.zero_point))
+    codes = broadcast_part(q.codes, False)
+    return [q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None)]
+
+
+def _dynamic_slice(equation: Any, q: QuantizedArray, *starts: jax.Array) -> list[QuantizedArray]:
+    sizes = tuple(equation.params["slice_sizes"])
+    # One entry for each index of the axes that are cut, unless all indices share one.
+    cut = [axis for axis, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
+    parts = []
+    for part in (q.scale, q.zero_point):
+        if part is None:
+            parts.append(None)
+            continue
+        for axis in cut:
+            if part.shape[axis] not in (1, q.shape[axis]):
+                length = q.shape[axis]
+                part = indexing.expand_blocks(part, axis, q.block_size or length // part.shape[axis], length)
+        zeros = [jnp.zeros_like(start) for start in starts]
+        entries = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
+        lengths = [sizes[axis] if axis in cut and n != 1 else n for axis, n in enumerate(part.shape)]
+        parts.append(lax.dynamic_slice(part, entries, lengths))
+    codes = lax.dynamic_slice(q.codes, starts, sizes)
+    return [q.replace(codes=codes, scale=parts[0], zero_point=parts[1], stored_order=None)]
+
+
+_RULES: dict[str, Callable[..., list[QuantizedArray]]] = {
+    "convert_element_type": _convert,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "split": _split,
+}
