@@ -77,17 +77,52 @@ def contract_with_gradient(operation: Any, floats: Sequence[Any], codes: Sequenc
 
 def _contract_fwd(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> tuple[jax.Array, Any]:
     # The codes are smaller than the floats, which they determine.
-    return operation.contract_quantized(*codes), (codes, [x.dtype for x in floats])
+    return operation.contract_quantized(*codes), codes
 
 
-def _contract_bwd(operation: Any, residuals: Any, g: jax.Array) -> tuple[Any, Any]:
-    codes, dtypes = residuals
+def _contract_bwd(operation: Any, codes: Sequence[Any], g: jax.Array) -> tuple[Any, Any]:
     # The barrier makes XLA dequantize again in the backward pass, and keep no floats for it.
     codes, g = lax.optimization_barrier((codes, g))
     operands = [dequantize_checked(x) if isinstance(x, QuantizedArray) else x for x in codes]
     _, pull = jax.vjp(operation.contract_floats, *(x.astype(g.dtype) for x in operands))
-    cotangents = [d.astype(dtype) for d, dtype in zip(pull(g), dtypes, strict=True)]
-    return cotangents, None
+    return tuple(d.astype(x.dtype) for d, x in zip(pull(g), operands, strict=True)), None
 
 
 contract_with_gradient.defvjp(_contract_fwd, _contract_bwd)
+
+
+@jax.custom_jvp
+def replace_value(floats: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `value`, with the derivative of `floats`."""
+    return value
+
+
+@replace_value.defjvp
+def _replace_value_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[1], tangents[0]
+
+
+def call_with_rule(equation: Any, operands: Sequence[Any], run: Any, records: Any) -> tuple[list[Any], Any]:
+    """Return the results of `run`, with the derivative of an equation that has a derivative rule of its own.
+
+    Args:
+        equation: a call of a function with a derivative rule.
+        operands: its operands; a parameter is a `Twin`.
+        run: a function of the operands and the records, which returns the results and the records.
+        records: what `run` reads. It gets no cotangent.
+    """
+
+    @jax.custom_vjp
+    def call(floats: list[Any], values: Any, records: Any) -> list[Any]:
+        return run(values, records)[0]
+
+    def call_fwd(floats: list[Any], values: Any, records: Any) -> tuple[list[Any], Any]:
+        _, pull = jax.vjp(lambda *arrays: _program.evaluate(equation, arrays), *floats)
+        return run(values, records)[0], pull
+
+    def call_bwd(pull: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:
+        return list(pull(cotangents)), None, None
+
+    call.defvjp(call_fwd, call_bwd)
+    floats = [getattr(value, "floats", value) for value in operands]
+    return call(floats, lax.stop_gradient(operands), lax.stop_gradient(records)), records

@@ -1,0 +1,117 @@
+"""The report of what becomes of each contraction of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .._arrays.spec import QuantSpec
+from ._analysis import Analysis
+from ._plan import Plan, SitePlan, describe_site
+from ._sites import Site
+
+
+class Row(NamedTuple):
+    """What becomes of one contraction, or of one lookup of a parameter.
+
+    Attributes:
+        name: the path of its parameter and the number of its use, as "dense/kernel#1"; without a parameter the name of
+            the operation and its name scope.
+        paths: the paths of its parameters.
+        operation: "dot_general", "conv_general_dilated", "take", or the primitive of a contraction that stays in floats.
+        shapes: the shapes of its operands.
+        form: "integer" (codes times codes), "weight-only" (floats times codes), "lookup" (entries of codes) or "float".
+        weight: the spec of its parameter, or None.
+        activations: the specs of its activations; empty if they stay in floats.
+        reason: why it stays in floats, or "".
+        where: its file, line and function.
+        scope: the name scopes around it.
+        is_wanted: whether a rule asked for codes.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    operation: str
+    shapes: tuple[tuple[int, ...], ...]
+    form: str
+    weight: QuantSpec | None
+    activations: tuple[QuantSpec, ...]
+    reason: str
+    where: str
+    scope: str
+    is_wanted: bool
+
+
+class Coverage(NamedTuple):
+    """A row for each contraction of a program, in program order; `print` shows a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def floats(self) -> tuple[Row, ...]:
+        """The contractions that stay in floats."""
+        return tuple(row for row in self.rows if row.form == "float")
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the rows by name, with specs as text, for JSON."""
+        return {row.name: _to_dict(row) for row in self.rows}
+
+    def __str__(self) -> str:
+        """Return the table."""
+        lines = [_HEADER, *(_list_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        return "\n".join([*text, _count_forms(self.rows)])
+
+
+_HEADER = ("name", "operation", "shapes", "form", "weight", "activations", "where", "reason")
+
+
+def make_coverage(analysis: Analysis, plan: Plan, names: Sequence[str]) -> Coverage:
+    """Return the report of a planned program."""
+    return Coverage(tuple(_make_row(site, plan.sites[site.name], names) for site in analysis.sites.values()))
+
+
+def _make_row(site: Site, plan: SitePlan, names: Sequence[str]) -> Row:
+    view = describe_site(site, names)
+    return Row(
+        view.name, view.paths, view.operation, view.shapes, _name_form(site, plan), plan.weight,
+        tuple(operand.spec for operand in plan.activations), plan.reason, view.where, view.scope, plan.is_wanted,
+    )  # fmt: skip
+
+
+def _name_form(site: Site, plan: SitePlan) -> str:
+    if not plan.is_replaced:
+        return "float"
+    if site.operation == "take":
+        return "lookup"
+    return "integer" if plan.activations else "weight-only"
+
+
+def _list_cells(row: Row) -> tuple[str, ...]:
+    shapes = " x ".join(str(list(shape)) for shape in row.shapes)
+    activations = ", ".join(_shorten_spec(spec) for spec in row.activations)
+    weight = "" if row.weight is None else _shorten_spec(row.weight)
+    return (row.name, row.operation, shapes, row.form, weight, activations, row.where.split(" (")[0], row.reason)
+
+
+def _shorten_spec(spec: QuantSpec) -> str:
+    return f"{spec.dtype} {spec.granularity!r}"
+
+
+def _count_forms(rows: Sequence[Row]) -> str:
+    counts = ((form, sum(row.form == form for row in rows)) for form in ("integer", "weight-only", "lookup", "float"))
+    return ", ".join(f"{count} {form}" for form, count in counts if count) or "no contractions"
+
+
+def _to_dict(row: Row) -> dict[str, Any]:
+    fields = row._asdict()
+    specs = {"weight": None if row.weight is None else repr(row.weight), "activations": [*map(repr, row.activations)]}
+    return {**fields, **specs, "paths": list(row.paths), "shapes": [list(shape) for shape in row.shapes]}
+
+
+def list_missing(coverage: Coverage) -> Iterator[str]:
+    """Yield a line for each contraction that a rule wants and that stays in floats."""
+    for row in coverage.floats:
+        if row.is_wanted:
+            yield f"{row.name} ({row.operation} at {row.where}): {row.reason}"

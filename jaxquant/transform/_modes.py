@@ -1,0 +1,228 @@
+"""The three evaluations of a program: observing its activations, on codes, and on floats that stand for codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arrays.quantize import find_parameters
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks
+from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
+from .._training.fake_quantize import read_parts
+from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
+from ..calibration import Range
+from . import _operations, _program, _restructure
+from ._interpret import Records
+from ._plan import OperandPlan, Plan
+from ._sites import Site
+
+
+class Scale(NamedTuple):
+    """A learned scale, and a learned zero point or None."""
+
+    scale: Any
+    zero_point: Any
+
+
+class ObserveMode:
+    """The float program, which also updates the state of a calibrator for each static range."""
+
+    updates_records = True
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def replaces(self, site: Site) -> bool:
+        """Return whether the contraction has a static range."""
+        return any(operand.calibrator is not None for operand in self.plan.sites[site.name].activations)
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+        """Return the float result, and the states updated by the activations."""
+        plan = self.plan.sites[site.name]
+        states = dict(records[plan.record])
+        for operand in plan.activations:
+            assert operand.calibrator is not None
+            calibrator, name = operand.calibrator(operand.spec), str(operand.place)
+            states[name] = calibrator.update(states[name], lax.stop_gradient(operands[operand.place]))
+        (result,) = _program.evaluate(site.equation, operands)
+        return result, {**records, plan.record: states}
+
+    def is_parameter(self, value: Any) -> bool:
+        """Return False: parameters are plain arrays."""
+        return False
+
+    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of an equation on arrays."""
+        return _program.evaluate(equation, operands)
+
+    def convert_to_array(self, parameter: Any) -> jax.Array:
+        """Return an array unchanged."""
+        return parameter
+
+    def prepare_stacked(self, parameter: Any) -> Any:
+        """Return an array unchanged."""
+        return parameter
+
+    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of the body: observing has no derivative."""
+        return run(operands, records)
+
+    call_with_remat = call_with_rule
+
+
+class IntegerMode:
+    """The program on codes."""
+
+    updates_records = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def replaces(self, site: Site) -> bool:
+        """Return whether the contraction runs on codes."""
+        return self.plan.sites[site.name].is_replaced
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+        """Return the result of the contraction of codes."""
+        if site.operation == "take":
+            return _operations.look_up(site.equation, *operands), records
+        plan, codes = self.plan.sites[site.name], list(operands)
+        for operand in plan.activations:
+            x = operands[operand.place]
+            scale, zero_point = find_scale(operand, x, records.get(plan.record))
+            codes[operand.place] = _encode(operand, x, scale, zero_point)
+        return _operations.make_operation(site.equation).contract_quantized(*codes), records
+
+    def is_parameter(self, value: Any) -> bool:
+        """Return whether a value is a quantized parameter."""
+        return isinstance(value, QuantizedArray)
+
+    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of an equation on codes."""
+        return list(_restructure.move_elements(equation, operands))
+
+    def convert_to_array(self, parameter: Any) -> jax.Array:
+        """Return the floats that a parameter's codes stand for."""
+        return parameter.dequantize()
+
+    def prepare_stacked(self, parameter: Any) -> Any:
+        """Return a parameter with a scale for each index of its first axis."""
+        return parameter.per_index(0)
+
+    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of the body: codes have no derivative."""
+        return run(operands, records)
+
+    call_with_remat = call_with_rule
+
+
+class Twin(NamedTuple):
+    """A parameter as the floats that its codes stand for, with their gradient, and as codes."""
+
+    floats: Any
+    codes: QuantizedArray
+
+
+class TrainMode:
+    """The program on codes, with the gradient of the floats that the codes stand for."""
+
+    updates_records = False
+
+    def __init__(self, plan: Plan, estimator: Rule = StraightThrough()) -> None:
+        self.plan = plan
+        self.estimator = estimator
+
+    def replaces(self, site: Site) -> bool:
+        """Return whether the contraction runs on codes."""
+        return self.plan.sites[site.name].is_replaced
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+        """Return the result of the contraction of codes, with its gradient."""
+        if site.operation == "take":
+            table, indices = operands
+            (floats,) = _program.evaluate(site.equation, [table.floats, indices])
+            entries = _operations.look_up(site.equation, lax.stop_gradient(table.codes), indices)
+            # The value of the codes, with the gradient of the floats.
+            return _operations.replace_value(floats, entries), records
+        plan = self.plan.sites[site.name]
+        twins = [x if isinstance(x, Twin) else Twin(x, x) for x in operands]
+        for operand in plan.activations:
+            x, record = operands[operand.place], records.get(plan.record)
+            twins[operand.place] = self.make_twin(operand, x, record)
+        operation = _operations.make_operation(site.equation)
+        floats, codes = zip(*twins, strict=True)
+        return _operations.contract_with_gradient(operation, floats, codes), records
+
+    def make_twin(self, operand: OperandPlan, x: jax.Array, record: Any) -> Twin:
+        """Return activations as floats with a gradient, and as codes."""
+        rule: Rule = StraightThrough()
+        if isinstance(record, Scale):
+            rule = self.estimator
+            if isinstance(rule, LSQ | LSQPlus) and rule.elements is None:
+                rule = dataclasses.replace(rule, elements=max(math.prod(x.shape[1:]), 1))
+        return make_twin(operand, x, record, rule)
+
+    def is_parameter(self, value: Any) -> bool:
+        """Return whether a value is a parameter in both forms."""
+        return isinstance(value, Twin)
+
+    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of an equation on both forms."""
+        floats = _program.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
+        codes = _restructure.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
+        return [Twin(*pair) for pair in zip(floats, codes, strict=True)]
+
+    def convert_to_array(self, parameter: Any) -> jax.Array:
+        """Return the floats."""
+        return parameter.floats
+
+    def prepare_stacked(self, parameter: Any) -> Any:
+        """Return a parameter with a scale for each index of its first axis."""
+        return Twin(parameter.floats, parameter.codes.per_index(0))
+
+    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of the body, with the derivative that the rule of the function gives its floats."""
+        return _operations.call_with_rule(equation, operands, run, records)
+
+    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of the body, which the backward pass computes again."""
+        parameters = equation.params
+        call = jax.checkpoint(run, prevent_cse=parameters["prevent_cse"], policy=parameters["policy"])
+        return call(operands, records)
+
+
+def find_scale(operand: OperandPlan, x: jax.Array, record: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point of activations.
+
+    Args:
+        operand: how they are quantized.
+        x: the activations.
+        record: None for a dynamic range; or the `Range`, or the learned `Scale`, of each operand by its place.
+    """
+    part = None if record is None else record[str(operand.place)]
+    if operand.calibrator is not None and part is None:
+        checks.require(False, "apply", "ranges", "a range for each static activation", "none")
+    if isinstance(part, Scale):
+        _, scale, zero_point = read_parts("apply", ("x", "scale", "zero_point"), x, *part, operand.spec)
+        return scale, zero_point
+    lo, hi = (None, None) if part is None else part
+    return find_parameters("apply", lax.stop_gradient(x), operand.spec, lo, hi)[:2]
+
+
+def _encode(operand: OperandPlan, x: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
+    return make_array(Config(operand.spec), x, scale, zero_point, None)
+
+
+def make_twin(operand: OperandPlan, x: jax.Array, record: Any, rule: Rule) -> Twin:
+    """Return an array as floats with a gradient, and as codes."""
+    scale, zero_point = find_scale(operand, x, record)
+    config = Config(operand.spec, rule)
+    floats = quantize_and_dequantize(config, x, scale, zero_point, None)
+    return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))
