@@ -6,6 +6,7 @@ concatenations, and conversions of its dtype. Each of these operations has an eq
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,11 +65,13 @@ class Lost(NamedTuple):
     reason: str
 
 
-class Data(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # empty named tuples would be equal
+class Data:
     """An array that depends on the arguments of the function: activations."""
 
 
-class Constant(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Constant:
     """An array that depends neither on the parameters nor on the arguments."""
 
 
@@ -119,6 +122,8 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
         return None
     if follow is _concatenate:
         return _concatenate(equation, origins)
+    if isinstance(origins[0], Joined) and _program.find_name(equation) not in ("transpose", *_UNMOVED):
+        return None
     # Further operands are the indices of a dynamic slice.
     views = [follow(equation, view) for view in list_views(origins[0])]
     if any(view is None for view in views):
@@ -128,11 +133,10 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
     return _follow_joined(equation, origins[0], [view[0] for view in views if view])  # type: ignore[arg-type]
 
 
-def _follow_joined(equation: Any, joined: Joined, views: list[View]) -> list[Origin] | None:
-    name = _program.find_name(equation)
-    if name == "transpose":
+def _follow_joined(equation: Any, joined: Joined, views: list[View]) -> list[Origin]:
+    if _program.find_name(equation) == "transpose":
         return [Joined(tuple(views), equation.params["permutation"].index(joined.axis))]
-    return [Joined(tuple(views), joined.axis)] if name in _UNMOVED else None
+    return [Joined(tuple(views), joined.axis)]
 
 
 Rule = Callable[[Any, View], "list[View] | None"]

@@ -1,0 +1,257 @@
+"""Networks that were not written for quantization, in the style of the users of each framework.
+
+Each function returns a function of parameters and inputs, the parameters, and a function that samples inputs for a
+batch size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+CLASSES = 10
+
+
+class Network(NamedTuple):
+    """A network.
+
+    Attributes:
+        apply: a function of the parameters and a batch.
+        params: the parameters.
+        sample: a function of a key of `jax.random` and a batch size, which returns a batch.
+    """
+
+    apply: Callable[..., Any]
+    params: Any
+    sample: Callable[[jax.Array, int], Any]
+
+
+def _sample_images(key: jax.Array, size: int) -> jax.Array:
+    return jax.random.uniform(key, (size, 8, 8, 1))
+
+
+def _sample_rows(key: jax.Array, size: int) -> jax.Array:
+    return jax.random.uniform(key, (size, 8, 8))
+
+
+def _init_linen(model: nn.Module, sample: Any, **arguments: Any) -> Network:
+    variables = model.init(jax.random.key(0), sample(jax.random.key(1), 2), **arguments)
+    return Network(model.apply, variables, sample)
+
+
+class LinenMLP(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for features in (64, 32):
+            x = nn.relu(nn.Dense(features)(x))
+        return nn.Dense(CLASSES)(x)
+
+
+class LinenCNN(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        for features in (8, 16):
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        return nn.Dense(CLASSES)(x.reshape(x.shape[0], -1))
+
+
+class LinenSeparable(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Conv(8, (3, 3))(x))
+        for features in (16, 16):
+            x = nn.relu(nn.Conv(x.shape[-1], (3, 3), feature_group_count=x.shape[-1])(x))
+            x = nn.relu(nn.Conv(features, (1, 1))(x))
+        return nn.Dense(CLASSES)(x.mean((1, 2)))
+
+
+class LinenRNN(nn.Module):
+    cell: type[nn.RNNCellBase]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(CLASSES)(nn.RNN(self.cell(16))(x)[:, -1])
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(h, h, mask=mask)
+        h = nn.gelu(nn.Dense(64)(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1])(h)
+
+
+class LinenEncoder(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(32)(x) + self.param("position", nn.initializers.normal(0.02), (8, 32))
+        for _ in range(2):
+            x = LinenBlock()(x)
+        return nn.Dense(CLASSES)(x.mean(1))
+
+
+class _ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return LinenBlock()(x, nn.make_causal_mask(jnp.ones(x.shape[:2]))), None
+
+
+class LinenDecoder(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(16, 32)
+        block = nn.scan(
+            nn.remat(_ScannedBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        x, _ = block()(embed(tokens), None)
+        return embed.attend(nn.LayerNorm()(x))
+
+
+class LinenMixer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(16, (2, 2), (2, 2))(x).reshape(x.shape[0], 16, 16)
+        for _ in range(2):
+            y = nn.LayerNorm()(x).swapaxes(1, 2)
+            x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(y))).swapaxes(1, 2)
+            x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
+        return nn.Dense(CLASSES)(x.mean(1))
+
+
+class LinenUNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        first = nn.relu(nn.Conv(8, (3, 3))(x))
+        x = nn.relu(nn.Conv(16, (3, 3), (2, 2))(first))
+        x = nn.relu(nn.ConvTranspose(8, (2, 2), (2, 2))(x))
+        return nn.Conv(2, (1, 1))(jnp.concatenate([x, first], -1)).mean((1, 2))
+
+
+class LinenExperts(nn.Module):
+    """A mixture of experts: each token goes through all experts, weighted by a router."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        weights = nn.softmax(nn.Dense(4)(x))
+        experts = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=4)
+        return jnp.einsum("be,ebc->bc", weights, experts(CLASSES)(x))
+
+
+def _nnx(model: nnx.Module, sample: Any) -> Network:
+    graph, state = nnx.split(model)
+    return Network(lambda state, x: nnx.merge(graph, state)(x), state, sample)
+
+
+class NnxCNN(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(8, 16, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(16, use_running_average=True, rngs=rngs)
+        self.out = nnx.Linear(64, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.avg_pool(nnx.relu(self.first(x)), (2, 2), (2, 2))
+        x = nnx.avg_pool(nnx.relu(self.norm(self.second(x))), (2, 2), (2, 2))
+        return self.out(x.reshape(x.shape[0], -1))
+
+
+class NnxTransformer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Linear(8, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+        self.norms = nnx.List([nnx.LayerNorm(32, rngs=rngs) for _ in range(2)])
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+        self.out = nnx.Linear(32, CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.embed(x)
+        x = x + self.attention(self.norms[0](x))
+        x = x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+        return self.out(x.mean(1))
+
+
+def _plain_mlp() -> Network:
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (64, 48, 32, CLASSES)
+    layers = [
+        {"w": jax.random.normal(key, (out, n)) / n**0.5, "b": jnp.zeros(out)}
+        for key, (n, out) in zip(keys, itertools.pairwise(sizes), strict=True)
+    ]
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for place, layer in enumerate(params):
+            x = x @ layer["w"].T + layer["b"]
+            x = x if place == len(params) - 1 else jnp.tanh(x)
+        return x
+
+    return Network(apply, layers, _sample_images)
+
+
+def _plain_decoder() -> Network:
+    keys = jax.random.split(jax.random.key(0), 6)
+    width, layers, tokens = 32, 3, 16
+
+    def make(key: jax.Array, *shape: int) -> jax.Array:
+        return jax.random.normal(key, shape) / shape[-2] ** 0.5
+
+    params = {
+        "table": jax.random.normal(keys[0], (tokens, width)),
+        "layers": {
+            "qkv": make(keys[1], layers, width, 3 * width),
+            "out": make(keys[2], layers, width, width),
+            "up": make(keys[3], layers, width, 2 * width),
+            "down": make(keys[4], layers, 2 * width, width),
+        },
+    }
+
+    def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        query, key, value = jnp.split(_normalize(x) @ layer["qkv"], 3, axis=-1)
+        scores = jnp.einsum("btd,bsd->bts", query, key) / width**0.5
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jax.nn.softmax(jnp.where(mask, scores, jnp.full((), -1e9)), axis=-1)
+        x = x + jnp.einsum("bts,bsd->btd", scores, value) @ layer["out"]
+        return x + jax.nn.silu(_normalize(x) @ layer["up"]) @ layer["down"], None
+
+    def apply(params: Any, ids: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(jax.checkpoint(block), params["table"][ids], params["layers"])
+        return _normalize(x) @ params["table"].T
+
+    return Network(apply, params, _sample_tokens)
+
+
+def _normalize(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + jnp.full((), 1e-6))
+
+
+def _sample_tokens(key: jax.Array, size: int) -> jax.Array:
+    return jax.random.randint(key, (size, 8), 0, 16)
+
+
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "linen mlp": lambda: _init_linen(LinenMLP(), _sample_images),
+    "linen cnn": lambda: _init_linen(LinenCNN(), _sample_images),
+    "linen separable cnn": lambda: _init_linen(LinenSeparable(), _sample_images),
+    "linen lstm": lambda: _init_linen(LinenRNN(nn.OptimizedLSTMCell), _sample_rows),
+    "linen gru": lambda: _init_linen(LinenRNN(nn.GRUCell), _sample_rows),
+    "linen encoder": lambda: _init_linen(LinenEncoder(), _sample_rows),
+    "linen decoder": lambda: _init_linen(LinenDecoder(), _sample_tokens),
+    "linen mixer": lambda: _init_linen(LinenMixer(), _sample_images),
+    "linen unet": lambda: _init_linen(LinenUNet(), _sample_images),
+    "linen experts": lambda: _init_linen(LinenExperts(), _sample_images),
+    "nnx cnn": lambda: _nnx(NnxCNN(nnx.Rngs(0)), _sample_images),
+    "nnx transformer": lambda: _nnx(NnxTransformer(nnx.Rngs(0)), _sample_rows),
+    "plain mlp": _plain_mlp,
+    "plain decoder": _plain_decoder,
+}
