@@ -11,7 +11,7 @@ from .._core import checks
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from . import _program, _views
 from ._analysis import UNUSED, Analysis
-from ._sites import Site
+from ._sites import Site, find_contracted
 from .rules import Activation, CalibratorFactory, Rule, SiteView, Weight
 
 _NAME = "prepare"
@@ -119,13 +119,14 @@ def _plan_leaves(
     weights: dict[int, tuple[Weight, str]] = {}
     contracted: dict[int, set[int]] = {}
     orders: dict[int, list[tuple[int, ...]]] = {}
-    for site in sites:
+    # A table that is also contracted has the codes of its contractions: lookups read any.
+    for site in sorted(sites, key=lambda site: site.operation == "take"):
         rule = chosen[site.name]
         assert rule is not None
         for view in site.views:
             assert rule.weight is not None
             weight, first = weights.setdefault(view.leaf, (rule.weight, site.name))
-            if weight != rule.weight:
+            if weight != rule.weight and site.operation != "take":
                 expected = f"one Weight for all uses of {names[view.leaf]}: {weight} for {first}"
                 checks.require(False, _NAME, "rules", expected, f"{rule.weight} for {site.name}")
             contracted.setdefault(view.leaf, set()).update(view.list_axes(site.contracted))
@@ -182,8 +183,6 @@ def _plan_site(site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names
 
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
     """Return the spec of one operand of a contraction."""
-    from ._sites import find_contracted
-
     shape = site.equation.invars[place].aval.shape
     summed = find_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)

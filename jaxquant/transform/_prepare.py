@@ -214,6 +214,10 @@ def prepare(
     """Plan how the contractions of a function run on codes."""
     traced, _ = _trace_call(function, rules, params, args, kwargs)
     names = tuple(list_names(params))
+    checks.require_type(bool(names), _NAME, "params", "a tree with arrays", checks.describe_value(params))
+    for rule in traced.plan.unmatched:
+        expected = f"a path that matches one of {', '.join(sorted({p for s in traced.analysis.sites.values() for p in (s.name,)})[:8])}"
+        checks.require(False, _NAME, "rules", expected, repr(rule.path))
     coverage = make_coverage(traced.analysis, traced.plan, names)
     missing = list(list_missing(coverage))
     if strict and missing:
