@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
@@ -60,18 +58,6 @@ class Quantization:
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
-
-
-@contextlib.contextmanager
-def prefix_errors(path: str) -> Iterator[None]:
-    """Put the path of a layer in front of the errors that are raised inside the `with` block."""
-    try:
-        yield
-    except (checks.ContractValueError, checks.ContractTypeError) as error:
-        # An inner block may have added the same path already.
-        if str(error).startswith(f"{path}: "):
-            raise
-        raise type(error)(f"{path}: {error}") from error
 
 
 def check_layer(layer: str, quantization: Quantization) -> Operands:

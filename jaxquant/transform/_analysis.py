@@ -210,9 +210,7 @@ def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _F
     parts = [_take_layer(equation, origin) for origin in origins[first_stacked:]]
     inner = _enter(equation, place, 0)
     if any(_views.list_views(part) for part in parts):
-        inner = dataclasses.replace(
-            inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length)
-        )
+        inner = dataclasses.replace(inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length))
 
     def walk_body(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         return _walk(scan.body, [*constants, *assumed, *parts], inner, trial)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
+from .._core import checks
 from ._analysis import Analysis
 from ._plan import Plan, SitePlan, describe_site
 from ._sites import Site
@@ -18,7 +19,7 @@ class Row(NamedTuple):
         name: the path of its parameter and the number of its use, as "dense/kernel#1"; without a parameter the name of
             the operation and its name scope.
         paths: the paths of its parameters.
-        operation: "dot_general", "conv_general_dilated", "take", or the primitive of a contraction that stays in floats.
+        operation: "dot_general", "conv_general_dilated", "take", or the name of another primitive that contracts.
         shapes: the shapes of its operands.
         form: "integer" (codes times codes), "weight-only" (floats times codes), "lookup" (entries of codes) or "float".
         weight: the spec of its parameter, or None.
@@ -52,6 +53,12 @@ class Coverage(NamedTuple):
         """The contractions that stay in floats."""
         return tuple(row for row in self.rows if row.form == "float")
 
+    @property
+    def summary(self) -> str:
+        """The number of contractions in each form, as text."""
+        counts = ((form, sum(row.form == form for row in self.rows)) for form in _FORMS)
+        return ", ".join(f"{count} {form}" for form, count in counts if count) or "no contractions"
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the rows by name, with specs as text, for JSON."""
         return {row.name: _to_dict(row) for row in self.rows}
@@ -60,10 +67,13 @@ class Coverage(NamedTuple):
         """Return the table."""
         lines = [_HEADER, *(_list_cells(row) for row in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([*text, _count_forms(self.rows)])
+        text = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join([*text, self.summary])
 
 
+_FORMS = ("integer", "weight-only", "lookup", "float")
 _HEADER = ("name", "operation", "shapes", "form", "weight", "activations", "where", "reason")
 
 
@@ -99,19 +109,14 @@ def _shorten_spec(spec: QuantSpec) -> str:
     return f"{spec.dtype} {spec.granularity!r}"
 
 
-def _count_forms(rows: Sequence[Row]) -> str:
-    counts = ((form, sum(row.form == form for row in rows)) for form in ("integer", "weight-only", "lookup", "float"))
-    return ", ".join(f"{count} {form}" for form, count in counts if count) or "no contractions"
-
-
 def _to_dict(row: Row) -> dict[str, Any]:
     fields = row._asdict()
     specs = {"weight": None if row.weight is None else repr(row.weight), "activations": [*map(repr, row.activations)]}
     return {**fields, **specs, "paths": list(row.paths), "shapes": [list(shape) for shape in row.shapes]}
 
 
-def list_missing(coverage: Coverage) -> Iterator[str]:
-    """Yield a line for each contraction that a rule wants and that stays in floats."""
-    for row in coverage.floats:
-        if row.is_wanted:
-            yield f"{row.name} ({row.operation} at {row.where}): {row.reason}"
+def check_strict(function: str, coverage: Coverage) -> None:
+    """Raise ContractValueError if a contraction that a rule wants on codes stays in floats."""
+    missing = [f"{row.name} ({row.operation} at {row.where}): {row.reason}" for row in coverage.floats if row.is_wanted]
+    expected = 'codes for each contraction that a rule matches (strict=True); Rule(path, keep="float") excludes one'
+    checks.require(not missing, function, "rules", expected, "floats for " + "; ".join(missing))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 from jax import lax
 
+from .._core import checks
 from . import _program
 from ._analysis import Analysis, find_live
 from ._program import Body
@@ -95,7 +96,8 @@ class Interpreter:
     def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
-            with jax.named_scope(_program.find_scope(equation) or site.operation):
+            scope = jax.named_scope(_program.find_scope(equation) or site.operation)
+            with scope, checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
         if address in self.analysis.followed and any(self.mode.is_parameter(value) for value in operands):

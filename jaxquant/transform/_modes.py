@@ -8,27 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray
-from .._core import checks
+from .._arrays.spec import QuantSpec
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
-from .._training.fake_quantize import read_parts
 from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
-from ..calibration import Range
 from . import _operations, _program, _restructure
 from ._interpret import Records
+from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
 from ._sites import Site
 
-
-class Scale(NamedTuple):
-    """A learned scale, and a learned zero point or None."""
-
-    scale: Any
-    zero_point: Any
+_NAME = "Prepared.apply"
 
 
 class ObserveMode:
@@ -96,8 +89,9 @@ class IntegerMode:
         plan, codes = self.plan.sites[site.name], list(operands)
         for operand in plan.activations:
             x = operands[operand.place]
-            scale, zero_point = find_scale(operand, x, records.get(plan.record))
-            codes[operand.place] = _encode(operand, x, scale, zero_point)
+            part = records[plan.record][str(operand.place)] if plan.record in records else None
+            scale, zero_point = find_scale(operand.spec, x, part)
+            codes[operand.place] = make_array(Config(operand.spec), x, scale, zero_point, None)
         return _operations.make_operation(site.equation).contract_quantized(*codes), records
 
     def is_parameter(self, value: Any) -> bool:
@@ -135,7 +129,7 @@ class TrainMode:
 
     updates_records = False
 
-    def __init__(self, plan: Plan, estimator: Rule = StraightThrough()) -> None:
+    def __init__(self, plan: Plan, estimator: Rule) -> None:
         self.plan = plan
         self.estimator = estimator
 
@@ -163,11 +157,13 @@ class TrainMode:
     def make_twin(self, operand: OperandPlan, x: jax.Array, record: Any) -> Twin:
         """Return activations as floats with a gradient, and as codes."""
         rule: Rule = StraightThrough()
-        if isinstance(record, Scale):
+        if record is not None and isinstance(record[str(operand.place)], LearnedScale):
             rule = self.estimator
             if isinstance(rule, LSQ | LSQPlus) and rule.elements is None:
+                # The paper counts the elements of one example.
                 rule = dataclasses.replace(rule, elements=max(math.prod(x.shape[1:]), 1))
-        return make_twin(operand, x, record, rule)
+        part = None if record is None else record[str(operand.place)]
+        return make_twin(operand.spec, x, part, rule)
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter in both forms."""
@@ -198,31 +194,23 @@ class TrainMode:
         return call(operands, records)
 
 
-def find_scale(operand: OperandPlan, x: jax.Array, record: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale and the zero point of activations.
+def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point of an array.
 
     Args:
-        operand: how they are quantized.
-        x: the activations.
-        record: None for a dynamic range; or the `Range`, or the learned `Scale`, of each operand by its place.
+        spec: how it is quantized.
+        x: the array.
+        part: its `Range`, its `LearnedScale`, or None for the range of the array itself.
     """
-    part = None if record is None else record[str(operand.place)]
-    if operand.calibrator is not None and part is None:
-        checks.require(False, "apply", "ranges", "a range for each static activation", "none")
-    if isinstance(part, Scale):
-        _, scale, zero_point = read_parts("apply", ("x", "scale", "zero_point"), x, *part, operand.spec)
-        return scale, zero_point
+    if isinstance(part, LearnedScale):
+        return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
-    return find_parameters("apply", lax.stop_gradient(x), operand.spec, lo, hi)[:2]
+    return find_parameters(_NAME, lax.stop_gradient(x), spec, lo, hi)[:2]
 
 
-def _encode(operand: OperandPlan, x: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
-    return make_array(Config(operand.spec), x, scale, zero_point, None)
-
-
-def make_twin(operand: OperandPlan, x: jax.Array, record: Any, rule: Rule) -> Twin:
+def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Rule) -> Twin:
     """Return an array as floats with a gradient, and as codes."""
-    scale, zero_point = find_scale(operand, x, record)
-    config = Config(operand.spec, rule)
+    scale, zero_point = find_scale(spec, x, part)
+    config = Config(spec, rule)
     floats = quantize_and_dequantize(config, x, scale, zero_point, None)
     return Twin(floats, lax.stop_gradient(make_array(config, x, scale, zero_point, None)))

@@ -133,9 +133,7 @@ def read_scan(equation: Equation) -> Scan:
     kept = sum(_is_alike(*pair) for pair in zip(equation.invars, body.program.invars, strict=True))
     carries = sum(_is_alike(*pair) for pair in zip(equation.outvars, body.program.outvars, strict=True))
     parameters = equation.params
-    return Scan(
-        body, kept - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"]
-    )
+    return Scan(body, kept - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"])
 
 
 def _is_alike(outer: Any, inner: Any) -> bool:
@@ -156,9 +154,7 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
     A result that the program drops is None.
     """
-    values = {
-        atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)
-    }
+    values = {atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)}
     kept = [variable for variable in equation.outvars if not is_unused(variable)]
     program = core.Jaxpr([], list(values), kept, [equation], equation.effects, _NO_DEBUG_INFO)
     results = iter(jax.core.eval_jaxpr(program, (), *values.values()))

@@ -42,6 +42,10 @@ class Site:
     lengths: tuple[int, ...]
     reason: str = ""
 
+    def describe(self) -> str:
+        """Return the name of the site with its operation and its place in the source."""
+        return f"{self.name} ({self.operation} at {_program.locate(self.equation)})"
+
     @property
     def weight(self) -> int | None:
         """The place of the operand that is a parameter, or None."""

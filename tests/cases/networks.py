@@ -110,9 +110,7 @@ class LinenDecoder(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = nn.Embed(16, 32)
-        block = nn.scan(
-            nn.remat(_ScannedBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )
+        block = nn.scan(nn.remat(_ScannedBlock), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
         x, _ = block()(embed(tokens), None)
         return embed.attend(nn.LayerNorm()(x))
 

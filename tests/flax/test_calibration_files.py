@@ -142,9 +142,9 @@ class Stream:
 
 
 def test_batches_without_a_length_have_a_progress_bar(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxquant.flax import _calibration_loop
+    from jaxquant.calibration import loop
 
-    monkeypatch.setattr(_calibration_loop, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "_SHOW_SECONDS", 0.0)
     model = linear()
     qnnx.calibrate(model, Stream(), progress=True)
     assert int(model.dot_general.activation_batches[...]) == 3
