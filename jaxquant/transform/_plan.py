@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.granularity import Blocked, PerAxis, PerTensor
+from ..calibration.factory import Factory
 from . import _program, _views
 from ._analysis import UNUSED, Analysis
 from ._sites import Site, find_contracted
-from .rules import Activation, CalibratorFactory, Rule, SiteView, Weight
+from .rules import Activation, Rule, SiteView, Weight
 
 _NAME = "prepare"
 
@@ -28,7 +29,7 @@ class OperandPlan(NamedTuple):
 
     place: int
     spec: QuantSpec
-    calibrator: CalibratorFactory | None
+    calibrator: Factory | None
 
 
 class SitePlan(NamedTuple):

@@ -138,7 +138,7 @@ class Prepared:
         step = loop.Step(
             "Prepared.calibrate", lambda state, args, kwargs: run(state, signature.arrays, args, kwargs),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
-            lambda state: repr(self.ranges), frozenset(arguments),
+            lambda state: _ranges.describe(self.ranges), frozenset(arguments),
         )  # fmt: skip
         start = self.init() if state is None else state
         return self.finalize(

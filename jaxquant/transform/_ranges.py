@@ -12,6 +12,7 @@ import numpy as np
 
 from .._core import checks
 from ..calibration import Calibrator
+from ..calibration.factory import describe_factory
 from ._analysis import Analysis
 from ._plan import OperandPlan, Plan
 
@@ -115,3 +116,12 @@ def check_tree(function: str, ranges: StaticRanges, tree: Any) -> None:
         f"{text} {', '.join(names[:4])}" for text, names in (("without", missing), ("with", unknown)) if names
     )
     checks.require(not missing and not unknown, function, "state", expected, got)
+
+
+def describe(ranges: StaticRanges) -> str:
+    """Return a description of all static ranges, equal in every process."""
+    return "\n".join(
+        f"{name} {entry.place} {entry.operand.spec} {describe_factory(entry.operand.calibrator)} {entry.lengths}"
+        for name, entries in ranges.items()
+        for entry in entries
+    )

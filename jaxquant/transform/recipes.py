@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..calibration import minmax
-from .rules import Activation, CalibratorFactory, Rule, Weight
+from ..calibration.factory import Factory
+from .rules import Activation, Rule, Weight
 
 __all__ = ["onednn", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_int4", "weight_only_int8"]
 
@@ -41,7 +42,7 @@ def w8a8_dynamic() -> tuple[Rule, ...]:
     )
 
 
-def w8a8_static(calibrator: CalibratorFactory = minmax) -> tuple[Rule, ...]:
+def w8a8_static(calibrator: Factory = minmax) -> tuple[Rule, ...]:
     """Return rules for int8 weights and uint8 activations whose range is found by calibration.
 
     Args:

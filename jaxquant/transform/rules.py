@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from ..calibration import Calibrator
-
-CalibratorFactory = Callable[[QuantSpec], Calibrator]
+from ..calibration.factory import Factory, check_factory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +65,13 @@ class Activation:
 
     dtype: Any
     per: str = "tensor"
-    range: CalibratorFactory | None = None
+    range: Factory | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         """Check the arguments, and store the options in a form that can be hashed."""
         checks.check_option("Activation", "per", self.per, ("tensor", "row", "image"))
-        is_factory = self.range is None or callable(self.range)
-        expected = "a function from a spec to a calibrator, such as jq.minmax, or None"
-        checks.require_type(is_factory, "Activation", "range", expected, checks.describe_value(self.range))
+        object.__setattr__(self, "range", check_factory("Activation", self.range, " or None", argument="range"))
         expected = '"tensor", because a static range is found before the rows are known'
         checks.require(self.range is None or self.per == "tensor", "Activation", "per", expected, self.per)
         object.__setattr__(self, "options", _freeze_options("Activation", self.dtype, self.options))
