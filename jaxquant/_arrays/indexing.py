@@ -250,13 +250,6 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     return new._with_stored(q.stored_codes, find_transposed_order(q.stored_order, order))
 
 
-def transpose_in_place(q: QuantizedArray, order: Sequence[int]) -> QuantizedArray:
-    """Return q with its dimensions in another order and its codes in memory as they are; the arguments were checked."""
-    scale, zero_point = (None if p is None else jnp.transpose(p, order) for p in (q.scale, q.zero_point))
-    new = q.replace(scale=scale, zero_point=zero_point)
-    return new._with_stored(q.stored_codes, find_transposed_order(q.stored_order, order))
-
-
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     """Return q in another shape; q has been checked."""
     new = _resolve_shape(q, shape)

@@ -3,7 +3,8 @@
 from . import recipes
 from ._coverage import Coverage, Row
 from ._learned import LearnedScale, LearnedScales
-from ._prepare import Prepared, prepare
+from ._prepare import prepare
+from ._prepared import Prepared
 from .rules import Activation, Rule, SiteView, Weight
 
 __all__ = [

@@ -77,7 +77,7 @@ class Interpreter:
         self.mode = mode
         self.records = dict(records)
 
-    def run(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
+    def run_program(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
         """Return the results of a program."""
         program = body.program
         known = dict(zip(program.constvars, body.constants, strict=True))
@@ -102,8 +102,9 @@ class Interpreter:
             return [result]
         if address in self.analysis.followed and any(self.mode.is_parameter(value) for value in operands):
             return self.mode.move_elements(equation, operands)
-        if address in self.analysis.entered:
-            return _ENTER[_program.find_name(equation)](self, equation, operands, address)
+        enter = _ENTER.get(_program.find_name(equation))
+        if enter is not None and address in self.analysis.entered:
+            return enter(self, equation, operands, address)
         return _program.evaluate(equation, [self._read_array(value) for value in operands])
 
     def _read_array(self, value: Any) -> Any:
@@ -123,13 +124,13 @@ class Interpreter:
     def _run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:
         """Return the results of a body as arrays, and the records of its sites."""
         inner = Interpreter(self.analysis, self.mode, records)
-        results = inner._read_arrays(inner.run(body, values, address))
+        results = inner._read_arrays(inner.run_program(body, values, address))
         return results, inner.records
 
     # Equations with bodies.
 
     def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        return self.run(_program.read_call(equation), operands, (*address, 0))
+        return self.run_program(_program.read_call(equation), operands, (*address, 0))
 
     def _call_custom(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         return self._call_through(self.mode.call_with_rule, equation, operands, address)

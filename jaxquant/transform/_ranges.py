@@ -15,6 +15,7 @@ from ..calibration import Calibrator
 from ..calibration.factory import describe_factory
 from ._analysis import Analysis
 from ._plan import OperandPlan, Plan
+from ._views import Constant
 
 
 class StaticRange(NamedTuple):
@@ -24,11 +25,13 @@ class StaticRange(NamedTuple):
         operand: how it is quantized.
         shape: its shape.
         lengths: the lengths of the scans around it that stack parameters; each iteration has a range of its own.
+        is_constant: whether it depends neither on parameters nor on arguments, such as an initial state of zeros.
     """
 
     operand: OperandPlan
     shape: tuple[int, ...]
     lengths: tuple[int, ...]
+    is_constant: bool
 
     @property
     def place(self) -> str:
@@ -50,13 +53,14 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
     ranges: dict[str, tuple[StaticRange, ...]] = {}
     for site in analysis.sites.values():
         planned = plan.sites[site.name]
-        entries = tuple(
-            StaticRange(operand, tuple(site.equation.invars[operand.place].aval.shape), site.lengths)
-            for operand in planned.activations
-            if operand.calibrator is not None
-        )
+        entries = []
+        for operand in planned.activations:
+            if operand.calibrator is not None:
+                shape = tuple(site.equation.invars[operand.place].aval.shape)
+                is_constant = isinstance(site.origins[operand.place], Constant)
+                entries.append(StaticRange(operand, shape, site.lengths, is_constant))
         if entries:
-            ranges.setdefault(planned.record, entries)
+            ranges.setdefault(planned.record, tuple(entries))
     return ranges
 
 
@@ -78,7 +82,7 @@ def map_states(
     Args:
         function: the name of the public function, for errors.
         ranges: the static ranges.
-        call: a function of a calibrator and of one part of each tree.
+        call: a function of a static range and of one part of each tree.
         trees: trees such as `make_states` returns.
     """
     for tree in trees:
@@ -89,9 +93,7 @@ def map_states(
         for entry in entries:
             parts = [tree[name][entry.place] for tree in trees]
             with checks.prefix_errors(name):
-                results[name][entry.place] = _map_layers(
-                    functools.partial(call, entry.calibrator), parts, entry.lengths
-                )
+                results[name][entry.place] = _map_layers(functools.partial(call, entry), parts, entry.lengths)
     return results
 
 

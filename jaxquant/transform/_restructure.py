@@ -37,7 +37,11 @@ def _convert(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
 
 
 def _transpose(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
-    return [indexing.transpose_in_place(q, equation.params["permutation"])]
+    # The codes stay in memory as they are: transposing them would cost more than the contraction saves.
+    order = equation.params["permutation"]
+    scale, zero_point = (None if part is None else jnp.transpose(part, order) for part in (q.scale, q.zero_point))
+    new = q.replace(scale=scale, zero_point=zero_point)
+    return [new._with_stored(q.stored_codes, indexing.find_transposed_order(q.stored_order, order))]
 
 
 def _reshape(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:

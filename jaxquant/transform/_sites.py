@@ -96,7 +96,8 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
         return lost[0].reason
     if sum(bool(_views.list_leaves(origin)) for origin in origins) > 1:
         return "both operands are parameters"
-    if any(isinstance(origin, _views.Constant) for origin in origins):
+    is_constant = any(isinstance(origin, _views.Constant) for origin in origins)
+    if is_constant and not any(_views.list_leaves(origin) for origin in origins):
         return "an operand is an array that the function closes over: pass it in the parameters"
     for origin in origins:
         if isinstance(origin, _views.Joined):

@@ -34,7 +34,7 @@ class Weight:
     dtype: Any
     per: str = "output"
     block: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Any = ()
 
     def __post_init__(self) -> None:
         """Check the arguments, and store the options in a form that can be hashed."""
@@ -66,7 +66,7 @@ class Activation:
     dtype: Any
     per: str = "tensor"
     range: Factory | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Any = ()
 
     def __post_init__(self) -> None:
         """Check the arguments, and store the options in a form that can be hashed."""
