@@ -25,10 +25,8 @@ Records = dict[str, Any]
 class Mode(Protocol):
     """What becomes of contractions and of parameters."""
 
-    @property
-    def updates_records(self) -> bool:
-        """Whether contractions change the records."""
-        ...
+    # Whether contractions change the records.
+    updates_records: bool
 
     def replaces(self, site: Site) -> bool:
         """Return whether a contraction is replaced."""
@@ -54,11 +52,11 @@ class Mode(Protocol):
         """Return a parameter in a form of which a scan can take one index of the first axis after the other."""
         ...
 
-    def call_with_rule(self, equation: Any, operands: Sequence[Any], run: Callable[..., Any]) -> list[Any]:
+    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function that has a derivative rule of its own and contains contractions."""
         ...
 
-    def call_with_remat(self, equation: Any, operands: Sequence[Any], run: Callable[..., Any]) -> list[Any]:
+    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of a function under `jax.checkpoint`."""
         ...
 

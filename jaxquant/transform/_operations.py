@@ -39,10 +39,11 @@ def make_operation(equation: Any) -> Operation:
         sharding = parameters.get("out_sharding")
         return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
     plan = plan_array_convolution(
-        _NAME, lhs, rhs, *(parameters[name] for name in names), parameters["batch_group_count"]
-    )
+        _NAME, lhs, rhs, parameters["window_strides"], parameters["padding"], parameters["lhs_dilation"],
+        parameters["rhs_dilation"], parameters["dimension_numbers"], parameters["feature_group_count"],
+        parameters["batch_group_count"],
+    )  # fmt: skip
     return Conv(plan, parameters["precision"], dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from .._core import checks, dtypes
 from . import _coverage, _ranges
 from ._calls import Signature, trace_call
 from ._prepared import Prepared
+from ._sites import Site
 from .rules import Rule
 
 _NAME = "prepare"
@@ -90,10 +91,8 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _list_paths(site: Any, names: Sequence[str]) -> Iterator[str]:
-    yield from (names[leaf] for leaf in site.leaves)
-    if not site.leaves:
-        yield site.name
+def _list_paths(site: Site, names: Sequence[str]) -> list[str]:
+    return [names[leaf] for leaf in site.leaves] or [site.name]
 
 
 def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import eval_jaxpr
 from jax.extend import core, source_info_util
 
 Equation = Any
@@ -81,7 +82,7 @@ def open_body(program: Any) -> Body:
 
 def is_program(value: Any) -> bool:
     """Return whether a parameter of an equation is a program."""
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)
 
 
 def is_literal(atom: Any) -> bool:
@@ -157,7 +158,7 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     values = {atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)}
     kept = [variable for variable in equation.outvars if not is_unused(variable)]
     program = core.Jaxpr([], list(values), kept, [equation], equation.effects, _NO_DEBUG_INFO)
-    results = iter(jax.core.eval_jaxpr(program, (), *values.values()))
+    results = iter(eval_jaxpr(program, (), *values.values()))
     return [None if is_unused(variable) else next(results) for variable in equation.outvars]
 
 
