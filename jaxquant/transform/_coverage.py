@@ -99,14 +99,23 @@ def _name_form(site: Site, plan: SitePlan) -> str:
 
 
 def _list_cells(row: Row) -> tuple[str, ...]:
-    shapes = " x ".join(str(list(shape)) for shape in row.shapes)
+    shapes = " and ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes)
     activations = ", ".join(_shorten_spec(spec) for spec in row.activations)
     weight = "" if row.weight is None else _shorten_spec(row.weight)
-    return (row.name, row.operation, shapes, row.form, weight, activations, row.where.split(" (")[0], row.reason)
+    return (row.name, row.operation, shapes, row.form, weight, activations, _shorten_place(row.where), row.reason)
 
 
 def _shorten_spec(spec: QuantSpec) -> str:
-    return f"{spec.dtype} {spec.granularity!r}"
+    kind, arguments = repr(spec.granularity).rstrip(")").split("(", 1)
+    values = "".join(character for character in arguments if character.isdigit() or character in ", ")
+    return f"{spec.dtype} {kind}({values.strip(', ')})"
+
+
+def _shorten_place(where: str) -> str:
+    """Return the last folder and file of a place, with its line."""
+    path, _, _ = where.partition(" (")
+    file, _, position = path.partition(":")
+    return ":".join(["/".join(file.split("/")[-2:]), *position.split(":")[:1]]) if file else ""
 
 
 def _to_dict(row: Row) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def _plan_site(site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names
     stem = "+".join(names[leaf] for leaf in site.leaves)
     record = stem if rule is not None and rule.shared and stem else site.name
     if rule is None or rule.keep is not None:
-        reason = site.reason or ("no rule matches it" if rule is None else "a rule keeps it in floats")
+        reason = site.reason or _explain_float(site, rule)
         return SitePlan(False, None, (), record, reason, False)
     if site.reason:
         return SitePlan(False, None, (), record, site.reason, site.reason not in (UNUSED, "integers already"))
@@ -180,6 +180,15 @@ def _plan_site(site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names
                 spec = _make_activation_spec(site, place, rule.activation)
                 activations.append(OperandPlan(place, spec, rule.activation.range))
     return SitePlan(True, weight, tuple(activations), record, "", True)
+
+
+def _explain_float(site: Site, rule: Rule | None) -> str:
+    """Return why a contraction that could run on codes stays in floats."""
+    if rule is not None:
+        return "a rule keeps it in floats"
+    return (
+        "no rule matches it" if site.leaves else 'a product of activations; no rule with operands="activations" matches'
+    )
 
 
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
