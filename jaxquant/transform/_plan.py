@@ -187,7 +187,7 @@ def _explain_float(site: Site, rule: Rule | None) -> str:
     if rule is not None:
         return "a rule keeps it in floats"
     return (
-        "no rule matches it" if site.leaves else 'a product of activations; no rule with operands="activations" matches'
+        "no rule matches it" if site.leaves else "a product of activations, which no rule matches"
     )
 
 
