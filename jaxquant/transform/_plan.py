@@ -186,9 +186,7 @@ def _explain_float(site: Site, rule: Rule | None) -> str:
     """Return why a contraction that could run on codes stays in floats."""
     if rule is not None:
         return "a rule keeps it in floats"
-    return (
-        "no rule matches it" if site.leaves else "a product of activations, which no rule matches"
-    )
+    return "no rule matches it" if site.leaves else "a product of activations, which no rule matches"
 
 
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:

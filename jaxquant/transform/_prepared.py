@@ -14,7 +14,7 @@ from .._arrays.quantize import quantize
 from .._core import checks
 from .._training.estimators import LSQ, StraightThrough
 from .._training.rounding_vjp import Config, make_array
-from ..calibration import loop
+from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _program, _ranges
 from ._calls import Call, Signature, check_names, is_quantized, trace_call
@@ -303,7 +303,11 @@ class Prepared:
         expected = f"a range for each of the {len(self.ranges)} static activations, as calibrate returns them"
         got = f"none for {', '.join(missing[:4])}"
         checks.require(not missing, f"Prepared.{method}", argument, expected, got)
-        return records
+        function = f"Prepared.{method}"
+        return {
+            name: {entry.place: _read_part(function, argument, name, records[name], entry) for entry in entries}
+            for name, entries in self.ranges.items()
+        }
 
     def _check_records(self, method: str, argument: str, call: Call, records: Mapping[str, Any]) -> None:
         """Raise unless there is a range for each static activation of this call."""
@@ -312,6 +316,20 @@ class Prepared:
         expected = "the contractions that prepare saw; Rule(shared=True) gives all uses of a parameter one range"
         got = f"no range for {', '.join(missing[:4])}"
         checks.require(not missing, f"Prepared.{method}", argument, expected, got)
+
+
+def _read_part(function: str, argument: str, name: str, record: Any, entry: _ranges.StaticRange) -> Any:
+    """Return the range or the learned scale of an activation."""
+    part = record.get(entry.place) if isinstance(record, Mapping) else None
+    if isinstance(part, LearnedScale):
+        return part
+    # A checkpoint that was loaded without a target has a dict for a named tuple.
+    if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
+        part = Range(part["lo"], part["hi"])
+    expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
+    holds = isinstance(part, tuple) and len(part) == 2
+    checks.require_type(holds, function, argument, expected, checks.describe_value(record))
+    return part
 
 
 @functools.partial(jax.jit, static_argnames="plan")

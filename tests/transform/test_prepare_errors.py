@@ -96,6 +96,7 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.apply(FOUR_BITS.convert(PARAMS), RANGES, X), ValueError, r"apply: params: .* got int4 codes for"),
         (lambda: PREPARED.apply(CONVERTED, None, X), ValueError, r"ranges: expected a range for each of the 2 .* got none for v, w"),
         (lambda: PREPARED.apply(CONVERTED, {"w": RANGES["w"]}, X), ValueError, r"got none for v$"),
+        (lambda: PREPARED.apply(CONVERTED, {**RANGES, "v": X}, X), TypeError, r"apply: ranges: expected {'0': Range\(lo, hi\)} at v"),
         (lambda: PREPARED.apply(CONVERTED, X, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
         (lambda: PREPARED.apply({**CONVERTED, "u": X}, RANGES, X), ValueError, r"apply: params: expected .* got with u$"),
         (lambda: PREPARED.apply({"w": CONVERTED["w"]}, RANGES, X), KeyError, "v"),

@@ -253,6 +253,20 @@ def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
         prepared.learned(params, ranges, estimator=jq.PACT())
 
 
+def test_parameters_and_ranges_are_saved(params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
+    ranges, qparams = prepared.calibrate(params, batches), prepared.convert(params)
+    jq.checkpoint.save_orbax(tmp_path / "served", {"params": qparams, "ranges": ranges})
+    shapes = {
+        "params": jax.eval_shape(prepared.convert, params),
+        "ranges": jax.eval_shape(prepared.finalize, prepared.init()),
+    }
+    y = prepared.apply(qparams, ranges, batches[0])
+    for like in (shapes, None):  # without a target, ranges are dicts
+        loaded = jq.checkpoint.load_orbax(tmp_path / "served", like=like)
+        np.testing.assert_array_equal(prepared.apply(loaded["params"], loaded["ranges"], batches[0]), y)
+
+
 # Modules and closures.
 
 
