@@ -176,8 +176,9 @@ class TrainMode:
         return [Twin(*pair) for pair in zip(floats, codes, strict=True)]
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
-        """Return the floats."""
-        return parameter.floats
+        """Return the floats that the codes stand for, with their gradient."""
+        # The same operation as in `IntegerMode`, so that XLA sums the elements in the same order.
+        return _operations.replace_value(parameter.floats, parameter.codes.dequantize())
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""

@@ -349,4 +349,6 @@ def _quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
 def _make_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> _modes.Twin:
     twin = _modes.make_twin(plan.spec, jnp.asarray(w), part, StraightThrough() if part is None else rule)
     codes = twin.codes.store_last(*plan.stored_last) if plan.stored_last else twin.codes
-    return _modes.Twin(twin.floats, codes)
+    # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
+    # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
+    return _modes.Twin(twin.floats, jax.lax.optimization_barrier(codes))
