@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
@@ -98,8 +99,13 @@ class Call:
         return [*operands, *jax.tree.leaves(self.arguments.arrays)]
 
     def rebuild_result(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returns."""
-        return jax.tree.unflatten(jax.tree.structure(self.trace.result), arrays)
+        """Return what the function returns; a number in its program becomes an array."""
+        shapes, structure = jax.tree.flatten(self.trace.result)
+        results = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype)
+            for x, like in zip(arrays, shapes, strict=True)
+        ]
+        return jax.tree.unflatten(structure, results)
 
 
 def trace_call(

@@ -118,7 +118,7 @@ class Prepared:
         Args:
             params: the parameters of the function, in floats.
             batches: an iterable of batches: an array is one argument, a tuple holds positional arguments, a mapping
-                keyword arguments. All of them are read even if no range is static.
+                keyword arguments. If no range is static, none is read.
             state: the states to start from, as `init` or `observe` returns them.
             checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute.
             progress: whether to show a progress bar, with the package rich. None shows it on a terminal if rich is
@@ -134,6 +134,9 @@ class Prepared:
                 written for another function or other parameters.
         """
         signature = Signature(params)
+        check_names("Prepared.calibrate", self.names, signature.names)
+        if not self.ranges:
+            return {}
 
         @jax.jit
         def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, jax.Array]:
