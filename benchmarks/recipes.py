@@ -84,7 +84,7 @@ _NETWORKS: dict[str, nn.Module] = {"MLP": MLP(), "CNN": CNN(), "encoder": Encode
 
 
 class _Cost(NamedTuple):
-    """The costs of a recipe on a network: percent, decibels, bytes, seconds, and logits that training's twin differs in."""
+    """The costs of a recipe: percent, decibels, bytes, seconds, and the number of logits in which the twin differs."""
 
     accuracy: float
     error: float
