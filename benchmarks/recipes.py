@@ -188,27 +188,28 @@ def _time_calls(calls: dict[str, Callable[[jax.Array], jax.Array]], x: jax.Array
     return {name: float(np.median(samples)) for name, samples in seconds.items()}
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _train(network: nn.Module, data: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
     """Return trained variables."""
     images, digits = data
-    variables = network.init(key, images[:1])
+    variables = jax.jit(network.init)(key, images[:1])
 
     def compute_loss(params: Any, statistics: Any, x: jax.Array, y: jax.Array) -> Any:
         variables = {"params": params, **statistics}
         logits, statistics = network.apply(variables, x, train=True, mutable=list(statistics))
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), statistics
 
-    def step(carry: Any, key: jax.Array) -> Any:
-        params, statistics, state = carry
+    @jax.jit
+    def step(params: Any, statistics: Any, state: Any, key: jax.Array) -> Any:
         index = jax.random.randint(key, (_BATCH,), 0, len(images))
         gradient, statistics = jax.grad(compute_loss, has_aux=True)(params, statistics, images[index], digits[index])
         updates, state = _OPTIMIZER.update(gradient, state)
-        return (optax.apply_updates(params, updates), statistics, state), None
+        return optax.apply_updates(params, updates), statistics, state
 
     params, statistics = variables["params"], {k: v for k, v in variables.items() if k != "params"}
-    carry = params, statistics, _OPTIMIZER.init(params)
-    (params, statistics, _), _ = jax.lax.scan(step, carry, jax.random.split(key, _STEPS))
+    state = _OPTIMIZER.init(params)
+    # Not in a scan, in which XLA:CPU runs convolutions on one core.
+    for part in jax.random.split(key, _STEPS):
+        params, statistics, state = step(params, statistics, state, part)
     return {"params": params, **statistics}
 
 

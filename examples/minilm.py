@@ -168,7 +168,7 @@ TEST = (
     "The defendant was found not guilty on all charges.",
     "Is it safe to take ibuprofen with this medicine?",
     "The orchestra will perform two symphonies by Mahler.",
-    "He apologized, but she had already left the room.",
+    "He apologized, but she had already left.",
     "The database stores each event with a timestamp and a user id.",
     "Fresh snow covered the valley by morning.",
     "The bridge was designed to withstand winds of 200 km/h.",
