@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arrays, calibrators, contractions, layers, operators, timing, tracing, training
+from . import arrays, calibrators, contractions, layers, operators, timing, tracing, training, transform
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
@@ -30,6 +30,7 @@ TABLES = (
     calibrators.TABLE,
     *training.TABLES,
     layers.TABLE,
+    *transform.TABLES,
     tracing.TABLE,
 )
 _QUICK_LIMIT = 1024

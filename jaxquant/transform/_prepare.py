@@ -52,7 +52,7 @@ def prepare(
         >>> import jax, jax.numpy as jnp, jaxquant as jq
         >>> apply = lambda params, x: jax.nn.relu(x @ params["first"]) @ params["second"]
         >>> params = {"first": jnp.eye(4), "second": jnp.ones((4, 2))}
-        >>> x = jnp.array([[-1.0, 0.5, 1.0, 2.0]])
+        >>> x = jnp.array([[0.0, 0.5, 1.0, 2.5]])
         >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic())
         >>> prepared
         Prepared(<lambda>: 2 integer)
