@@ -68,6 +68,7 @@ class _Place:
         layers: the scans around it that stack parameters.
         lengths: their lengths.
         scope: the name scopes around it.
+        where: the place in the source of the call around it.
         reason: why no contraction here can run on codes, or "".
     """
 
@@ -75,6 +76,7 @@ class _Place:
     layers: tuple[Address, ...] = ()
     lengths: tuple[int, ...] = ()
     scope: str = ""
+    where: str = ""
     reason: str = ""
 
 
@@ -104,8 +106,7 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
         stem = "+".join(names[leaf] for leaf in site.leaves) or site.name
         # An unused result does not count, so that the other names do not depend on it.
         if site.reason == UNUSED:
-            named.append(dataclasses.replace(site, name=f"{stem} (unused)"))
-            continue
+            stem = f"{stem} (unused)"
         named.append(dataclasses.replace(site, name=f"{stem}#{uses[stem]}" if uses[stem] else stem))
         uses[stem] += 1
     return named
@@ -168,8 +169,10 @@ def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings:
     reason = place.reason or _sites.find_float_reason(equation, origins)
     scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
+    where = _program.locate(equation) or place.where
+    layers, lengths = place.layers, place.lengths
     findings.sites.append(
-        Site(place.address, stem, operation, equation, tuple(origins), place.layers, place.lengths, reason)
+        Site(place.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
     )
 
 
@@ -192,7 +195,8 @@ def _walk_call(equation: Any, origins: list[Origin], place: _Place, findings: _F
 
 def _enter(equation: Any, place: _Place, number: int) -> _Place:
     scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
-    return dataclasses.replace(place, address=(*place.address, number), scope=scope)
+    where = _program.locate(equation) or place.where
+    return dataclasses.replace(place, address=(*place.address, number), scope=scope, where=where)
 
 
 def _walk_cond(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
@@ -232,8 +236,12 @@ def _walk_while(equation: Any, origins: list[Origin], place: _Place, findings: _
     loop = _program.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
+    # A condition returns nothing but a bool, so a range observed in it could not be kept.
+    condition = _enter(equation, place, 0)
+    condition = dataclasses.replace(condition, reason=place.reason or "in the condition of a loop")
+
     def walk_bodies(assumed: list[Origin], trial: _Findings) -> list[Origin]:
-        _walk(loop.condition, [*origins[:first], *assumed], _enter(equation, place, 0), trial)
+        _walk(loop.condition, [*origins[:first], *assumed], condition, trial)
         return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, place, 1), trial)
 
     return _find_fixpoint(equation, origins[second:], walk_bodies, place, findings)[0]

@@ -59,9 +59,25 @@ def _split(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return parts
 
 
+def _reverse(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    dimensions = equation.params["dimensions"]
+    return [q[tuple(slice(None, None, -1 if axis in dimensions else 1) for axis in range(q.ndim))]]
+
+
 def _broadcast(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     shape, places = tuple(equation.outvars[0].aval.shape), tuple(equation.params["broadcast_dimensions"])
+    return [_broadcast_to(q, shape, places)]
 
+
+def _tile(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    repeats = equation.params["reps"]
+    # A new dimension in front of each one, merged with it.
+    wide = tuple(n for pair in zip(repeats, q.shape, strict=True) for n in pair)
+    shape = tuple(equation.outvars[0].aval.shape)
+    return [_broadcast_to(q, wide, tuple(range(1, 2 * q.ndim, 2))).reshape(shape)]
+
+
+def _broadcast_to(q: QuantizedArray, shape: tuple[int, ...], places: tuple[int, ...]) -> QuantizedArray:
     def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
         if part is None:
             return None
@@ -73,7 +89,7 @@ def _broadcast(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
 
     scale, zero_point = (broadcast_part(part, True) for part in (q.scale, q.zero_point))
     codes = broadcast_part(q.codes, False)
-    return [q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None)]
+    return q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None)
 
 
 def _dynamic_slice(equation: Any, q: QuantizedArray, *starts: jax.Array) -> list[QuantizedArray]:
@@ -103,6 +119,8 @@ _RULES: dict[str, Callable[..., list[QuantizedArray]]] = {
     "reshape": _reshape,
     "squeeze": _reshape,
     "broadcast_in_dim": _broadcast,
+    "rev": _reverse,
+    "tile": _tile,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "split": _split,

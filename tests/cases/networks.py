@@ -6,6 +6,8 @@ batch size.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -146,6 +148,33 @@ class LinenExperts(nn.Module):
         return jnp.einsum("be,ebc->bc", weights, experts(CLASSES)(x))
 
 
+class LinenCachedAttention(nn.Module):
+    """One step of decoding: attention to the tokens before, of which a cache holds keys and values."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(32)(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, decode=True)(nn.LayerNorm()(x))
+        return nn.Dense(CLASSES)(x)
+
+
+def _linen_cached_decoder() -> Network:
+    model = LinenCachedAttention()
+    params = model.init(jax.random.key(0), jnp.zeros((2, 8, 8)))["params"]
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        shapes = jax.eval_shape(model.init, jax.random.key(0), x)["cache"]
+
+        def step(cache: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            y, updated = model.apply({"params": params, "cache": cache}, x[:, None], mutable="cache")
+            return updated["cache"], y[:, 0]
+
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    return Network(apply, params, _sample_rows)
+
+
 def _nnx(model: nnx.Module, sample: Any) -> Network:
     graph, state = nnx.split(model)
     return Network(lambda state, x: nnx.merge(graph, state)(x), state, sample)
@@ -177,6 +206,39 @@ class NnxTransformer(nnx.Module):
         x = x + self.attention(self.norms[0](x))
         x = x + self.down(nnx.gelu(self.up(self.norms[1](x))))
         return self.out(x.mean(1))
+
+
+def _equinox_mlp() -> Network:
+    eqx = importlib.import_module("equinox")
+    model = eqx.nn.MLP(64, CLASSES, 48, 2, key=jax.random.key(0))
+    return Network(lambda model, x: jax.vmap(model)(x.reshape(x.shape[0], -1)), model, _sample_images)
+
+
+def _equinox_cnn() -> Network:
+    eqx = importlib.import_module("equinox")
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(1, 8, 3, key=keys[0]),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.MaxPool2d(2, 2),
+            eqx.nn.Conv2d(8, 16, 3, key=keys[1]),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.Linear(16, CLASSES, key=keys[2]),
+        ]
+    )
+    return Network(lambda model, x: jax.vmap(model)(x.transpose(0, 3, 1, 2)), model, _sample_images)
+
+
+def _haiku_mlp() -> Network:
+    hk = importlib.import_module("haiku")
+
+    def forward(x: jax.Array) -> jax.Array:
+        return hk.nets.MLP([48, 32, CLASSES])(x.reshape(x.shape[0], -1))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    return Network(model.apply, model.init(jax.random.key(0), jnp.zeros((2, 8, 8, 1))), _sample_images)
 
 
 def _plain_mlp() -> Network:
@@ -245,11 +307,23 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "linen gru": lambda: _init_linen(LinenRNN(nn.GRUCell), _sample_rows),
     "linen encoder": lambda: _init_linen(LinenEncoder(), _sample_rows),
     "linen decoder": lambda: _init_linen(LinenDecoder(), _sample_tokens),
+    "linen cached decoder": _linen_cached_decoder,
     "linen mixer": lambda: _init_linen(LinenMixer(), _sample_images),
     "linen unet": lambda: _init_linen(LinenUNet(), _sample_images),
     "linen experts": lambda: _init_linen(LinenExperts(), _sample_images),
     "nnx cnn": lambda: _nnx(NnxCNN(nnx.Rngs(0)), _sample_images),
     "nnx transformer": lambda: _nnx(NnxTransformer(nnx.Rngs(0)), _sample_rows),
+    "equinox mlp": _equinox_mlp,
+    "equinox cnn": _equinox_cnn,
+    "haiku mlp": _haiku_mlp,
     "plain mlp": _plain_mlp,
     "plain decoder": _plain_decoder,
 }
+# The frameworks whose absence skips a test.
+FRAMEWORKS = {"equinox": "equinox", "haiku": "haiku"}
+
+
+@functools.cache
+def make_network(name: str) -> Network:
+    """Return a network by its name."""
+    return NETWORKS[name]()
