@@ -43,6 +43,10 @@ class Mode(Protocol):
         """Return whether a value is a parameter in a form that is not an array."""
         ...
 
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return whether parameters can be concatenated in this form."""
+        ...
+
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation that only moves the elements of parameters."""
         ...
@@ -101,12 +105,18 @@ class Interpreter:
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
-        if address in self.analysis.followed and any(self.mode.is_parameter(value) for value in operands):
+        if address in self.analysis.followed and self._can_move(equation, operands):
             return self.mode.move_elements(equation, operands)
         if address in self.analysis.entered:
             with _name_scope(_program.find_scope(equation)):
                 return _ENTER[_program.find_name(equation)](self, equation, operands, address)
         return _program.evaluate(equation, [self._read_array(value) for value in operands])
+
+    def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
+        """Return whether the elements of parameters can be moved in their form."""
+        if _program.find_name(equation) != "concatenate":
+            return self.mode.is_parameter(operands[0])
+        return all(self.mode.is_parameter(value) for value in operands) and self.mode.can_join(operands)
 
     def _read_array(self, value: Any) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else value
