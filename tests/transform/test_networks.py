@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxquant as jq
 
-from ..cases.networks import FRAMEWORKS, NETWORKS, make_network
+from ..cases.networks import FRAMEWORKS, NETWORKS, NnxCNN, make_network
 from ..support.contraction_crawler import count_contractions, count_rows
 from ..support.prepared import RECIPES, find_ranges, find_sqnr, same_trees
 
@@ -212,12 +212,14 @@ def test_bfloat16(name, recipe):
 def test_nnx_module_is_split_and_merged():
     from flax import nnx
 
-    from ..cases.networks import NnxCNN
-
-    model = NnxCNN(nnx.Rngs(0))
     network, x, prepared = _prepare("nnx cnn", "w8a8_dynamic")
+    model = NnxCNN(nnx.Rngs(0))
+    nnx.update(model, network.params)
     whole = jq.prepare(lambda model, x: model(x), model, x, rules=RECIPES["w8a8_dynamic"], strict=True)
     assert [row.name for row in whole.coverage.rows] == [row.name for row in prepared.coverage.rows]
     converted = whole.convert(model)
     assert isinstance(converted, NnxCNN)
-    same_trees(whole.apply(converted, None, x), prepared.apply(prepared.convert(network.params), None, x))
+    want = prepared.convert(network.params)
+    same_trees(
+        jax.jit(lambda x: whole.apply(converted, None, x))(x), jax.jit(lambda x: prepared.apply(want, None, x))(x)
+    )
