@@ -46,7 +46,7 @@ class Analysis:
         sites: the contractions by address, in program order.
         followed: the addresses of the equations that move the elements of parameters.
         invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
-        entered: the addresses of the equations whose bodies contain a site, and of these bodies.
+        entered: the addresses of the equations whose bodies contain a site that can run on codes, and of these bodies.
     """
 
     sites: dict[Address, Site]
@@ -91,7 +91,8 @@ def analyze_program(trace: _program.Trace, origins: Sequence[Origin], names: Seq
     findings = _Findings()
     _walk(Body(trace.program, trace.constants), origins, _Place(), findings)
     sites = _name_sites(findings.sites, names)
-    entered = {site.address[:length] for site in sites for length in range(len(site.address))}
+    # Other bodies are evaluated as they stand, also those of equations that cannot be entered.
+    entered = {site.address[:length] for site in sites if not site.reason for length in range(len(site.address))}
     return Analysis(
         {site.address: site for site in sites}, frozenset(findings.followed), findings.invariant, frozenset(entered)
     )
