@@ -25,17 +25,20 @@ class _Findings:
         sites: the contractions, in program order, not yet numbered.
         followed: the addresses of the equations that move the elements of parameters.
         invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
+        passing: the addresses of the equations with bodies that return a parameter.
     """
 
     sites: list[Site] = dataclasses.field(default_factory=list)
     followed: set[Address] = dataclasses.field(default_factory=set)
     invariant: dict[Address, frozenset[int]] = dataclasses.field(default_factory=dict)
+    passing: set[Address] = dataclasses.field(default_factory=set)
 
     def add(self, other: _Findings) -> None:
         """Add what a walk over a body found."""
         self.sites += other.sites
         self.followed |= other.followed
         self.invariant |= other.invariant
+        self.passing |= other.passing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Analysis:
         sites: the contractions by address, in program order.
         followed: the addresses of the equations that move the elements of parameters.
         invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
-        entered: the addresses of the equations whose bodies contain a site that can run on codes, and of these bodies.
+        entered: the addresses of the equations whose bodies contain a site that can run on codes, and of these bodies;
+            and of those that return a parameter.
     """
 
     sites: dict[Address, Site]
@@ -93,6 +97,7 @@ def analyze_program(trace: _program.Trace, origins: Sequence[Origin], names: Seq
     sites = _name_sites(findings.sites, names)
     # Other bodies are evaluated as they stand, also those of equations that cannot be entered.
     entered = {site.address[:length] for site in sites if not site.reason for length in range(len(site.address))}
+    entered |= findings.passing
     return Analysis(
         {site.address: site for site in sites}, frozenset(findings.followed), findings.invariant, frozenset(entered)
     )
@@ -150,7 +155,10 @@ def find_live(program: Any) -> set[int]:
 def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     name = _program.find_name(equation)
     if name in _BODIES:
-        return _BODIES[name](equation, origins, place, findings)
+        results = _BODIES[name](equation, origins, place, findings)
+        if any(_views.list_views(result) for result in results):
+            findings.passing.add(place.address)
+        return results
     views = _views.follow_equation(equation, origins)
     if views is not None:
         findings.followed.add(place.address)

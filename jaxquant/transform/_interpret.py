@@ -106,7 +106,8 @@ class Interpreter:
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
         if address in self.analysis.followed and self._can_move(equation, operands):
-            return self.mode.move_elements(equation, operands)
+            with checks.prefix_errors(f"{_program.find_name(equation)} at {_program.locate(equation)}"):
+                return self.mode.move_elements(equation, operands)
         if address in self.analysis.entered:
             with _name_scope(_program.find_scope(equation)):
                 return _ENTER[_program.find_name(equation)](self, equation, operands, address)

@@ -88,6 +88,7 @@ class IntegerMode:
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
+        assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             return _operations.look_up(site.equation, *operands), records
         plan, codes = self.plan.sites[site.name], list(operands)
@@ -147,6 +148,7 @@ class TrainMode:
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""
+        assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             table, indices = operands
             (floats,) = _program.evaluate(site.equation, [table.floats, indices])

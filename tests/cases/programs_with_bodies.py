@@ -132,6 +132,18 @@ def vmap_over_weights(params, x):
     return jax.vmap(lambda w, b: x @ w + b[None])(params["w"], params["b"])
 
 
+@example({"w": (16, 16), "b": (8, 16)}, (6, 16), forms="iii")
+def calls_that_return_a_weight(params, x):
+    x = x @ jnp.flip(params["w"], 0) @ jax.jit(lambda w: w.reshape(16, 16).T)(params["w"])
+    return x @ jax.checkpoint(lambda b: b.T)(params["b"])
+
+
+@example({"w": (16, 16)}, (6, 16), forms="i")
+def loop_that_returns_a_weight(params, x):
+    w, y = lax.fori_loop(0, 2, lambda _, state: (state[0], state[1] + 1), (params["w"], x))
+    return y @ w
+
+
 # Branches.
 
 

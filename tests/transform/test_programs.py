@@ -54,7 +54,18 @@ def test_rows_do_not_depend_on_rules(name, recipe, rng):
     assert count_rows(prepared.coverage) == count_contractions(example.function, params, *inputs)
 
 
+# Blocks of 4 rows do not divide into 6.
+REFUSED = [("split_and_whole", "weight_only_int4")]
+
+
+def test_blocks_that_a_reshape_cuts_are_refused(rng):
+    with pytest.raises(ValueError, match=r"reshape at .*programs.py:.*elements that share an entry stay adjacent"):
+        _prepare("split_and_whole", "weight_only_int4", rng)
+
+
 def _check_values(name, recipe, rng):
+    if (name, recipe) in REFUSED:
+        return
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     ranges = find_ranges(prepared, params, *inputs)
     got = convert_and_apply(prepared, params, ranges, *inputs)
@@ -101,7 +112,8 @@ def test_eager_equals_jit(name, rng):
     same_trees(prepared.apply(qparams, None, *inputs), jax.jit(prepared.apply)(qparams, None, *inputs))
 
 
-@every_program
+# JAX cannot vectorize ragged products along other dimensions than the first.
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "ragged_product"])
 @pytest.mark.sample(6)
 def test_vmap_over_inputs(name, rng):
     example, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
@@ -124,7 +136,7 @@ def test_vmap_over_inputs(name, rng):
 # Programs whose first dimension is a batch.
 BATCHED = [
     "product", "attention", "convolution", "tied_embedding", "remat", "nested_jit", "scan_over_layers",
-    "all_experts", "reshape_to_heads", "concatenate_outputs", "cond", "loop_in_branch",
+    "reshape_to_heads", "concatenate_outputs", "cond", "loop_in_branch",
 ]  # fmt: skip
 
 

@@ -85,7 +85,7 @@ _STEPS = {
     "remat": lambda step, params, x: jax.checkpoint(lambda params, x: _run(step[1], params, x))(params, x),
     "scan": _scan,
     "fori": lambda step, params, x: lax.fori_loop(0, 2, lambda _, x: _run(step[1], params, x), x),
-    "map": lambda step, params, x: lax.map(lambda x: _run(step[1], params, x), x.reshape(2, 3, WIDTH)).reshape(x.shape),
+    "map": lambda step, params, x: lax.map(lambda x: _run(step[1], params, x), jnp.stack([x, -x])).sum(0),
     "cond": lambda step, params, x: lax.cond(
         x.sum() > 0, lambda x: _run(step[1], params, x), lambda x: _run(step[2], params, x), x
     ),
