@@ -182,7 +182,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     # Each group of images has its own features, so the scale that applies to an image depends on the feature.
-    if images.size > 1 and plan.batches > 1:
+    if plan.batches > 1 and images.size > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
     scale = _scaling.multiply_scales(images, _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
     points = [
@@ -190,7 +190,7 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
     ]
     codes, correction = lhs.codes, None
-    if points[0] is not None and points[0].size > 1:
+    if points[0] is not None and points[0].size != 1:
         codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
     lhs_steps, rhs_steps = (
         _operands.convert_steps(point, q.codes.dtype, _operands.is_centred(point, q.codes.dtype))

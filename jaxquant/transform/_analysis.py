@@ -25,17 +25,20 @@ class _Findings:
         sites: the contractions, in program order, not yet numbered.
         followed: the addresses of the equations that move the elements of parameters.
         invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
+        passing: the addresses of the equations with bodies that return a parameter.
     """
 
     sites: list[Site] = dataclasses.field(default_factory=list)
     followed: set[Address] = dataclasses.field(default_factory=set)
     invariant: dict[Address, frozenset[int]] = dataclasses.field(default_factory=dict)
+    passing: set[Address] = dataclasses.field(default_factory=set)
 
     def add(self, other: _Findings) -> None:
         """Add what a walk over a body found."""
         self.sites += other.sites
         self.followed |= other.followed
         self.invariant |= other.invariant
+        self.passing |= other.passing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Analysis:
         sites: the contractions by address, in program order.
         followed: the addresses of the equations that move the elements of parameters.
         invariant: for each loop, the places of the carries that hold the same parameter in every iteration.
-        entered: the addresses of the equations whose bodies contain a site, and of these bodies.
+        entered: the addresses of the equations whose bodies contain a site that can run on codes, and of these bodies;
+            and of those that return a parameter.
     """
 
     sites: dict[Address, Site]
@@ -68,6 +72,7 @@ class _Place:
         layers: the scans around it that stack parameters.
         lengths: their lengths.
         scope: the name scopes around it.
+        where: the place in the source of the call around it.
         reason: why no contraction here can run on codes, or "".
     """
 
@@ -75,6 +80,7 @@ class _Place:
     layers: tuple[Address, ...] = ()
     lengths: tuple[int, ...] = ()
     scope: str = ""
+    where: str = ""
     reason: str = ""
 
 
@@ -89,7 +95,9 @@ def analyze_program(trace: _program.Trace, origins: Sequence[Origin], names: Seq
     findings = _Findings()
     _walk(Body(trace.program, trace.constants), origins, _Place(), findings)
     sites = _name_sites(findings.sites, names)
-    entered = {site.address[:length] for site in sites for length in range(len(site.address))}
+    # Other bodies are evaluated as they stand, also those of equations that cannot be entered.
+    entered = {site.address[:length] for site in sites if not site.reason for length in range(len(site.address))}
+    entered |= findings.passing
     return Analysis(
         {site.address: site for site in sites}, frozenset(findings.followed), findings.invariant, frozenset(entered)
     )
@@ -104,8 +112,7 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
         stem = "+".join(names[leaf] for leaf in site.leaves) or site.name
         # An unused result does not count, so that the other names do not depend on it.
         if site.reason == UNUSED:
-            named.append(dataclasses.replace(site, name=f"{stem} (unused)"))
-            continue
+            stem = f"{stem} (unused)"
         named.append(dataclasses.replace(site, name=f"{stem}#{uses[stem]}" if uses[stem] else stem))
         uses[stem] += 1
     return named
@@ -148,7 +155,10 @@ def find_live(program: Any) -> set[int]:
 def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     name = _program.find_name(equation)
     if name in _BODIES:
-        return _BODIES[name](equation, origins, place, findings)
+        results = _BODIES[name](equation, origins, place, findings)
+        if any(_views.list_views(result) for result in results):
+            findings.passing.add(place.address)
+        return results
     views = _views.follow_equation(equation, origins)
     if views is not None:
         findings.followed.add(place.address)
@@ -168,8 +178,10 @@ def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings:
     reason = place.reason or _sites.find_float_reason(equation, origins)
     scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
+    where = _program.locate(equation) or place.where
+    layers, lengths = place.layers, place.lengths
     findings.sites.append(
-        Site(place.address, stem, operation, equation, tuple(origins), place.layers, place.lengths, reason)
+        Site(place.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
     )
 
 
@@ -192,7 +204,8 @@ def _walk_call(equation: Any, origins: list[Origin], place: _Place, findings: _F
 
 def _enter(equation: Any, place: _Place, number: int) -> _Place:
     scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
-    return dataclasses.replace(place, address=(*place.address, number), scope=scope)
+    where = _program.locate(equation) or place.where
+    return dataclasses.replace(place, address=(*place.address, number), scope=scope, where=where)
 
 
 def _walk_cond(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
@@ -232,8 +245,12 @@ def _walk_while(equation: Any, origins: list[Origin], place: _Place, findings: _
     loop = _program.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
+    # A condition returns nothing but a bool, so a range observed in it could not be kept.
+    condition = _enter(equation, place, 0)
+    condition = dataclasses.replace(condition, reason=place.reason or "in the condition of a loop")
+
     def walk_bodies(assumed: list[Origin], trial: _Findings) -> list[Origin]:
-        _walk(loop.condition, [*origins[:first], *assumed], _enter(equation, place, 0), trial)
+        _walk(loop.condition, [*origins[:first], *assumed], condition, trial)
         return _walk(loop.body, [*origins[first:second], *assumed], _enter(equation, place, 1), trial)
 
     return _find_fixpoint(equation, origins[second:], walk_bodies, place, findings)[0]

@@ -143,24 +143,24 @@ def trace_call(
             "Ints, bools, strings and other objects are static: pass what decides on the program as one of those."
         )
         raise
-    origins = _find_origins(described, len(trace.program.invars))
+    origins = _find_origins(described, parameters.names, len(trace.program.invars))
     analysis = _analysis.analyze_program(trace, origins, parameters.names)
     shapes = [tuple(getattr(x, "shape", ())) for x in described]
     plan = make_plan(analysis, rules, parameters.names, shapes)
     return Call(trace, analysis, plan, parameters, arguments, planned)
 
 
-def _find_origins(parameters: Sequence[Any], count: int) -> list[_views.Origin]:
+def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[_views.Origin]:
     """Return the origins of the operands of a program."""
     origins: list[_views.Origin] = []
-    for place, x in enumerate(parameters):
+    for place, (x, name) in enumerate(zip(parameters, names, strict=True)):
         if is_quantized(x):
             # The function contracts it by itself.
             origins += [_views.Data()] * len(jax.tree.leaves(x))
         elif getattr(x, "dtype", None) in dtypes.FLOATS:
             origins.append(_views.view_parameter(place, x.shape, x.dtype))
         else:
-            origins.append(_views.Constant())
+            origins.append(_views.Lost((place,), f"{name} has dtype {getattr(x, 'dtype', type(x).__name__)}"))
     return origins + [_views.Data()] * (count - len(origins))
 
 

@@ -6,6 +6,7 @@ bodies. So vectorization, differentiation and sharding are JAX's, and no equatio
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class Mode(Protocol):
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter in a form that is not an array."""
+        ...
+
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return whether parameters can be concatenated in this form."""
         ...
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
@@ -94,16 +99,24 @@ class Interpreter:
     def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
-            scope = jax.named_scope(_program.find_scope(equation) or site.operation)
-            with scope, checks.prefix_errors(site.describe()):
+            scope = _program.find_scope(equation) or site.operation
+            with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
-        if address in self.analysis.followed and any(self.mode.is_parameter(value) for value in operands):
-            return self.mode.move_elements(equation, operands)
+        if address in self.analysis.followed and self._can_move(equation, operands):
+            with checks.prefix_errors(f"{_program.find_name(equation)} at {_program.locate(equation)}"):
+                return self.mode.move_elements(equation, operands)
         enter = _ENTER.get(_program.find_name(equation))
         if enter is not None and address in self.analysis.entered:
-            return enter(self, equation, operands, address)
+            with _name_scope(_program.find_scope(equation)):
+                return enter(self, equation, operands, address)
         return _program.evaluate(equation, [self._read_array(value) for value in operands])
+
+    def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
+        """Return whether the elements of parameters can be moved in their form."""
+        if _program.find_name(equation) != "concatenate":
+            return self.mode.is_parameter(operands[0])
+        return all(self.mode.is_parameter(value) for value in operands) and self.mode.can_join(operands)
 
     def _read_array(self, value: Any) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else value
@@ -128,7 +141,18 @@ class Interpreter:
     # Equations with bodies.
 
     def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        return self.run_program(_program.read_call(equation), operands, (*address, 0))
+        before, after = _program.read_shardings(equation)
+        results = self.run_program(_program.read_call(equation), self._place_arrays(operands, before), (*address, 0))
+        return self._place_arrays(results, after)
+
+    def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+        """Return values, of which arrays have the shardings that an inlined `jax.jit` asks for."""
+        # The codes of a parameter keep the placement that the user chose for them.
+        return [
+            value if sharding is None or self.mode.is_parameter(value)
+            else lax.with_sharding_constraint(value, sharding)
+            for value, sharding in zip(values, shardings, strict=True)
+        ]  # fmt: skip
 
     def _call_custom(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         return self._call_through(self.mode.call_with_rule, equation, operands, address)
@@ -199,7 +223,7 @@ class Interpreter:
 
         def check(state: Any) -> Any:
             values = _merge_carries(carries, state[0], invariant)
-            results, _ = self._run_inner(loop.condition, [*operands[:first], *values], (*address, 0), shared)
+            results, _ = self._run_inner(loop.condition, [*operands[:first], *values], (*address, 0), {})
             return results[0]
 
         def step(state: Any) -> Any:
@@ -214,6 +238,10 @@ class Interpreter:
         moved, common = lax.while_loop(check, step, (carried, shared if updates else {}))
         self.records |= common
         return _merge_carries(carries, moved, invariant)
+
+
+def _name_scope(scope: str) -> Any:
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: frozenset[int]) -> list[Any]:

@@ -51,6 +51,10 @@ class ObserveMode:
         """Return False: parameters are plain arrays."""
         return False
 
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return True: arrays can be concatenated."""
+        return True
+
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on arrays."""
         return _program.evaluate(equation, operands)
@@ -84,6 +88,7 @@ class IntegerMode:
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
+        assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             return _operations.look_up(site.equation, *operands), records
         plan, codes = self.plan.sites[site.name], list(operands)
@@ -97,6 +102,10 @@ class IntegerMode:
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a quantized parameter."""
         return isinstance(value, QuantizedArray)
+
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return whether the codes of parameters can stand in one array."""
+        return _restructure.can_concatenate(parameters)
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on codes."""
@@ -139,6 +148,7 @@ class TrainMode:
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""
+        assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             table, indices = operands
             (floats,) = _program.evaluate(site.equation, [table.floats, indices])
@@ -168,6 +178,10 @@ class TrainMode:
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter in both forms."""
         return isinstance(value, Twin)
+
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return whether the codes of parameters can stand in one array."""
+        return _restructure.can_concatenate([x.codes for x in parameters])
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on both forms."""

@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._contractions.conv import plan_array_convolution
 from .._contractions.take import take
+from .._core import sharding
 from .._training.conv_general_dilated import Conv
 from .._training.dot_general import Dot
 from . import _program, _sites
@@ -36,8 +38,8 @@ def make_operation(equation: Any) -> Operation:
     """Return the operation of a dot_general or of a convolution."""
     parameters, dtype = equation.params, equation.outvars[0].aval.dtype
     if _sites.OPERATIONS[_program.find_name(equation)] == "dot_general":
-        sharding = parameters.get("out_sharding")
-        return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, sharding)
+        out_sharding = parameters.get("out_sharding")
+        return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
     plan = plan_array_convolution(
         _NAME, lhs, rhs, parameters["window_strides"], parameters["padding"], parameters["lhs_dilation"],
@@ -50,15 +52,17 @@ def make_operation(equation: Any) -> Operation:
 def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Array:
     """Return the entries of a quantized table that a gather selects."""
     (axis,) = equation.params["dimension_numbers"].start_index_map
-    mode = equation.params["mode"]
+    mode, value = equation.params["mode"], equation.params["fill_value"]
     indices = lax.squeeze(indices, (indices.ndim - 1,))
+    entries = take(table, indices, axis, mode="clip")
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
-        return take(table, indices, axis, mode="clip")
-    # `take` counts negative indices from the end. In the program that has been done, and what is still negative is out
-    # of range.
-    length = table.shape[axis]
-    beyond = jnp.asarray(length, indices.dtype)
-    return take(table, jnp.where(indices < 0, beyond, indices), axis, mode="fill")
+        return entries
+    # Negative indices are out of range, too: where they count from the end, the program has added the length.
+    is_inside = (indices >= 0) & (indices < table.shape[axis])
+    mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + indices.ndim)))
+    return jnp.where(
+        sharding.place_like(mask, entries), entries, jnp.asarray(np.nan if value is None else value, entries.dtype)
+    )
 
 
 # The twin of a contraction of codes, for training.

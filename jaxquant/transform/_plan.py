@@ -10,7 +10,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from ..calibration.factory import Factory
-from . import _program, _views
+from . import _views
 from ._analysis import UNUSED, Analysis
 from ._sites import Site, find_contracted
 from .rules import Activation, Rule, SiteView, Weight
@@ -81,8 +81,8 @@ def describe_site(site: Site, names: Sequence[str]) -> SiteView:
         site.operation,
         tuple(tuple(variable.aval.shape) for variable in variables),
         tuple(str(variable.aval.dtype) for variable in variables),
-        _program.find_scope(site.equation),
-        _program.locate(site.equation),
+        site.scope,
+        site.where,
     )
 
 

@@ -122,6 +122,19 @@ def read_call(equation: Equation) -> Body:
     return next(open_body(equation.params[name]) for name in names if name in equation.params)
 
 
+def read_shardings(equation: Equation) -> tuple[list[Any], list[Any]]:
+    """Return the shardings that a call asks for its operands and its results; None where it asks for none."""
+    counts = {"in_shardings": len(equation.invars), "out_shardings": len(equation.outvars)}
+    before, after = (_read_shardings(equation.params.get(name, ()), count) for name, count in counts.items())
+    return before, after
+
+
+def _read_shardings(shardings: Sequence[Any], count: int) -> list[Any]:
+    # Others are marks of a private class for "unspecified".
+    concrete = [sharding if isinstance(sharding, jax.sharding.Sharding) else None for sharding in shardings]
+    return concrete or [None] * count
+
+
 def read_branches(equation: Equation) -> list[Body]:
     """Return the branches of a cond."""
     return [open_body(branch) for branch in equation.params["branches"]]

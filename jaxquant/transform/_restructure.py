@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +30,11 @@ def move_elements(equation: Any, operands: Sequence[Any]) -> list[QuantizedArray
     return _RULES.get(name, _keep)(equation, *operands)
 
 
+def can_concatenate(arrays: Sequence[QuantizedArray]) -> bool:
+    """Return whether the codes of quantized arrays can stand in one array."""
+    return len({(q.codes.dtype, q.scale.dtype, q.dtype, q.codebook) for q in arrays}) == 1
+
+
 def _keep(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return [q]
 
@@ -45,7 +52,44 @@ def _transpose(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
 
 
 def _reshape(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
-    return [q.reshape(tuple(equation.outvars[0].aval.shape))]
+    return [_reshape_to(q, tuple(equation.outvars[0].aval.shape))]
+
+
+def _reshape_to(q: QuantizedArray, shape: tuple[int, ...]) -> QuantizedArray:
+    """Return a quantized array in another shape.
+
+    Where a merged dimension repeats a sequence of entries, each of its indices gets an entry.
+    """
+    parts = {}
+    for name in ("scale", "zero_point"):
+        part = getattr(q, name)
+        for axes in () if part is None else _find_merged(q.shape, shape):
+            # An entry for all indices of a slower dimension is repeated for those of a faster one.
+            varying = [axis for axis in axes if part.shape[axis] > 1]
+            for axis in axes[: axes.index(varying[-1])] if varying else ():
+                part = _expand(q, part, axis)
+        parts[name] = part
+    return q.replace(**parts).reshape(shape)
+
+
+def _find_merged(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the dimensions that a reshape merges, or splits in another way."""
+    ends, size, axes = set(itertools.accumulate(new, operator.mul)), 1, []
+    for axis, length in enumerate(old):
+        size *= length
+        axes.append(axis)
+        if size in ends:
+            yield axes
+            axes = []
+
+
+def _expand(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:
+    """Return a scale or zero point with an entry for each index of an axis."""
+    length = q.shape[axis]
+    if part.shape[axis] == length:
+        return part
+    size = length if part.shape[axis] == 1 else q.block_size or length // part.shape[axis]
+    return indexing.expand_blocks(part, axis, size, length)
 
 
 def _slice(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
@@ -63,9 +107,25 @@ def _split(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return parts
 
 
+def _reverse(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    dimensions = equation.params["dimensions"]
+    return [q[tuple(slice(None, None, -1 if axis in dimensions else 1) for axis in range(q.ndim))]]
+
+
 def _broadcast(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     shape, places = tuple(equation.outvars[0].aval.shape), tuple(equation.params["broadcast_dimensions"])
+    return [_broadcast_to(q, shape, places)]
 
+
+def _tile(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    repeats = equation.params["reps"]
+    # A new dimension in front of each one, merged with it.
+    wide = tuple(n for pair in zip(repeats, q.shape, strict=True) for n in pair)
+    shape = tuple(equation.outvars[0].aval.shape)
+    return [_reshape_to(_broadcast_to(q, wide, tuple(range(1, 2 * q.ndim, 2))), shape)]
+
+
+def _broadcast_to(q: QuantizedArray, shape: tuple[int, ...], places: tuple[int, ...]) -> QuantizedArray:
     def broadcast_part(part: jax.Array | None, is_scale: bool) -> jax.Array | None:
         if part is None:
             return None
@@ -77,7 +137,7 @@ def _broadcast(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
 
     scale, zero_point = (broadcast_part(part, True) for part in (q.scale, q.zero_point))
     codes = broadcast_part(q.codes, False)
-    return [q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None)]
+    return q.replace(codes=codes, scale=scale, zero_point=zero_point, stored_order=None)
 
 
 def _dynamic_slice(equation: Any, q: QuantizedArray, *starts: jax.Array) -> list[QuantizedArray]:
@@ -90,9 +150,7 @@ def _dynamic_slice(equation: Any, q: QuantizedArray, *starts: jax.Array) -> list
             parts.append(None)
             continue
         for axis in cut:
-            if part.shape[axis] not in (1, q.shape[axis]):
-                length = q.shape[axis]
-                part = indexing.expand_blocks(part, axis, q.block_size or length // part.shape[axis], length)
+            part = part if part.shape[axis] == 1 else _expand(q, part, axis)
         zeros = [jnp.zeros_like(start) for start in starts]
         entries = [start if n != 1 else zero for start, zero, n in zip(starts, zeros, part.shape, strict=True)]
         lengths = [sizes[axis] if axis in cut and n != 1 else n for axis, n in enumerate(part.shape)]
@@ -107,6 +165,8 @@ _RULES: dict[str, Callable[..., list[QuantizedArray]]] = {
     "reshape": _reshape,
     "squeeze": _reshape,
     "broadcast_in_dim": _broadcast,
+    "rev": _reverse,
+    "tile": _tile,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "split": _split,

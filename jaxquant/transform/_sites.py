@@ -30,6 +30,8 @@ class Site:
         origins: what each operand is.
         layers: the addresses of the scans that give this site one part of a stacked parameter in each iteration.
         lengths: the lengths of these scans.
+        scope: the name scopes around it.
+        where: its file, line and function; those of a call around it if JAX's own function contracts.
         reason: why the site cannot run on codes, or "".
     """
 
@@ -40,11 +42,13 @@ class Site:
     origins: tuple[Origin, ...]
     layers: tuple[Address, ...]
     lengths: tuple[int, ...]
+    scope: str
+    where: str
     reason: str = ""
 
     def describe(self) -> str:
         """Return the name of the site with its operation and its place in the source."""
-        return f"{self.name} ({self.operation} at {_program.locate(self.equation)})"
+        return f"{self.name} ({self.operation} at {self.where})"
 
     @property
     def weight(self) -> int | None:

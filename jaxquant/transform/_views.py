@@ -200,6 +200,15 @@ def _broadcast(equation: Any, view: View) -> list[View]:
     return [view._replace(dimensions=tuple(dimensions))]
 
 
+def _tile(equation: Any, view: View) -> list[View]:
+    repeats = equation.params["reps"]
+    dimensions = tuple(
+        (Atom(None, count), *dimension) if count != 1 else dimension
+        for count, dimension in zip(repeats, view.dimensions, strict=True)
+    )
+    return [view._replace(dimensions=dimensions)]
+
+
 def _slice(equation: Any, view: View) -> list[View] | None:
     return _cut(view, _read_shape(equation))
 
@@ -240,6 +249,8 @@ _RULES: dict[str, Any] = {
     "transpose": _transpose,
     "reshape": _reshape,
     "squeeze": _squeeze,
+    "rev": _keep,
+    "tile": _tile,
     "broadcast_in_dim": _broadcast,
     "slice": _slice,
     "dynamic_slice": _slice,

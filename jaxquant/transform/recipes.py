@@ -31,13 +31,13 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
 def w8a8_dynamic() -> tuple[Rule, ...]:
     """Return rules for int8 weights and uint8 activations whose range is found at each call.
 
-    Each row of a matrix product has its own scale and zero point, so the result for one example does not depend on the
-    others of its batch. Convolutions have one scale and zero point for the whole batch, because a convolution takes one
-    zero point. Unsigned codes follow the range of values that are not centered at 0, such as those after a relu or a
-    gelu, where signed codes would leave up to half of their range unused. Lookups have int8 tables.
+    Each row of a matrix product and each image of a convolution has its own scale and zero point, so the result for one
+    example does not depend on the others of its batch. Unsigned codes follow the range of values that are not centered
+    at 0, such as those after a relu or a gelu, where signed codes would leave up to half of their range unused. Lookups
+    have int8 tables.
     """
     return (
-        Rule(operation="conv_general_dilated", weight=Weight("int8"), activation=Activation("uint8")),
+        Rule(operation="conv_general_dilated", weight=Weight("int8"), activation=Activation("uint8", per="image")),
         Rule(operation="dot_general", weight=Weight("int8"), activation=Activation("uint8", per="row")),
         Rule(operation="take", weight=Weight("int8")),
     )
@@ -58,7 +58,7 @@ def w8a8_static(calibrator: Factory = minmax) -> tuple[Rule, ...]:
 def w4a8() -> tuple[Rule, ...]:
     """Return rules for int4 weights, one scale for each output feature, and uint8 activations with dynamic ranges."""
     return (
-        Rule(operation="conv_general_dilated", weight=Weight("int4"), activation=Activation("uint8")),
+        Rule(operation="conv_general_dilated", weight=Weight("int4"), activation=Activation("uint8", per="image")),
         Rule(operation="dot_general", weight=Weight("int4"), activation=Activation("uint8", per="row")),
         Rule(operation="take", weight=Weight("int8")),
     )

@@ -6,12 +6,16 @@ batch size.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -32,17 +36,42 @@ class Network(NamedTuple):
     sample: Callable[[jax.Array, int], Any]
 
 
+def _make_rng(key: jax.Array) -> np.random.Generator:
+    # Numpy compiles no programs.
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
 def _sample_images(key: jax.Array, size: int) -> jax.Array:
-    return jax.random.uniform(key, (size, 8, 8, 1))
+    return jnp.asarray(_make_rng(key).uniform(0, 1, (size, 8, 8, 1)), jnp.float32)
 
 
 def _sample_rows(key: jax.Array, size: int) -> jax.Array:
-    return jax.random.uniform(key, (size, 8, 8))
+    return jnp.asarray(_make_rng(key).uniform(0, 1, (size, 8, 8)), jnp.float32)
 
 
-def _init_linen(model: nn.Module, sample: Any, **arguments: Any) -> Network:
-    variables = model.init(jax.random.key(0), sample(jax.random.key(1), 2), **arguments)
-    return Network(model.apply, variables, sample)
+def _sample_tokens(key: jax.Array, size: int) -> jax.Array:
+    return jnp.asarray(_make_rng(key).integers(0, 16, (size, 8)), jnp.int32)
+
+
+def _initialize(shapes: Any) -> Any:
+    """Return parameters with random kernels, biases of 0 and scales of 1, for a tree of their shapes."""
+    rng = np.random.default_rng(0)
+
+    def make(path: Any, x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        name = jax.tree_util.keystr(path)
+        if len(x.shape) > 1:
+            inputs = x.shape[-1] if "weight" in name else math.prod(x.shape[:-1])
+            return jnp.asarray(rng.normal(0, inputs**-0.5, x.shape), x.dtype)
+        return jnp.full(x.shape, "scale" in name or "var" in name, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(make, shapes, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+
+def _init_linen(model: nn.Module, sample: Any) -> Network:
+    shapes = jax.eval_shape(model.init, jax.random.key(0), sample(jax.random.key(1), 2))
+    return Network(model.apply, _initialize(shapes), sample)
 
 
 class LinenMLP(nn.Module):
@@ -94,7 +123,7 @@ class LinenBlock(nn.Module):
 class LinenEncoder(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Dense(32)(x) + self.param("position", nn.initializers.normal(0.02), (8, 32))
+        x = nn.Dense(32)(x) + self.param("position", nn.initializers.normal(0.02), (1, 8, 32))
         for _ in range(2):
             x = LinenBlock()(x)
         return nn.Dense(CLASSES)(x.mean(1))
@@ -146,9 +175,36 @@ class LinenExperts(nn.Module):
         return jnp.einsum("be,ebc->bc", weights, experts(CLASSES)(x))
 
 
-def _nnx(model: nnx.Module, sample: Any) -> Network:
-    graph, state = nnx.split(model)
-    return Network(lambda state, x: nnx.merge(graph, state)(x), state, sample)
+class LinenCachedAttention(nn.Module):
+    """One step of decoding: attention to the tokens before, of which a cache holds keys and values."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(32)(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, decode=True)(nn.LayerNorm()(x))
+        return nn.Dense(CLASSES)(x)
+
+
+def _linen_cached_decoder() -> Network:
+    model = LinenCachedAttention()
+    params = _initialize(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 8, 8)))["params"])
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        shapes = jax.eval_shape(model.init, jax.random.key(0), x)["cache"]
+
+        def step(cache: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            y, updated = model.apply({"params": params, "cache": cache}, x[:, None], mutable="cache")
+            return updated["cache"], y[:, 0]
+
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    return Network(apply, params, _sample_rows)
+
+
+def _init_nnx(kind: type[nnx.Module], sample: Any) -> Network:
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: kind(nnx.Rngs(0))))
+    return Network(lambda state, x: nnx.merge(graph, state)(x), _initialize(shapes), sample)
 
 
 class NnxCNN(nnx.Module):
@@ -159,8 +215,8 @@ class NnxCNN(nnx.Module):
         self.out = nnx.Linear(64, CLASSES, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nnx.avg_pool(nnx.relu(self.first(x)), (2, 2), (2, 2))
-        x = nnx.avg_pool(nnx.relu(self.norm(self.second(x))), (2, 2), (2, 2))
+        x = nnx.max_pool(nnx.relu(self.first(x)), (2, 2), (2, 2))
+        x = nnx.max_pool(nnx.relu(self.norm(self.second(x))), (2, 2), (2, 2))
         return self.out(x.reshape(x.shape[0], -1))
 
 
@@ -179,40 +235,66 @@ class NnxTransformer(nnx.Module):
         return self.out(x.mean(1))
 
 
+def _equinox_mlp() -> Network:
+    eqx = importlib.import_module("equinox")
+    model = _initialize(eqx.filter_eval_shape(eqx.nn.MLP, 64, CLASSES, 48, 2, key=jax.random.key(0)))
+    return Network(lambda model, x: jax.vmap(model)(x.reshape(x.shape[0], -1)), model, _sample_images)
+
+
+def _equinox_cnn() -> Network:
+    eqx = importlib.import_module("equinox")
+
+    def make(keys: jax.Array) -> Any:
+        first, second = eqx.nn.Conv2d(1, 8, 3, key=keys[0]), eqx.nn.Conv2d(8, 16, 3, key=keys[1])
+        relu, pool = eqx.nn.Lambda(jax.nn.relu), eqx.nn.MaxPool2d(2, 2)
+        out = eqx.nn.Linear(16, CLASSES, key=keys[2])
+        return eqx.nn.Sequential([first, relu, pool, second, relu, eqx.nn.Lambda(jnp.ravel), out])
+
+    model = _initialize(eqx.filter_eval_shape(make, jax.random.split(jax.random.key(0), 3)))
+    return Network(lambda model, x: jax.vmap(model)(x.transpose(0, 3, 1, 2)), model, _sample_images)
+
+
+def _haiku_mlp() -> Network:
+    hk = importlib.import_module("haiku")
+
+    def forward(x: jax.Array) -> jax.Array:
+        return hk.nets.MLP([48, 32, CLASSES])(x.reshape(x.shape[0], -1))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = _initialize(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((2, 8, 8, 1))))
+    return Network(model.apply, params, _sample_images)
+
+
 def _plain_mlp() -> Network:
-    keys = jax.random.split(jax.random.key(0), 3)
-    sizes = (64, 48, 32, CLASSES)
     layers = [
-        {"w": jax.random.normal(key, (out, n)) / n**0.5, "b": jnp.zeros(out)}
-        for key, (n, out) in zip(keys, itertools.pairwise(sizes), strict=True)
+        {"weight": jax.ShapeDtypeStruct((out, n), jnp.float32), "b": jnp.zeros(out)}
+        for n, out in itertools.pairwise((64, 48, 32, CLASSES))
     ]
 
     def apply(params: Any, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], -1)
         for place, layer in enumerate(params):
-            x = x @ layer["w"].T + layer["b"]
+            x = x @ layer["weight"].T + layer["b"][None]
             x = x if place == len(params) - 1 else jnp.tanh(x)
         return x
 
-    return Network(apply, layers, _sample_images)
+    return Network(apply, _initialize(layers), _sample_images)
 
 
 def _plain_decoder() -> Network:
-    keys = jax.random.split(jax.random.key(0), 6)
     width, layers, tokens = 32, 3, 16
-
-    def make(key: jax.Array, *shape: int) -> jax.Array:
-        return jax.random.normal(key, shape) / shape[-2] ** 0.5
-
-    params = {
-        "table": jax.random.normal(keys[0], (tokens, width)),
+    shapes = {
+        "table": (tokens, width),
         "layers": {
-            "qkv": make(keys[1], layers, width, 3 * width),
-            "out": make(keys[2], layers, width, width),
-            "up": make(keys[3], layers, width, 2 * width),
-            "down": make(keys[4], layers, 2 * width, width),
+            "qkv": (layers, width, 3 * width),
+            "out": (layers, width, width),
+            "up": (layers, width, 2 * width),
+            "down": (layers, 2 * width, width),
         },
     }
+    params = _initialize(
+        jax.tree.map(lambda n: jax.ShapeDtypeStruct(n, jnp.float32), shapes, is_leaf=lambda n: isinstance(n, tuple))
+    )
 
     def block(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         query, key, value = jnp.split(_normalize(x) @ layer["qkv"], 3, axis=-1)
@@ -233,10 +315,6 @@ def _normalize(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + jnp.full((), 1e-6))
 
 
-def _sample_tokens(key: jax.Array, size: int) -> jax.Array:
-    return jax.random.randint(key, (size, 8), 0, 16)
-
-
 NETWORKS: dict[str, Callable[[], Network]] = {
     "linen mlp": lambda: _init_linen(LinenMLP(), _sample_images),
     "linen cnn": lambda: _init_linen(LinenCNN(), _sample_images),
@@ -245,11 +323,23 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "linen gru": lambda: _init_linen(LinenRNN(nn.GRUCell), _sample_rows),
     "linen encoder": lambda: _init_linen(LinenEncoder(), _sample_rows),
     "linen decoder": lambda: _init_linen(LinenDecoder(), _sample_tokens),
+    "linen cached decoder": _linen_cached_decoder,
     "linen mixer": lambda: _init_linen(LinenMixer(), _sample_images),
     "linen unet": lambda: _init_linen(LinenUNet(), _sample_images),
     "linen experts": lambda: _init_linen(LinenExperts(), _sample_images),
-    "nnx cnn": lambda: _nnx(NnxCNN(nnx.Rngs(0)), _sample_images),
-    "nnx transformer": lambda: _nnx(NnxTransformer(nnx.Rngs(0)), _sample_rows),
+    "nnx cnn": lambda: _init_nnx(NnxCNN, _sample_images),
+    "nnx transformer": lambda: _init_nnx(NnxTransformer, _sample_rows),
+    "equinox mlp": _equinox_mlp,
+    "equinox cnn": _equinox_cnn,
+    "haiku mlp": _haiku_mlp,
     "plain mlp": _plain_mlp,
     "plain decoder": _plain_decoder,
 }
+# The frameworks whose absence skips a test.
+FRAMEWORKS = {"equinox": "equinox", "haiku": "haiku"}
+
+
+@functools.cache
+def make_network(name: str) -> Network:
+    """Return a network by its name."""
+    return NETWORKS[name]()

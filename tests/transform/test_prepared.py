@@ -66,7 +66,7 @@ def test_integers_are_those_of_the_operators(params: Any, batches: Any, rules: A
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=rules)
     ranges = prepared.calibrate(params, batches)
-    specs = {"static": jq.QuantSpec("uint8"), "dynamic": jq.QuantSpec("int8", jq.PerAxis(0))}
+    specs = {"static": jq.QuantSpec("uint8"), "dynamic": jq.QuantSpec("uint8", jq.PerAxis(0))}
     spec = specs["static"] if rules is STATIC else specs["dynamic"] if rules is DYNAMIC else None
 
     def contract(x: jax.Array, name: str) -> jax.Array:
@@ -230,7 +230,7 @@ def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches
 
     def reference(params: Any) -> jax.Array:
         fake = functools.partial(jq.fake_quantize, spec=jq.QuantSpec("int8", jq.PerAxis(1)))
-        rows = functools.partial(jq.fake_quantize, spec=jq.QuantSpec("int8", jq.PerAxis(0)))
+        rows = functools.partial(jq.fake_quantize, spec=jq.QuantSpec("uint8", jq.PerAxis(0)))
         h = jax.nn.relu(rows(x) @ fake(params["first"]["kernel"]) + params["first"]["bias"])
         return rows(h) @ fake(params["second"]["kernel"])
 
