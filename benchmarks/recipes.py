@@ -88,9 +88,9 @@ class _Cost(NamedTuple):
 
     accuracy: float
     error: float
-    size: int
+    size: float
     seconds: float
-    changed: int
+    changed: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
