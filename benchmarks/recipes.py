@@ -149,7 +149,7 @@ def _measure_recipes(name: str, seed: int) -> dict[str, _Cost]:
     for recipe, rules in _RECIPES.items():
         prepared = jq.prepare(network.apply, variables, test[0], rules=rules, strict=True)
         batches = jnp.split(train[0][:1024], 8)
-        ranges = prepared.calibrate(variables, batches, progress=False) if prepared.ranges else None
+        ranges = prepared.calibrate(variables, batches, progress=False) if prepared.static_ranges else None
         converted = prepared.convert(variables)
         calls[recipe] = functools.partial(jax.jit(prepared.apply), converted, ranges)
         sizes[recipe] = _count_bytes(converted)

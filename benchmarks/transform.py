@@ -75,7 +75,7 @@ def _make_network(network: str, shape: tuple[int, ...]) -> tuple[nn.Module, Any,
 def _convert(function: Callable[..., Any], params: Any, x: jax.Array, recipe: str) -> tuple[Call, Call]:
     """Return the call of a converted function, and that of its twin on floats."""
     prepared = jq.prepare(function, params, x, rules=_RECIPES[recipe], strict=True)
-    ranges = prepared.calibrate(params, [x], progress=False) if prepared.ranges else None
+    ranges = prepared.calibrate(params, [x], progress=False) if prepared.static_ranges else None
     serve = functools.partial(jax.jit(prepared.apply), prepared.convert(params), ranges, x)
     return serve, functools.partial(jax.jit(prepared.fake_apply), params, ranges, x)
 

@@ -100,7 +100,7 @@ def main() -> int:
         start = time.perf_counter()
         prepared = jq.prepare(encode, params, *texts, rules=rules, strict=True)
         seconds = time.perf_counter() - start
-        ranges = prepared.calibrate(params, batches) if prepared.ranges else None
+        ranges = prepared.calibrate(params, batches) if prepared.static_ranges else None
         models[name] = jax.jit(prepared.apply), (prepared.convert(params), ranges)
         print(f"{name}: {prepared.coverage.summary}; prepared in {seconds:.2f} s")
     print(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
@@ -43,10 +44,23 @@ class Row(NamedTuple):
     is_wanted: bool
 
 
-class Coverage(NamedTuple):
-    """A row for each contraction of a program, in program order; `print` shows a table."""
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """A row for each contraction of a program, in program order; `print` shows a table, and iteration yields the rows.
+
+    Attributes:
+        rows: the rows.
+    """
 
     rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        """Return an iterator over the rows."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
 
     @property
     def floats(self) -> tuple[Row, ...]:

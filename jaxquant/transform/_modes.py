@@ -93,7 +93,7 @@ class IntegerMode:
             return _operations.look_up(site.equation, *operands), records
         plan, codes = self.plan.sites[site.name], list(operands)
         for operand in plan.activations:
-            x = operands[operand.place]
+            x = _operations.refuse_gradient(operands[operand.place])
             part = records[plan.record][str(operand.place)] if plan.record in records else None
             scale, zero_point = find_scale(operand.spec, x, part)
             codes[operand.place] = make_array(Config(operand.spec), x, scale, zero_point, None)

@@ -14,7 +14,7 @@ from jax import lax
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._contractions.conv import plan_array_convolution
 from .._contractions.take import take
-from .._core import sharding
+from .._core import checks, sharding
 from .._training.conv_general_dilated import Conv
 from .._training.dot_general import Dot
 from . import _program, _sites
@@ -105,6 +105,19 @@ def replace_value(floats: jax.Array, value: jax.Array) -> jax.Array:
 @replace_value.defjvp
 def _replace_value_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primals[1], tangents[0]
+
+
+@jax.custom_jvp
+def refuse_gradient(x: jax.Array) -> jax.Array:
+    """Return x, and raise if it is differentiated: rounding would make the gradient 0 without a word."""
+    return x
+
+
+@refuse_gradient.defjvp
+def _refuse_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    expected = "no gradient through the codes of activations (fake_apply has one)"
+    checks.require_type(False, "Prepared.apply", "args", expected, "a call of jax.grad, jax.jvp or jax.vjp")
+    return primals[0], tangents[0]
 
 
 def call_with_rule(equation: Any, operands: Sequence[Any], run: Any, records: Any) -> tuple[list[Any], Any]:

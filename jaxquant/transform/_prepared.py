@@ -39,7 +39,7 @@ class Prepared:
         names: the path of each array among the parameters.
         leaves: for each parameter that is quantized, by its place in `names`: its spec.
         coverage: what becomes of each contraction at the arguments of `prepare`.
-        ranges: the activations with a static range, by name.
+        static_ranges: the activations whose range calibration finds, by name.
     """
 
     function: Callable[..., Any]
@@ -48,11 +48,14 @@ class Prepared:
     names: tuple[str, ...]
     leaves: Mapping[int, LeafPlan]
     coverage: _coverage.Coverage
-    ranges: _ranges.StaticRanges
+    static_ranges: _ranges.StaticRanges
 
     def __repr__(self) -> str:
         """Return the function, and how many of its contractions are in each form."""
-        name = getattr(self.function, "__qualname__", repr(self.function))
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        module = getattr(self.function, "__self__", None)
+        if module is not None:  # the name of the class that a user wrote, and not of the one that defines the method
+            name = f"{type(module).__qualname__}.{self.function.__name__}"
         return f"Prepared({name}: {self.coverage.summary})"
 
     def check(self, params: Any, *args: Any, **kwargs: Any) -> _coverage.Coverage:
@@ -73,11 +76,11 @@ class Prepared:
 
     def init(self) -> dict[str, Any]:
         """Return the states of the calibrators, without data: a pytree, empty if no range is static."""
-        return _ranges.make_states(self.ranges)
+        return _ranges.make_states(self.static_ranges)
 
     def observe(self, state: dict[str, Any], params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the states of the calibrators, updated by the activations of one call in floats."""
-        _ranges.check_tree("Prepared.observe", self.ranges, state)
+        _ranges.check_tree("Prepared.observe", self.static_ranges, state)
         call = self._trace("observe", params, args, kwargs)
         self._check_floats("observe", call)
         self._check_records("observe", "state", call, state)
@@ -85,7 +88,9 @@ class Prepared:
 
     def merge(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         """Return the states that have seen the data of both."""
-        return _ranges.map_states("Prepared.merge", self.ranges, lambda e, *states: e.calibrator.merge(*states), a, b)
+        return _ranges.map_states(
+            "Prepared.merge", self.static_ranges, lambda e, *states: e.calibrator.merge(*states), a, b
+        )
 
     def all_reduce(self, state: dict[str, Any], axis_name: Any) -> dict[str, Any]:
         """Return the states that have seen the data of all devices along an axis of `jax.shard_map`."""
@@ -93,7 +98,7 @@ class Prepared:
         def reduce(entry: _ranges.StaticRange, part: Any) -> Any:
             return entry.calibrator.all_reduce(part, axis_name)
 
-        return _ranges.map_states("Prepared.all_reduce", self.ranges, reduce, state)
+        return _ranges.map_states("Prepared.all_reduce", self.static_ranges, reduce, state)
 
     def finalize(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the range of each static activation.
@@ -107,7 +112,7 @@ class Prepared:
             # Zeros that no argument changes are no sign of missing data.
             return entry.calibrator.finalize(part, allow_zero=entry.is_constant)
 
-        return _ranges.map_states("Prepared.finalize", self.ranges, finalize, state)
+        return _ranges.map_states("Prepared.finalize", self.static_ranges, finalize, state)
 
     def calibrate(
         self, params: Any, batches: Iterable[Any], *, state: dict[str, Any] | None = None, checkpoint: Any = None,
@@ -135,7 +140,7 @@ class Prepared:
         """
         signature = Signature(params)
         check_names("Prepared.calibrate", self.names, signature.names)
-        if not self.ranges:
+        if not self.static_ranges:
             return {}
 
         @jax.jit
@@ -146,7 +151,7 @@ class Prepared:
         step = loop.Step(
             "Prepared.calibrate", lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
-            lambda state: _ranges.describe(self.ranges), frozenset(arguments),
+            lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
         )  # fmt: skip
         start = self.init() if state is None else state
         return self.finalize(
@@ -211,7 +216,7 @@ class Prepared:
         check_names("Prepared.learned", self.names, signature.names)
         parameters = {self.names[place]: (signature.arrays[place], plan) for place, plan in self.leaves.items()}
         records = self._read_records("learned", "ranges", ranges)
-        return make_scales(parameters, self.ranges, records, estimator)
+        return make_scales(parameters, self.static_ranges, records, estimator)
 
     # Calls.
 
@@ -225,6 +230,7 @@ class Prepared:
             **kwargs: its keyword arguments.
 
         Raises:
+            TypeError: the result is differentiated, and activations are quantized.
             ValueError: the parameters were not converted or have other paths; a range is missing; or the rules quantize
                 a weight in another way at these arguments than at those of `prepare`.
         """
@@ -302,14 +308,14 @@ class Prepared:
         expected = "ranges as calibrate returns them, scales as learned returns them, or None"
         got = checks.describe_value(value)
         checks.require_type(isinstance(records, Mapping), f"Prepared.{method}", argument, expected, got)
-        missing = sorted(set(self.ranges) - set(records))
-        expected = f"a range for each of the {len(self.ranges)} static activations, as calibrate returns them"
+        missing = sorted(set(self.static_ranges) - set(records))
+        expected = f"a range for each of the {len(self.static_ranges)} static activations, as calibrate returns them"
         got = f"none for {', '.join(missing[:4])}"
         checks.require(not missing, f"Prepared.{method}", argument, expected, got)
         function = f"Prepared.{method}"
         return {
             name: {entry.place: _read_part(function, argument, name, records[name], entry) for entry in entries}
-            for name, entries in self.ranges.items()
+            for name, entries in self.static_ranges.items()
         }
 
     def _check_records(self, method: str, argument: str, call: Call, records: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def _check_values(name, recipe):
     network, x, prepared = _prepare(name, recipe, 8)
     params = network.params
     ranges = {}
-    if prepared.ranges:
+    if prepared.static_ranges:
         ranges = prepared.calibrate(params, [x, network.sample(jax.random.key(2), 8)], progress=False)
     qparams = prepared.convert(params)
     got = _jit(prepared.apply, qparams)(qparams, ranges, x)

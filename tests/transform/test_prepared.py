@@ -201,7 +201,7 @@ def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rul
     prepared = jq.prepare(apply, params, x, rules=rules)
     scales = prepared.learned(params, prepared.calibrate(params, batches), estimator=estimator)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(scales))
-    assert set(scales.activations) == (set(prepared.ranges))
+    assert set(scales.activations) == (set(prepared.static_ranges))
 
     @jax.jit
     def step(trained: Any) -> tuple[Any, jax.Array]:
@@ -238,6 +238,18 @@ def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches
     expected = jax.grad(lambda p: reference(p).sum())(params)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_apply_refuses_a_gradient_that_rounding_makes_zero(params: Any, batches: Any) -> None:
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=DYNAMIC)
+    qparams = prepared.convert(params)
+    with pytest.raises(TypeError, match=r"^first/kernel .*Prepared\.apply: args: expected no gradient"):
+        jax.grad(lambda x: prepared.apply(qparams, None, x).sum())(x)
+    # What follows the contractions has its gradient, and so has a contraction of floats.
+    assert jax.grad(lambda s: (s * prepared.apply(qparams, None, x)).sum())(1.0) != 0
+    weights = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
+    assert jax.grad(lambda x: weights.apply(weights.convert(params), None, x).sum())(x).any()
 
 
 def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
