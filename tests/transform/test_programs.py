@@ -112,6 +112,9 @@ def test_eager_equals_jit(name, rng):
     same_trees(prepared.apply(qparams, None, *inputs), jax.jit(prepared.apply)(qparams, None, *inputs))
 
 
+BRANCHES = ("cond", "switch", "loop_in_branch")
+
+
 # JAX cannot vectorize ragged products along other dimensions than the first.
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "ragged_product"])
 @pytest.mark.sample(6)
@@ -126,7 +129,10 @@ def test_vmap_over_inputs(name, rng):
     for place, one in enumerate((inputs, others)):
         part = jax.tree.map(lambda x, place=place: x[place], got)
         want = jax.jit(prepared.apply)(qparams, ranges, *one)
-        if "f" in example.forms:
+        if name in BRANCHES:
+            # JAX computes all branches and repeats their ranges. XLA may then divide by multiplying with a reciprocal.
+            assert find_sqnr(part, want) > 100
+        elif "f" in example.forms:
             # Sums of floats may have another order.
             assert find_sqnr(part, want) > 40
         else:
