@@ -82,7 +82,7 @@ class Interpreter:
         self.mode = mode
         self.records = dict(records)
 
-    def run(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
+    def evaluate_body(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
         """Return the results of a program."""
         program = body.program
         known = dict(zip(program.constvars, body.constants, strict=True))
@@ -136,14 +136,14 @@ class Interpreter:
     def _run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:
         """Return the results of a body as arrays, and the records of its sites."""
         inner = Interpreter(self.analysis, self.mode, records)
-        results = inner._read_arrays(inner.run(body, values, address))
+        results = inner._read_arrays(inner.evaluate_body(body, values, address))
         return results, inner.records
 
     # Equations with bodies.
 
     def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         before, after = _program.read_shardings(equation)
-        results = self.run(_program.read_call(equation), self._place_arrays(operands, before), (*address, 0))
+        results = self.evaluate_body(_program.read_call(equation), self._place_arrays(operands, before), (*address, 0))
         return self._place_arrays(results, after)
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:

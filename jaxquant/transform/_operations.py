@@ -79,12 +79,12 @@ def contract_with_gradient(operation: Any, floats: Sequence[Any], codes: Sequenc
     return operation.contract_quantized(*codes)
 
 
-def _contract_fwd(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> tuple[jax.Array, Any]:
+def _contract_with_gradient_fwd(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> tuple[jax.Array, Any]:
     # The codes are smaller than the floats, which they determine.
     return operation.contract_quantized(*codes), codes
 
 
-def _contract_bwd(operation: Any, codes: Sequence[Any], g: jax.Array) -> tuple[Any, Any]:
+def _contract_with_gradient_bwd(operation: Any, codes: Sequence[Any], g: jax.Array) -> tuple[Any, Any]:
     # The barrier makes XLA dequantize again in the backward pass, and keep no floats for it.
     codes, g = lax.optimization_barrier((codes, g))
     operands = [dequantize_checked(x) if isinstance(x, QuantizedArray) else x for x in codes]
@@ -92,7 +92,7 @@ def _contract_bwd(operation: Any, codes: Sequence[Any], g: jax.Array) -> tuple[A
     return tuple(d.astype(x.dtype) for d, x in zip(pull(g), operands, strict=True)), None
 
 
-contract_with_gradient.defvjp(_contract_fwd, _contract_bwd)
+contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradient_bwd)
 
 
 @jax.custom_jvp

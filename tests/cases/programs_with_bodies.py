@@ -206,7 +206,8 @@ def layers_in_time(params, x):
             y = jax.nn.relu(x @ w + h @ a)
             return y, y
 
-        return lax.scan(layer, x, (params["w"], params["a"], h))[::-1]
+        last, h = lax.scan(layer, x, (params["w"], params["a"], h))
+        return h, last
 
     return lax.scan(step, jnp.zeros((3, *x.shape[1:])), x)[1]
 

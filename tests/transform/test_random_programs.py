@@ -61,10 +61,12 @@ def _dot(step, params, x):
     w = params[place]
     for move in moves:
         w = MOVES[move](w)
-    if side == "right":
-        y = x @ w
-    else:
-        y = (w @ x.T).T if side == "left" else 0.5 * (w @ x.T).T + x @ w
+    sides = {
+        "right": lambda: x @ w,
+        "left": lambda: (w @ x.T).T,
+        "both": lambda: 0.5 * (w @ x.T).T + x @ w,
+    }
+    y = sides[side]()
     # Residual and bounded: otherwise long programs amplify any error. These operations round in one way only.
     return x + 0.5 * (y / (1 + jnp.abs(y)))
 
