@@ -163,6 +163,9 @@ class Interpreter:
 
     def _call_through(self, call: Any, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         body = _program.read_call(equation)
+        if not self.analysis.list_below(address):
+            # It only moves the elements of a parameter, which it returns.
+            return self.evaluate_body(body, operands, (*address, 0))
         records = {name: record for part in self._split_records(address) for name, record in part.items()}
 
         def run(values: Sequence[Any], inner: Records) -> tuple[Any, Records]:

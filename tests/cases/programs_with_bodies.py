@@ -138,6 +138,12 @@ def calls_that_return_a_weight(params, x):
     return x @ jax.checkpoint(lambda b: b.T)(params["b"])
 
 
+@example({"w": (16, 16)}, (6, 16), forms="if")
+def remat_that_uses_and_returns_a_weight(params, x):
+    x, w = jax.checkpoint(lambda w, x: (x @ w, w.T))(params["w"], x)
+    return x @ w
+
+
 @example({"w": (16, 16)}, (6, 16), forms="i")
 def loop_that_returns_a_weight(params, x):
     w, y = lax.fori_loop(0, 2, lambda _, state: (state[0], state[1] + 1), (params["w"], x))

@@ -101,7 +101,7 @@ def test_gradient_of_fake_apply(name, recipe, rng):
     fake, gradients = differentiate(lambda params, *xs: prepared.fake_apply(params, ranges, *xs), params, *inputs)
     want, float_gradients = differentiate(example.function, params, *inputs)
     assert find_sqnr(fake, want) > LEAST_SQNR.get(recipe, 25)
-    check_gradients(gradients, float_gradients, LEAST_COSINE.get(recipe, 0.95))
+    check_gradients(gradients, float_gradients, LEAST_COSINE.get(recipe, 0.8))
 
 
 @every_program
