@@ -97,7 +97,7 @@ _STEPS = {
 }
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     program=_programs(st.sampled_from(["a", "b"]), 2),
     recipe=st.sampled_from(["w8a8_dynamic", "w8a8_static", "weight_only_int8"]),
