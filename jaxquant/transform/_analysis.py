@@ -202,6 +202,16 @@ def _walk_call(equation: Any, origins: list[Origin], place: _Place, findings: _F
     return _walk(_program.read_call(equation), origins, _enter(equation, place, 0), findings)
 
 
+def _walk_boundary(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
+    """Walk a call that is not inlined if it contains a contraction; it then returns arrays only."""
+    count = len(findings.sites)
+    results = _walk_call(equation, origins, place, findings)
+    if len(findings.sites) == count:
+        return results
+    reason = f"{_program.find_name(equation)} at {_program.locate(equation)}"
+    return [_views.combine([result], reason) if _views.list_views(result) else result for result in results]
+
+
 def _enter(equation: Any, place: _Place, number: int) -> _Place:
     scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
     where = _program.locate(equation) or place.where
@@ -288,6 +298,7 @@ _BODIES = {
     _program.SCAN: _walk_scan,
     _program.WHILE: _walk_while,
     _program.COND: _walk_cond,
-    _program.REMAT: _walk_call,
+    _program.REMAT: _walk_boundary,
     **dict.fromkeys(_program.CALLS, _walk_call),
+    **dict.fromkeys(_program.CUSTOM_RULES, _walk_boundary),
 }

@@ -80,7 +80,7 @@ class Interpreter:
         self.mode = mode
         self.records = dict(records)
 
-    def run_program(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
+    def evaluate_body(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
         """Return the results of a program."""
         program = body.program
         known = dict(zip(program.constvars, body.constants, strict=True))
@@ -135,14 +135,14 @@ class Interpreter:
     def _run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:
         """Return the results of a body as arrays, and the records of its sites."""
         inner = Interpreter(self.analysis, self.mode, records)
-        results = inner._read_arrays(inner.run_program(body, values, address))
+        results = inner._read_arrays(inner.evaluate_body(body, values, address))
         return results, inner.records
 
     # Equations with bodies.
 
     def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         before, after = _program.read_shardings(equation)
-        results = self.run_program(_program.read_call(equation), self._place_arrays(operands, before), (*address, 0))
+        results = self.evaluate_body(_program.read_call(equation), self._place_arrays(operands, before), (*address, 0))
         return self._place_arrays(results, after)
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -162,6 +162,9 @@ class Interpreter:
 
     def _call_through(self, call: Any, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         body = _program.read_call(equation)
+        if not self.analysis.list_below(address):
+            # It only moves the elements of a parameter, which it returns.
+            return self.evaluate_body(body, operands, (*address, 0))
         records = {name: record for part in self._split_records(address) for name, record in part.items()}
 
         def run(values: Sequence[Any], inner: Records) -> tuple[Any, Records]:

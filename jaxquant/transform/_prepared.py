@@ -271,7 +271,7 @@ class Prepared:
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
         interpreter = Interpreter(call.analysis, mode, records)
         body = _program.Body(call.trace.program, call.trace.constants)
-        results = interpreter.run_program(body, call.list_operands(parameters))
+        results = interpreter.evaluate_body(body, call.list_operands(parameters))
         arrays = [mode.convert_to_array(x) if mode.is_parameter(x) else x for x in results]
         return call.rebuild_result(arrays), interpreter.records
 

@@ -60,16 +60,18 @@ def _reshape_to(q: QuantizedArray, shape: tuple[int, ...]) -> QuantizedArray:
 
     Where a merged dimension repeats a sequence of entries, each of its indices gets an entry.
     """
-    parts = {}
-    for name in ("scale", "zero_point"):
-        part = getattr(q, name)
-        for axes in () if part is None else _find_merged(q.shape, shape):
-            # An entry for all indices of a slower dimension is repeated for those of a faster one.
-            varying = [axis for axis in axes if part.shape[axis] > 1]
-            for axis in axes[: axes.index(varying[-1])] if varying else ():
-                part = _expand(q, part, axis)
-        parts[name] = part
-    return q.replace(**parts).reshape(shape)
+    scale, zero_point = (_spread(q, part, shape) for part in (q.scale, q.zero_point))
+    return q.replace(scale=scale, zero_point=zero_point).reshape(shape)
+
+
+def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
+    """Return a scale or zero point that can be reshaped with its codes."""
+    for axes in () if part is None else _find_merged(q.shape, shape):
+        # An entry for all indices of a slower dimension is repeated for those of a faster one.
+        varying = [axis for axis in axes if part.shape[axis] > 1]
+        for axis in axes[: axes.index(varying[-1])] if varying else ():
+            part = _expand(q, part, axis)
+    return part
 
 
 def _find_merged(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:

@@ -108,7 +108,7 @@ class LinenRNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(CLASSES)(nn.RNN(self.cell(16))(x)[:, -1])
+        return nn.Dense(CLASSES)(nn.RNN(self.cell(16))(x)[:, -1])  # pyright: ignore
 
 
 class LinenBlock(nn.Module):
@@ -171,7 +171,7 @@ class LinenExperts(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], -1)
         weights = nn.softmax(nn.Dense(4)(x))
-        experts = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=4)
+        experts = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=4)  # pyright: ignore
         return jnp.einsum("be,ebc->bc", weights, experts(CLASSES)(x))
 
 
@@ -203,7 +203,7 @@ def _linen_cached_decoder() -> Network:
 
 
 def _init_nnx(kind: type[nnx.Module], sample: Any) -> Network:
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: kind(nnx.Rngs(0))))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: kind(nnx.Rngs(0))))  # pyright: ignore
     return Network(lambda state, x: nnx.merge(graph, state)(x), _initialize(shapes), sample)
 
 

@@ -376,7 +376,7 @@ def numbers(params, x):
 
 @example({"w": (16, 24), "unused": (16, 24)}, (6, 16), forms="fi")
 def dead_code(params, x):
-    x @ params["unused"]
+    _ = x @ params["unused"]
     return x @ params["w"]
 
 

@@ -138,6 +138,12 @@ def calls_that_return_a_weight(params, x):
     return x @ jax.checkpoint(lambda b: b.T)(params["b"])
 
 
+@example({"w": (16, 16)}, (6, 16), forms="if")
+def remat_that_uses_and_returns_a_weight(params, x):
+    x, w = jax.checkpoint(lambda w, x: (x @ w, w.T))(params["w"], x)
+    return x @ w
+
+
 @example({"w": (16, 16)}, (6, 16), forms="i")
 def loop_that_returns_a_weight(params, x):
     w, y = lax.fori_loop(0, 2, lambda _, state: (state[0], state[1] + 1), (params["w"], x))
@@ -206,7 +212,8 @@ def layers_in_time(params, x):
             y = jax.nn.relu(x @ w + h @ a)
             return y, y
 
-        return lax.scan(layer, x, (params["w"], params["a"], h))[::-1]
+        last, h = lax.scan(layer, x, (params["w"], params["a"], h))
+        return h, last
 
     return lax.scan(step, jnp.zeros((3, *x.shape[1:])), x)[1]
 

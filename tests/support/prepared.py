@@ -31,11 +31,12 @@ def find_ranges(prepared: Any, params: Any, *inputs: Any) -> Any:
     if not prepared.ranges:
         return {}
 
+    # The parameters may hold leaves that are not arrays.
     @jax.jit
-    def run(params: Any, *inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         return prepared.finalize(prepared.observe(prepared.init(), params, *inputs))
 
-    return run(params, *inputs)
+    return run(*inputs)
 
 
 def convert_and_apply(prepared: Any, params: Any, ranges: Any, *inputs: Any) -> Any:

@@ -99,8 +99,8 @@ def test_lookups_of_jax_functions_have_the_place_of_their_call():
 
 def test_unused_contractions_have_names_of_their_own():
     def function(params, x):
-        x @ params["w"]
-        x @ params["w"].T
+        _ = x @ params["w"]
+        _ = x @ params["w"].T
         return x @ params["w"]
 
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])

@@ -82,20 +82,20 @@ def _check_values(name, recipe):
 
 
 @every_network
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 def test_apply_equals_fake_apply(name):
     _check_values(name, "w8a8_dynamic")
 
 
 @every_network
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 def test_apply_equals_fake_apply_with_recipes(name, recipe):
     _check_values(name, recipe)
 
 
 @every_network
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_another_batch_size_and_vmap(name):
     network, x, prepared = _prepare(name, "w8a8_static")
     ranges = find_ranges(prepared, network.params, x)
@@ -110,7 +110,7 @@ def test_another_batch_size_and_vmap(name):
 
 
 @every_network
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_ensemble(name):
     network, x, prepared = _prepare(name, "w8a8_dynamic")
     arrays, join = _split(network.params)
@@ -127,7 +127,7 @@ def test_ensemble(name):
 
 
 @every_network
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_export_with_symbolic_batch(name):
     network, x, prepared = _prepare(name, "w8a8_dynamic")
     arrays, join = _split(network.params)
@@ -144,7 +144,7 @@ def test_export_with_symbolic_batch(name):
 
 
 @pytest.mark.parametrize("name", ["plain mlp", "plain decoder", "linen encoder", "linen cnn"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_sharded_parameters(name):
     network, x, prepared = _prepare(name, "w8a8_dynamic")
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
@@ -197,7 +197,7 @@ def _cast(tree):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["plain mlp", "linen separable cnn"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_bfloat16(name, recipe):
     network = make_network(name)
     params, x = _cast((network.params, network.sample(jax.random.key(1), 4)))
