@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from . import _analysis, _program, _views
 from ._plan import Plan, make_plan
+from ._programs import analysis, jaxpr, views
 from .rules import Rule
 
 
@@ -83,8 +83,8 @@ class Call:
         planned: the places of the parameters that stand for floats if they are quantized.
     """
 
-    trace: _program.Trace
-    analysis: _analysis.Analysis
+    trace: jaxpr.Trace
+    analysis: analysis.Analysis
     plan: Plan
     parameters: Signature
     arguments: Signature
@@ -136,7 +136,7 @@ def trace_call(
         for place, x in enumerate(parameters.arrays)
     ]
     try:
-        trace = _program.trace(call, described, arguments.arrays)
+        trace = jaxpr.trace(call, described, arguments.arrays)
     except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
         error.add_note(
             "jaxquant traces the function, and treats all arrays and Python floats in its arguments as traced values. "
@@ -144,24 +144,24 @@ def trace_call(
         )
         raise
     origins = _find_origins(described, parameters.names, len(trace.program.invars))
-    analysis = _analysis.analyze_program(trace, origins, parameters.names)
+    known = analysis.analyze_program(trace, origins, parameters.names)
     shapes = [tuple(getattr(x, "shape", ())) for x in described]
-    plan = make_plan(analysis, rules, parameters.names, shapes)
-    return Call(trace, analysis, plan, parameters, arguments, planned)
+    plan = make_plan(known, rules, parameters.names, shapes)
+    return Call(trace, known, plan, parameters, arguments, planned)
 
 
-def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[_views.Origin]:
+def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[views.Origin]:
     """Return the origins of the operands of a program."""
-    origins: list[_views.Origin] = []
+    origins: list[views.Origin] = []
     for place, (x, name) in enumerate(zip(parameters, names, strict=True)):
         if is_quantized(x):
             # The function contracts it by itself.
-            origins += [_views.Data()] * len(jax.tree.leaves(x))
+            origins += [views.Data()] * len(jax.tree.leaves(x))
         elif getattr(x, "dtype", None) in dtypes.FLOATS:
-            origins.append(_views.view_parameter(place, x.shape, x.dtype))
+            origins.append(views.view_parameter(place, x.shape, x.dtype))
         else:
-            origins.append(_views.Lost((place,), f"{name} has dtype {getattr(x, 'dtype', type(x).__name__)}"))
-    return origins + [_views.Data()] * (count - len(origins))
+            origins.append(views.Lost((place,), f"{name} has dtype {getattr(x, 'dtype', type(x).__name__)}"))
+    return origins + [views.Data()] * (count - len(origins))
 
 
 def check_names(function: str, expected: Sequence[str], names: Sequence[str]) -> None:

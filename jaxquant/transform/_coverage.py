@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from ._analysis import Analysis
 from ._plan import Plan, SitePlan, describe_site
-from ._sites import Site
+from ._programs.analysis import Analysis
+from ._programs.sites import Site
 
 
 class Row(NamedTuple):

@@ -15,11 +15,11 @@ from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
 from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
-from . import _operations, _program, _restructure
-from ._interpret import Records
 from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
-from ._sites import Site
+from ._programs import jaxpr, operations, restructure
+from ._programs.interpret import Records
+from ._programs.sites import Site
 
 _NAME = "Prepared.apply"
 
@@ -44,7 +44,7 @@ class ObserveMode:
             assert operand.calibrator is not None
             calibrator, name = operand.calibrator(operand.spec), str(operand.place)
             states[name] = calibrator.update(states[name], lax.stop_gradient(operands[operand.place]))
-        (result,) = _program.evaluate(site.equation, operands)
+        (result,) = jaxpr.evaluate(site.equation, operands)
         return result, {**records, plan.record: states}
 
     def is_parameter(self, value: Any) -> bool:
@@ -57,7 +57,7 @@ class ObserveMode:
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on arrays."""
-        return _program.evaluate(equation, operands)
+        return jaxpr.evaluate(equation, operands)
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
         """Return an array unchanged."""
@@ -90,14 +90,14 @@ class IntegerMode:
         """Return the result of the contraction of codes."""
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
-            return _operations.look_up(site.equation, *operands), records
+            return operations.look_up(site.equation, *operands), records
         plan, codes = self.plan.sites[site.name], list(operands)
         for operand in plan.activations:
-            x = _operations.refuse_gradient(operands[operand.place])
+            x = operations.refuse_gradient(operands[operand.place])
             part = records[plan.record][str(operand.place)] if plan.record in records else None
             scale, zero_point = find_scale(operand.spec, x, part)
             codes[operand.place] = make_array(Config(operand.spec), x, scale, zero_point, None)
-        return _operations.make_operation(site.equation).contract_quantized(*codes), records
+        return operations.make_operation(site.equation).contract_quantized(*codes), records
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a quantized parameter."""
@@ -105,11 +105,11 @@ class IntegerMode:
 
     def can_join(self, parameters: Sequence[Any]) -> bool:
         """Return whether the codes of parameters can stand in one array."""
-        return _restructure.can_concatenate(parameters)
+        return restructure.can_concatenate(parameters)
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on codes."""
-        return list(_restructure.move_elements(equation, operands))
+        return list(restructure.move_elements(equation, operands))
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
         """Return the floats that a parameter's codes stand for."""
@@ -151,18 +151,18 @@ class TrainMode:
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             table, indices = operands
-            (floats,) = _program.evaluate(site.equation, [table.floats, indices])
-            entries = _operations.look_up(site.equation, lax.stop_gradient(table.codes), indices)
+            (floats,) = jaxpr.evaluate(site.equation, [table.floats, indices])
+            entries = operations.look_up(site.equation, lax.stop_gradient(table.codes), indices)
             # The value of the codes, with the gradient of the floats.
-            return _operations.replace_value(floats, entries), records
+            return operations.replace_value(floats, entries), records
         plan = self.plan.sites[site.name]
         twins = [x if isinstance(x, Twin) else Twin(x, x) for x in operands]
         for operand in plan.activations:
             x, record = operands[operand.place], records.get(plan.record)
             twins[operand.place] = self.make_twin(operand, x, record)
-        operation = _operations.make_operation(site.equation)
+        operation = operations.make_operation(site.equation)
         floats, codes = zip(*twins, strict=True)
-        return _operations.contract_with_gradient(operation, floats, codes), records
+        return operations.contract_with_gradient(operation, floats, codes), records
 
     def make_twin(self, operand: OperandPlan, x: jax.Array, record: Any) -> Twin:
         """Return activations as floats with a gradient, and as codes."""
@@ -181,18 +181,18 @@ class TrainMode:
 
     def can_join(self, parameters: Sequence[Any]) -> bool:
         """Return whether the codes of parameters can stand in one array."""
-        return _restructure.can_concatenate([x.codes for x in parameters])
+        return restructure.can_concatenate([x.codes for x in parameters])
 
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation on both forms."""
-        floats = _program.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
-        codes = _restructure.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
+        floats = jaxpr.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
+        codes = restructure.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
         return [Twin(*pair) for pair in zip(floats, codes, strict=True)]
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
         """Return the floats that the codes stand for, with their gradient."""
         # The same operation as in `IntegerMode`, so that XLA sums the elements in the same order.
-        return _operations.replace_value(parameter.floats, parameter.codes.dequantize())
+        return operations.replace_value(parameter.floats, parameter.codes.dequantize())
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
@@ -200,7 +200,7 @@ class TrainMode:
 
     def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body, with the derivative that the rule of the function gives its floats."""
-        return _operations.call_with_rule(equation, operands, run, records)
+        return operations.call_with_rule(equation, operands, run, records)
 
     def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
         """Return the results of the body, which the backward pass computes again."""

@@ -10,9 +10,9 @@ from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from ..calibration.factory import Factory
-from . import _views
-from ._analysis import UNUSED, Analysis
-from ._sites import Site, find_contracted
+from ._programs import views
+from ._programs.analysis import UNUSED, Analysis
+from ._programs.sites import Site, find_contracted
 from .rules import Activation, Rule, SiteView, Weight
 
 _NAME = "prepare"
@@ -140,7 +140,7 @@ def _plan_leaves(
     return plans
 
 
-def _find_stored_axes(site: Site, view: _views.View, rule: Rule) -> tuple[int, ...]:
+def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ...]:
     """Return the axes of a parameter that a use reads fastest if they are last in memory."""
     # Float contractions and convolutions have kernels for the logical order.
     if site.operation != "dot_general" or rule.activation is None:

@@ -12,7 +12,7 @@ from .._core import checks, dtypes
 from . import _coverage, _ranges
 from ._calls import Signature, trace_call
 from ._prepared import Prepared
-from ._sites import Site
+from ._programs.sites import Site
 from .rules import Rule
 
 _NAME = "prepare"

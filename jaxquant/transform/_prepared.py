@@ -16,11 +16,12 @@ from .._training.estimators import LSQ, StraightThrough
 from .._training.rounding_vjp import Config, make_array
 from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
-from . import _coverage, _modes, _program, _ranges
+from . import _coverage, _modes, _ranges
 from ._calls import Call, Signature, check_names, is_quantized, trace_call
-from ._interpret import Interpreter, Mode
 from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned
 from ._plan import LeafPlan
+from ._programs import jaxpr
+from ._programs.interpret import Interpreter, Mode
 from .rules import Rule
 
 
@@ -270,7 +271,7 @@ class Prepared:
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
         interpreter = Interpreter(call.analysis, mode, records)
-        body = _program.Body(call.trace.program, call.trace.constants)
+        body = jaxpr.Body(call.trace.program, call.trace.constants)
         results = interpreter.evaluate_body(body, call.list_operands(parameters))
         arrays = [mode.convert_to_array(x) if mode.is_parameter(x) else x for x in results]
         return call.rebuild_result(arrays), interpreter.records

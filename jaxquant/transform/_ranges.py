@@ -13,9 +13,9 @@ import numpy as np
 from .._core import checks
 from ..calibration import Calibrator
 from ..calibration.factory import describe_factory
-from ._analysis import Analysis
 from ._plan import OperandPlan, Plan
-from ._views import Constant
+from ._programs.analysis import Analysis
+from ._programs.views import Constant
 
 
 class StaticRange(NamedTuple):

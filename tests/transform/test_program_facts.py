@@ -1,4 +1,4 @@
-"""What the transform relies on in JAX's programs. If one of these fails, read `jaxquant/transform/_program.py`."""
+"""What the transform relies on in JAX's programs. If one of these fails, read `jaxquant/transform/jaxpr.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.extend import core
 
-from jaxquant.transform import _program
+from jaxquant.transform._programs import jaxpr
 
 from ..support.contraction_crawler import list_primitives
 
@@ -20,7 +20,7 @@ X, W = jnp.ones((4, 8)), jnp.ones((3, 8, 8))
 
 def _find(function, name, *arguments):
     """Return the first equation with a primitive of this name."""
-    program = _program.trace(function, *arguments).program
+    program = jaxpr.trace(function, *arguments).program
     return next(equation for equation in program.eqns if equation.primitive.name == name)
 
 
@@ -81,7 +81,7 @@ def test_calls_have_one_body_with_their_operands(name):
         "custom_jvp_call": lambda f: _negative,
     }
     equation = _find(wrap[name](jnp.sin), name, X)
-    body = _program.read_call(equation)
+    body = jaxpr.read_call(equation)
     assert len(body.program.invars) == len(equation.invars)
     assert len(body.program.outvars) == len(equation.outvars)
     assert len(body.constants) == len(body.program.constvars)
@@ -103,7 +103,7 @@ def test_layout_of_scan(constants, carries, stacked):
         return lax.scan(step, start, xs, length=5, reverse=True, unroll=2)
 
     equation = _find(run, "scan", (list(shared), [jnp.ones((2, 3))] * carries), xs)
-    scan = _program.read_scan(equation)
+    scan = jaxpr.read_scan(equation)
     assert (scan.constants, scan.carries, scan.length, scan.reverse) == (constants, carries, 5, True)
     assert scan.unroll == 2
     # Constants, carries and stacked operands come in this order.
@@ -118,7 +118,7 @@ def test_layout_of_while():
     def run(x, limit, moved):
         return lax.while_loop(lambda s: s[0] < limit, lambda s: (s[0] + moved, s[0]), (x, x))
 
-    loop = _program.read_while(_find(run, "while", jnp.float32(0), limit, moved))
+    loop = jaxpr.read_while(_find(run, "while", jnp.float32(0), limit, moved))
     assert (loop.condition_constants, loop.body_constants) == (1, 1)
     assert len(loop.body.program.outvars) == 2
     assert len(loop.condition.program.outvars) == 1
@@ -126,16 +126,16 @@ def test_layout_of_while():
 
 def test_branches_of_cond_are_in_the_order_of_the_index():
     equation = _find(lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), "cond", X)
-    names = [body.program.eqns[0].primitive.name for body in _program.read_branches(equation)]
+    names = [body.program.eqns[0].primitive.name for body in jaxpr.read_branches(equation)]
     assert names == ["cos", "sin"]
     assert equation.invars[0].aval.dtype == np.int32
 
 
 def test_programs_are_opened_in_both_forms():
     closed = jax.make_jaxpr(lambda x: x + np.arange(8, dtype=np.float32)[None])(X)
-    body = _program.open_body(closed)
+    body = jaxpr.open_body(closed)
     assert len(body.program.constvars) == len(body.constants)
-    assert _program.is_program(closed)
+    assert jaxpr.is_program(closed)
     assert isinstance(body.program, core.Jaxpr)
 
 
@@ -144,19 +144,19 @@ def test_programs_are_found_in_tuples():
         return lax.custom_linear_solve(lambda v: W[0] @ v, x, lambda matvec, b: matvec(b), symmetric=True)
 
     equation = _find(solve, "custom_linear_solve", jnp.ones(8))
-    assert any(e.primitive.name == "dot_general" for body in _program.find_bodies(equation) for e in body.program.eqns)
+    assert any(e.primitive.name == "dot_general" for body in jaxpr.find_bodies(equation) for e in body.program.eqns)
 
 
 def test_an_equation_keeps_its_derivative_rule():
     for function, name, slope in ((_identity, "custom_vjp_call", 3), (_negative, "custom_jvp_call", 5)):
         equation = _find(function, name, X)
-        gradient = jax.grad(lambda x, equation=equation: _program.evaluate(equation, [x])[0].sum())(X)
+        gradient = jax.grad(lambda x, equation=equation: jaxpr.evaluate(equation, [x])[0].sum())(X)
         np.testing.assert_array_equal(gradient, slope)
 
 
 def test_an_equation_can_be_vectorized_and_compiled():
     equation = _find(lambda x: x @ x.T, "dot_general", X)
-    got = jax.jit(jax.vmap(lambda x: _program.evaluate(equation, [x, x.T])[0]))(jnp.stack([X, 2 * X]))
+    got = jax.jit(jax.vmap(lambda x: jaxpr.evaluate(equation, [x, x.T])[0]))(jnp.stack([X, 2 * X]))
     np.testing.assert_array_equal(got, [np.full((4, 4), 8), np.full((4, 4), 32)])
 
 
@@ -165,9 +165,9 @@ def test_dropped_results_are_marked():
         return jax.jit(lambda x: (x + 1, x * 2))(x)[1]
 
     equation = _find(step, "jit", X)
-    results = _program.evaluate(equation, [X])
+    results = jaxpr.evaluate(equation, [X])
     for variable, result in zip(equation.outvars, results, strict=True):
-        assert _program.is_unused(variable) == (result is None)
+        assert jaxpr.is_unused(variable) == (result is None)
     np.testing.assert_array_equal(results[1], 2 * X)
 
 
@@ -177,8 +177,8 @@ def test_place_and_scope_of_an_equation():
             return x @ x.T
 
     equation = _find(function, "dot_general", X)
-    assert _program.find_scope(equation) == "outer/inner"
-    assert "test_program_facts.py:" in _program.locate(equation)
+    assert jaxpr.find_scope(equation) == "outer/inner"
+    assert "test_program_facts.py:" in jaxpr.locate(equation)
 
 
 def test_scope_inside_of_a_call_starts_anew():
@@ -192,13 +192,13 @@ def test_scope_inside_of_a_call_starts_anew():
             return inner(x)
 
     equation = _find(function, "jit", X)
-    assert _program.find_scope(equation) == "outer"
-    assert _program.find_scope(_program.read_call(equation).program.eqns[1]) in ("inner", "outer/inner")
+    assert jaxpr.find_scope(equation) == "outer"
+    assert jaxpr.find_scope(jaxpr.read_call(equation).program.eqns[1]) in ("inner", "outer/inner")
 
 
 def test_literals_are_no_variables():
     equation = _find(lambda x: x + 2.0, "add", X)
-    assert [_program.is_literal(atom) for atom in equation.invars] == [False, True]
+    assert [jaxpr.is_literal(atom) for atom in equation.invars] == [False, True]
     assert equation.invars[1].val == 2
 
 
@@ -223,7 +223,7 @@ def test_parameters_of_a_lookup():
 
 
 def _list_inner(equation):
-    for body in _program.find_bodies(equation):
+    for body in jaxpr.find_bodies(equation):
         for inner in body.program.eqns:
             yield inner
             yield from _list_inner(inner)

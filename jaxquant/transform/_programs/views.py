@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _program
+from . import jaxpr
 
 
 class Atom(NamedTuple):
@@ -117,12 +117,12 @@ def take_layer(view: View) -> View | None:
 
 def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
     """Return the views that an equation makes from views, or None if it has no equivalent on codes."""
-    follow = _RULES.get(_program.find_name(equation))
+    follow = _RULES.get(jaxpr.find_name(equation))
     if follow is None or not list_views(origins[0]):
         return None
     if follow is _concatenate:
         return _concatenate(equation, origins)
-    if isinstance(origins[0], Joined) and _program.find_name(equation) not in ("transpose", *_UNMOVED):
+    if isinstance(origins[0], Joined) and jaxpr.find_name(equation) not in ("transpose", *_UNMOVED):
         return None
     # Further operands are the indices of a dynamic slice.
     views = [follow(equation, view) for view in list_views(origins[0])]
@@ -134,7 +134,7 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
 
 
 def _follow_joined(equation: Any, joined: Joined, views: list[View]) -> list[Origin]:
-    if _program.find_name(equation) == "transpose":
+    if jaxpr.find_name(equation) == "transpose":
         return [Joined(tuple(views), equation.params["permutation"].index(joined.axis))]
     return [Joined(tuple(views), joined.axis)]
 

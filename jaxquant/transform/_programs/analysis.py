@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from . import _program, _sites, _views
-from ._program import Body
-from ._sites import Address, Site
-from ._views import Constant, Data, Joined, Origin, View
+from . import jaxpr, sites, views
+from .jaxpr import Body
+from .sites import Address, Site
+from .views import Constant, Data, Joined, Origin, View
 
 
 @dataclasses.dataclass
@@ -84,7 +84,7 @@ class _Place:
     reason: str = ""
 
 
-def analyze_program(trace: _program.Trace, origins: Sequence[Origin], names: Sequence[str]) -> Analysis:
+def analyze_program(trace: jaxpr.Trace, origins: Sequence[Origin], names: Sequence[str]) -> Analysis:
     """Return the analysis of a traced function.
 
     Args:
@@ -129,7 +129,7 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
     live = find_live(program)
 
     def read(atom: Any) -> Origin:
-        return Constant() if _program.is_literal(atom) else known[atom]
+        return Constant() if jaxpr.is_literal(atom) else known[atom]
 
     for index, equation in enumerate(program.eqns):
         here = dataclasses.replace(place, address=(*place.address, index))
@@ -142,43 +142,43 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
 
 def find_live(program: Any) -> set[int]:
     """Return the indices of the equations whose results are used, or that have effects."""
-    needed = {atom for atom in program.outvars if not _program.is_literal(atom)}
+    needed = {atom for atom in program.outvars if not jaxpr.is_literal(atom)}
     live = set()
     for index in reversed(range(len(program.eqns))):
         equation = program.eqns[index]
         if equation.effects or any(variable in needed for variable in equation.outvars):
             live.add(index)
-            needed |= {atom for atom in equation.invars if not _program.is_literal(atom)}
+            needed |= {atom for atom in equation.invars if not jaxpr.is_literal(atom)}
     return live
 
 
 def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    name = _program.find_name(equation)
+    name = jaxpr.find_name(equation)
     if name in _BODIES:
         results = _BODIES[name](equation, origins, place, findings)
-        if any(_views.list_views(result) for result in results):
+        if any(views.list_views(result) for result in results):
             findings.passing.add(place.address)
         return results
-    views = _views.follow_equation(equation, origins)
-    if views is not None:
+    moved = views.follow_equation(equation, origins)
+    if moved is not None:
         findings.followed.add(place.address)
-        return views
-    if name in ("dot_general", "conv_general_dilated", *_sites.FLOAT_OPERATIONS):
+        return moved
+    if name in ("dot_general", "conv_general_dilated", *sites.FLOAT_OPERATIONS):
         _add_site(equation, origins, place, findings)
-    elif _views.list_views(origins[0] if origins else Constant()) and _sites.is_lookup(equation):
+    elif views.list_views(origins[0] if origins else Constant()) and sites.is_lookup(equation):
         _add_site(equation, origins[:1], place, findings)
     else:
         _add_hidden_sites(equation, origins, place, findings)
-    result = _views.combine(origins, f"{name} at {_program.locate(equation)}")
+    result = views.combine(origins, f"computed by {name} at {jaxpr.locate(equation) or place.where}")
     return [result] * len(equation.outvars)
 
 
 def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
-    operation = _sites.OPERATIONS.get(_program.find_name(equation), _program.find_name(equation))
-    reason = place.reason or _sites.find_float_reason(equation, origins)
-    scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
+    operation = sites.OPERATIONS.get(jaxpr.find_name(equation), jaxpr.find_name(equation))
+    reason = place.reason or sites.find_float_reason(equation, origins)
+    scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
     stem = f"{operation}@{scope}" if scope else operation
-    where = _program.locate(equation) or place.where
+    where = jaxpr.locate(equation) or place.where
     layers, lengths = place.layers, place.lengths
     findings.sites.append(
         Site(place.address, stem, operation, equation, tuple(origins), layers, lengths, scope, where, reason)
@@ -187,19 +187,19 @@ def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings:
 
 def _add_hidden_sites(equation: Any, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
     """Add the contractions inside an equation whose bodies are not entered; all of them stay in floats."""
-    reason = place.reason or f"inside of {_program.find_name(equation)}, which is not entered"
-    leaves = tuple(sorted({leaf for origin in origins for leaf in _views.list_leaves(origin)}))
+    reason = place.reason or f"inside of {jaxpr.find_name(equation)}, which is not entered"
+    leaves = tuple(sorted({leaf for origin in origins for leaf in views.list_leaves(origin)}))
     hidden = dataclasses.replace(place, reason=reason)
-    for number, body in enumerate(_program.find_bodies(equation)):
+    for number, body in enumerate(jaxpr.find_bodies(equation)):
         inner = dataclasses.replace(hidden, address=(*hidden.address, number))
-        _walk(body, [_views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
+        _walk(body, [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
 
 
 # Equations with bodies.
 
 
 def _walk_call(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    return _walk(_program.read_call(equation), origins, _enter(equation, place, 0), findings)
+    return _walk(jaxpr.read_call(equation), origins, _enter(equation, place, 0), findings)
 
 
 def _walk_boundary(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
@@ -208,51 +208,51 @@ def _walk_boundary(equation: Any, origins: list[Origin], place: _Place, findings
     results = _walk_call(equation, origins, place, findings)
     if len(findings.sites) == count:
         return results
-    reason = f"{_program.find_name(equation)} at {_program.locate(equation)}"
-    return [_views.combine([result], reason) if _views.list_views(result) else result for result in results]
+    reason = f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
+    return [views.combine([result], reason) if views.list_views(result) else result for result in results]
 
 
 def _enter(equation: Any, place: _Place, number: int) -> _Place:
-    scope = "/".join(part for part in (place.scope, _program.find_scope(equation)) if part)
-    where = _program.locate(equation) or place.where
+    scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
+    where = jaxpr.locate(equation) or place.where
     return dataclasses.replace(place, address=(*place.address, number), scope=scope, where=where)
 
 
 def _walk_cond(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     results = []
-    for number, body in enumerate(_program.read_branches(equation)):
+    for number, body in enumerate(jaxpr.read_branches(equation)):
         results.append(_walk(body, origins[1:], _enter(equation, place, number), findings))
-    reason = f"cond at {_program.locate(equation)}"
-    return [_views.combine(branches, reason) for branches in zip(*results, strict=True)]
+    reason = f"cond at {jaxpr.locate(equation)}"
+    return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
 
 
 def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    scan = _program.read_scan(equation)
+    scan = jaxpr.read_scan(equation)
     first_stacked = scan.constants + scan.carries
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
     parts = [_take_layer(equation, origin) for origin in origins[first_stacked:]]
     inner = _enter(equation, place, 0)
-    if any(_views.list_views(part) for part in parts):
+    if any(views.list_views(part) for part in parts):
         inner = dataclasses.replace(inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length))
 
     def walk_body(assumed: list[Origin], trial: _Findings) -> list[Origin]:
         return _walk(scan.body, [*constants, *assumed, *parts], inner, trial)
 
     assumed, results = _find_fixpoint(equation, carries, walk_body, place, findings)
-    stacked = [_views.combine([origin], _describe_loop(equation)) for origin in results[scan.carries :]]
+    stacked = [views.combine([origin], _describe_loop(equation)) for origin in results[scan.carries :]]
     return [*assumed, *stacked]
 
 
 def _take_layer(equation: Any, origin: Origin) -> Origin:
     """Return what one iteration of a scan gets of a stacked operand."""
     if isinstance(origin, View):
-        layer = _views.take_layer(origin)
-        return _views.Lost((origin.leaf,), _describe_loop(equation)) if layer is None else layer
-    return _views.combine([origin], _describe_loop(equation)) if isinstance(origin, Joined) else origin
+        layer = views.take_layer(origin)
+        return views.Lost((origin.leaf,), _describe_loop(equation)) if layer is None else layer
+    return views.combine([origin], _describe_loop(equation)) if isinstance(origin, Joined) else origin
 
 
 def _walk_while(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
-    loop = _program.read_while(equation)
+    loop = jaxpr.read_while(equation)
     first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
 
     # A condition returns nothing but a bool, so a range observed in it could not be kept.
@@ -280,25 +280,25 @@ def _find_fixpoint(
         assumed = merged
     findings.add(trial)
     # A parameter that every iteration passes on unchanged need not be carried.
-    invariant = frozenset(place for place, origin in enumerate(assumed) if _views.list_views(origin))
+    invariant = frozenset(place for place, origin in enumerate(assumed) if views.list_views(origin))
     findings.invariant[place.address] = invariant
     return assumed, results
 
 
 def _merge(equation: Any, before: Origin, after: Origin) -> Origin:
     """Return the origin of a carry that is one thing before an iteration and another thing after it."""
-    return before if before == after else _views.combine([before, after], _describe_loop(equation))
+    return before if before == after else views.combine([before, after], _describe_loop(equation))
 
 
 def _describe_loop(equation: Any) -> str:
-    return f"{_program.find_name(equation)} at {_program.locate(equation)}"
+    return f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
 
 
 _BODIES = {
-    _program.SCAN: _walk_scan,
-    _program.WHILE: _walk_while,
-    _program.COND: _walk_cond,
-    _program.REMAT: _walk_boundary,
-    **dict.fromkeys(_program.CALLS, _walk_call),
-    **dict.fromkeys(_program.CUSTOM_RULES, _walk_boundary),
+    jaxpr.SCAN: _walk_scan,
+    jaxpr.WHILE: _walk_while,
+    jaxpr.COND: _walk_cond,
+    jaxpr.REMAT: _walk_boundary,
+    **dict.fromkeys(jaxpr.CALLS, _walk_call),
+    **dict.fromkeys(jaxpr.CUSTOM_RULES, _walk_boundary),
 }

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._contractions.conv import plan_array_convolution
-from .._contractions.take import take
-from .._core import checks, sharding
-from .._training.conv_general_dilated import Conv
-from .._training.dot_general import Dot
-from . import _program, _sites
+from ..._arrays.quantized_array import QuantizedArray, dequantize_checked
+from ..._contractions.conv import plan_array_convolution
+from ..._contractions.take import take
+from ..._core import checks, sharding
+from ..._training.conv_general_dilated import Conv
+from ..._training.dot_general import Dot
+from . import jaxpr, sites
 
 _NAME = "prepare"
 
@@ -37,7 +37,7 @@ class Operation(Protocol):
 def make_operation(equation: Any) -> Operation:
     """Return the operation of a dot_general or of a convolution."""
     parameters, dtype = equation.params, equation.outvars[0].aval.dtype
-    if _sites.OPERATIONS[_program.find_name(equation)] == "dot_general":
+    if sites.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":
         out_sharding = parameters.get("out_sharding")
         return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
     lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
@@ -135,7 +135,7 @@ def call_with_rule(equation: Any, operands: Sequence[Any], run: Any, records: An
         return run(values, records)[0]
 
     def call_fwd(floats: list[Any], values: Any, records: Any) -> tuple[list[Any], Any]:
-        _, pull = jax.vjp(lambda *arrays: _program.evaluate(equation, arrays), *floats)
+        _, pull = jax.vjp(lambda *arrays: jaxpr.evaluate(equation, arrays), *floats)
         return run(values, records)[0], pull
 
     def call_bwd(pull: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import jax
 from jax import lax
 
-from .._core import checks
-from . import _program
-from ._analysis import Analysis, find_live
-from ._program import Body
-from ._sites import Address, Site
+from ..._core import checks
+from . import jaxpr
+from .analysis import Analysis, find_live
+from .jaxpr import Body
+from .sites import Address, Site
 
 # A value for each site, by its name: the state of a calibrator, or a scale.
 Records = dict[str, Any]
@@ -87,7 +87,7 @@ class Interpreter:
         known |= zip(program.invars, values, strict=True)
 
         def read(atom: Any) -> Any:
-            return atom.val if _program.is_literal(atom) else known[atom]
+            return atom.val if jaxpr.is_literal(atom) else known[atom]
 
         for index in sorted(find_live(program)):
             equation = program.eqns[index]
@@ -99,22 +99,22 @@ class Interpreter:
     def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
-            scope = _program.find_scope(equation) or site.operation
+            scope = jaxpr.find_scope(equation) or site.operation
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
         if address in self.analysis.followed and self._can_move(equation, operands):
-            with checks.prefix_errors(f"{_program.find_name(equation)} at {_program.locate(equation)}"):
+            with checks.prefix_errors(f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"):
                 return self.mode.move_elements(equation, operands)
-        enter = _ENTER.get(_program.find_name(equation))
+        enter = _ENTER.get(jaxpr.find_name(equation))
         if enter is not None and address in self.analysis.entered:
-            with _name_scope(_program.find_scope(equation)):
+            with _name_scope(jaxpr.find_scope(equation)):
                 return enter(self, equation, operands, address)
-        return _program.evaluate(equation, [self._read_array(value) for value in operands])
+        return jaxpr.evaluate(equation, [self._read_array(value) for value in operands])
 
     def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
-        if _program.find_name(equation) != "concatenate":
+        if jaxpr.find_name(equation) != "concatenate":
             return self.mode.is_parameter(operands[0])
         return all(self.mode.is_parameter(value) for value in operands) and self.mode.can_join(operands)
 
@@ -141,8 +141,8 @@ class Interpreter:
     # Equations with bodies.
 
     def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        before, after = _program.read_shardings(equation)
-        results = self.evaluate_body(_program.read_call(equation), self._place_arrays(operands, before), (*address, 0))
+        before, after = jaxpr.read_shardings(equation)
+        results = self.evaluate_body(jaxpr.read_call(equation), self._place_arrays(operands, before), (*address, 0))
         return self._place_arrays(results, after)
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -161,7 +161,7 @@ class Interpreter:
         return self._call_through(self.mode.call_with_remat, equation, operands, address)
 
     def _call_through(self, call: Any, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        body = _program.read_call(equation)
+        body = jaxpr.read_call(equation)
         if not self.analysis.list_below(address):
             # It only moves the elements of a parameter, which it returns.
             return self.evaluate_body(body, operands, (*address, 0))
@@ -181,14 +181,14 @@ class Interpreter:
         def make_branch(number: int, body: Body) -> Callable[..., Any]:
             return lambda inner: self._run_inner(body, values, (*address, number), inner)
 
-        branches = [make_branch(*item) for item in enumerate(_program.read_branches(equation))]
+        branches = [make_branch(*item) for item in enumerate(jaxpr.read_branches(equation))]
         results, updated = lax.switch(index, branches, records)
         if self.mode.updates_records:
             self.records |= updated
         return results
 
     def _scan(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        scan = _program.read_scan(equation)
+        scan = jaxpr.read_scan(equation)
         first = scan.constants + scan.carries
         constants, carries, stacked = operands[: scan.constants], operands[scan.constants : first], operands[first:]
         invariant = self.analysis.invariant.get(address, frozenset())
@@ -216,7 +216,7 @@ class Interpreter:
         return [*_merge_carries(carries, moved, invariant), *outputs]
 
     def _loop(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        loop = _program.read_while(equation)
+        loop = jaxpr.read_while(equation)
         first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
         carries = operands[second:]
         invariant = self.analysis.invariant.get(address, frozenset())
@@ -254,10 +254,10 @@ def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: fro
 
 
 _ENTER: dict[str, Callable[..., list[Any]]] = {
-    _program.SCAN: Interpreter._scan,
-    _program.WHILE: Interpreter._loop,
-    _program.COND: Interpreter._branch,
-    _program.REMAT: Interpreter._call_remat,
-    **dict.fromkeys(_program.CALLS, Interpreter._call),
-    **dict.fromkeys(_program.CUSTOM_RULES, Interpreter._call_custom),
+    jaxpr.SCAN: Interpreter._scan,
+    jaxpr.WHILE: Interpreter._loop,
+    jaxpr.COND: Interpreter._branch,
+    jaxpr.REMAT: Interpreter._call_remat,
+    **dict.fromkeys(jaxpr.CALLS, Interpreter._call),
+    **dict.fromkeys(jaxpr.CUSTOM_RULES, Interpreter._call_custom),
 }

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._arrays import indexing
-from .._arrays.concatenate import concatenate
-from .._arrays.quantized_array import QuantizedArray
-from . import _program
+from ..._arrays import indexing
+from ..._arrays.concatenate import concatenate
+from ..._arrays.quantized_array import QuantizedArray
+from . import jaxpr
 
 
 def move_elements(equation: Any, operands: Sequence[Any]) -> list[QuantizedArray]:
-    """Return the results of an equation of `_views.follow_equation` for a quantized operand.
+    """Return the results of an equation of `views.follow_equation` for a quantized operand.
 
     Args:
         equation: the equation.
         operands: the quantized array, or several to be concatenated; after it the indices of a dynamic slice.
     """
-    name = _program.find_name(equation)
+    name = jaxpr.find_name(equation)
     if name == "concatenate":
         return [concatenate(operands, equation.params["dimension"])]
     return _RULES.get(name, _keep)(equation, *operands)
@@ -66,7 +66,9 @@ def _reshape_to(q: QuantizedArray, shape: tuple[int, ...]) -> QuantizedArray:
 
 def _spread(q: QuantizedArray, part: Any, shape: tuple[int, ...]) -> Any:
     """Return a scale or zero point that can be reshaped with its codes."""
-    for axes in () if part is None else _find_merged(q.shape, shape):
+    if part is None:
+        return None
+    for axes in _find_merged(q.shape, shape):
         # An entry for all indices of a slower dimension is repeated for those of a faster one.
         varying = [axis for axis in axes if part.shape[axis] > 1]
         for axis in axes[: axes.index(varying[-1])] if varying else ():

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from . import _program, _views
-from ._views import Origin, View
+from . import jaxpr, views
+from .views import Origin, View
 
 Address = tuple[int, ...]
 
@@ -53,18 +53,18 @@ class Site:
     @property
     def weight(self) -> int | None:
         """The place of the operand that is a parameter, or None."""
-        places = [place for place, origin in enumerate(self.origins) if _views.list_views(origin)]
+        places = [place for place, origin in enumerate(self.origins) if views.list_views(origin)]
         return places[0] if len(places) == 1 else None
 
     @property
     def views(self) -> tuple[View, ...]:
         """The views of which the parameter operand consists."""
-        return () if self.weight is None else _views.list_views(self.origins[self.weight])
+        return () if self.weight is None else views.list_views(self.origins[self.weight])
 
     @property
     def leaves(self) -> tuple[int, ...]:
         """The places of all parameters that an operand is made of, without activations."""
-        return tuple(dict.fromkeys(leaf for origin in self.origins for leaf in _views.list_leaves(origin)))
+        return tuple(dict.fromkeys(leaf for origin in self.origins for leaf in views.list_leaves(origin)))
 
     @property
     def contracted(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Site:
 def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
     """Return the dimensions of an operand that an operation sums over."""
     numbers = equation.params["dimension_numbers"]
-    operation = OPERATIONS[_program.find_name(equation)]
+    operation = OPERATIONS[jaxpr.find_name(equation)]
     if operation == "dot_general":
         return tuple(numbers[0][operand])
     if operation == "conv_general_dilated":
@@ -89,22 +89,22 @@ def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
 
 def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
     """Return why a contraction with these operands cannot run on codes, or "" if it can."""
-    if _program.find_name(equation) not in OPERATIONS:
+    if jaxpr.find_name(equation) not in OPERATIONS:
         return "this operation has no form on codes"
     dtypes = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     floats = ("float32", "bfloat16", "float16")
-    if OPERATIONS[_program.find_name(equation)] != "take" and any(dtype not in floats for dtype in dtypes):
+    if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in floats for dtype in dtypes):
         return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
-    lost = [origin for origin in origins if isinstance(origin, _views.Lost)]
+    lost = [origin for origin in origins if isinstance(origin, views.Lost)]
     if lost:
         return lost[0].reason
-    if sum(bool(_views.list_leaves(origin)) for origin in origins) > 1:
+    if sum(bool(views.list_leaves(origin)) for origin in origins) > 1:
         return "both operands are parameters"
-    is_constant = any(isinstance(origin, _views.Constant) for origin in origins)
-    if is_constant and not any(_views.list_leaves(origin) for origin in origins):
+    is_constant = any(isinstance(origin, views.Constant) for origin in origins)
+    if is_constant and not any(views.list_leaves(origin) for origin in origins):
         return "an operand is an array that the function closes over: pass it in the parameters"
     for origin in origins:
-        if isinstance(origin, _views.Joined):
+        if isinstance(origin, views.Joined):
             place = list(origins).index(origin)
             rank = len(equation.invars[place].aval.shape)
             if origin.axis in find_contracted(equation, place, rank):
@@ -114,7 +114,7 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
 
 def is_lookup(equation: Any) -> bool:
     """Return whether a gather takes whole entries along one axis, as `jnp.take` does."""
-    if _program.find_name(equation) != "gather":
+    if jaxpr.find_name(equation) != "gather":
         return False
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shape = equation.invars[0].aval.shape
