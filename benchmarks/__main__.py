@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arrays, calibrators, contractions, layers, operators, timing, tracing, training
+from . import arrays, calibrators, contractions, layers, operators, timing, tracing, training, transform
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
@@ -32,6 +32,7 @@ TABLES = (
     calibrators.TABLE,
     *training.TABLES,
     layers.TABLE,
+    *transform.TABLES,
     tracing.TABLE,
 )
 _QUICK_LIMIT = 1024

@@ -17,58 +17,36 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxquant as jq
-from jaxquant import flax as jqf
-from jaxquant.flax import linen as qnn
 
-INT8 = jq.QuantSpec(jnp.int8, jq.PerFeature())  # one scale per output feature
-INT4 = jq.QuantSpec(jnp.int4, jq.PerFeature())
-UINT8 = jq.QuantSpec(jnp.uint8)  # one scale and zero point
 OPTIMIZER = optax.adam(1e-3)
+UINT8 = jq.Activation(jnp.uint8, range=jq.minmax)  # one scale and zero point, from the range of the training images
+INT4 = (jq.Rule(weight=jq.Weight(jnp.int4), activation=UINT8),)  # one scale for each output feature
 
 
 class Network(nn.Module):
-    """Three dense layers: Flax's, or jaxquant's if there is a spec for the weights. The parameters are the same."""
-
-    weight_spec: jq.QuantSpec | None = None
-    weight_range: Any = jqf.Dynamic()
+    """Three of Flax's dense layers. Nothing in it is written for quantization."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the logits."""
-        dense: Any = nn.Dense
-        if self.weight_spec is not None:
-            dense = functools.partial(
-                qnn.Dense, weight_spec=self.weight_spec, weight_range=self.weight_range, activation_spec=UINT8
-            )
         for features in (1024, 1024):
-            x = nn.relu(dense(features)(x))
-        return dense(10)(x)
+            x = nn.relu(nn.Dense(features)(x))
+        return nn.Dense(10)(x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def train(network: Network, variables: Any, images: jax.Array, labels: jax.Array, steps: int) -> Any:
-    """Return trained variables: gradients train "params" and learned "scales"; calls update the observed "ranges"."""
+def train(apply: Callable[..., Any], trainable: Any, images: jax.Array, labels: jax.Array, steps: int) -> Any:
+    """Return trained parameters, and scales if there are any: `apply` takes them and the images."""
 
-    def compute_loss(trainable: Any, ranges: Any) -> Any:
-        logits, ranges = network.apply({**trainable, **ranges}, images, mutable=["ranges"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), ranges
+    def compute_loss(trainable: Any) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(apply(*trainable, images), labels).mean()
 
     def step(carry: Any, _: None) -> Any:
-        trainable, ranges, optimizer_state = carry
-        gradient, ranges = jax.grad(compute_loss, has_aux=True)(trainable, ranges)
-        updates, optimizer_state = OPTIMIZER.update(gradient, optimizer_state)
-        return (optax.apply_updates(trainable, updates), ranges, optimizer_state), None
+        trainable, state = carry
+        updates, state = OPTIMIZER.update(jax.grad(compute_loss)(trainable), state)
+        return (optax.apply_updates(trainable, updates), state), None
 
-    ranges = {name: value for name, value in variables.items() if name == "ranges"}
-    trainable = {name: value for name, value in variables.items() if name != "ranges"}
-    trainable, ranges, _ = jax.lax.scan(step, (trainable, ranges, OPTIMIZER.init(trainable)), None, steps)[0]
-    return {**trainable, **ranges}
-
-
-def load_float_parameters(network: Network, params: Any, images: jax.Array) -> Any:
-    """Return the variables of a quantized network: float parameters, and the ranges and scales they lead to."""
-    _, ranges_and_scales = network.apply({"params": params}, images, mutable=["ranges", "scales"])
-    return {"params": params, **ranges_and_scales}
+    return jax.lax.scan(step, (trainable, OPTIMIZER.init(trainable)), None, steps)[0][0]
 
 
 def measure_milliseconds(predict: Callable[[jax.Array], Any], images: jax.Array) -> float:
@@ -87,35 +65,48 @@ def main() -> int:
     images = (images / 8 - 1).astype(np.float32)  # from [0, 16] to [-1, 1]
     split = train_test_split(images, digits, random_state=0, stratify=digits)
     train_x, test_x, train_y, test_y = (jnp.asarray(part) for part in split)
+    print(f"Handwritten digits: {len(train_x)} images to train, {len(test_x)} to test\n")
 
-    float_network = Network()
-    variables = train(float_network, float_network.init(jax.random.key(0), train_x), train_x, train_y, 100)
-    models = {"float32": (float_network, variables)}
-    for name, weight_spec in (("int8", INT8), ("int4", INT4)):  # post-training quantization
-        network = Network(weight_spec)
-        models[name] = network, load_float_parameters(network, variables["params"], train_x)
-    network = Network(INT4, weight_range=jqf.Learned(jq.LSQ()))
-    started = load_float_parameters(network, variables["params"], train_x)
-    models["int4 trained"] = network, train(network, started, train_x, train_y, 100)
+    network = Network()
+    (params,) = train(network.apply, (network.init(jax.random.key(0), train_x),), train_x, train_y, 100)
 
-    rows = {"test accuracy, percent": [], "weights (+ scales), bytes": [], "4096 images, ms": []}
+    int8 = jq.prepare(network.apply, params, train_x, rules=jq.recipes.w8a8_static(), strict=True)
+    int4 = jq.prepare(network.apply, params, train_x, rules=INT4, strict=True)
+    print(f"{int8.coverage}\n")  # what becomes of each contraction
+    batches = jnp.array_split(train_x, 10)
+    ranges = {prepared: prepared.calibrate(params, batches) for prepared in (int8, int4)}
+    # Scales of weights and activations become parameters, and the training goes on with int4 weights.
+    trained = train(int4.fake_apply, (params, int4.learned(params, ranges[int4])), train_x, train_y, 100)
+
+    models = {
+        "int8": (int8, params, ranges[int8]),
+        "int4": (int4, params, ranges[int4]),
+        "int4 trained": (int4, *trained),
+    }
+    calls = {"float32": functools.partial(jax.jit(network.apply), params)}
+    sizes = {"float32": count_bytes(params)}
     changed = 0
-    for network, variables in models.values():
-        predict = jax.jit(network.apply)
-        serving = variables if network.weight_spec is None else jqf.convert(network, variables)
-        logits = predict(serving, test_x)
-        changed += int((logits != predict(variables, test_x)).sum())
-        kernels = [layer["kernel"] for layer in serving["params"].values()]
-        milliseconds = measure_milliseconds(functools.partial(predict, serving), jnp.resize(test_x, (4096, 64)))
-        rows["test accuracy, percent"].append(f"{100 * (logits.argmax(1) == test_y).mean():.2f}")
-        rows["weights (+ scales), bytes"].append(str(sum(kernel.nbytes for kernel in kernels)))
-        rows["4096 images, ms"].append(f"{milliseconds:.1f}")
-    print(f"Handwritten digits: {len(train_x)} images to train, {len(test_x)} to test")
-    print(f"{'':28}" + "".join(f"{name:>14}" for name in models))
-    for name, cells in rows.items():
-        print(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
+    for name, (prepared, floats, scales) in models.items():
+        codes = prepared.convert(floats, scales)  # the same tree, with codes in place of the kernels
+        calls[name], sizes[name] = functools.partial(jax.jit(prepared.apply), codes, scales), count_bytes(codes)
+        changed += int((calls[name](test_x) != jax.jit(prepared.fake_apply)(floats, scales, test_x)).sum())
+
+    print(f"{'':28}" + "".join(f"{name:>14}" for name in calls))
+    accuracies = [f"{100 * (predict(test_x).argmax(1) == test_y).mean():.2f}" for predict in calls.values()]
+    times = [f"{measure_milliseconds(predict, jnp.resize(test_x, (4096, 64))):.1f}" for predict in calls.values()]
+    for label, cells in (
+        ("test accuracy, percent", accuracies),
+        ("parameters and scales, bytes", [str(size) for size in sizes.values()]),
+        ("4096 images, ms", times),
+    ):
+        print(f"{label:28}" + "".join(f"{cell:>14}" for cell in cells))
     print(f"Logits changed by the conversion to integers: {changed}")
     return int(changed > 0)
+
+
+def count_bytes(params: Any) -> int:
+    """Return the bytes of some parameters. A quantized array counts its codes in 4 bits where they have 4."""
+    return sum(x.nbytes for x in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, jq.QuantizedArray)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from . import integer, onednn
+from . import integer, onednn, transform
 from ._arrays.codebook import Codebook, nf4
 from ._arrays.concatenate import concatenate
 from ._arrays.error_metrics import QuantizationError, quantization_error
@@ -42,6 +42,7 @@ from ._training.fake_quantize_linear import fake_quantize_linear
 from ._training.quantizer import Quantizer
 from .calibration import Calibrator, Range, absmax, entropy, minmax, moving_average, mse, percentile
 from .onednn import dynamic_dequantize
+from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 
 __all__ = [  # noqa: RUF022 as grouped
     # ONNX and ONNX Runtime operators, and oneDNN's: plain arrays and an explicit scale.
@@ -104,10 +105,20 @@ __all__ = [  # noqa: RUF022 as grouped
     "FloatBackward",
     "Int8Backward",
     "save_codes",
+    # Functions that were not written for quantization.
+    "prepare",
+    "Prepared",
+    "Coverage",
+    "LearnedScales",
+    "Rule",
+    "Weight",
+    "Activation",
+    "recipes",
     # Modules.
     "calibration",
     "integer",
     "onednn",
+    "transform",
 ]
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -51,7 +52,7 @@ def conv_general_dilated(
 
     Args:
         lhs: a QuantizedArray, or an array of float32, float16 or bfloat16, of rank 3 or more. If rhs is quantized too,
-            lhs has one scale, or one for each image, and one zero point.
+            lhs has one scale and one zero point, or one for each image; with groups of images, one zero point.
         rhs: the kernel, of the same types; at least one of the two is a QuantizedArray. If lhs is quantized too, rhs
             has one scale and one zero point, or one for each output feature or each block of output features.
         window_strides: Static. One stride for each spatial dimension.
@@ -148,7 +149,7 @@ def _check_integers(function: str, lhs: QuantizedArray, rhs: QuantizedArray, pla
     # Only the batch of lhs and the features of rhs are not summed.
     image, feature = plan.numbers.lhs_spec[0], plan.numbers.rhs_spec[0]
     for argument, q, kept, kept_name in (
-        ("lhs", lhs, {"scale": image}, "image"),
+        ("lhs", lhs, {"scale": image} if plan.batches > 1 else {"scale": image, "zero_point": image}, "image"),
         ("rhs", rhs, {"scale": feature, "zero_point": feature}, "output feature"),
     ):
         dot_integer.check_integer_array(function, argument, q)
@@ -181,13 +182,16 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     # Each group of images has its own features, so the scale that applies to an image depends on the feature.
-    if images.size > 1 and plan.batches > 1:
+    if plan.batches > 1 and images.size > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
     scale = _scaling.multiply_scales(images, _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
-    points = (
+    points = [
         None if q.zero_point is None else _read_entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
-    )
+    ]
+    codes, correction = lhs.codes, None
+    if points[0] is not None and points[0].size != 1:
+        codes, points[0], correction, plan = _move_zero_points(lhs, points[0], rhs, points[1], plan)
     lhs_steps, rhs_steps = (
         _operands.convert_steps(point, q.codes.dtype, _operands.is_centred(point, q.codes.dtype))
         for point, q in zip(points, (lhs, rhs), strict=True)
@@ -195,11 +199,49 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
         # The kernel chooses the layout of acc: dimension 0 counts the images, dimension `axis` the features.
+        if correction is not None:
+            acc = acc - sharding.place_like(lax.broadcast_in_dim(correction, acc.shape, (0, axis)), acc)
         wide = sharding.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
         y = barriers.round_result(acc.astype(jnp.float32) * wide)
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 
-    return arrange_layout(lhs.codes, rhs.codes, lhs_steps, rhs_steps, plan, epilogue)
+    return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, epilogue)
+
+
+def _move_zero_points(
+    lhs: QuantizedArray, points: jax.Array, rhs: QuantizedArray, rhs_point: jax.Array | None, plan: Plan
+) -> tuple[jax.Array, jax.Array | None, jax.Array, Plan]:
+    """Return images with a zero point each in a form that the kernel takes, which knows one zero point.
+
+    conv(x - z[n], w) = conv(x - z, w) - (z[n] - z) * sum(w), if the images are padded with their own zero points.
+
+    Returns:
+        The padded codes, the zero point z that all of them share, or None for 0, the correction (z[n] - z) * sum(w),
+        of shape (images, features), and the plan without padding.
+    """
+    geometry, image = plan.geometry, plan.numbers.lhs_spec[0]
+    codes, spatial = lhs.codes, plan.numbers.lhs_spec[2:]
+    pads = [(0, 0, 0)] * codes.ndim
+    for axis, (low, high), step in zip(spatial, geometry.padding, geometry.lhs_dilation, strict=True):
+        pads[axis] = (low, high, step - 1)
+    if any(pad != (0, 0, 0) for pad in pads):
+        own = lax.broadcast_in_dim(points, (codes.shape[image],), (0,))
+        shape = tuple(1 if axis not in spatial else n for axis, n in enumerate(codes.shape))
+        inside = lax.pad(jnp.ones(shape, bool), np.False_, pads)
+        codes = lax.pad(codes, np.zeros((), codes.dtype), pads)
+        fill = lax.broadcast_in_dim(own.astype(codes.dtype), codes.shape, (image,))
+        codes = jnp.where(lax.broadcast_in_dim(inside, codes.shape, range(codes.ndim)), codes, fill)
+        ones = (1,) * len(spatial)
+        plan = plan._replace(geometry=geometry._replace(padding=((0, 0),) * len(spatial), lhs_dilation=ones))
+    # The kernel subtracts 128 from uint8 codes in any case.
+    middle = 128 if lhs.codes.dtype == jnp.uint8 else 0
+    feature = plan.numbers.rhs_spec[0]
+    kernel = jnp.moveaxis(rhs.codes, feature, 0).astype(jnp.int32).reshape(rhs.shape[feature], -1)
+    sums = kernel.sum(1, dtype=jnp.int32)
+    if rhs_point is not None:
+        sums = sums - rhs_point.astype(jnp.int32) * np.int32(kernel.shape[1])
+    correction = (points.astype(jnp.int32) - np.int32(middle)).reshape(-1, 1) * sums.reshape(1, -1)
+    return codes, jnp.full((1,), middle, lhs.codes.dtype) if middle else None, correction, plan
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:

@@ -8,8 +8,9 @@ wrong result.
 
 from __future__ import annotations
 
+import contextlib
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,6 +66,18 @@ def require_type(holds: bool, function: str, argument: str, expected: str, got: 
     """Raise ContractTypeError unless `holds`."""
     if not holds:
         raise ContractTypeError(format_message(function, argument, expected, got))
+
+
+@contextlib.contextmanager
+def prefix_errors(path: str) -> Iterator[None]:
+    """Put the path of a layer or of a contraction in front of the errors that are raised inside the `with` block."""
+    try:
+        yield
+    except (ContractValueError, ContractTypeError) as error:
+        # An inner block may have added the same path already.
+        if str(error).startswith(f"{path}: "):
+            raise
+        raise type(error)(f"{path}: {error}") from error
 
 
 def check_array(function: str, argument: str, value: Any, allowed: Sequence[np.dtype]) -> None:

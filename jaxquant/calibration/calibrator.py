@@ -225,3 +225,19 @@ def _raise_faults(function: str, fault: np.ndarray) -> None:
             first = tuple(int(i) for i in slices[0])
             got = f"{description} in {len(slices)} of {fault.size} slices, first in {first}; {remedy}"
             checks.require(False, function, "state", "finite numbers in every slice, not all of them 0", got)
+
+
+def is_finite_state(tree: Any) -> jax.Array:
+    """Return whether no calibrator's state in a tree has seen a NaN or an infinity."""
+    states = [node for node in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(node)]
+    bad = []
+    for state in states:
+        # A slice without data has the range (inf, -inf), which is not an error here.
+        bad.append(jnp.any(jnp.isnan(state.low) | (state.low == -jnp.inf)))
+        bad.append(jnp.any(jnp.isnan(state.high) | (state.high == jnp.inf)))
+    return jnp.logical_not(jnp.any(jnp.asarray(bad, bool)))
+
+
+def _is_state(node: Any) -> bool:
+    """Return whether a node of a tree is a calibrator's state."""
+    return isinstance(node, tuple) and hasattr(node, "low") and hasattr(node, "high")

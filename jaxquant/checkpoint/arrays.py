@@ -57,7 +57,7 @@ def to_arrays(tree: Any) -> Any:
     Source: ONNX TensorProto, "int4, int2 packing".
     """
 
-    def convert(leaf: Any) -> Any:
+    def store_leaf(leaf: Any) -> Any:
         if isinstance(leaf, StaticText):
             return store_text(leaf)
         if not isinstance(leaf, QuantizedArray):
@@ -65,7 +65,7 @@ def to_arrays(tree: Any) -> Any:
         q = quantized_array.check_array("checkpoint.to_arrays", "tree", leaf)
         return {**{name: store_part(part) for name, part in list_parts(q).items()}, KEY: write_description(q)}
 
-    return jax.tree.map(convert, tree, is_leaf=is_stored_apart)
+    return jax.tree.map(store_leaf, tree, is_leaf=is_stored_apart)
 
 
 def from_arrays(tree: Any) -> Any:
@@ -97,13 +97,13 @@ def from_arrays(tree: Any) -> Any:
 def restore_tree(function: str, tree: Any) -> Any:
     """Return what `from_arrays` returns, with errors that name another function."""
 
-    def convert(path: tuple[Any, ...], node: Any) -> Any:
+    def restore_node(path: tuple[Any, ...], node: Any) -> Any:
         if not _is_stored(node):
             return node
         restore = restore_quantized if KEY in node else restore_text
         return restore(function, f"tree{jax.tree_util.keystr(path)}", node)
 
-    return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=_is_stored)
+    return jax.tree_util.tree_map_with_path(restore_node, tree, is_leaf=_is_stored)
 
 
 # Used as `is_leaf`: JAX would otherwise descend into the arrays of a QuantizedArray.

@@ -112,7 +112,7 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
     paths = jax.tree_util.tree_leaves_with_path(read_metadata())
     shapes = {jax.tree_util.keystr(place, simple=True, separator="/"): leaf.shape for place, leaf in paths}
 
-    def convert(place: tuple[Any, ...], leaf: Any) -> Any:
+    def remove_order(place: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedArray) or leaf.stored_order is None:
             return leaf
         key = jax.tree_util.keystr((*place, jax.tree_util.DictKey(KEY)), simple=True, separator="/")
@@ -120,7 +120,7 @@ def _use_saved_orders(read_metadata: Callable[[], Any], like: Any) -> Any:
         # The metadata contain no text, but a description with an order is longer.
         return plain if shapes.get(key) == write_description(plain).shape else leaf
 
-    return jax.tree_util.tree_map_with_path(convert, like, is_leaf=_is_array)
+    return jax.tree_util.tree_map_with_path(remove_order, like, is_leaf=_is_array)
 
 
 def _reorder_like(leaf: Any, like: Any) -> Any:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerFeature, PerTensor
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
+from ..calibration.factory import describe_factory
 from ..integer import _operands
-from .ranges import Dynamic, Learned, Observed, Partial, Source
+from .ranges import Dynamic, Learned, Observed, Source
 
 # Granularities of activations whose ranges have the same shape for every batch.
 _STORABLE = {PerTensor(), PerFeature(), PerAxis(-1)}
@@ -60,18 +59,6 @@ class Quantization:
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
-
-
-@contextlib.contextmanager
-def prefix_errors(path: str) -> Iterator[None]:
-    """Put the path of a layer in front of the errors that are raised inside the `with` block."""
-    try:
-        yield
-    except (checks.ContractValueError, checks.ContractTypeError) as error:
-        # An inner block may have added the same path already.
-        if str(error).startswith(f"{path}: "):
-            raise
-        raise type(error)(f"{path}: {error}") from error
 
 
 def check_layer(layer: str, quantization: Quantization) -> Operands:
@@ -169,7 +156,7 @@ def describe_operand(operand: LayerOperand | None) -> str:
         return "None"
     source = operand.source
     # Checkpoints of a calibration contain this description: if it changed, they could not be resumed.
-    settings = _describe_factory(getattr(source, "calibrator", None)), getattr(source, "freeze_after", None)
+    settings = describe_factory(getattr(source, "calibrator", None)), getattr(source, "freeze_after", None)
     return f"{operand.spec!r} with {type(source).__name__}{settings}"
 
 
@@ -189,25 +176,9 @@ def describe_converted(operand: LayerOperand | None) -> str:
     # Converted variables contain this description: if it changed, they would be rejected.
     if not isinstance(operand.source, Dynamic):
         return f"{_describe_spec(operand.spec)} with a static range"
-    return f"{_describe_spec(operand.spec)} with Dynamic({_describe_factory(operand.source.calibrator)})"
+    return f"{_describe_spec(operand.spec)} with Dynamic({describe_factory(operand.source.calibrator)})"
 
 
 def describe_calibrator(operand: LayerOperand) -> str:
     """Return the name of the function that makes an operand's calibrator, with the arguments that are bound to it."""
-    return _describe_factory(getattr(operand.source, "calibrator", None))
-
-
-def _describe_factory(factory: Any) -> str:
-    """Return the name of a calibrator's factory, with the arguments that are bound to it; "" for None."""
-    if factory is None:
-        return ""
-    if isinstance(factory, Partial):
-        inner = [_describe_factory(factory.function), *map(_describe_argument, factory.arguments)]
-        named = (f"{name}={_describe_argument(value)}" for name, value in factory.keywords)
-        return f"partial({', '.join([*inner, *named])})"
-    return str(getattr(factory, "__qualname__", type(factory).__qualname__))
-
-
-def _describe_argument(value: Any) -> str:
-    """Return a description of an argument of a partial: the name of a function, whose repr would have an address."""
-    return _describe_factory(value) if callable(value) else repr(value)
+    return describe_factory(getattr(operand.source, "calibrator", None))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._arrays import scale_from_range
 from .._core import checks
+from .._training import learned_parts
 from .._training.estimators import LSQ, LSQPlus
 from .._training.rounding_vjp import round_zero_point
 from ._layer_operand import UNSIGNED_AT_ZERO, LayerOperand, is_unsigned_at_zero
@@ -46,14 +46,9 @@ def find_initial(operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, ...]:
 def read_learned(operand: LayerOperand, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
     """Return the scale and the zero point that a layer quantizes with, from the variables that are learned."""
     spec = operand.spec
-    # The least scale of the scale's own dtype: float16 rounds the least float32 to 0.
-    least = scale_from_range.find_least_scale(spec.scale_dtype)
-    scale = jnp.maximum(jnp.abs(parts[0]), least).astype(spec.scale_dtype)
+    scale = learned_parts.read_scale(spec, parts[0])
     if len(parts) == 2:
-        # fake_quantize rejects a known zero point outside the codes, and training may move one there.
-        zero_point = parts[1]
-        is_traced = checks.is_traced(zero_point)
-        return scale, zero_point if is_traced else jnp.clip(zero_point, *map(np.float32, spec.bounds))
+        return scale, learned_parts.read_zero_point(spec, parts[1])
     if spec.symmetric:
         return scale, None
     # The zero point gets the shape of the scale, so that nn.scan can slice both in the same way.

@@ -16,6 +16,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, sharding
 from .._core.granularity import PerTensor
 from ..calibration import Calibrator
+from ..calibration.calibrator import is_finite_state
 from ._layer_operand import LayerOperand, describe_calibrator
 from .ranges import Learned, Observed
 
@@ -87,22 +88,6 @@ def has_data(batches: jax.Array | None) -> bool:
     if batches is None:
         return False
     return checks.is_traced(batches) or bool((np.asarray(batches) > 0).all())
-
-
-def is_finite_state(tree: Any) -> jax.Array:
-    """Return whether no calibrator's state in a tree has seen a NaN or an infinity."""
-    states = [node for node in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(node)]
-    bad = []
-    for state in states:
-        # A slice without data has the range (inf, -inf), which is not an error here.
-        bad.append(jnp.any(jnp.isnan(state.low) | (state.low == -jnp.inf)))
-        bad.append(jnp.any(jnp.isnan(state.high) | (state.high == jnp.inf)))
-    return jnp.logical_not(jnp.any(jnp.asarray(bad, bool)))
-
-
-def _is_state(node: Any) -> bool:
-    """Return whether a node of a tree is a calibrator's state."""
-    return isinstance(node, tuple) and hasattr(node, "low") and hasattr(node, "high")
 
 
 def check_observed(function: str, operand: LayerOperand, state: dict[str, Any] | None, remedy: str) -> None:

@@ -18,13 +18,14 @@ from .._contractions.conv import conv_general_dilated
 from .._contractions.dot import dot_general
 from .._contractions.einsum import einsum
 from .._contractions.take import take
+from .._core import checks
 from .._core.granularity import PerAxis, PerFeature, PerTensor
 from .._training.backward import Backward
 from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
 from .._training.quantizer import Quantizer
-from ._layer_operand import LayerOperand, Operands, prefix_errors
+from ._layer_operand import LayerOperand, Operands
 from ._operand_quantizer import Parameters, make_quantizer, quantize_operand
 from .ranges import Dynamic
 
@@ -126,7 +127,7 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
         ContractValueError: after the path of the layer: a range is missing, or the variables do not fit its specs.
         ContractTypeError: after the path of the layer: an operand has a dtype that its specs do not fit.
     """
-    with prefix_errors(variables.find_place()):
+    with checks.prefix_errors(variables.find_place()):
         weight, activation = variables.find_operands()
         # The features depend on the dimension numbers of the call, so they are not resolved at construction.
         weight = resolve_features(weight, operation.find_output_axes(call))

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
-from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._training.estimators import LSQ, PACT, LSQPlus, Rule, StraightThrough
-from ..calibration import Calibrator, moving_average
-
-Factory = Callable[[QuantSpec], Calibrator]
-_FACTORY = "a function from a spec to a calibrator, such as jq.moving_average"
+from ..calibration import moving_average
+from ..calibration.factory import Factory, check_factory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +36,7 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        object.__setattr__(self, "calibrator", _check_factory("Dynamic", self.calibrator, " or None"))
+        object.__setattr__(self, "calibrator", check_factory("Dynamic", self.calibrator, " or None"))
         _check_gradient("Dynamic", self.gradient, (StraightThrough,))
 
 
@@ -87,7 +81,7 @@ class Observed:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        object.__setattr__(self, "calibrator", _check_factory("Observed", self.calibrator))
+        object.__setattr__(self, "calibrator", check_factory("Observed", self.calibrator))
         _check_gradient("Observed", self.gradient, (StraightThrough,))
         if self.freeze_after is not None:
             checks.check_integer("Observed", "freeze_after", self.freeze_after)
@@ -132,79 +126,6 @@ class Learned:
 
 
 Source = Dynamic | Observed | Learned
-
-
-@dataclasses.dataclass(frozen=True)
-class Partial:
-    """A `functools.partial` that equals another one with equal arguments.
-
-    A layer is static and constructed in every trace. With `functools.partial`, which compares by identity, equal layers
-    would be different.
-    """
-
-    function: Callable[..., Calibrator]
-    arguments: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-
-    def __call__(self, spec: QuantSpec) -> Calibrator:
-        """Return the calibrator of a spec."""
-        return self.function(*self.arguments, spec, **dict(self.keywords))
-
-
-def _check_factory(name: str, calibrator: Any, alternative: str = "") -> Any:
-    """Check that a calibrator is a function of a spec, and return it in a form that compares by its arguments.
-
-    Args:
-        name: the name of the class, for errors.
-        calibrator: the argument.
-        alternative: " or None" where None is allowed.
-    """
-    if not callable(calibrator) and not (alternative and calibrator is None):
-        checks.require_type(False, name, "calibrator", f"{_FACTORY}{alternative}", _describe_rejected(calibrator))
-    argument = None if calibrator is None else _find_unexpected_argument(calibrator)
-    # Compare with None, because "" is a fault, too: it means that the function takes no spec.
-    if argument is not None:
-        inner = calibrator.func if isinstance(calibrator, functools.partial) else calibrator
-        function = getattr(inner, "__name__", "the function")
-        expected, got = f"{_FACTORY}{alternative}", f"{function}, which does not take the layer's spec"
-        if argument:
-            expected += f", or functools.partial({function}, {argument}=...)"
-            got = f"{function}, which needs {argument}= besides the layer's spec"
-        checks.require_type(False, name, "calibrator", expected, got)
-    if not isinstance(calibrator, functools.partial):
-        return calibrator
-    # Sort the keywords, so that the order in which they were passed does not make two layers different.
-    return Partial(calibrator.func, calibrator.args, tuple(sorted(calibrator.keywords.items())))
-
-
-def _describe_rejected(calibrator: Any) -> str:
-    """Return a description of a value that is not a function, with what to pass instead."""
-    if isinstance(calibrator, Calibrator):
-        return "a Calibrator, which has a spec already: pass the function that made it, which the layer calls"
-    if isinstance(calibrator, str):
-        return f"the string {calibrator!r}: pass the function jq.{calibrator}"
-    return str(checks.describe_value(calibrator))
-
-
-def _find_unexpected_argument(factory: Callable[..., Any]) -> str | None:
-    """Return the first argument that a function needs besides a spec, "" if it takes no spec, or None if it fits."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # not every callable has a signature
-        return None
-    parameters = signature.parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
-    # The first positional parameter receives the spec.
-    others = [*positional[1:], *(p for p in required if p.kind is p.KEYWORD_ONLY)]
-    if others:
-        return others[0].name
-    try:
-        # Optional parameters are fine, as long as one positional argument is accepted.
-        signature.bind(None)
-    except TypeError:
-        return ""
-    return None
 
 
 def _check_gradient(name: str, gradient: Any, rules: tuple[type[Rule], ...]) -> None:

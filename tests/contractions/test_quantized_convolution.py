@@ -129,6 +129,23 @@ def test_two_quantized_arrays(name: str, rng: np.random.Generator) -> None:
         same_bits(got, want.astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", ["NHWC, asymmetric", "depthwise", "grouped and dilated", "holes in lhs"])
+def test_zero_point_for_each_image(name: str, rng: np.random.Generator) -> None:
+    """Each image is padded with its own zero point, and computed as it is alone."""
+    left, _, positional, keywords = CASES[name]
+    first = (left[1][0], *(1,) * (len(left[1]) - 1))
+    lhs, rhs = quantized(rng, left[0], left[1], first, first), drawn(name, rng)[1]
+    call = jax.jit(functools.partial(jq.conv_general_dilated, **keywords), static_argnums=(2, 3))
+    padding = positional[1] if isinstance(positional[1], str) else tuple(positional[1])
+    got = call(lhs, rhs, positional[0], padding)
+    units = [q.replace(scale=np.ones_like(q.scale)) for q in (lhs, rhs)]
+    want = plain(steps(units[0]), steps(units[1]), *positional, **keywords)
+    np.testing.assert_array_equal(call(*units, positional[0], padding), want.astype(np.float32))
+    for image in range(lhs.shape[0]):
+        same_bits(call(lhs[image : image + 1], rhs, positional[0], padding), np.asarray(got)[image : image + 1])
+
+
 @pytest.mark.parametrize("name", ["NHWC, asymmetric", "depthwise"])
 def test_integers_are_exact(name: str, rng: np.random.Generator) -> None:
     """Scales of 1: nothing but the integers."""
@@ -268,7 +285,11 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (X, FLOAT8, {}, TypeError, f"rhs: expected .*{IN_RHS} float8_e5m2"),
     (parts(X, "scale", (1, 3, 1, 1)), W, {}, ValueError, rf"lhs\.scale: .* for each image, {IN_LHS}"),
     (parts(X, "scale", (1, 1, 4, 4)), W, {}, ValueError, r"lhs\.scale: .*, got shape \(1, 1, 4, 4\)"),
-    (parts(X, "zero_point", (2, 1, 1, 1)), W, {}, ValueError, rf"lhs\.zero_point: expected one zero_point, {IN_LHS}"),
+    (parts(X, "zero_point", (1, 3, 1, 1)), W, {}, ValueError, rf"lhs\.zero_point: expected one .* for each image, {IN_LHS}"),
+    (
+        parts(X, "zero_point", (2, 1, 1, 1)), parts(W, "zero_point", (1, 1, 1, 1)), {"batch_group_count": 2}, ValueError,
+        rf"lhs\.zero_point: expected one zero_point, {IN_LHS}",
+    ),
     (X, parts(W, "scale", (6, 3, 1, 1)), {}, ValueError, rf"rhs\.scale: expected .* each output feature, {IN_RHS}"),
     (X, parts(W, "zero_point", (1, 1, 2, 2)), {}, ValueError, rf"rhs\.zero_point: .*{IN_RHS} shape"),
     (X, parts(W, "scale", (5, 1, 1, 1)), {}, ValueError, r"rhs\.scale: expected the rank of the codes"),

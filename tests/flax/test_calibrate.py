@@ -192,9 +192,9 @@ def test_learned_scales_are_started() -> None:
 
 
 def test_progress_is_shown_when_it_is_asked_for(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxquant.flax import _calibration_loop
+    from jaxquant.calibration import loop
 
-    monkeypatch.setattr(_calibration_loop, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "_SHOW_SECONDS", 0.0)
     batches, module = draw_batches(3), Net()
     variables = module.init(jax.random.key(0), batches[0])
     for progress, shown in ((False, False), (None, False), (True, True)):  # None: here is no terminal

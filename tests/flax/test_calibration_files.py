@@ -142,9 +142,9 @@ class Stream:
 
 
 def test_batches_without_a_length_have_a_progress_bar(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxquant.flax import _calibration_loop
+    from jaxquant.calibration import loop
 
-    monkeypatch.setattr(_calibration_loop, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "_SHOW_SECONDS", 0.0)
     model = linear()
     qnnx.calibrate(model, Stream(), progress=True)
     assert int(model.dot_general.activation_batches[...]) == 3
@@ -153,7 +153,7 @@ def test_batches_without_a_length_have_a_progress_bar(capsys: Any, monkeypatch: 
 
 def test_a_factory_that_makes_no_calibrator() -> None:
     for source in (Observed, Dynamic):
-        with pytest.raises(TypeError, match=r"calibrator: .*, got <lambda>, which does not take the layer's spec$"):
+        with pytest.raises(TypeError, match=r"calibrator: .*, got <lambda>, which does not take a spec$"):
             source(lambda: jq.minmax(A))  # type: ignore[misc,arg-type]
         with pytest.raises(TypeError, match=r"or functools\.partial\(percentile, q=\.\.\.\), got percentile, which"):
             source(functools.partial(jq.percentile))  # type: ignore[arg-type]

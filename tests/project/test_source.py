@@ -88,6 +88,7 @@ LAYER = "weight_spec activation_spec weight_range activation_range backward"
 NNX_LAYER = "weight_spec activation_spec rngs weight_range activation_range backward use_running_average kernel_shape"
 
 SIGNATURES = {
+    "prepare": "function params args rules strict kwargs",
     "quantize_linear": "x y_scale y_zero_point axis block_size saturate output_dtype precision",
     "dequantize_linear": "x x_scale x_zero_point axis block_size output_dtype",
     "dynamic_quantize_linear": "x dtype axis training lda_coeff name",

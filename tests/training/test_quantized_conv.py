@@ -295,7 +295,6 @@ REFUSALS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     (X, W, {"rhs_spec": Quantizer(U8, 0.5)}, ValueError, r"rhs_spec\.zero_point: expected a zero point"),
     (X, W, {"lhs_spec": Quantizer(I8, X)}, ValueError, r"lhs_spec\.scale: expected one element, or shape \(1, 1, 1, 1\)"),
     (X, W, {"lhs_spec": QuantSpec(jnp.int8, PerAxis(1))}, ValueError, r"lhs\.scale: expected one scale, or one for"),
-    (X, W, {"lhs_spec": QuantSpec(jnp.uint8, PerAxis(0))}, ValueError, r"lhs\.zero_point: expected one zero_point"),
     (X, W, {"rhs_spec": QuantSpec(jnp.int4, jq.Blocked(1, 2))}, ValueError, r"rhs\.scale: expected .* output feature"),
     (X, W, {"rhs_spec": QuantSpec(jnp.int16)}, TypeError, "rhs: expected values of int8.*, got int16"),
     (X, W, {"rhs_spec": QuantSpec(jnp.int8, PerAxis(4))}, ValueError, r"axis: expected an integer in \[-4, 3\]"),

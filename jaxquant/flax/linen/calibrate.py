@@ -12,7 +12,9 @@ from flax import linen as nn
 from flax.core import FrozenDict, meta, unfreeze
 
 from ..._core import checks
-from .. import _calibration_loop, _layer_operand, _learned, _observed
+from ...calibration import loop
+from ...calibration.calibrator import is_finite_state
+from .. import _layer_operand, _learned, _observed
 from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
 from .contraction import RANGES, SCALES
@@ -90,15 +92,15 @@ def calibrate(
         settings = {**kwargs, **arguments, "method": method, "rngs": rngs, "mutable": [RANGES, SCALES]}
         _, updates = module.apply({**fixed, **moving}, *args, **settings)
         updated = {**moving, **updates}  # type: ignore[dict-item]
-        return updated, _observed.is_finite_state(updated)
+        return updated, is_finite_state(updated)
 
-    step = _calibration_loop.Step(
+    step = loop.Step(
         _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
         # The weights do not change in the loop, so their fingerprint is computed once.
-        functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), _describe_layers,
+        functools.cache(lambda: loop.find_fingerprint(fixed)), _describe_layers,
         frozenset(arguments) | {"method", "rngs", *_RESERVED},
     )  # fmt: skip
-    moving = _calibration_loop.run_loop(
+    moving = loop.run_loop(
         # The layers leave their records in the first call, so they are inspected after it.
         step,
         moving,
@@ -151,7 +153,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     checks.require(holds, _CHECK, "variables", expected, sorted(collections) or "none")
     for path, state in layers.items():
         record = state[NAME]
-        with _layer_operand.prefix_errors(join_path(path)):
+        with checks.prefix_errors(join_path(path)):
             for operand in (record.weight, record.activation):
                 if operand is not None and isinstance(operand.source, Observed):
                     values = state.get(operand.role)
@@ -161,7 +163,7 @@ def check_calibrated(variables: Mapping[str, Any]) -> None:
     # The constants of converted layers, which have no record.
     for path, value in jax.tree_util.tree_leaves_with_path(ranges):
         is_scale = bool(path) and getattr(path[-1], "key", None) == "scale"
-        with _layer_operand.prefix_errors("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
+        with checks.prefix_errors("/".join(str(getattr(key, "key", key)) for key in path[:-1])):
             holds = not is_scale or _learned.is_finite(value)
             checks.require(holds, _CHECK, "scale", "finite numbers", "NaN or an infinity")
 
@@ -204,7 +206,7 @@ def _check_layers(moving: Mapping[str, Any]) -> None:
     got = "only Dynamic() ranges" if operands else "no quantized layer"
     checks.require(has_range, _CALIBRATE, "module", expected, got)
     for path, state in layers.items():
-        with _layer_operand.prefix_errors(join_path(path)):
+        with checks.prefix_errors(join_path(path)):
             check_convertible(_CALIBRATE, state[NAME])
 
 

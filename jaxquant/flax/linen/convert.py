@@ -87,7 +87,7 @@ def convert(module: nn.Module, variables: Mapping[str, Any]) -> dict[str, Any]:
     scales = find_scales(collections.get(SCALES))
     ranges = {}
     for path, state in layers.items():
-        with _layer_operand.prefix_errors("/".join(path[:-1]) or type(module).__name__):
+        with checks.prefix_errors("/".join(path[:-1]) or type(module).__name__):
             ranges[path] = _convert_layer(path, state, params, scales)
     serving = {name: value for name, value in collections.items() if name not in (SCALES, RANGES)}
     return {

@@ -67,7 +67,7 @@ class _QuantizedLayer(nn.Module):
     def __post_init__(self) -> None:
         """Check the arguments, and set the factory with which flax's layer makes its contraction."""
         super().__post_init__()
-        with _layer_operand.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_find_path(self)):
             expected = "None, because converted weights take no mask"
             checks.require(getattr(self, "mask", None) is None, _NAME, "mask", expected, "an array")
             quantization = _check_quantization(self)
@@ -215,7 +215,7 @@ class Einsum(_QuantizedLayer, nn.Einsum):
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
         is_explicit = "->" in equation and equation.count(",") == 1
-        with _layer_operand.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_find_path(self)):
             checks.require(is_explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, broadcast_shape = None, None
@@ -248,7 +248,7 @@ class Embed(_QuantizedLayer, nn.Embed):
         """Check the arguments."""
         super().__post_init__()
         expected = "jq.flax.promote_dtype, because a table is quantized in the dtype in which it is stored"
-        with _layer_operand.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_find_path(self)):
             is_default = self.promote_dtype is promote_dtype
             checks.require(is_default, _NAME, "promote_dtype", expected, "another function")
 
@@ -268,7 +268,7 @@ class Embed(_QuantizedLayer, nn.Embed):
             table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        with _layer_operand.prefix_errors(_find_path(self)):
+        with checks.prefix_errors(_find_path(self)):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         # As in flax, a table of one row returns it for every index.
         if self.num_embeddings == 1:

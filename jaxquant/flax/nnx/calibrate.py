@@ -11,7 +11,9 @@ import jax
 from flax import nnx
 
 from ..._core import checks
-from .. import _calibration_loop, _layer_operand, _learned, _observed
+from ...calibration import loop
+from ...calibration.calibrator import is_finite_state
+from .. import _layer_operand, _learned, _observed
 from ..ranges import Observed
 from .contraction import Contraction
 from .convert import find_contractions, find_path, require_module
@@ -77,7 +79,7 @@ def calibrate(
     for path, contraction in find_contractions(view):
         # The view has its own modules, so the names that the model's layers have in errors do not change.
         contraction.layer = find_path(path, contraction)
-        with _layer_operand.prefix_errors(contraction.layer):
+        with checks.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
         operands = map(_layer_operand.describe_operand, contraction.operands)
         layers.append(f"{contraction.layer}: {', '.join(operands)}")
@@ -89,15 +91,15 @@ def calibrate(
         merged = nnx.merge(graph, moving, fixed)
         getattr(merged, method)(*args, **kwargs, **arguments)
         updated = nnx.state(merged, Ranges)
-        return updated, _observed.is_finite_state(nnx.to_pure_dict(updated))
+        return updated, is_finite_state(nnx.to_pure_dict(updated))
 
-    step = _calibration_loop.Step(
+    step = loop.Step(
         _CALIBRATE, lambda *rest: run_batch(fixed, *rest),
         # The weights do not change in the loop, so their fingerprint is computed once.
-        functools.cache(lambda: _calibration_loop.find_fingerprint(fixed)), lambda state: "\n".join(layers),
+        functools.cache(lambda: loop.find_fingerprint(fixed)), lambda state: "\n".join(layers),
         frozenset(arguments),
     )  # fmt: skip
-    _calibration_loop.run_loop(
+    loop.run_loop(
         step, moving, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None,
         # Do this after an error, too, because the ranges of the earlier batches are valid.
         keep=lambda state: nnx.update(model, state),
@@ -174,7 +176,7 @@ def check_calibrated(model: nnx.Module) -> None:
     contractions = list(find_contractions(model))
     checks.require(bool(contractions), _CHECK, "model", "a model with quantized layers", "none")
     for path, contraction in contractions:
-        with _layer_operand.prefix_errors(find_path(path, contraction)):
+        with checks.prefix_errors(find_path(path, contraction)):
             if _is_observed(contraction):
                 _check_observed(contraction)
             _check_learned(_CHECK, contraction)

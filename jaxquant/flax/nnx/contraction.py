@@ -94,7 +94,7 @@ class Contraction(nnx.Module):
         self, layer: str, quantization: Quantization, use_running_average: bool, rngs: Any,
         kernel: nnx.Variable | None, kernel_shape: Sequence[int] | None, features: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        with _layer_operand.prefix_errors(layer):
+        with checks.prefix_errors(layer):
             checks.check_flag(_NAME, "use_running_average", use_running_average)
             weight, activation = _layer_operand.check_layer(_NAME, quantization)
             if features is not None:

@@ -13,7 +13,7 @@ from flax import nnx
 from ..._arrays.parts import StoredOrder
 from ..._core import checks
 from ..._core.granularity import PerFeature
-from .. import _converted, _layer_operand, _learned, _observed, _operations
+from .. import _converted, _learned, _observed, _operations
 from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
 from .contraction import Contraction, Table, promote_dtype
@@ -70,7 +70,7 @@ def start(model: nnx.Module, *inputs: Any, method: str = "__call__") -> None:
     checks.require(bool(learning), _START, "model", "a model with a layer whose range is Learned()", "none")
     getattr(copy, method)(*inputs)
     for path, contraction in learning:
-        with _layer_operand.prefix_errors(find_path(path, contraction)):
+        with checks.prefix_errors(find_path(path, contraction)):
             for name in _list_learned(contraction):
                 is_started = _learned.is_finite(getattr(contraction, name)[...])
                 expected = "the call to reach this layer with finite inputs"
@@ -130,7 +130,7 @@ def convert(model: Model) -> Model:
     # The float variable is kept next to its codes, so that Python does not reuse its id for another variable.
     converted: dict[Any, Any] = {}
     for layer in layers:
-        with _layer_operand.prefix_errors(find_path(layer.path, layer.module)):
+        with checks.prefix_errors(find_path(layer.path, layer.module)):
             # Layers that share a kernel share its codes; learned scales differ from layer to layer.
             variable, weight = _check_kernel(layer), layer.contraction.operands[0]
             # Variables compare by value, so a shared one is recognized by its id.
@@ -140,7 +140,7 @@ def convert(model: Model) -> Model:
             setattr(layer.module, layer.kernel, nnx.data(converted[key][1]))
     for path, contraction in find_contractions(serving):
         contraction.layer = find_path(path, contraction)
-        with _layer_operand.prefix_errors(contraction.layer):
+        with checks.prefix_errors(contraction.layer):
             _freeze_ranges(contraction)
     return serving
 
@@ -192,7 +192,7 @@ def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
                 seen.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
-        with _layer_operand.prefix_errors("/".join(map(str, path))):
+        with checks.prefix_errors("/".join(map(str, path))):
             expected = 'a layer with a "kernel" around this module'
             checks.require(id(contraction) in seen, _CONVERT, "model", expected, "none")
 

@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from ..._arrays.spec import QuantSpec
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
-from .. import _layer_operand, _operations
+from .. import _operations
 from .._layer_operand import Quantization
 from ..ranges import Dynamic, Observed, Source
 from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Product, Table, promote_dtype
@@ -69,7 +69,7 @@ class _QuantizedLayer(nnx.Module):
 
 def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
     """Raise ContractValueError for arguments of flax's layer that a quantized layer cannot take."""
-    with _layer_operand.prefix_errors(type(layer).__name__):
+    with checks.prefix_errors(type(layer).__name__):
         for name in _RESERVED:
             expected = "no value, because this layer sets its own"
             checks.require(name not in arguments, _NAME, name, expected, "one")
@@ -235,7 +235,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
             table returns NaN.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
-        with _layer_operand.prefix_errors(self.table.layer):
+        with checks.prefix_errors(self.table.layer):
             checks.require_type(is_integer, _NAME, "inputs", "an integer dtype", inputs.dtype)
         # As in flax, a table of one row returns it for every index.
         if self.num_embeddings == 1:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import json
 import operator
 import os
 import pathlib
 import sys
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,14 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax.typing import ArrayLike
 
 from .._core import checks
 
 _SAVE_SECONDS = 60.0  # the least time between two writes of the file to resume from
 _SHOW_SECONDS = 2.0  # a shorter loop shows no progress bar
-_FORMAT, _VERSION = "jaxquant.calibration", 1
+_FORMAT, _VERSION = "jaxquant.calibration", 2
+_HAS_RICH = importlib.util.find_spec("rich") is not None  # flax installs it
 _CHECKSUM_BYTES = 4  # at the start of the file, so that a damaged file is rejected and not read as other ranges
 
 
@@ -122,7 +126,8 @@ def run_loop(
         state: the state to start from, unless the checkpoint has one.
         batches: an iterable of arrays, tuples or mappings.
         checkpoint: the path of a file to resume from, or None.
-        progress: whether to show a progress bar, or None to show it on a terminal.
+        progress: whether to show a progress bar, which needs the package rich; or None to show it on a terminal if that
+            package is installed.
         inspect: called with the state after the first batch, to raise an error if calibration makes no sense.
         keep: called with the last finite state when the loop ends, also by an error.
 
@@ -134,6 +139,9 @@ def run_loop(
     path = _check_path(step.function, checkpoint)
     if progress is not None:
         checks.check_flag(step.function, "progress", progress)
+        checks.require(
+            _HAS_RICH or not progress, step.function, "progress", "None or False, or the package rich", "True"
+        )
     position, saved = Position(state, 0), time.monotonic()
     positions = _iterate_positions(step, position, _show_progress(batches, progress), path)
     try:
@@ -223,7 +231,7 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
 
 def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     """Yield the batches, and show a bar on the error stream once they take long."""
-    is_shown = sys.stderr.isatty() if progress is None else progress
+    is_shown = sys.stderr.isatty() and _HAS_RICH if progress is None else progress
     if not is_shown:
         yield from batches
         return
@@ -261,13 +269,14 @@ def _find_origin(step: Step, state: Any) -> int:
 def _save(path: pathlib.Path, step: Step, position: Position) -> None:
     """Write the position to a file, so that the file is complete at any time."""
     leaves = jax.tree_util.tree_leaves_with_path(position.state)
-    content = {
+    header = {
         "format": _FORMAT, "version": _VERSION, "function": step.function, "batches": position.batches,
         "origin": _find_origin(step, position.state),
         "names": [jax.tree_util.keystr(key_path) for key_path, _ in leaves],
-        "leaves": [np.asarray(leaf) for _, leaf in leaves],
     }  # fmt: skip
-    data = serialization.msgpack_serialize(content)
+    stream = io.BytesIO()
+    np.savez(stream, *(np.asarray(leaf) for _, leaf in leaves), header=np.array(json.dumps(header)))
+    data = stream.getvalue()
     # Renaming is atomic: a process that is killed leaves the old file or the new one.
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES) + data)
@@ -285,18 +294,29 @@ def _load(path: pathlib.Path, step: Step, target: Any) -> Position:
     function, file = step.function, path.read_bytes()
     data = file[_CHECKSUM_BYTES:]
     is_complete = int.from_bytes(file[:_CHECKSUM_BYTES]) == zlib.crc32(data) and bool(data)
-    content = serialization.msgpack_restore(data) if is_complete else None
-    is_known = isinstance(content, dict) and content.get("format") == _FORMAT and content.get("version") == _VERSION
+    content, arrays = _read_file(data) if is_complete else ({}, [])
+    is_known = content.get("format") == _FORMAT and content.get("version") == _VERSION
     expected = "no file, or a complete file that this function wrote"
     checks.require(is_known, function, "checkpoint", expected, f"{path}, which is another file or a damaged one")
-    assert content is not None
     target_leaves = jax.tree_util.tree_leaves_with_path(target)
     expected_leaves = [(jax.tree_util.keystr(key_path), leaf.shape, leaf.dtype) for key_path, leaf in target_leaves]
-    named_leaves = zip(content["names"], content["leaves"], strict=True)
+    named_leaves = zip(content["names"], arrays, strict=True)
     is_same = [(name, leaf.shape, leaf.dtype) for name, leaf in named_leaves] == expected_leaves
     # The fingerprint of the weights is slow, so it is compared last.
     is_same = is_same and content["function"] == function and content["origin"] == _find_origin(step, target)
     expected = "a file written for these weights and layers; delete it to start again"
     checks.require(is_same, function, "checkpoint", expected, f"{path}, written for other weights or layers")
-    arrays = [jnp.asarray(leaf) for leaf in content["leaves"]]
-    return Position(jax.tree.unflatten(jax.tree.structure(target), arrays), int(content["batches"]))
+    state = jax.tree.unflatten(jax.tree.structure(target), list(map(jnp.asarray, arrays)))
+    return Position(state, int(content["batches"]))
+
+
+def _read_file(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the header and the arrays of a file, or no header if it is not a file of this module."""
+    try:
+        with np.load(io.BytesIO(data)) as file:
+            if "header" not in file:
+                return {}, []
+            header = json.loads(str(file["header"]))
+            return header, [file[f"arr_{index}"] for index in range(len(header["names"]))]
+    except (ValueError, OSError, zipfile.BadZipFile):
+        return {}, []

@@ -1,0 +1,178 @@
+"""A call of a function: the structure of its arguments, its program, and the plan of its contractions."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._arrays.quantized_array import QuantizedArray
+from .._core import checks, dtypes
+from ._plan import Plan, make_plan
+from ._programs import analysis, jaxpr, views
+from .rules import Rule
+
+
+def is_quantized(value: Any) -> bool:
+    """Return whether a leaf is a quantized array."""
+    return isinstance(value, QuantizedArray)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a leaf is an array, or stands for one; a Python float or complex number counts as one."""
+    return (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, float | complex)
+
+
+class Signature:
+    """A tree of arguments, taken apart: its arrays, and what stays the same while a function is traced.
+
+    Attributes:
+        arrays: the leaves that are arrays; a quantized array is one leaf.
+        names: the path of each of them.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        tree, self._module = _split_module(tree)
+        paths, self._structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+        self._places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
+        self._leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
+        self.arrays = [paths[place][1] for place in self._places]
+        self.names = tuple(_name_path(paths[place][0]) for place in self._places)
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """Return the tree with other arrays."""
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, arrays, strict=True):
+            leaves[place] = array
+        tree = jax.tree.unflatten(self._structure, leaves)
+        return tree if self._module is None else sys.modules["flax.nnx"].merge(self._module, tree)
+
+
+def _split_module(tree: Any) -> tuple[Any, Any]:
+    """Return the state and the structure of an NNX module, in which a shared variable is one leaf."""
+    # If NNX has not been imported, the tree is no module of it.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not isinstance(tree, nnx.Module):
+        return tree, None
+    graph, state = nnx.split(tree)
+    return state, graph
+
+
+def _name_path(path: Sequence[Any]) -> str:
+    """Return the path of a leaf as `layer/kernel`."""
+    # A variable of Flax holds its array as `.value`.
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a function that has been traced, analyzed and planned.
+
+    Attributes:
+        trace: its program.
+        analysis: the contractions of the program.
+        plan: how each of them runs.
+        parameters: the parameters, of which each is one array, or a quantized array that the function itself reads.
+        arguments: the other arrays.
+        planned: the places of the parameters that stand for floats if they are quantized.
+    """
+
+    trace: jaxpr.Trace
+    analysis: analysis.Analysis
+    plan: Plan
+    parameters: Signature
+    arguments: Signature
+    planned: Set[int]
+
+    def list_operands(self, parameters: Sequence[Any]) -> list[Any]:
+        """Return the operands of the program for these parameters, in the order of `parameters.arrays`."""
+        operands = []
+        for place, value in enumerate(parameters):
+            is_read = place not in self.planned and is_quantized(value)
+            operands += jax.tree.leaves(value) if is_read else [value]
+        return [*operands, *jax.tree.leaves(self.arguments.arrays)]
+
+    def rebuild_result(self, arrays: Sequence[Any]) -> Any:
+        """Return what the function returns; a number in its program becomes an array."""
+        shapes, structure = jax.tree.flatten(self.trace.result)
+        results = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype)
+            for x, like in zip(arrays, shapes, strict=True)
+        ]
+        return jax.tree.unflatten(structure, results)
+
+
+def trace_call(
+    function: Callable[..., Any], rules: Sequence[Rule], params: Any, args: Any, kwargs: Any, planned: Set[int]
+) -> Call:
+    """Trace, analyze and plan a call.
+
+    Args:
+        function: the function.
+        rules: the rules of the plan.
+        params: its parameters, of which some may be quantized.
+        args: its other positional arguments.
+        kwargs: its keyword arguments.
+        planned: the places of the parameters that stand for floats if they are quantized. Other quantized arrays are
+            passed to the function as they are.
+
+    Raises:
+        ContractTypeError: the function cannot be traced.
+    """
+    parameters, arguments = Signature(params), Signature((args, kwargs))
+
+    def call(values: Sequence[Any], others: Sequence[Any]) -> Any:
+        positional, named = arguments.rebuild(others)
+        return function(parameters.rebuild(values), *positional, **named)
+
+    described = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if place in planned and is_quantized(x) else x
+        for place, x in enumerate(parameters.arrays)
+    ]
+    try:
+        trace = jaxpr.trace(call, described, arguments.arrays)
+    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+        error.add_note(
+            "jaxquant traces the function, and treats all arrays and Python floats in its arguments as traced values. "
+            "Ints, bools, strings and other objects are static: pass what decides on the program as one of those."
+        )
+        raise
+    origins = _find_origins(described, parameters.names, len(trace.program.invars))
+    known = analysis.analyze_program(trace, origins, parameters.names)
+    shapes = [tuple(getattr(x, "shape", ())) for x in described]
+    plan = make_plan(known, rules, parameters.names, shapes)
+    return Call(trace, known, plan, parameters, arguments, planned)
+
+
+def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[views.Origin]:
+    """Return the origins of the operands of a program."""
+    origins: list[views.Origin] = []
+    for place, (x, name) in enumerate(zip(parameters, names, strict=True)):
+        if is_quantized(x):
+            # The function contracts it by itself.
+            origins += [views.Data()] * len(jax.tree.leaves(x))
+        elif getattr(x, "dtype", None) in dtypes.FLOATS:
+            origins.append(views.view_parameter(place, x.shape, x.dtype))
+        else:
+            origins.append(views.Lost((place,), f"{name} has dtype {getattr(x, 'dtype', type(x).__name__)}"))
+    return origins + [views.Data()] * (count - len(origins))
+
+
+def check_names(function: str, expected: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ContractValueError unless parameters have the paths that `prepare` saw."""
+    if tuple(expected) == tuple(names):
+        return
+    missing, added = sorted(set(expected) - set(names)), sorted(set(names) - set(expected))
+    differences = [
+        f"{text} {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}"
+        for text, paths in (("without", missing), ("with", added))
+        if paths
+    ]
+    wanted = "the arrays of the parameters that prepare saw"
+    checks.require(False, function, "params", wanted, "; ".join(differences) or "the same paths in another order")

@@ -1,0 +1,201 @@
+"""The plan: how each contraction of a program runs, and how each parameter is quantized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .._arrays.spec import QuantSpec
+from .._core import checks
+from .._core.granularity import Blocked, PerAxis, PerTensor
+from ..calibration.factory import Factory
+from ._programs import views
+from ._programs.analysis import UNUSED, Analysis
+from ._programs.sites import Site, find_contracted
+from .rules import Activation, Rule, SiteView, Weight
+
+_NAME = "prepare"
+
+
+class OperandPlan(NamedTuple):
+    """How activations are quantized.
+
+    Attributes:
+        place: the place among the operands of the contraction.
+        spec: the spec.
+        calibrator: the function that makes the calibrator of a static range, or None for a dynamic range.
+    """
+
+    place: int
+    spec: QuantSpec
+    calibrator: Factory | None
+
+
+class SitePlan(NamedTuple):
+    """How a contraction runs.
+
+    Attributes:
+        is_replaced: whether it runs on codes.
+        weight: the spec of its parameter, or None.
+        activations: how its activations are quantized; empty if they stay in floats.
+        record: the name of its static range.
+        reason: why it stays in floats, or "".
+        is_wanted: whether a rule asked for codes.
+    """
+
+    is_replaced: bool
+    weight: QuantSpec | None
+    activations: tuple[OperandPlan, ...]
+    record: str
+    reason: str
+    is_wanted: bool
+
+
+class LeafPlan(NamedTuple):
+    """How a parameter is quantized.
+
+    Attributes:
+        spec: the spec, on the axes of the parameter.
+        stored_last: the axes that the codes hold last in memory.
+    """
+
+    spec: QuantSpec
+    stored_last: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """The plans of all contractions by name, and of the parameters that are quantized by their place."""
+
+    sites: dict[str, SitePlan]
+    leaves: dict[int, LeafPlan]
+    unmatched: tuple[Rule, ...]
+
+
+def describe_site(site: Site, names: Sequence[str]) -> SiteView:
+    """Return what a rule can look at."""
+    variables = site.equation.invars[:2]
+    return SiteView(
+        site.name,
+        tuple(names[leaf] for leaf in site.leaves),
+        site.operation,
+        tuple(tuple(variable.aval.shape) for variable in variables),
+        tuple(str(variable.aval.dtype) for variable in variables),
+        site.scope,
+        site.where,
+    )
+
+
+def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], shapes: Sequence[Any]) -> Plan:
+    """Return the plan for a program.
+
+    Args:
+        analysis: what is known about the program.
+        rules: the rules, of which the first one that matches applies.
+        names: the path of each parameter.
+        shapes: the shape of each parameter.
+
+    Raises:
+        ContractValueError: two rules give one parameter different specs.
+    """
+    chosen: dict[str, Rule | None] = {}
+    for site in analysis.sites.values():
+        view = describe_site(site, names)
+        chosen[site.name] = next((rule for rule in rules if rule.matches(view)), None)
+    wanted = [site for site in analysis.sites.values() if _is_replaceable(site, chosen[site.name])]
+    leaves = _plan_leaves(wanted, chosen, names, shapes)
+    sites = {site.name: _plan_site(site, chosen[site.name], leaves, names) for site in analysis.sites.values()}
+    used = {id(rule) for rule in chosen.values()}
+    return Plan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
+
+
+def _is_replaceable(site: Site, rule: Rule | None) -> bool:
+    return rule is not None and rule.keep is None and not site.reason
+
+
+def _plan_leaves(
+    sites: Sequence[Site], chosen: dict[str, Rule | None], names: Sequence[str], shapes: Sequence[Any]
+) -> dict[int, LeafPlan]:
+    """Return how each parameter is quantized, so that all of its uses can contract it."""
+    weights: dict[int, tuple[Weight, str]] = {}
+    contracted: dict[int, set[int]] = {}
+    orders: dict[int, list[tuple[int, ...]]] = {}
+    # A table that is also contracted has the codes of its contractions: lookups read any.
+    for site in sorted(sites, key=lambda site: site.operation == "take"):
+        rule = chosen[site.name]
+        assert rule is not None
+        for view in site.views:
+            assert rule.weight is not None
+            weight, first = weights.setdefault(view.leaf, (rule.weight, site.name))
+            if weight != rule.weight and site.operation != "take":
+                expected = f"one Weight for all uses of {names[view.leaf]}: {weight} for {first}"
+                checks.require(False, _NAME, "rules", expected, f"{rule.weight} for {site.name}")
+            contracted.setdefault(view.leaf, set()).update(view.list_axes(site.contracted))
+            orders.setdefault(view.leaf, []).append(_find_stored_axes(site, view, rule))
+    plans = {}
+    for leaf, (weight, _) in weights.items():
+        spec = _make_weight_spec(weight, contracted[leaf], shapes[leaf])
+        (order, *others) = set(orders[leaf])
+        plans[leaf] = LeafPlan(spec, () if others else order)
+    return plans
+
+
+def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ...]:
+    """Return the axes of a parameter that a use reads fastest if they are last in memory."""
+    # Float contractions and convolutions have kernels for the logical order.
+    if site.operation != "dot_general" or rule.activation is None:
+        return ()
+    is_whole = all(len(dimension) <= 1 for dimension in view.dimensions)
+    axes = [atom.axis for place in site.contracted for atom in view.dimensions[place]]
+    return tuple(axis for axis in axes if axis is not None) if is_whole else ()
+
+
+def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]) -> QuantSpec:
+    """Return the spec of a parameter of which some axes are summed over."""
+    options = dict(weight.options)
+    kept = tuple(axis for axis in range(len(shape)) if axis not in contracted)
+    if weight.per == "tensor":
+        return QuantSpec(weight.dtype, PerTensor(), **options)
+    if weight.block is not None and contracted:
+        # The longest axis that is summed has the most blocks.
+        axis = max(sorted(contracted), key=lambda axis: shape[axis])
+        return QuantSpec(weight.dtype, Blocked(axis, weight.block), **options)
+    is_split = bool(kept) and bool(contracted)
+    return QuantSpec(weight.dtype, PerAxis(kept) if is_split else PerTensor(), **options)
+
+
+def _plan_site(site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names: Sequence[str]) -> SitePlan:
+    stem = "+".join(names[leaf] for leaf in site.leaves)
+    record = stem if rule is not None and rule.shared and stem else site.name
+    if rule is None or rule.keep is not None:
+        reason = site.reason or _explain_float(site, rule)
+        return SitePlan(False, None, (), record, reason, False)
+    if site.reason:
+        return SitePlan(False, None, (), record, site.reason, site.reason not in (UNUSED, "integers already"))
+    weight = leaves[site.views[0].leaf].spec if site.views else None
+    activations = []
+    if rule.activation is not None and site.operation != "take":
+        for place in range(2):
+            if place != site.weight:
+                spec = _make_activation_spec(site, place, rule.activation)
+                activations.append(OperandPlan(place, spec, rule.activation.range))
+    return SitePlan(True, weight, tuple(activations), record, "", True)
+
+
+def _explain_float(site: Site, rule: Rule | None) -> str:
+    """Return why a contraction that could run on codes stays in floats."""
+    if rule is not None:
+        return "a rule keeps it in floats"
+    return "no rule matches it" if site.leaves else "a product of activations, which no rule matches"
+
+
+def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:
+    """Return the spec of one operand of a contraction."""
+    shape = site.equation.invars[place].aval.shape
+    summed = find_contracted(site.equation, place, len(shape))
+    kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
+    if activation.per == "image" and site.operation != "conv_general_dilated":
+        kept = ()
+    is_single = activation.per == "tensor" or not kept or math.prod(shape[axis] for axis in kept) == 1
+    granularity = PerTensor() if is_single else PerAxis(kept)
+    return QuantSpec(activation.dtype, granularity, **dict(activation.options))

@@ -1,0 +1,112 @@
+"""`prepare`, which plans how the contractions of a function run on codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._arrays.scale_from_range import find_block_size
+from .._core import checks, dtypes
+from . import _coverage, _ranges
+from ._calls import Signature, trace_call
+from ._prepared import Prepared
+from ._programs.sites import Site
+from .rules import Rule
+
+_NAME = "prepare"
+
+
+def prepare(
+    function: Callable[..., Any], params: Any, *args: Any, rules: Sequence[Rule], strict: bool = False, **kwargs: Any
+) -> Prepared:
+    """Plan how the contractions of a function run on codes.
+
+    The function is traced, and nothing is computed. Its program is searched for contractions (`dot_general`,
+    `conv_general_dilated`, and lookups of rows of a parameter), and each parameter is followed through transposes,
+    reshapes, slices and concatenations, loops, branches and derivative rules, to the contractions that use it. The
+    rules then decide how each contraction runs. The function itself is not changed.
+
+    Args:
+        function: a function of the parameters and of other arguments, such as a Linen module's `apply`.
+        params: the parameters: a pytree of arrays, or an NNX module. `jax.ShapeDtypeStruct` may stand for an array. If
+            it has quantized arrays, the function gets them as they are.
+        *args: the other arguments. Arrays and Python floats are traced; ints, bools, strings and other objects are
+            static.
+        rules: Static. What to do with each contraction; the first rule that matches applies. `jq.recipes` has ready
+            ones.
+        strict: Static. Whether to raise an error if a contraction that a rule wants on codes stays in floats, here and
+            in later calls.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        The plan, with its `coverage`, and the functions that calibrate, convert, call and train.
+
+    Raises:
+        TypeError: function is not callable, rules are not `Rule`s, or there is no float array in the parameters.
+        ValueError: a rule with a path matches no contraction; two rules give one parameter different specs; a spec
+            cannot be contracted; or strict is True and a contraction that a rule wants on codes stays in floats.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> apply = lambda params, x: jax.nn.relu(x @ params["first"]) @ params["second"]
+        >>> params = {"first": jnp.eye(4), "second": jnp.ones((4, 2))}
+        >>> x = jnp.array([[0.0, 0.5, 1.0, 2.5]])
+        >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic())
+        >>> prepared
+        Prepared(<lambda>: 2 integer)
+        >>> qparams = prepared.convert(params)
+        >>> prepared.apply(qparams, None, x).round(2)
+        Array([[3.51, 3.51]], dtype=float32)
+
+    Source: Jacob et al., arXiv 1712.05877, section 2, for contractions of codes; Bradbury et al., "JAX: composable
+    transformations of Python+NumPy programs", for the programs that are traced.
+    """
+    checks.require_type(callable(function), _NAME, "function", "a function", checks.describe_value(function))
+    rules = _read_rules(rules)
+    checks.check_flag(_NAME, "strict", strict)
+    call = trace_call(function, rules, params, args, kwargs, frozenset())
+    names = call.parameters.names
+    has_floats = any(getattr(x, "dtype", None) in dtypes.FLOATS for x in call.parameters.arrays)
+    checks.require_type(has_floats, _NAME, "params", "a pytree with float arrays", ", ".join(names[:4]) or "no arrays")
+    for rule in call.plan.unmatched:
+        paths = sorted({path for site in call.analysis.sites.values() for path in _list_paths(site, names)})
+        got = f"{rule.path!r}, which matches none of {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"
+        checks.require(False, _NAME, "rules", "paths that match a contraction", got)
+    coverage = _coverage.make_coverage(call.analysis, call.plan, names)
+    if strict:
+        _coverage.check_strict(_NAME, coverage)
+    ranges = _ranges.list_ranges(call.analysis, call.plan)
+    prepared = Prepared(function, rules, bool(strict), names, call.plan.leaves, coverage, ranges)
+    _check_specs(prepared, params, args, kwargs)
+    return prepared
+
+
+def _read_rules(rules: Any) -> tuple[Rule, ...]:
+    is_sequence = isinstance(rules, Sequence) and not isinstance(rules, str)
+    holds = is_sequence and all(isinstance(rule, Rule) for rule in rules)
+    expected = "a sequence of Rules, such as jq.recipes.w8a8_dynamic()"
+    checks.require_type(holds, _NAME, "rules", expected, checks.describe_value(rules))
+    return tuple(rules)
+
+
+def _list_paths(site: Site, names: Sequence[str]) -> list[str]:
+    return [names[leaf] for leaf in site.leaves] or [site.name]
+
+
+def _check_specs(prepared: Prepared, params: Any, args: Any, kwargs: Any) -> None:
+    """Raise if the codes of a parameter cannot be contracted as planned."""
+    # Codes with a scale per output can always be contracted, so they are not tried.
+    if not any(
+        plan.spec.codebook is not None or find_block_size(plan.spec) is not None for plan in prepared.leaves.values()
+    ):
+        return
+    signature, others = Signature(params), Signature((args, kwargs))
+
+    def apply_abstractly(arrays: Any, rest: Any) -> Any:
+        positional, named = others.rebuild(rest)
+        ranges = prepared.finalize(prepared.init())
+        return prepared.apply(prepared.convert(signature.rebuild(arrays)), ranges, *positional, **named)
+
+    jax.eval_shape(apply_abstractly, signature.arrays, others.arrays)

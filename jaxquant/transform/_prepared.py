@@ -1,0 +1,364 @@
+"""`Prepared`: a function with the plan of its quantization, and what can be computed with both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._arrays.quantize import quantize
+from .._core import checks
+from .._training.estimators import LSQ, StraightThrough
+from .._training.rounding_vjp import Config, make_array
+from ..calibration import Range, loop
+from ..calibration.calibrator import is_finite_state
+from . import _coverage, _modes, _ranges
+from ._calls import Call, Signature, check_names, is_quantized, trace_call
+from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned
+from ._plan import LeafPlan
+from ._programs import jaxpr
+from ._programs.interpret import Interpreter, Mode
+from .rules import Rule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """A function whose contractions are planned to run on codes; made by `prepare`.
+
+    All methods take the function's own arguments: the parameters, then whatever else it takes. They trace the function
+    again, so wrap them in `jax.jit` where they are called often. Arguments that are not arrays are static, as in
+    `prepare`.
+
+    Attributes:
+        function: the function.
+        rules: the rules.
+        strict: whether a contraction that a rule wants on codes may stay in floats.
+        names: the path of each array among the parameters.
+        leaves: for each parameter that is quantized, by its place in `names`: its spec.
+        coverage: what becomes of each contraction at the arguments of `prepare`.
+        static_ranges: the activations whose range calibration finds, by name.
+    """
+
+    function: Callable[..., Any]
+    rules: tuple[Rule, ...]
+    strict: bool
+    names: tuple[str, ...]
+    leaves: Mapping[int, LeafPlan]
+    coverage: _coverage.Coverage
+    static_ranges: _ranges.StaticRanges
+
+    def __repr__(self) -> str:
+        """Return the function, and how many of its contractions are in each form."""
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        module = getattr(self.function, "__self__", None)
+        if module is not None:  # the name of the class that a user wrote, and not of the one that defines the method
+            name = f"{type(module).__qualname__}.{self.function.__name__}"
+        return f"Prepared({name}: {self.coverage.summary})"
+
+    def check(self, params: Any, *args: Any, **kwargs: Any) -> _coverage.Coverage:
+        """Return the coverage at other arguments.
+
+        Args:
+            params: the parameters of the function, in floats or converted.
+            *args: its other arguments. Nothing is computed, so arrays may be `jax.ShapeDtypeStruct`.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            ValueError: the parameters have other paths than those of `prepare`.
+        """
+        call = self._trace("check", params, args, kwargs)
+        return _coverage.make_coverage(call.analysis, call.plan, self.names)
+
+    # Static ranges.
+
+    def init(self) -> dict[str, Any]:
+        """Return the states of the calibrators, without data: a pytree, empty if no range is static."""
+        return _ranges.make_states(self.static_ranges)
+
+    def observe(self, state: dict[str, Any], params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the states of the calibrators, updated by the activations of one call in floats."""
+        _ranges.check_tree("Prepared.observe", self.static_ranges, state)
+        call = self._trace("observe", params, args, kwargs)
+        self._check_floats("observe", call)
+        self._check_records("observe", "state", call, state)
+        return self._interpret(_modes.ObserveMode(call.plan), call, call.parameters.arrays, state)[1]
+
+    def merge(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        """Return the states that have seen the data of both."""
+        return _ranges.map_states(
+            "Prepared.merge", self.static_ranges, lambda e, *states: e.calibrator.merge(*states), a, b
+        )
+
+    def all_reduce(self, state: dict[str, Any], axis_name: Any) -> dict[str, Any]:
+        """Return the states that have seen the data of all devices along an axis of `jax.shard_map`."""
+
+        def reduce(entry: _ranges.StaticRange, part: Any) -> Any:
+            return entry.calibrator.all_reduce(part, axis_name)
+
+        return _ranges.map_states("Prepared.all_reduce", self.static_ranges, reduce, state)
+
+    def finalize(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the range of each static activation.
+
+        Raises:
+            ValueError: with the name of the contraction in front: an activation has seen no data, a NaN, an infinity,
+                or nothing but zeros. Under `jax.jit` such a range is NaN.
+        """
+
+        def finalize(entry: _ranges.StaticRange, part: Any) -> Any:
+            # Zeros that no argument changes are no sign of missing data.
+            return entry.calibrator.finalize(part, allow_zero=entry.is_constant)
+
+        return _ranges.map_states("Prepared.finalize", self.static_ranges, finalize, state)
+
+    def calibrate(
+        self, params: Any, batches: Iterable[Any], *, state: dict[str, Any] | None = None, checkpoint: Any = None,
+        progress: bool | None = None, **arguments: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the ranges of the static activations in some batches; each batch is one call in floats.
+
+        Args:
+            params: the parameters of the function, in floats.
+            batches: an iterable of batches: an array is one argument, a tuple holds positional arguments, a mapping
+                keyword arguments. If no range is static, none is read.
+            state: the states to start from, as `init` or `observe` returns them.
+            checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute.
+            progress: whether to show a progress bar, with the package rich. None shows it on a terminal if rich is
+                installed.
+            **arguments: keyword arguments of every call, such as `train=False`.
+
+        Returns:
+            The ranges, by the name of the contraction and the place of the operand.
+
+        Raises:
+            TypeError: an argument has a wrong type.
+            ValueError: there is no batch, a batch is not finite, an activation has seen no data, or the file was
+                written for another function or other parameters.
+        """
+        signature = Signature(params)
+        check_names("Prepared.calibrate", self.names, signature.names)
+        if not self.static_ranges:
+            return {}
+
+        @jax.jit
+        def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, jax.Array]:
+            updated = self.observe(state, signature.rebuild(arrays), *args, **kwargs, **arguments)
+            return updated, is_finite_state(updated)
+
+        step = loop.Step(
+            "Prepared.calibrate", lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
+            functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
+            lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
+        )  # fmt: skip
+        start = self.init() if state is None else state
+        return self.finalize(
+            loop.run_loop(step, start, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None)
+        )
+
+    # Parameters.
+
+    def convert(self, params: Any, scales: Any = None, *, delete: bool = False) -> Any:
+        """Return the parameters with a `QuantizedArray` in place of each weight that the rules quantize.
+
+        Args:
+            params: the parameters of the function, in floats.
+            scales: scales that were trained, as `learned` returns them. Ranges may be passed, too; weights need none.
+            delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
+                floats and one array of codes at most. The arrays of `params` cannot be used any more.
+
+        Returns:
+            The same tree, with codes.
+
+        Raises:
+            TypeError: delete is not True or False.
+            ValueError: the parameters have other paths than those of `prepare`, or are quantized already.
+        """
+        checks.check_flag("Prepared.convert", "delete", delete)
+        signature = Signature(params)
+        check_names("Prepared.convert", self.names, signature.names)
+        learned = scales.weights if isinstance(scales, LearnedScales) else {}
+        converted = list(signature.arrays)
+        for place, plan in self.leaves.items():
+            name, w = self.names[place], converted[place]
+            expected = f"floats at {name}"
+            checks.require(not is_quantized(w), "Prepared.convert", "params", expected, "a quantized array")
+            with checks.prefix_errors(name):
+                converted[place] = jax.block_until_ready(_quantize_weight(w, plan, learned.get(name)))
+            if delete and isinstance(w, jax.Array):
+                w.delete()
+        return signature.rebuild(converted)
+
+    def learned(self, params: Any, ranges: Any = None, *, estimator: Estimator = LSQ()) -> LearnedScales:
+        """Return scales and zero points that can be trained: those of weights and of static activations.
+
+        The scales of weights start as the estimator's `initial` finds them, the others from the ranges. Dynamic ranges
+        are not trained. `jq.PACT()` trains the scales of activations only.
+
+        Args:
+            params: the parameters of the function, in floats.
+            ranges: the ranges of the static activations. None if there are none.
+            estimator: the gradient rule: `jq.LSQ()`, `jq.LSQPlus()` or `jq.PACT()`. With `jq.LSQ()`, a zero point keeps
+                its value.
+
+        Returns:
+            A pytree of float32 arrays, for `fake_apply`, `convert` and `apply`, and for an optimizer. Weight decay on
+            it would shrink the ranges.
+
+        Raises:
+            TypeError: estimator is not one of these rules.
+            ValueError: with the name of the weight or contraction in front: there is no range; a spec has scales that
+                are powers of two; or the estimator keeps the zero point at 0 and the values are not all positive.
+        """
+        signature = Signature(params)
+        check_names("Prepared.learned", self.names, signature.names)
+        parameters = {self.names[place]: (signature.arrays[place], plan) for place, plan in self.leaves.items()}
+        records = self._read_records("learned", "ranges", ranges)
+        return make_scales(parameters, self.static_ranges, records, estimator)
+
+    # Calls.
+
+    def apply(self, params: Any, ranges: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the function, with contractions of codes.
+
+        Args:
+            params: the converted parameters.
+            ranges: the ranges of the static activations, or the scales that were trained. None or {} if there are none.
+            *args: the other arguments of the function.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            TypeError: the result is differentiated, and activations are quantized.
+            ValueError: the parameters were not converted or have other paths; a range is missing; or the rules quantize
+                a weight in another way at these arguments than at those of `prepare`.
+        """
+        call = self._trace("apply", params, args, kwargs)
+        self._check_converted(call)
+        records = self._read_records("apply", "ranges", ranges)
+        self._check_records("apply", "ranges", call, records)
+        return self._interpret(_modes.IntegerMode(call.plan), call, call.parameters.arrays, records)[0]
+
+    def fake_apply(self, params: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
+
+        The gradient is that of the contractions of floats which the codes stand for; roundings have the gradient of
+        `jq.StraightThrough()`, or that of the estimator of trained scales.
+
+        Args:
+            params: the parameters, in floats.
+            scales: the ranges of the static activations, or scales to be trained. None or {} if there are none.
+            *args: the other arguments of the function.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            ValueError: as for `apply`; the parameters must be floats.
+        """
+        call = self._trace("fake_apply", params, args, kwargs)
+        self._check_floats("fake_apply", call)
+        records = self._read_records("fake_apply", "scales", scales)
+        self._check_records("fake_apply", "scales", call, records)
+        learned = scales if isinstance(scales, LearnedScales) else LearnedScales({}, {}, StraightThrough())
+        mode = _modes.TrainMode(call.plan, learned.estimator)
+        parameters = list(call.parameters.arrays)
+        for place, plan in self.leaves.items():
+            name = self.names[place]
+            with checks.prefix_errors(name):
+                parameters[place] = _make_twin(parameters[place], plan, learned.weights.get(name), learned.estimator)
+        return self._interpret(mode, call, parameters, records)[0]
+
+    def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
+        interpreter = Interpreter(call.analysis, mode, records)
+        body = jaxpr.Body(call.trace.program, call.trace.constants)
+        results = interpreter.evaluate_body(body, call.list_operands(parameters))
+        arrays = [mode.convert_to_array(x) if mode.is_parameter(x) else x for x in results]
+        return call.rebuild_result(arrays), interpreter.records
+
+    def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> Call:
+        function = f"Prepared.{method}"
+        call = trace_call(self.function, self.rules, params, args, kwargs, self.leaves.keys())
+        check_names(function, self.names, call.parameters.names)
+        if self.strict:
+            _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
+        for place, plan in call.plan.leaves.items():
+            name, planned = self.names[place], self.leaves.get(place)
+            expected = f"arguments at which {name} is quantized as at those of prepare"
+            got = f"{plan.spec} in place of {None if planned is None else planned.spec}; prepare these arguments apart"
+            checks.require(planned is not None and planned.spec == plan.spec, function, "args", expected, got)
+        return call
+
+    def _check_floats(self, method: str, call: Call) -> None:
+        for place in self.leaves:
+            is_float = not is_quantized(call.parameters.arrays[place])
+            expected = f"floats at {self.names[place]}"
+            checks.require(is_float, f"Prepared.{method}", "params", expected, "a quantized array, as for apply")
+
+    def _check_converted(self, call: Call) -> None:
+        for place, plan in self.leaves.items():
+            x, name = call.parameters.arrays[place], self.names[place]
+            expected = f"a quantized array at {name}, as convert returns it"
+            got = "floats" if not is_quantized(x) else f"{x.codes.dtype} codes for {plan.spec}"
+            holds = is_quantized(x) and x.codes.dtype == plan.spec.carrier and x.codebook == plan.spec.codebook
+            checks.require(holds, "Prepared.apply", "params", expected, got)
+
+    def _read_records(self, method: str, argument: str, value: Any) -> Mapping[str, Any]:
+        """Return the ranges or scales of the activations by name."""
+        records = value.activations if isinstance(value, LearnedScales) else {} if value is None else value
+        expected = "ranges as calibrate returns them, scales as learned returns them, or None"
+        got = checks.describe_value(value)
+        checks.require_type(isinstance(records, Mapping), f"Prepared.{method}", argument, expected, got)
+        missing = sorted(set(self.static_ranges) - set(records))
+        expected = f"a range for each of the {len(self.static_ranges)} static activations, as calibrate returns them"
+        got = f"none for {', '.join(missing[:4])}"
+        checks.require(not missing, f"Prepared.{method}", argument, expected, got)
+        function = f"Prepared.{method}"
+        return {
+            name: {entry.place: _read_part(function, argument, name, records[name], entry) for entry in entries}
+            for name, entries in self.static_ranges.items()
+        }
+
+    def _check_records(self, method: str, argument: str, call: Call, records: Mapping[str, Any]) -> None:
+        """Raise unless there is a range for each static activation of this call."""
+        needed = _ranges.list_ranges(call.analysis, call.plan)
+        missing = sorted(set(needed) - set(records))
+        expected = "the contractions that prepare saw; Rule(shared=True) gives all uses of a parameter one range"
+        got = f"no range for {', '.join(missing[:4])}"
+        checks.require(not missing, f"Prepared.{method}", argument, expected, got)
+
+
+def _read_part(function: str, argument: str, name: str, record: Any, entry: _ranges.StaticRange) -> Any:
+    """Return the range or the learned scale of an activation."""
+    part = record.get(entry.place) if isinstance(record, Mapping) else None
+    if isinstance(part, LearnedScale):
+        return part
+    # A checkpoint that was loaded without a target has a dict for a named tuple.
+    if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
+        part = Range(part["lo"], part["hi"])
+    expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
+    holds = isinstance(part, tuple) and len(part) == 2
+    checks.require_type(holds, function, argument, expected, checks.describe_value(record))
+    return part
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
+    scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
+    return make_array(Config(plan.spec), w, scale, zero_point, None)
+
+
+def _quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
+    """Return a parameter as codes, with a scale that was trained or the scale of its range."""
+    if part is None:
+        return quantize(w, plan.spec, stored_last=plan.stored_last or None)
+    q = _encode_learned(jnp.asarray(w), part, plan)
+    return q.store_last(*plan.stored_last) if plan.stored_last else q
+
+
+def _make_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> _modes.Twin:
+    twin = _modes.make_twin(plan.spec, jnp.asarray(w), part, StraightThrough() if part is None else rule)
+    codes = twin.codes.store_last(*plan.stored_last) if plan.stored_last else twin.codes
+    # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
+    # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
+    return _modes.Twin(twin.floats, jax.lax.optimization_barrier(codes))

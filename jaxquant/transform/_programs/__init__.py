@@ -1,0 +1,1 @@
+"""Traced programs: their contractions, the parameters in them, and their evaluation with other contractions."""

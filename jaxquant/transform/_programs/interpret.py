@@ -1,0 +1,263 @@
+"""The evaluation of a traced program in which a mode replaces contractions.
+
+The loops and branches of the program are traced again by JAX's own functions, on Python functions that evaluate their
+bodies. So vectorization, differentiation and sharding are JAX's, and no equation with a body is built by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+
+from ..._core import checks
+from . import jaxpr
+from .analysis import Analysis, find_live
+from .jaxpr import Body
+from .sites import Address, Site
+
+# A value for each site, by its name: the state of a calibrator, or a scale.
+Records = dict[str, Any]
+
+
+class Mode(Protocol):
+    """What becomes of contractions and of parameters."""
+
+    # Whether contractions change the records.
+    updates_records: bool
+
+    def replaces(self, site: Site) -> bool:
+        """Return whether a contraction is replaced."""
+        ...
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+        """Return the result of a contraction, and the records of its site."""
+        ...
+
+    def is_parameter(self, value: Any) -> bool:
+        """Return whether a value is a parameter in a form that is not an array."""
+        ...
+
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return whether parameters can be concatenated in this form."""
+        ...
+
+    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of an equation that only moves the elements of parameters."""
+        ...
+
+    def convert_to_array(self, parameter: Any) -> jax.Array:
+        """Return a parameter as an array of floats."""
+        ...
+
+    def prepare_stacked(self, parameter: Any) -> Any:
+        """Return a parameter in a form of which a scan can take one index of the first axis after the other."""
+        ...
+
+    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of a function that has a derivative rule of its own and contains contractions."""
+        ...
+
+    def call_with_remat(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of a function under `jax.checkpoint`."""
+        ...
+
+
+class Interpreter:
+    """The evaluation of one program.
+
+    Attributes:
+        analysis: what is known about the program.
+        mode: what replaces its contractions.
+        records: the records of the sites of the body that is being evaluated.
+    """
+
+    def __init__(self, analysis: Analysis, mode: Mode, records: Records) -> None:
+        self.analysis = analysis
+        self.mode = mode
+        self.records = dict(records)
+
+    def evaluate_body(self, body: Body, values: Sequence[Any], address: Address = ()) -> list[Any]:
+        """Return the results of a program."""
+        program = body.program
+        known = dict(zip(program.constvars, body.constants, strict=True))
+        known |= zip(program.invars, values, strict=True)
+
+        def read(atom: Any) -> Any:
+            return atom.val if jaxpr.is_literal(atom) else known[atom]
+
+        for index in sorted(find_live(program)):
+            equation = program.eqns[index]
+            operands = [read(atom) for atom in equation.invars]
+            results = self._evaluate(equation, operands, (*address, index))
+            known |= zip(equation.outvars, results, strict=True)
+        return [read(atom) for atom in program.outvars]
+
+    def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        site = self.analysis.sites.get(address)
+        if site is not None and self.mode.replaces(site):
+            scope = jaxpr.find_scope(equation) or site.operation
+            with _name_scope(scope), checks.prefix_errors(site.describe()):
+                result, self.records = self.mode.contract(site, operands, self.records)
+            return [result]
+        if address in self.analysis.followed and self._can_move(equation, operands):
+            with checks.prefix_errors(f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"):
+                return self.mode.move_elements(equation, operands)
+        enter = _ENTER.get(jaxpr.find_name(equation))
+        if enter is not None and address in self.analysis.entered:
+            with _name_scope(jaxpr.find_scope(equation)):
+                return enter(self, equation, operands, address)
+        return jaxpr.evaluate(equation, [self._read_array(value) for value in operands])
+
+    def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
+        """Return whether the elements of parameters can be moved in their form."""
+        if jaxpr.find_name(equation) != "concatenate":
+            return self.mode.is_parameter(operands[0])
+        return all(self.mode.is_parameter(value) for value in operands) and self.mode.can_join(operands)
+
+    def _read_array(self, value: Any) -> Any:
+        return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else value
+
+    def _read_arrays(self, values: Sequence[Any]) -> list[Any]:
+        return [self._read_array(value) for value in values]
+
+    def _split_records(self, address: Address) -> tuple[Records, Records]:
+        """Return the records of the sites in an equation: those with an entry per iteration, and the others."""
+        stacked, shared = {}, {}
+        for site in self.analysis.list_below(address):
+            if site.name in self.records:
+                (stacked if address in site.layers else shared)[site.name] = self.records[site.name]
+        return stacked, shared
+
+    def _run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:
+        """Return the results of a body as arrays, and the records of its sites."""
+        inner = Interpreter(self.analysis, self.mode, records)
+        results = inner._read_arrays(inner.evaluate_body(body, values, address))
+        return results, inner.records
+
+    # Equations with bodies.
+
+    def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        before, after = jaxpr.read_shardings(equation)
+        results = self.evaluate_body(jaxpr.read_call(equation), self._place_arrays(operands, before), (*address, 0))
+        return self._place_arrays(results, after)
+
+    def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+        """Return values, of which arrays have the shardings that an inlined `jax.jit` asks for."""
+        # The codes of a parameter keep the placement that the user chose for them.
+        return [
+            value if sharding is None or self.mode.is_parameter(value)
+            else lax.with_sharding_constraint(value, sharding)
+            for value, sharding in zip(values, shardings, strict=True)
+        ]  # fmt: skip
+
+    def _call_custom(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        return self._call_through(self.mode.call_with_rule, equation, operands, address)
+
+    def _call_remat(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        return self._call_through(self.mode.call_with_remat, equation, operands, address)
+
+    def _call_through(self, call: Any, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        body = jaxpr.read_call(equation)
+        if not self.analysis.list_below(address):
+            # It only moves the elements of a parameter, which it returns.
+            return self.evaluate_body(body, operands, (*address, 0))
+        records = {name: record for part in self._split_records(address) for name, record in part.items()}
+
+        def run(values: Sequence[Any], inner: Records) -> tuple[Any, Records]:
+            return self._run_inner(body, values, (*address, 0), inner)
+
+        results, updated = call(equation, operands, run, records)
+        self.records |= updated
+        return results
+
+    def _branch(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        index, *values = operands
+        records = {name: record for part in self._split_records(address) for name, record in part.items()}
+
+        def make_branch(number: int, body: Body) -> Callable[..., Any]:
+            return lambda inner: self._run_inner(body, values, (*address, number), inner)
+
+        branches = [make_branch(*item) for item in enumerate(jaxpr.read_branches(equation))]
+        results, updated = lax.switch(index, branches, records)
+        if self.mode.updates_records:
+            self.records |= updated
+        return results
+
+    def _scan(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        scan = jaxpr.read_scan(equation)
+        first = scan.constants + scan.carries
+        constants, carries, stacked = operands[: scan.constants], operands[scan.constants : first], operands[first:]
+        invariant = self.analysis.invariant.get(address, frozenset())
+        carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
+        parts = [self.mode.prepare_stacked(x) if self.mode.is_parameter(x) else x for x in stacked]
+        layered, shared = self._split_records(address)
+        updates = self.mode.updates_records
+
+        def step(carry: Any, slices: Any) -> Any:
+            (moving, common), (layer, records) = carry, slices
+            values = _merge_carries(carries, moving, invariant)
+            results, inner = self._run_inner(
+                scan.body, [*constants, *values, *layer], (*address, 0), {**shared, **common, **records}
+            )
+            kept = [x for place, x in enumerate(results[: scan.carries]) if place not in invariant]
+            outputs = results[scan.carries :], {name: inner[name] for name in records} if updates else {}
+            return (kept, {name: inner[name] for name in common}), outputs
+
+        # Records that do not change are constants of the loop.
+        start = (carried, shared if updates else {})
+        (moved, common), (outputs, records) = lax.scan(
+            step, start, (parts, layered), scan.length, reverse=scan.reverse, unroll=scan.unroll
+        )
+        self.records |= {**common, **records}
+        return [*_merge_carries(carries, moved, invariant), *outputs]
+
+    def _loop(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        loop = jaxpr.read_while(equation)
+        first, second = loop.condition_constants, loop.condition_constants + loop.body_constants
+        carries = operands[second:]
+        invariant = self.analysis.invariant.get(address, frozenset())
+        carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
+        _, shared = self._split_records(address)
+        updates = self.mode.updates_records
+
+        def check(state: Any) -> Any:
+            values = _merge_carries(carries, state[0], invariant)
+            results, _ = self._run_inner(loop.condition, [*operands[:first], *values], (*address, 0), {})
+            return results[0]
+
+        def step(state: Any) -> Any:
+            moving, common = state
+            values = _merge_carries(carries, moving, invariant)
+            results, inner = self._run_inner(
+                loop.body, [*operands[first:second], *values], (*address, 1), {**shared, **common}
+            )
+            kept = [x for place, x in enumerate(results) if place not in invariant]
+            return kept, {name: inner[name] for name in common}
+
+        moved, common = lax.while_loop(check, step, (carried, shared if updates else {}))
+        self.records |= common
+        return _merge_carries(carries, moved, invariant)
+
+
+def _name_scope(scope: str) -> Any:
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
+
+
+def _merge_carries(carries: Sequence[Any], moving: Sequence[Any], invariant: frozenset[int]) -> list[Any]:
+    """Return the carries of a loop: those that hold a parameter as they are outside of it, and the others."""
+    rest = iter(moving)
+    return [x if place in invariant else next(rest) for place, x in enumerate(carries)]
+
+
+_ENTER: dict[str, Callable[..., list[Any]]] = {
+    jaxpr.SCAN: Interpreter._scan,
+    jaxpr.WHILE: Interpreter._loop,
+    jaxpr.COND: Interpreter._branch,
+    jaxpr.REMAT: Interpreter._call_remat,
+    **dict.fromkeys(jaxpr.CALLS, Interpreter._call),
+    **dict.fromkeys(jaxpr.CUSTOM_RULES, Interpreter._call_custom),
+}

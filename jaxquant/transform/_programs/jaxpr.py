@@ -1,0 +1,185 @@
+"""What the transform relies on in the programs that JAX traces; the only module that reads them.
+
+A program is a `jax.extend.core.Jaxpr`: a list of equations, each a primitive with operands, results and parameters.
+Some primitives hold programs of their own ("bodies") in their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend import core, source_info_util
+
+Equation = Any
+Program = Any
+
+# The names of the primitives with bodies that this package enters.
+SCAN, WHILE, COND, REMAT = "scan", "while", "cond", "remat2"
+# A call of its body, once, with the same operands and results.
+CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+
+# JAX requires it of a program, and uses it only in error messages about its arguments.
+_NO_DEBUG_INFO = core.DebugInfo("eval_jaxpr", "jaxquant", None, None)
+
+
+class Trace(NamedTuple):
+    """A traced function.
+
+    Attributes:
+        program: the program.
+        constants: the arrays that the function closed over, the values of `program.constvars`.
+        result: the pytree of `jax.ShapeDtypeStruct` that it returns.
+    """
+
+    program: Program
+    constants: Sequence[Any]
+    result: Any
+
+
+class Body(NamedTuple):
+    """A program inside of an equation, with the arrays that it closes over."""
+
+    program: Program
+    constants: Sequence[Any]
+
+
+class Scan(NamedTuple):
+    """The layout of a scan: the first operands are constants of the loop, then come carries, then stacked operands."""
+
+    body: Body
+    constants: int
+    carries: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+
+class While(NamedTuple):
+    """The layout of a while loop: constants of the condition, constants of the body, carries."""
+
+    condition: Body
+    body: Body
+    condition_constants: int
+    body_constants: int
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> Trace:
+    """Return the program of a function of arrays; no argument is read, only its shape and dtype."""
+    program, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    body = open_body(program)
+    return Trace(body.program, body.constants, result)
+
+
+def open_body(program: Any) -> Body:
+    """Return a program and its constants. Newer versions of JAX keep the constants in the program itself."""
+    inner = getattr(program, "jaxpr", program)
+    return Body(inner, tuple(getattr(program, "consts", ())))
+
+
+def is_program(value: Any) -> bool:
+    """Return whether a parameter of an equation is a program."""
+    return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)
+
+
+def is_literal(atom: Any) -> bool:
+    """Return whether an operand of an equation is a number in the program, and not a variable."""
+    return isinstance(atom, core.Literal)
+
+
+def is_unused(variable: Any) -> bool:
+    """Return whether a result of an equation is dropped."""
+    return isinstance(variable, core.DropVar)
+
+
+def find_name(equation: Equation) -> str:
+    """Return the name of an equation's primitive."""
+    return str(equation.primitive.name)
+
+
+def find_bodies(equation: Equation) -> list[Body]:
+    """Return all programs in the parameters of an equation, in their order."""
+    return [open_body(value) for value in _find_programs(equation.params)]
+
+
+def _find_programs(value: Any) -> Iterator[Any]:
+    if is_program(value):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _find_programs(entry)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _find_programs(entry)
+
+
+def read_call(equation: Equation) -> Body:
+    """Return the body of an equation of `CALLS` or of `REMAT`."""
+    names = ("jaxpr", "call_jaxpr")
+    return next(open_body(equation.params[name]) for name in names if name in equation.params)
+
+
+def read_shardings(equation: Equation) -> tuple[list[Any], list[Any]]:
+    """Return the shardings that a call asks for its operands and its results; None where it asks for none."""
+    counts = {"in_shardings": len(equation.invars), "out_shardings": len(equation.outvars)}
+    before, after = (_read_shardings(equation.params.get(name, ()), count) for name, count in counts.items())
+    return before, after
+
+
+def _read_shardings(shardings: Sequence[Any], count: int) -> list[Any]:
+    # Others are marks of a private class for "unspecified".
+    concrete = [sharding if isinstance(sharding, jax.sharding.Sharding) else None for sharding in shardings]
+    return concrete or [None] * count
+
+
+def read_branches(equation: Equation) -> list[Body]:
+    """Return the branches of a cond."""
+    return [open_body(branch) for branch in equation.params["branches"]]
+
+
+def read_scan(equation: Equation) -> Scan:
+    """Return the layout of a scan, found from shapes: versions of JAX describe it in different parameters."""
+    body = open_body(equation.params["jaxpr"])
+    # A stacked operand has one more dimension than the body sees.
+    kept = sum(_is_alike(*pair) for pair in zip(equation.invars, body.program.invars, strict=True))
+    carries = sum(_is_alike(*pair) for pair in zip(equation.outvars, body.program.outvars, strict=True))
+    parameters = equation.params
+    return Scan(body, kept - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"])
+
+
+def _is_alike(outer: Any, inner: Any) -> bool:
+    return len(outer.aval.shape) == len(inner.aval.shape)
+
+
+def read_while(equation: Equation) -> While:
+    """Return the layout of a while loop."""
+    parameters = equation.params
+    return While(
+        open_body(parameters["cond_jaxpr"]), open_body(parameters["body_jaxpr"]),
+        parameters["cond_nconsts"], parameters["body_nconsts"],
+    )  # fmt: skip
+
+
+def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation as it stands, with its name scope, its derivative rules and its effects.
+
+    A result that the program drops is None.
+    """
+    values = {atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)}
+    kept = [variable for variable in equation.outvars if not is_unused(variable)]
+    program = core.Jaxpr([], list(values), kept, [equation], equation.effects, _NO_DEBUG_INFO)
+    results = iter(eval_jaxpr(program, (), *values.values()))
+    return [None if is_unused(variable) else next(results) for variable in equation.outvars]
+
+
+def locate(equation: Equation) -> str:
+    """Return the file, the line and the function that an equation comes from."""
+    return str(source_info_util.summarize(equation.source_info))
+
+
+def find_scope(equation: Equation) -> str:
+    """Return the name scopes around an equation, as `module/layer`."""
+    return str(equation.source_info.name_stack)

@@ -1,0 +1,146 @@
+"""How each operation of a program runs on codes, and with a gradient on floats that stand for codes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._arrays.quantized_array import QuantizedArray, dequantize_checked
+from ..._contractions.conv import plan_array_convolution
+from ..._contractions.take import take
+from ..._core import checks, sharding
+from ..._training.conv_general_dilated import Conv
+from ..._training.dot_general import Dot
+from . import jaxpr, sites
+
+_NAME = "prepare"
+
+
+class Operation(Protocol):
+    """A contraction that is linear in each of its operands."""
+
+    def contract_quantized(self, *operands: Any) -> jax.Array:
+        """Return the contraction of operands of which some are quantized and the others floats."""
+        ...
+
+    def contract_floats(self, *operands: jax.Array) -> jax.Array:
+        """Return the contraction of floats of one dtype."""
+        ...
+
+
+def make_operation(equation: Any) -> Operation:
+    """Return the operation of a dot_general or of a convolution."""
+    parameters, dtype = equation.params, equation.outvars[0].aval.dtype
+    if sites.OPERATIONS[jaxpr.find_name(equation)] == "dot_general":
+        out_sharding = parameters.get("out_sharding")
+        return Dot(_NAME, parameters["dimension_numbers"], parameters["precision"], dtype, out_sharding)
+    lhs, rhs = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars)
+    plan = plan_array_convolution(
+        _NAME, lhs, rhs, parameters["window_strides"], parameters["padding"], parameters["lhs_dilation"],
+        parameters["rhs_dilation"], parameters["dimension_numbers"], parameters["feature_group_count"],
+        parameters["batch_group_count"],
+    )  # fmt: skip
+    return Conv(plan, parameters["precision"], dtype)
+
+
+def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Array:
+    """Return the entries of a quantized table that a gather selects."""
+    (axis,) = equation.params["dimension_numbers"].start_index_map
+    mode, value = equation.params["mode"], equation.params["fill_value"]
+    indices = lax.squeeze(indices, (indices.ndim - 1,))
+    entries = take(table, indices, axis, mode="clip")
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        return entries
+    # Negative indices are out of range, too: where they count from the end, the program has added the length.
+    is_inside = (indices >= 0) & (indices < table.shape[axis])
+    mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + indices.ndim)))
+    return jnp.where(
+        sharding.place_like(mask, entries), entries, jnp.asarray(np.nan if value is None else value, entries.dtype)
+    )
+
+
+# The twin of a contraction of codes, for training.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def contract_with_gradient(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> jax.Array:
+    """Return the contraction of codes, with the gradient of the contraction of the floats that they stand for.
+
+    Args:
+        operation: Static. The operation; it is hashable.
+        floats: the operands as floats.
+        codes: the same operands, each quantized or in floats.
+    """
+    return operation.contract_quantized(*codes)
+
+
+def _contract_with_gradient_fwd(operation: Any, floats: Sequence[Any], codes: Sequence[Any]) -> tuple[jax.Array, Any]:
+    # The codes are smaller than the floats, which they determine.
+    return operation.contract_quantized(*codes), codes
+
+
+def _contract_with_gradient_bwd(operation: Any, codes: Sequence[Any], g: jax.Array) -> tuple[Any, Any]:
+    # The barrier makes XLA dequantize again in the backward pass, and keep no floats for it.
+    codes, g = lax.optimization_barrier((codes, g))
+    operands = [dequantize_checked(x) if isinstance(x, QuantizedArray) else x for x in codes]
+    _, pull = jax.vjp(operation.contract_floats, *(x.astype(g.dtype) for x in operands))
+    return tuple(d.astype(x.dtype) for d, x in zip(pull(g), operands, strict=True)), None
+
+
+contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradient_bwd)
+
+
+@jax.custom_jvp
+def replace_value(floats: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `value`, with the derivative of `floats`."""
+    return value
+
+
+@replace_value.defjvp
+def _replace_value_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return primals[1], tangents[0]
+
+
+@jax.custom_jvp
+def refuse_gradient(x: jax.Array) -> jax.Array:
+    """Return x, and raise if it is differentiated: rounding would make the gradient 0 without a word."""
+    return x
+
+
+@refuse_gradient.defjvp
+def _refuse_gradient_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    expected = "no gradient through the codes of activations (fake_apply has one)"
+    checks.require_type(False, "Prepared.apply", "args", expected, "a call of jax.grad, jax.jvp or jax.vjp")
+    return primals[0], tangents[0]
+
+
+def call_with_rule(equation: Any, operands: Sequence[Any], run: Any, records: Any) -> tuple[list[Any], Any]:
+    """Return the results of `run`, with the derivative of an equation that has a derivative rule of its own.
+
+    Args:
+        equation: a call of a function with a derivative rule.
+        operands: its operands; a parameter is a `Twin`.
+        run: a function of the operands and the records, which returns the results and the records.
+        records: what `run` reads. It gets no cotangent.
+    """
+
+    @jax.custom_vjp
+    def call(floats: list[Any], values: Any, records: Any) -> list[Any]:
+        return run(values, records)[0]
+
+    def call_fwd(floats: list[Any], values: Any, records: Any) -> tuple[list[Any], Any]:
+        _, pull = jax.vjp(lambda *arrays: jaxpr.evaluate(equation, arrays), *floats)
+        return run(values, records)[0], pull
+
+    def call_bwd(pull: Any, cotangents: list[Any]) -> tuple[Any, Any, Any]:
+        return list(pull(cotangents)), None, None
+
+    call.defvjp(call_fwd, call_bwd)
+    floats = [getattr(value, "floats", value) for value in operands]
+    return call(floats, lax.stop_gradient(operands), lax.stop_gradient(records)), records

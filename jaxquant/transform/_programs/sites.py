@@ -1,0 +1,130 @@
+"""The contractions of a program ("sites"), and their names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from . import jaxpr, views
+from .views import Origin, View
+
+Address = tuple[int, ...]
+
+# The operations that can run on codes, and the names they have in coverage and rules.
+OPERATIONS = {"dot_general": "dot_general", "conv_general_dilated": "conv_general_dilated", "gather": "take"}
+# Further contractions, which stay in floats.
+FLOAT_OPERATIONS = ("ragged_dot_general", "ragged_dot", "scaled_dot", "triangular_solve", "cholesky")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A contraction of a program, or a lookup of rows of a parameter.
+
+    Attributes:
+        address: where the equation is: its index, and for each program around it the index of the outer equation and
+            of the program in its parameters.
+        name: the name of the site: the path of the parameter and the number of its use, as "dense/kernel#1".
+        operation: the name of the operation.
+        equation: the equation.
+        origins: what each operand is.
+        layers: the addresses of the scans that give this site one part of a stacked parameter in each iteration.
+        lengths: the lengths of these scans.
+        scope: the name scopes around it.
+        where: its file, line and function; those of a call around it if JAX's own function contracts.
+        reason: why the site cannot run on codes, or "".
+    """
+
+    address: Address
+    name: str
+    operation: str
+    equation: Any
+    origins: tuple[Origin, ...]
+    layers: tuple[Address, ...]
+    lengths: tuple[int, ...]
+    scope: str
+    where: str
+    reason: str = ""
+
+    def describe(self) -> str:
+        """Return the name of the site with its operation and its place in the source."""
+        return f"{self.name} ({self.operation} at {self.where})"
+
+    @property
+    def weight(self) -> int | None:
+        """The place of the operand that is a parameter, or None."""
+        places = [place for place, origin in enumerate(self.origins) if views.list_views(origin)]
+        return places[0] if len(places) == 1 else None
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The views of which the parameter operand consists."""
+        return () if self.weight is None else views.list_views(self.origins[self.weight])
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """The places of all parameters that an operand is made of, without activations."""
+        return tuple(dict.fromkeys(leaf for origin in self.origins for leaf in views.list_leaves(origin)))
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The dimensions of the parameter operand that the operation sums; of a lookup, those within an entry."""
+        assert self.weight is not None
+        shape = self.equation.invars[self.weight].aval.shape
+        return find_contracted(self.equation, self.weight, len(shape))
+
+
+def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
+    """Return the dimensions of an operand that an operation sums over."""
+    numbers = equation.params["dimension_numbers"]
+    operation = OPERATIONS[jaxpr.find_name(equation)]
+    if operation == "dot_general":
+        return tuple(numbers[0][operand])
+    if operation == "conv_general_dilated":
+        kept = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
+        return tuple(axis for axis in range(rank) if axis != kept)
+    (axis,) = numbers.start_index_map
+    return tuple(other for other in range(rank) if other != axis)
+
+
+def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
+    """Return why a contraction with these operands cannot run on codes, or "" if it can."""
+    if jaxpr.find_name(equation) not in OPERATIONS:
+        return "this operation has no form on codes"
+    dtypes = [str(variable.aval.dtype) for variable in equation.invars[:2]]
+    floats = ("float32", "bfloat16", "float16")
+    if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in floats for dtype in dtypes):
+        return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
+    lost = [origin for origin in origins if isinstance(origin, views.Lost)]
+    if lost:
+        return lost[0].reason
+    if sum(bool(views.list_leaves(origin)) for origin in origins) > 1:
+        return "both operands are parameters"
+    is_constant = any(isinstance(origin, views.Constant) for origin in origins)
+    if is_constant and not any(views.list_leaves(origin) for origin in origins):
+        return "an operand is an array that the function closes over: pass it in the parameters"
+    for origin in origins:
+        if isinstance(origin, views.Joined):
+            place = list(origins).index(origin)
+            rank = len(equation.invars[place].aval.shape)
+            if origin.axis in find_contracted(equation, place, rank):
+                return "parameters are concatenated along an axis that is summed"
+    return ""
+
+
+def is_lookup(equation: Any) -> bool:
+    """Return whether a gather takes whole entries along one axis, as `jnp.take` does."""
+    if jaxpr.find_name(equation) != "gather":
+        return False
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape = equation.invars[0].aval.shape
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return False
+    (axis,) = numbers.start_index_map
+    rank = len(equation.invars[1].aval.shape) - 1
+    places = (*range(axis), *range(axis + rank, len(shape) - 1 + rank))
+    return (
+        numbers.collapsed_slice_dims == (axis,)
+        and all(size == (1 if other == axis else n) for other, (size, n) in enumerate(zip(sizes, shape, strict=True)))
+        and tuple(numbers.offset_dims) == places
+    )

@@ -1,0 +1,129 @@
+"""The static ranges of a prepared function: the states of their calibrators, by name and place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core import checks
+from ..calibration import Calibrator
+from ..calibration.factory import describe_factory
+from ._plan import OperandPlan, Plan
+from ._programs.analysis import Analysis
+from ._programs.views import Constant
+
+
+class StaticRange(NamedTuple):
+    """An activation whose range calibration finds.
+
+    Attributes:
+        operand: how it is quantized.
+        shape: its shape.
+        lengths: the lengths of the scans around it that stack parameters; each iteration has a range of its own.
+        is_constant: whether it depends neither on parameters nor on arguments, such as an initial state of zeros.
+    """
+
+    operand: OperandPlan
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    is_constant: bool
+
+    @property
+    def place(self) -> str:
+        """The key of this activation among those of its contraction."""
+        return str(self.operand.place)
+
+    @property
+    def calibrator(self) -> Calibrator:
+        """The calibrator that finds the range."""
+        assert self.operand.calibrator is not None
+        return self.operand.calibrator(self.operand.spec)
+
+
+StaticRanges = Mapping[str, tuple[StaticRange, ...]]
+
+
+def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, ...]]:
+    """Return the static ranges of a program by name."""
+    ranges: dict[str, tuple[StaticRange, ...]] = {}
+    for site in analysis.sites.values():
+        planned = plan.sites[site.name]
+        entries = []
+        for operand in planned.activations:
+            if operand.calibrator is not None:
+                shape = tuple(site.equation.invars[operand.place].aval.shape)
+                is_constant = isinstance(site.origins[operand.place], Constant)
+                entries.append(StaticRange(operand, shape, site.lengths, is_constant))
+        if entries:
+            ranges.setdefault(planned.record, tuple(entries))
+    return ranges
+
+
+def make_states(ranges: StaticRanges) -> dict[str, dict[str, Any]]:
+    """Return the states of all calibrators, without data."""
+
+    def make_state(entry: StaticRange) -> Any:
+        state = entry.calibrator.init(jax.ShapeDtypeStruct(entry.shape, jnp.float32))
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*entry.lengths, *x.shape)), state)
+
+    return {name: {entry.place: make_state(entry) for entry in entries} for name, entries in ranges.items()}
+
+
+def map_states(
+    function: str, ranges: StaticRanges, call: Callable[..., Any], *trees: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return what a function returns for each calibrator and its parts of some trees.
+
+    Args:
+        function: the name of the public function, for errors.
+        ranges: the static ranges.
+        call: a function of a static range and of one part of each tree.
+        trees: trees such as `make_states` returns.
+    """
+    for tree in trees:
+        check_tree(function, ranges, tree)
+    results: dict[str, dict[str, Any]] = {}
+    for name, entries in ranges.items():
+        results[name] = {}
+        for entry in entries:
+            parts = [tree[name][entry.place] for tree in trees]
+            with checks.prefix_errors(name):
+                results[name][entry.place] = _map_layers(functools.partial(call, entry), parts, entry.lengths)
+    return results
+
+
+def _map_layers(call: Callable[..., Any], parts: Sequence[Any], lengths: tuple[int, ...]) -> Any:
+    """Return what a function returns for each iteration of some scans, stacked."""
+    if not lengths:
+        return call(*parts)
+    # Not vectorized, so that a calibrator can check the values of each layer.
+    layers = []
+    for index in np.ndindex(*lengths):
+        layers.append(call(*(jax.tree.map(lambda x, at=index: x[at], part) for part in parts)))
+    return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(*lengths, *xs[0].shape), *layers)
+
+
+def check_tree(function: str, ranges: StaticRanges, tree: Any) -> None:
+    """Raise unless a tree has an entry for each static range, and no other."""
+    expected = "a dict as init returns it"
+    checks.require_type(isinstance(tree, Mapping), function, "state", expected, checks.describe_value(tree))
+    missing, unknown = sorted(set(ranges) - set(tree)), sorted(set(tree) - set(ranges))
+    expected = f"states of the {len(ranges)} static ranges of this prepared function"
+    got = "; ".join(
+        f"{text} {', '.join(names[:4])}" for text, names in (("without", missing), ("with", unknown)) if names
+    )
+    checks.require(not missing and not unknown, function, "state", expected, got)
+
+
+def describe(ranges: StaticRanges) -> str:
+    """Return a description of all static ranges, equal in every process."""
+    return "\n".join(
+        f"{name} {entry.place} {entry.operand.spec} {describe_factory(entry.operand.calibrator)} {entry.lengths}"
+        for name, entries in ranges.items()
+        for entry in entries
+    )

@@ -1,0 +1,72 @@
+"""Ready rules for common quantizations. Each function returns a tuple of rules, to pass on or to put others before."""
+
+from __future__ import annotations
+
+from ..calibration import minmax
+from ..calibration.factory import Factory
+from .rules import Activation, Rule, Weight
+
+__all__ = ["onednn", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_int4", "weight_only_int8"]
+
+
+def weight_only_int8() -> tuple[Rule, ...]:
+    """Return rules for int8 weights, one scale for each output feature, with activations in floats."""
+    return (Rule(weight=Weight("int8")),)
+
+
+def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
+    """Return rules for int4 weights with a scale for each block of inputs, and activations in floats.
+
+    Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small.
+
+    Args:
+        block: the number of inputs that share a scale.
+    """
+    return (
+        Rule(operation="dot_general", weight=Weight("int4", block=block)),
+        Rule(weight=Weight("int8")),
+    )
+
+
+def w8a8_dynamic() -> tuple[Rule, ...]:
+    """Return rules for int8 weights and uint8 activations whose range is found at each call.
+
+    Each row of a matrix product and each image of a convolution has its own scale and zero point, so the result for one
+    example does not depend on the others of its batch. Unsigned codes follow the range of values that are not centered
+    at 0, such as those after a relu or a gelu, where signed codes would leave up to half of their range unused. Lookups
+    have int8 tables.
+    """
+    return (
+        Rule(operation="conv_general_dilated", weight=Weight("int8"), activation=Activation("uint8", per="image")),
+        Rule(operation="dot_general", weight=Weight("int8"), activation=Activation("uint8", per="row")),
+        Rule(operation="take", weight=Weight("int8")),
+    )
+
+
+def w8a8_static(calibrator: Factory = minmax) -> tuple[Rule, ...]:
+    """Return rules for int8 weights and uint8 activations whose range is found by calibration.
+
+    Args:
+        calibrator: a function from a spec to a calibrator.
+    """
+    return (
+        Rule(operation="take", weight=Weight("int8")),
+        Rule(weight=Weight("int8"), activation=Activation("uint8", range=calibrator)),
+    )
+
+
+def w4a8() -> tuple[Rule, ...]:
+    """Return rules for int4 weights, one scale for each output feature, and uint8 activations with dynamic ranges."""
+    return (
+        Rule(operation="conv_general_dilated", weight=Weight("int4"), activation=Activation("uint8", per="image")),
+        Rule(operation="dot_general", weight=Weight("int4"), activation=Activation("uint8", per="row")),
+        Rule(operation="take", weight=Weight("int8")),
+    )
+
+
+def onednn() -> tuple[Rule, ...]:
+    """Return rules for what oneDNN's integer kernels take: int8 weights per output, uint8 activations per tensor."""
+    return (
+        Rule(operation="take", keep="float"),
+        Rule(weight=Weight("int8"), activation=Activation("uint8", range=minmax)),
+    )

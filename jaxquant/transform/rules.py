@@ -1,0 +1,196 @@
+"""Rules: which contractions of a program run in integers, and how their operands are quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .._arrays.spec import QuantSpec
+from .._core import checks
+from ..calibration.factory import Factory, check_factory
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """How a rule quantizes the parameters of a contraction.
+
+    Which axes share a scale is said in terms of the contraction, because a rule is written before the axes are known.
+
+    Attributes:
+        dtype: the dtype of the codes, or a `Codebook`, as in `QuantSpec`.
+        per: "output" for one scale for each output feature, that is, for each index of the axes that no use of the
+            parameter sums over; "tensor" for one scale. A table that is looked up has one scale for each row.
+        block: the number of inputs that share a scale, along the axis that is summed. None for all of them.
+        options: further attributes of `QuantSpec`, such as {"scale_dtype": "bfloat16"}.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: `per` is unknown, or `block` is not positive.
+    """
+
+    dtype: Any
+    per: str = "output"
+    block: int | None = None
+    options: Any = ()
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and store the options in a form that can be hashed."""
+        checks.check_option("Weight", "per", self.per, ("output", "tensor"))
+        if self.block is not None:
+            checks.check_integer("Weight", "block", self.block)
+            checks.require(self.block > 0, "Weight", "block", "a positive int or None", self.block)
+        object.__setattr__(self, "options", _freeze_options("Weight", self.dtype, self.options))
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """How a rule quantizes the activations of a contraction.
+
+    Attributes:
+        dtype: the dtype of the codes, as in `QuantSpec`.
+        per: "tensor" for one scale; "row" for one scale for each index of the dimensions that the contraction does not
+            sum over, such as each token; "image" for one scale for each image of a convolution. Only dynamic ranges
+            can differ between rows and images.
+        range: a function from a spec to a calibrator, such as `jq.minmax`, which finds a static range; or None, which
+            finds the range in each array that is quantized (a dynamic range).
+        options: further attributes of `QuantSpec`.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: `per` is unknown, or a static range differs between rows or images.
+    """
+
+    dtype: Any
+    per: str = "tensor"
+    range: Factory | None = None
+    options: Any = ()
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and store the options in a form that can be hashed."""
+        checks.check_option("Activation", "per", self.per, ("tensor", "row", "image"))
+        object.__setattr__(self, "range", check_factory("Activation", self.range, " or None", argument="range"))
+        expected = '"tensor", because a static range is found before the rows are known'
+        checks.require(self.range is None or self.per == "tensor", "Activation", "per", expected, self.per)
+        object.__setattr__(self, "options", _freeze_options("Activation", self.dtype, self.options))
+
+
+def _freeze_options(function: str, dtype: Any, options: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the options of a spec as sorted pairs, after a check that a spec takes them."""
+    pairs = tuple(sorted(dict(options).items()))
+    names = {field.name for field in dataclasses.fields(QuantSpec)} - {"dtype", "granularity", "_"}
+    for name, _ in pairs:
+        checks.check_option(function, "options", name, tuple(sorted(names)))
+    QuantSpec(dtype, **dict(pairs))
+    return pairs
+
+
+class SiteView(NamedTuple):
+    """What a rule can look at.
+
+    Attributes:
+        name: the name of the site, as in `coverage`.
+        paths: the paths of its parameters.
+        operation: "dot_general", "conv_general_dilated" or "take".
+        shapes: the shapes of its operands.
+        dtypes: the dtypes of its operands.
+        scope: the name scopes around it.
+        where: its file, line and function.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    operation: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    scope: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What to do with the contractions that match. Of a sequence of rules, the first one that matches applies.
+
+    Attributes:
+        path: matches the path of a parameter of the contraction: a pattern with `*`, `?` and `[...]` as in a shell,
+            such as "*/Dense_?/kernel", or a compiled regular expression, which is searched. None matches every path.
+            A contraction of activations has no parameter, and its name is matched instead.
+        operation: "dot_general", "conv_general_dilated" or "take". None matches each.
+        where: a function from a `SiteView` to a bool. None matches each.
+        weight: how parameters are quantized. None leaves them in floats.
+        activation: how activations are quantized. None leaves them in floats (weight-only).
+        operands: "weight" to match contractions of activations with parameters, and lookups of parameters;
+            "activations" to match contractions of two activations, both of which are then quantized.
+        shared: whether all uses of a parameter share one static range. It is needed if the number of uses differs
+            between calls, as in a Python loop over time.
+        keep: "float" leaves the contractions that match in floats.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument has an unknown value, or arguments contradict each other.
+    """
+
+    path: str | re.Pattern[str] | None = None
+    _: dataclasses.KW_ONLY
+    operation: str | None = None
+    where: Callable[[SiteView], bool] | None = None
+    weight: Weight | None = None
+    activation: Activation | None = None
+    operands: str = "weight"
+    shared: bool = False
+    keep: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        is_path = self.path is None or isinstance(self.path, str | re.Pattern)
+        expected = "a pattern, a compiled regular expression or None"
+        checks.require_type(is_path, "Rule", "path", expected, checks.describe_value(self.path))
+        if self.operation is not None:
+            operations = ("dot_general", "conv_general_dilated", "take")
+            checks.check_option("Rule", "operation", self.operation, operations)
+        checks.require_type(
+            self.where is None or callable(self.where), "Rule", "where", "a function or None",
+            checks.describe_value(self.where),
+        )  # fmt: skip
+        for name, kind in (("weight", Weight), ("activation", Activation)):
+            value = getattr(self, name)
+            is_kind = value is None or isinstance(value, kind)
+            checks.require_type(is_kind, "Rule", name, f"a {kind.__name__} or None", checks.describe_value(value))
+        checks.check_option("Rule", "operands", self.operands, ("weight", "activations"))
+        checks.check_flag("Rule", "shared", self.shared)
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        if self.keep is not None:
+            checks.check_option("Rule", "keep", self.keep, ("float",))
+            is_alone = self.weight is None and self.activation is None
+            checks.require(is_alone, "Rule", "weight, activation", 'None, because keep="float"', "a spec")
+            return
+        if self.operands == "activations":
+            is_alone = self.weight is None and self.activation is not None
+            expected = 'an activation and no weight, because operands="activations"'
+            checks.require(is_alone, "Rule", "weight, activation", expected, f"{self.weight}, {self.activation}")
+            return
+        expected = 'a Weight, or keep="float", or operands="activations"'
+        checks.require(self.weight is not None, "Rule", "weight", expected, "None")
+
+    def matches(self, site: SiteView) -> bool:
+        """Return whether this rule applies to a contraction."""
+        if self.operation is not None and site.operation != self.operation:
+            return False
+        is_weight = bool(site.paths)
+        if self.keep is None and is_weight != (self.operands == "weight"):
+            return False
+        paths = site.paths or (site.name,)
+        if not any(self._matches_path(path) for path in paths):
+            return False
+        return self.where is None or bool(self.where(site))
+
+    def _matches_path(self, path: str) -> bool:
+        if self.path is None:
+            return True
+        if isinstance(self.path, str):
+            return fnmatch.fnmatchcase(path, self.path)
+        return self.path.search(path) is not None

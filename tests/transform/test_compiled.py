@@ -1,0 +1,108 @@
+"""The compiled programs of prepared functions: integer contractions, and no floats of a weight's size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxquant as jq
+
+from ..cases.networks import make_network
+from ..support.hlo import Program, width
+from ..support.prepared import RECIPES, find_ranges
+
+PRODUCTS = ("plain mlp", "linen lstm", "linen encoder", "plain decoder")
+# XLA:CPU may rewrite a small convolution, and zero points add contractions for padded borders.
+CONVOLUTIONS = ("linen cnn", "linen separable cnn")
+
+
+def _prepare(name, recipe):
+    network = make_network(name)
+    x = network.sample(jax.random.key(1), 4)
+    prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES[recipe])
+    return prepared, (prepared.convert(network.params), find_ranges(prepared, network.params, x), x)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8_dynamic", "w8a8_static", "activations"])
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.sample(2)
+def test_integer_contractions_are_as_many_as_rows(name, recipe):
+    prepared, arguments = _prepare(name, recipe)
+    contractions = Program(prepared.apply, *arguments).contractions()
+    forms = [row.form for row in prepared.coverage.rows]
+    assert sum(c.result[0] == "s32" for c in contractions) == forms.count("integer")
+    assert sum(c.result[0] != "s32" for c in contractions) == forms.count("float")
+
+
+@pytest.mark.parametrize("recipe", ["w8a8_dynamic", "w8a8_static"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.sample(1)
+def test_convolutions_are_of_integers(name, recipe):
+    prepared, arguments = _prepare(name, recipe)
+    assert all(row.form == "integer" for row in prepared.coverage.rows)
+    contractions = Program(prepared.apply, *arguments).contractions()
+    assert contractions
+    assert all(c.result[0] == "s32" for c in contractions)
+
+
+def _make_wide(rng):
+    width = 512
+    names = ("first", "second", "third")
+    params = {name: jnp.asarray(rng.normal(0, width**-0.5, (width, width)), jnp.float32) for name in names}
+
+    def apply(params, x):
+        x = jax.nn.relu(x @ params["first"])
+        return jax.nn.relu(x @ params["second"].T) @ params["third"]
+
+    return apply, params, jnp.asarray(rng.normal(0, 1, (16, width)), jnp.float32)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8_dynamic", "w8a8_static"])
+def test_no_float_array_of_the_size_of_a_weight(recipe, rng):
+    apply, params, x = _make_wide(rng)
+    prepared = jq.prepare(apply, params, x, rules=RECIPES[recipe], strict=True)
+    arguments = prepared.convert(params), find_ranges(prepared, params, x), x
+    size = params["first"].size
+    program = Program(prepared.apply, *arguments)
+    assert program.widest() < size
+    constants = [shape for i in _list_constants(program) for shape in i.results if width(shape[0]) > 8]
+    assert max((math.prod(shape) for _, shape in constants), default=0) < size / 8
+    memory: Any = jax.jit(prepared.apply).lower(*arguments).compile().memory_analysis()
+    # The codes of three weights, and little else.
+    assert memory.argument_size_in_bytes < 3 * size + 4 * x.size + 3 * 4 * 512 + 1024
+    # Activations only.
+    assert memory.temp_size_in_bytes < size
+
+
+def _list_constants(program):
+    return [i for body in program.computations.values() for i in body if i.opcode == "constant"]
+
+
+def test_name_scopes_are_in_the_program():
+    network = make_network("linen encoder")
+    x = network.sample(jax.random.key(1), 4)
+    prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES["w8a8_dynamic"])
+    text = jax.jit(prepared.apply).lower(prepared.convert(network.params), None, x).compile().as_text() or ""
+    names = [line.split('op_name="')[1].split('"')[0] for line in text.splitlines() if " dot(" in line]
+    for block in ("LinenBlock_0", "LinenBlock_1"):
+        for layer in ("query", "key", "value", "out", "Dense_0", "Dense_1"):
+            assert any(f"{block}/" in name and f"{layer}/" in name for name in names), (block, layer)
+
+
+def test_name_scopes_of_inlined_calls_are_in_the_program(rng):
+    inner = jax.jit(lambda w, x: x @ w)
+
+    def apply(params, x):
+        with jax.named_scope("outer"):
+            return inner(params["w"], x)
+
+    params = {"w": jnp.asarray(rng.normal(0, 1, (16, 24)), jnp.float32)}
+    x = jnp.ones((4, 16))
+    prepared = jq.prepare(apply, params, x, rules=RECIPES["w8a8_dynamic"])
+    text = jax.jit(prepared.apply).lower(prepared.convert(params), None, x).compile().as_text() or ""
+    (line,) = [line for line in text.splitlines() if " dot(" in line]
+    assert "outer/" in line.split('op_name="')[1]

@@ -1,0 +1,121 @@
+"""Contractions in equations that are not entered are listed; inlined calls keep their shardings."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxquant as jq
+
+from ..support.contraction_crawler import count_contractions, count_rows
+from ..support.prepared import RECIPES, same_trees
+
+W = np.random.default_rng(0).normal(0, 0.25, (16, 16)).astype(np.float32)
+PARAMS, X = {"w": jnp.asarray(W + W.T)}, jnp.ones((4, 16))
+
+
+def _make_mesh(count, axis_type=jax.sharding.AxisType.Auto):
+    return jax.make_mesh((count,), ("d",), devices=jax.devices()[:count], axis_types=(axis_type,))
+
+
+def _in_shard_map(params, x):
+    mesh = _make_mesh(2)
+    return jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))(params["w"], x)
+
+
+def _in_linear_solve(params, x):
+    w = params["w"]
+    return lax.custom_linear_solve(lambda v: w @ v, x[0], lambda matvec, b: matvec(b) + w.T @ b, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "primitive"), [(_in_shard_map, "shard_map"), (_in_linear_solve, "custom_linear_solve")]
+)
+def test_contractions_that_are_not_entered_are_rows(function, primitive):
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
+    assert count_rows(prepared.coverage) == count_contractions(function, PARAMS, X)
+    rows = prepared.coverage.rows
+    assert rows
+    assert all(f"inside of {primitive}, which is not entered" in row.reason for row in rows)
+    assert all("w" in row.paths for row in rows)
+    with pytest.raises(ValueError, match=f"inside of {primitive}"):
+        jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
+    got = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
+    np.testing.assert_allclose(got, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
+
+
+def test_an_inlined_jit_keeps_its_shardings():
+    mesh = _make_mesh(2)
+    split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    inner = jax.jit(lambda w, x: x @ w, in_shardings=(whole, split), out_shardings=split)
+
+    def function(params, x):
+        return inner(params["w"], x)
+
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
+    got = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
+    assert got.sharding.is_equivalent_to(split, 2)
+    same_trees(got, jax.jit(prepared.fake_apply)(PARAMS, None, X))
+    gradient = jax.jit(jax.grad(lambda params: prepared.fake_apply(params, None, X).sum()))(PARAMS)["w"]
+    assert np.isfinite(gradient).all()
+
+
+def test_vmap_of_an_inlined_jit_with_shardings():
+    split = NamedSharding(_make_mesh(2), P("d"))
+    inner = jax.jit(lambda x: jax.nn.relu(x @ W), in_shardings=split)
+
+    def function(params, x):
+        return inner(x @ params["w"])
+
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
+    qparams = prepared.convert(PARAMS)
+    got = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, None, x)))(jnp.stack([X, 2 * X]))
+    assert got.shape == (2, 4, 16)
+
+
+def test_parameters_of_integers_are_named():
+    params = {"codes": jnp.ones((16, 8), jnp.int8), "w": jnp.ones((16, 16))}
+
+    def function(params, x):
+        return x @ params["w"] @ params["codes"].astype(jnp.float32)
+
+    prepared = jq.prepare(function, params, X, rules=RECIPES["w8a8_dynamic"])
+    (row,) = prepared.coverage.floats
+    assert row.paths == ("codes",)
+    assert row.reason == "codes has dtype int8"
+
+
+def test_lookups_of_jax_functions_have_the_place_of_their_call():
+    prepared = jq.prepare(
+        lambda params, ids: jnp.take(params["w"], ids, axis=0), PARAMS, jnp.array([1]), rules=RECIPES["w8a8_dynamic"]
+    )
+    assert "test_hidden_contractions.py:" in prepared.coverage.rows[0].where
+
+
+def test_unused_contractions_have_names_of_their_own():
+    def function(params, x):
+        _ = x @ params["w"]
+        _ = x @ params["w"].T
+        return x @ params["w"]
+
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
+    assert [row.name for row in prepared.coverage.rows] == ["w (unused)", "w (unused)#1", "w"]
+
+
+def test_callbacks_run_once():
+    calls = []
+
+    def function(params, x):
+        jax.debug.callback(lambda y: calls.append(y), x.sum())
+        return x @ params["w"]
+
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
+    assert not calls
+    jax.block_until_ready(jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X))
+    jax.effects_barrier()
+    assert len(calls) == 1

@@ -1,0 +1,155 @@
+"""What `prepare` and the functions of a prepared function refuse, and that the text names the contraction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+
+X = jnp.ones((2, 4))
+PARAMS = {"w": jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3), "v": jnp.ones((3, 3))}
+RULES = jq.recipes.w8a8_static()
+UNTYPED: Any = jq  # a type checker would refuse some arguments, too
+
+
+def apply(params: Any, x: jax.Array) -> jax.Array:
+    return x @ params["w"] @ params["v"]
+
+
+def low_rank(params: Any, x: jax.Array) -> jax.Array:
+    return x @ (params["w"] + params["a"] @ params["b"])
+
+
+LOW_RANK = {"w": jnp.ones((4, 3)), "a": jnp.ones((4, 1)), "b": jnp.ones((1, 3))}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: UNTYPED.prepare("f", PARAMS, X, rules=RULES), TypeError, r"prepare: function: expected a function"),
+        (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=RULES[0]), TypeError, r"prepare: rules: expected a sequence of Rules"),
+        (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=["int8"]), TypeError, r"prepare: rules: expected a sequence of Rules"),
+        (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=RULES, strict="yes"), TypeError, r"prepare: strict: expected True"),
+        (lambda: jq.prepare(lambda p, x: x, {"n": 3}, X, rules=RULES), TypeError, r"params: expected a pytree with float arrays"),
+        (
+            lambda: jq.prepare(apply, PARAMS, X, rules=[jq.Rule("*/kernel", keep="float")]), ValueError,
+            r"prepare: rules: expected paths that match a contraction, got '\*/kernel', which matches none of v, w$",
+        ),
+        (
+            lambda: jq.prepare(low_rank, LOW_RANK, X, rules=RULES, strict=True), ValueError,
+            r"rules: expected codes .* got floats for .*a\+b\+w \(dot_general at .*test_prepare_errors\.py",
+        ),
+        (
+            lambda: jq.prepare(lambda p, x: x @ p["w"] if x.sum() > 0 else x, PARAMS, X, rules=RULES),
+            jax.errors.TracerBoolConversionError, r"shape bool|traced",
+        ),
+        (
+            lambda: jq.prepare(
+                apply, {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))}, X,
+                rules=[jq.Rule(weight=jq.Weight(jq.nf4), activation=jq.Activation("int8"))],
+            ),
+            (TypeError, ValueError), r"^w \(dot_general at .*test_prepare_errors\.py",
+        ),
+    ],
+)  # fmt: skip
+def test_prepare_refuses(call: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_untraceable_function_gets_advice() -> None:
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jq.prepare(lambda p, x: x @ p["w"] if x.sum() > 0 else x, PARAMS, X, rules=RULES)
+    assert any("jaxquant traces the function" in note for note in caught.value.__notes__)
+
+
+def test_conflicting_rules_are_refused() -> None:
+    rules = [
+        jq.Rule(where=lambda site: site.name == "w", weight=jq.Weight("int4"), activation=jq.Activation("int8")),
+        jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("int8")),
+    ]
+
+    def again(params: Any, x: jax.Array) -> jax.Array:
+        return (x @ params["w"]) * ((x + 1) @ params["w"])
+
+    expected = r"prepare: rules: expected one Weight for all uses of w: .*int4.* for w, got .*int8.* for w#1"
+    with pytest.raises(ValueError, match=expected):
+        jq.prepare(again, PARAMS, X, rules=rules)
+
+
+PREPARED: Any = jq.prepare(apply, PARAMS, X, rules=RULES)
+RANGES = PREPARED.calibrate(PARAMS, [X])
+CONVERTED = PREPARED.convert(PARAMS)
+SCALES = PREPARED.learned(PARAMS, RANGES)
+FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: PREPARED.apply(PARAMS, RANGES, X), ValueError, r"apply: params: expected a quantized array at w.*got floats"),
+        (lambda: PREPARED.apply(FOUR_BITS.convert(PARAMS), RANGES, X), ValueError, r"apply: params: .* got int4 codes for"),
+        (lambda: PREPARED.apply(CONVERTED, None, X), ValueError, r"ranges: expected a range for each of the 2 .* got none for v, w"),
+        (lambda: PREPARED.apply(CONVERTED, {"w": RANGES["w"]}, X), ValueError, r"got none for v$"),
+        (lambda: PREPARED.apply(CONVERTED, {**RANGES, "v": X}, X), TypeError, r"apply: ranges: expected {'0': Range\(lo, hi\)} at v"),
+        (lambda: PREPARED.apply(CONVERTED, X, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
+        (lambda: PREPARED.apply({**CONVERTED, "u": X}, RANGES, X), ValueError, r"apply: params: expected .* got with u$"),
+        (lambda: PREPARED.apply({"w": CONVERTED["w"]}, RANGES, X), KeyError, "v"),
+        (lambda: PREPARED.fake_apply(CONVERTED, RANGES, X), ValueError, r"fake_apply: params: expected floats at w"),
+        (lambda: PREPARED.fake_apply(PARAMS, {}, X), ValueError, r"fake_apply: scales: expected a range for each"),
+        (lambda: PREPARED.convert(CONVERTED), ValueError, r"convert: params: expected floats at w, got a quantized array"),
+        (lambda: PREPARED.convert({"w": X}), ValueError, r"convert: params: expected .*, got without v$"),
+        (lambda: PREPARED.convert(PARAMS, delete="yes"), TypeError, r"convert: delete: expected True or False"),
+        (lambda: PREPARED.observe(PREPARED.init(), CONVERTED, X), ValueError, r"observe: params: expected floats at w"),
+        (lambda: PREPARED.observe({}, PARAMS, X), ValueError, r"observe: state: expected states of the 2 .* got without v, w"),
+        (lambda: PREPARED.merge(PREPARED.init(), {}), ValueError, r"merge: state: .* got without v, w"),
+        (lambda: PREPARED.finalize(PREPARED.init()), ValueError, r"^w: jaxquant.minmax.finalize: .* got no data"),
+        (lambda: PREPARED.calibrate(PARAMS, [jnp.zeros((2, 4))]), ValueError, r"^w: jaxquant.minmax.finalize: .* only zeros"),
+        (lambda: PREPARED.learned(PARAMS, None), ValueError, r"learned: ranges: expected a range for each"),
+        (lambda: PREPARED.learned(PARAMS, RANGES, estimator=jq.StraightThrough()), TypeError, r"learned: estimator: expected LSQ"),
+        (lambda: PREPARED.calibrate(PARAMS, X), TypeError, r"calibrate: batches: expected an iterable of batches"),
+    ],
+)  # fmt: skip
+def test_prepared_refuses(call: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_errors_of_a_contraction_name_it() -> None:
+    """An error inside of a rewritten contraction says which contraction it is, and where it is in the source."""
+    ranges = {**RANGES, "v": {"0": (np.ones((3, 3), np.float32), np.ones((3, 3), np.float32))}}
+    with pytest.raises(ValueError, match=r"^v \(dot_general at .*test_prepare_errors\.py:\d+.*\): jaxquant\."):
+        PREPARED.apply(CONVERTED, ranges, X)
+
+
+def test_a_branch_never_taken_has_no_range() -> None:
+    def choose(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x.sum() > 0, lambda: x @ params["w"], lambda: -x @ (params["w"] * 1.0) @ params["v"])
+
+    prepared = jq.prepare(choose, PARAMS, X, rules=RULES)
+    with pytest.raises(ValueError, match=r"^v: jaxquant.minmax.finalize: .* got no data"):
+        prepared.calibrate(PARAMS, [X])
+
+
+def test_strict_holds_for_later_calls() -> None:
+    def grow(params: Any, x: jax.Array, *, scaled: bool = False) -> jax.Array:
+        return x @ (params["w"] * 2 if scaled else params["w"])
+
+    prepared = jq.prepare(grow, {"w": PARAMS["w"]}, X, rules=jq.recipes.w8a8_dynamic(), strict=True)
+    with pytest.raises(ValueError, match=r"apply: rules: expected codes for each contraction .* mul at"):
+        prepared.apply(prepared.convert({"w": PARAMS["w"]}), None, X, scaled=True)
+
+
+def test_arguments_that_need_other_specs_are_refused() -> None:
+    def turn(params: Any, x: jax.Array, *, turned: bool = False) -> jax.Array:
+        return x @ (params["v"].T if turned else params["v"])
+
+    params = {"v": PARAMS["v"]}
+    prepared = jq.prepare(turn, params, jnp.ones((2, 3)), rules=jq.recipes.w8a8_dynamic())
+    with pytest.raises(ValueError, match=r"args: expected arguments at which v is quantized as at those of prepare"):
+        prepared.apply(prepared.convert(params), None, jnp.ones((2, 3)), turned=True)

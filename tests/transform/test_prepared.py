@@ -1,0 +1,339 @@
+"""The functions of a prepared function: calibration, conversion, calls and training."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxquant as jq
+from jaxquant.transform import _prepared
+
+F32 = np.float32
+STATIC = jq.recipes.w8a8_static()
+DYNAMIC = jq.recipes.w8a8_dynamic()
+
+
+def apply(params: Any, x: jax.Array, *, scale: float = 1.0, double: bool = False) -> jax.Array:
+    """Return a network of two layers, with an option that is static and one that is traced."""
+    h = jax.nn.relu(x @ params["first"]["kernel"] + params["first"]["bias"])
+    h = h * 2 if double else h
+    return h @ params["second"]["kernel"] * scale
+
+
+@pytest.fixture
+def params(rng: np.random.Generator) -> Any:
+    def sample(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(0, 0.3, shape).astype(F32))
+
+    return {"first": {"kernel": sample(12, 16), "bias": sample(1, 16)}, "second": {"kernel": sample(16, 5)}}
+
+
+@pytest.fixture
+def batches(rng: np.random.Generator) -> list[np.ndarray]:
+    return list(rng.normal(0.1, 1, (4, 6, 12)).astype(F32))
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b)))
+
+
+def test_prepare_reads_shapes_only(params: Any) -> None:
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    prepared = jq.prepare(apply, like, jax.ShapeDtypeStruct((6, 12), F32), rules=STATIC, strict=True)
+    rows = prepared.coverage.rows
+    assert [row.name for row in rows] == ["first/kernel", "second/kernel"]
+    assert [row.form for row in rows] == ["integer", "integer"]
+    assert rows[0].where.startswith(str(pathlib.Path(__file__)))
+    assert "first/kernel" in str(prepared.coverage)
+    assert str(prepared.coverage).endswith("2 integer")
+    assert prepared.coverage.to_dict()["second/kernel"]["shapes"] == [[6, 16], [16, 5]]
+    # The parameters without a contraction are not quantized.
+    assert {prepared.names[place] for place in prepared.leaves} == {"first/kernel", "second/kernel"}
+
+
+@pytest.mark.parametrize(
+    "rules", [STATIC, DYNAMIC, jq.recipes.weight_only_int8()], ids=["static", "dynamic", "weights"]
+)
+def test_integers_are_those_of_the_operators(params: Any, batches: Any, rules: Any) -> None:
+    """The transform computes what a user writes with `quantize` and `dot_general` by hand."""
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=rules)
+    ranges = prepared.calibrate(params, batches)
+    specs = {"static": jq.QuantSpec("uint8"), "dynamic": jq.QuantSpec("uint8", jq.PerAxis(0))}
+    spec = specs["static"] if rules is STATIC else specs["dynamic"] if rules is DYNAMIC else None
+
+    def contract(x: jax.Array, name: str) -> jax.Array:
+        w = jq.quantize(params[name]["kernel"], jq.QuantSpec("int8", jq.PerAxis(1)))
+        if spec is None:
+            return jq.matmul(x, w)
+        ends = ranges.get(f"{name}/kernel", {"0": None})["0"]
+        return jq.matmul(jq.quantize(x, spec, range=ends), w)
+
+    @jax.jit
+    def compute(x: jax.Array) -> jax.Array:
+        return contract(jax.nn.relu(contract(x, "first") + params["first"]["bias"]), "second")
+
+    y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
+    np.testing.assert_array_equal(y, compute(x))
+
+
+def test_calibration_by_hand_equals_the_loop(params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
+    ranges = prepared.calibrate(params, iter(batches), progress=False)
+    observe = jax.jit(prepared.observe)
+    halves = []
+    for part in (batches[:1], batches[1:]):
+        state = prepared.init()
+        for batch in part:
+            state = observe(state, params, batch)
+        halves.append(state)
+    assert equal(prepared.finalize(prepared.merge(*halves)), ranges)
+    assert equal(prepared.calibrate(params, batches[1:], state=halves[0]), ranges)
+    # The range of the first layer is that of the inputs.
+    lo, hi = ranges["first/kernel"]["0"]
+    assert (float(lo.squeeze()), float(hi.squeeze())) == (np.min(batches), np.max(batches))
+    # An interrupted loop goes on from its file, in which the first two batches are counted.
+    path = tmp_path / "ranges"
+    prepared.calibrate(params, batches[:2], checkpoint=path)
+    assert equal(
+        jq.prepare(apply, params, batches[0], rules=STATIC).calibrate(params, batches, checkpoint=path), ranges
+    )
+    with pytest.raises(ValueError, match=r"jaxquant\.Prepared\.calibrate: checkpoint: .* other weights or layers"):
+        prepared.calibrate(jax.tree.map(lambda w: 2 * w, params), batches, checkpoint=path)
+
+
+def test_states_of_devices_are_reduced(params: Any, batches: Any) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def observe(params: Any, x: jax.Array) -> Any:
+        state = prepared.observe(prepared.init(), params, x)
+        return prepared.all_reduce(state, "data")
+
+    run = jax.shard_map(observe, mesh=mesh, in_specs=(whole, split), out_specs=whole, check_vma=False)
+    state = jax.jit(run)(params, np.concatenate(batches))
+    assert equal(prepared.finalize(state), prepared.calibrate(params, batches))
+
+
+def test_batches_are_arrays_tuples_or_mappings(params: Any, batches: Any) -> None:
+    x = batches[0]
+    prepared = jq.prepare(apply, params, x, rules=STATIC, double=True)
+    expected = prepared.calibrate(params, [x], double=True)
+    assert equal(prepared.calibrate(params, [(x,)], double=True), expected)
+    assert equal(prepared.calibrate(params, [{"x": x}], double=True), expected)
+    assert not equal(prepared.calibrate(params, [x]), expected)
+    with pytest.raises(ValueError, match=r"batches\[0\]: expected names of arguments that no other argument"):
+        prepared.calibrate(params, [{"x": x, "scale": np.float32(1)}], scale=2.0)
+    with pytest.raises(ValueError, match="expected at least one batch, got none"):
+        prepared.calibrate(params, [])
+    with pytest.raises(ValueError, match=r"a NaN or an infinity in batch 1"):
+        prepared.calibrate(params, [x, x * np.inf])
+
+
+def test_convert_keeps_the_tree(params: Any, batches: Any) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=DYNAMIC)
+    qparams = prepared.convert(params)
+    assert isinstance(qparams["first"]["kernel"], jq.QuantizedArray)
+    assert qparams["first"]["bias"] is params["first"]["bias"]
+    assert qparams["second"]["kernel"].codes.dtype == jnp.int8
+    shapes = jax.eval_shape(prepared.convert, params)
+    assert [x.shape for x in jax.tree.leaves(shapes)] == [x.shape for x in jax.tree.leaves(qparams)]
+    assert equal(jax.jit(prepared.convert)(params)["first"]["kernel"].codes, qparams["first"]["kernel"].codes)
+    copy = jax.tree.map(jnp.copy, params)
+    assert equal(prepared.convert(copy, delete=True), qparams)
+    assert copy["first"]["kernel"].is_deleted()
+    assert copy["second"]["kernel"].is_deleted()
+    assert not copy["first"]["bias"].is_deleted()
+
+
+def test_convert_frees_one_leaf_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a leaf is quantized, the floats of all leaves before it are gone."""
+    params = {f"w{place}": jnp.full((8, 8), place + 1.0) for place in range(4)}
+    prepared = jq.prepare(
+        lambda params, x: functools.reduce(jnp.matmul, params.values(), x), params, jnp.ones((2, 8)), rules=DYNAMIC
+    )
+    deleted, quantize_weight = [], _prepared._quantize_weight
+
+    def watch(*args: Any) -> Any:
+        deleted.append(sum(w.is_deleted() for w in params.values()))
+        return quantize_weight(*args)
+
+    monkeypatch.setattr(_prepared, "_quantize_weight", watch)
+    prepared.convert(params, delete=True)
+    assert deleted == [0, 1, 2, 3]
+
+
+def test_other_arguments_are_traced_or_static(params: Any, batches: Any) -> None:
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=DYNAMIC, scale=1.0)
+    qparams = prepared.convert(params)
+    run = jax.jit(prepared.apply, static_argnames="double")
+    y = run(qparams, None, x, scale=1.0)
+    np.testing.assert_array_equal(run(qparams, {}, x, scale=2.0), 2 * y)
+    np.testing.assert_array_equal(run(qparams, {}, x, double=True).shape, y.shape)
+    # Another batch size needs no other preparation.
+    np.testing.assert_array_equal(run(qparams, {}, x[:1], scale=1.0), y[:1])
+    np.testing.assert_array_equal(run(qparams, {}, np.asarray(x), scale=1.0), y)
+
+
+def test_check_reports_other_arguments(params: Any, batches: Any) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=DYNAMIC)
+    rows = prepared.check(params, jax.ShapeDtypeStruct((3, 12), F32)).rows
+    assert rows[0].shapes == ((3, 12), (12, 16))
+    assert prepared.check(prepared.convert(params), batches[0]).to_dict() == prepared.coverage.to_dict()
+
+
+# Training.
+
+
+@pytest.mark.parametrize("estimator", [jq.LSQ(), jq.LSQPlus()], ids=["LSQ", "LSQPlus"])
+@pytest.mark.parametrize("rules", [STATIC, DYNAMIC, jq.recipes.weight_only_int4(4)], ids=["static", "dynamic", "int4"])
+def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rules: Any, estimator: Any) -> None:
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=rules)
+    scales = prepared.learned(params, prepared.calibrate(params, batches), estimator=estimator)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(scales))
+    assert set(scales.activations) == (set(prepared.static_ranges))
+
+    @jax.jit
+    def step(trained: Any) -> tuple[Any, jax.Array]:
+        def find_loss(trained: Any) -> tuple[jax.Array, jax.Array]:
+            y = prepared.fake_apply(*trained, x)
+            return ((y - 1) ** 2).mean(), y
+
+        slopes, y = jax.grad(find_loss, has_aux=True)(trained)
+        return jax.tree.map(lambda p, g: p - np.float32(0.01) * g, trained, slopes), y
+
+    serve = jax.jit(prepared.apply)
+    start = trained = (params, scales)
+    for _ in range(3):
+        following, y = step(trained)
+        np.testing.assert_array_equal(serve(prepared.convert(*trained), trained[1], x), y)
+        trained = following
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), start, trained)
+    assert all(moved[1].weights[name].scale for name in scales.weights)
+    assert all(part.scale for parts in moved[1].activations.values() for part in parts.values())
+
+
+def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches: Any) -> None:
+    """With inputs that need no clipping, the gradient is that of the float program at the dequantized values."""
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=DYNAMIC)
+
+    def reference(params: Any) -> jax.Array:
+        fake = functools.partial(jq.fake_quantize, spec=jq.QuantSpec("int8", jq.PerAxis(1)))
+        rows = functools.partial(jq.fake_quantize, spec=jq.QuantSpec("uint8", jq.PerAxis(0)))
+        h = jax.nn.relu(rows(x) @ fake(params["first"]["kernel"]) + params["first"]["bias"])
+        return rows(h) @ fake(params["second"]["kernel"])
+
+    got = jax.grad(lambda p: prepared.fake_apply(p, None, x).sum())(params)
+    expected = jax.grad(lambda p: reference(p).sum())(params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_apply_refuses_a_gradient_that_rounding_makes_zero(params: Any, batches: Any) -> None:
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(apply, params, x, rules=DYNAMIC)
+    qparams = prepared.convert(params)
+    with pytest.raises(TypeError, match=r"^first/kernel .*Prepared\.apply: args: expected no gradient"):
+        jax.grad(lambda x: prepared.apply(qparams, None, x).sum())(x)
+    # What follows the contractions has its gradient, and so has a contraction of floats.
+    assert jax.grad(lambda s: (s * prepared.apply(qparams, None, x)).sum())(1.0) != 0
+    weights = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
+    assert jax.grad(lambda x: weights.apply(weights.convert(params), None, x).sum())(x).any()
+
+
+def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
+    x = [np.abs(batch) for batch in batches]
+    prepared = jq.prepare(apply, params, x[0], rules=STATIC)
+    scales = prepared.learned(params, prepared.calibrate(params, x), estimator=jq.PACT())
+    assert not scales.weights
+    assert set(scales.activations) == {"first/kernel", "second/kernel"}
+    y = jax.jit(prepared.fake_apply)(params, scales, x[0])
+    np.testing.assert_array_equal(jax.jit(prepared.apply)(prepared.convert(params, scales), scales, x[0]), y)
+    ranges = prepared.calibrate(params, batches)
+    with pytest.raises(ValueError, match=r"^first/kernel: .*estimator: expected LSQ\(\) or LSQPlus\(\)"):
+        prepared.learned(params, ranges, estimator=jq.PACT())
+
+
+def test_parameters_and_ranges_are_saved(params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
+    ranges, qparams = prepared.calibrate(params, batches), prepared.convert(params)
+    jq.checkpoint.save_orbax(tmp_path / "served", {"params": qparams, "ranges": ranges})
+    shapes = {
+        "params": jax.eval_shape(prepared.convert, params),
+        "ranges": jax.eval_shape(prepared.finalize, prepared.init()),
+    }
+    y = prepared.apply(qparams, ranges, batches[0])
+    for like in (shapes, None):  # without a target, ranges are dicts
+        loaded = jq.checkpoint.load_orbax(tmp_path / "served", like=like)
+        np.testing.assert_array_equal(prepared.apply(loaded["params"], loaded["ranges"], batches[0]), y)
+
+
+# Modules and closures.
+
+
+class Block(nnx.Module):
+    """Two layers, of which the second is used twice."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(12, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 8, rngs=rngs)
+        self.same = self.second
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.same(jax.nn.relu(self.second(jax.nn.relu(self.first(x)))))
+
+
+def test_nnx_module_is_the_parameters(batches: Any) -> None:
+    model, x = Block(nnx.Rngs(0)), jnp.asarray(batches[0])
+    prepared = jq.prepare(lambda model, x: model(x), model, x, rules=STATIC, strict=True)
+    # The shared layer is one parameter with two uses.
+    assert [row.name for row in prepared.coverage.rows] == ["first/kernel", "same/kernel", "same/kernel#1"]
+    ranges = prepared.calibrate(model, batches)
+    converted = prepared.convert(model)
+    assert isinstance(converted, Block)
+    assert isinstance(converted.first.kernel[...], jq.QuantizedArray)
+    assert converted.same is converted.second
+    y = nnx.jit(prepared.apply)(converted, ranges, x)
+    np.testing.assert_array_equal(y, nnx.jit(prepared.fake_apply)(model, ranges, x))
+    np.testing.assert_allclose(y, model(x), atol=0.1)
+
+
+def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
+    """A function that contracts quantized arrays itself gets them as they are."""
+    x = jnp.asarray(batches[0])
+    given = {
+        **params,
+        "first": {**params["first"], "kernel": jq.quantize(params["first"]["kernel"], jq.QuantSpec("int8"))},
+    }
+
+    def mixed(params: Any, x: jax.Array) -> jax.Array:
+        return jq.matmul(x, params["first"]["kernel"]) @ params["second"]["kernel"]
+
+    prepared = jq.prepare(mixed, given, x, rules=DYNAMIC, strict=True)
+    assert [prepared.names[place] for place in prepared.leaves] == ["second/kernel"]
+    qparams = prepared.convert(given)
+    assert qparams["first"]["kernel"] is given["first"]["kernel"]
+    y = jax.jit(prepared.apply)(qparams, None, x)
+    np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, None, x))
+
+
+def test_closed_over_tracers_do_not_leak(params: Any, batches: Any) -> None:
+    @jax.jit
+    def run(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:
+        prepared = jq.prepare(lambda p, x: apply(p, x) + offset, params, x, rules=DYNAMIC)
+        return prepared.fake_apply(params, None, x)
+
+    x = jnp.asarray(batches[0])
+    np.testing.assert_array_equal(run(params, x, jnp.float32(0)), run(params, x[:], jnp.float32(0)))
+    assert run(params, x[:2], jnp.float32(1)).shape == (2, 5)

@@ -1,0 +1,215 @@
+"""Program shapes: all contractions are listed, and run on codes as the coverage says."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+
+from ..cases.programs_with_bodies import PROGRAMS
+from ..support.contraction_crawler import count_contractions, count_rows
+from ..support.prepared import (
+    RECIPES,
+    check_gradients,
+    convert_and_apply,
+    differentiate,
+    find_ranges,
+    find_sqnr,
+    same_trees,
+)
+
+FORMS = {"integer": "i", "lookup": "l", "float": "f", "weight-only": "w"}
+# With 16 terms, 8 bits have about 40 dB for one product; 4 bits of a whole tensor about 15.
+LEAST_SQNR = {"w4a8": 6, "weight_only_int4": 6}
+LEAST_COSINE = {"w4a8": 0.5, "weight_only_int4": 0.5}
+# The crawler's input must be arrays; ids and floats all are.
+every_program = pytest.mark.parametrize("name", PROGRAMS)
+
+
+def _prepare(name, recipe, rng, **options):
+    example = PROGRAMS[name]
+    params, inputs = example.sample(rng)
+    return example, params, inputs, jq.prepare(example.function, params, *inputs, rules=RECIPES[recipe], **options)
+
+
+@every_program
+def test_coverage_lists_every_contraction(name, rng):
+    example, params, inputs, prepared = _prepare(name, "w8a8_dynamic", rng)
+    assert count_rows(prepared.coverage) == count_contractions(example.function, params, *inputs)
+    rows = prepared.coverage.rows
+    assert "".join(FORMS[row.form] for row in rows) == example.forms
+    assert len({row.name for row in rows}) == len(rows)
+    assert all(row.reason for row in prepared.coverage.floats)
+    assert all(row.where for row in rows)
+
+
+@every_program
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
+@pytest.mark.full
+def test_rows_do_not_depend_on_rules(name, recipe, rng):
+    example, params, inputs, prepared = _prepare(name, recipe, rng)
+    assert count_rows(prepared.coverage) == count_contractions(example.function, params, *inputs)
+
+
+# Blocks of 4 rows do not divide into 6.
+REFUSED = [("split_and_whole", "weight_only_int4")]
+
+
+def test_blocks_that_a_reshape_cuts_are_refused(rng):
+    with pytest.raises(ValueError, match=r"reshape at .*programs.py:.*elements that share an entry stay adjacent"):
+        _prepare("split_and_whole", "weight_only_int4", rng)
+
+
+def _check_values(name, recipe, rng):
+    if (name, recipe) in REFUSED:
+        return
+    example, params, inputs, prepared = _prepare(name, recipe, rng)
+    ranges = find_ranges(prepared, params, *inputs)
+    got = convert_and_apply(prepared, params, ranges, *inputs)
+
+    @jax.jit
+    def compute_both(params, ranges, *inputs):
+        return prepared.fake_apply(params, ranges, *inputs), example.function(params, *inputs)
+
+    fake, want = compute_both(params, ranges, *inputs)
+    same_trees(got, fake)
+    assert find_sqnr(got, want) > LEAST_SQNR.get(recipe, 25)
+
+
+@every_program
+@pytest.mark.sample(10)
+def test_apply_equals_fake_apply(name, rng):
+    _check_values(name, "w8a8_dynamic", rng)
+
+
+@every_program
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
+@pytest.mark.sample(6)
+def test_apply_equals_fake_apply_with_recipes(name, recipe, rng):
+    _check_values(name, recipe, rng)
+
+
+@pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.is_differentiable])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.sample(4)
+def test_gradient_of_fake_apply(name, recipe, rng):
+    example, params, inputs, prepared = _prepare(name, recipe, rng)
+    ranges = find_ranges(prepared, params, *inputs)
+    fake, gradients = differentiate(lambda params, *xs: prepared.fake_apply(params, ranges, *xs), params, *inputs)
+    want, float_gradients = differentiate(example.function, params, *inputs)
+    assert find_sqnr(fake, want) > LEAST_SQNR.get(recipe, 25)
+    check_gradients(gradients, float_gradients, LEAST_COSINE.get(recipe, 0.8))
+
+
+@every_program
+@pytest.mark.sample(1)
+def test_eager_equals_jit(name, rng):
+    _, params, inputs, prepared = _prepare(name, "w8a8_dynamic", rng)
+    qparams = prepared.convert(params)
+    same_trees(prepared.apply(qparams, None, *inputs), jax.jit(prepared.apply)(qparams, None, *inputs))
+
+
+BRANCHES = ("cond", "switch", "loop_in_branch")
+
+
+# JAX cannot vectorize ragged products along other dimensions than the first.
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "ragged_product"])
+@pytest.mark.sample(2)
+def test_vmap_over_inputs(name, rng):
+    example, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
+    others = example.sample_inputs(rng)
+    state = prepared.observe(prepared.observe(prepared.init(), params, *inputs), params, *others)
+    ranges = jax.jit(prepared.finalize)(state)
+    qparams = prepared.convert(params)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), inputs, others)
+    got = jax.jit(jax.vmap(lambda *xs: prepared.apply(qparams, ranges, *xs)))(*stacked)
+    for place, one in enumerate((inputs, others)):
+        part = jax.tree.map(lambda x, place=place: x[place], got)
+        want = jax.jit(prepared.apply)(qparams, ranges, *one)
+        if name in BRANCHES:
+            # JAX computes all branches and repeats their ranges. XLA may then divide by multiplying with a reciprocal.
+            assert find_sqnr(part, want) > 100
+        elif "f" in example.forms:
+            # Sums of floats may have another order.
+            assert find_sqnr(part, want) > 40
+        else:
+            same_trees(part, want)
+
+
+# Programs whose first dimension is a batch.
+BATCHED = [
+    "product", "attention", "convolution", "tied_embedding", "remat", "nested_jit", "scan_over_layers",
+    "reshape_to_heads", "concatenate_outputs", "cond", "loop_in_branch",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.sample(2)
+def test_another_batch_size(name, rng):
+    _, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
+    ranges = find_ranges(prepared, params, *inputs)
+    qparams = prepared.convert(params)
+    wide = [jnp.concatenate([x, x, x]) if x.ndim else x for x in inputs]
+    assert [row.name for row in prepared.check(params, *wide).rows] == [row.name for row in prepared.coverage.rows]
+    got = jax.jit(prepared.apply)(qparams, ranges, *wide)
+    want = jax.jit(prepared.apply)(qparams, ranges, *inputs)
+    same_trees(got[: len(want)], want)
+
+
+# Contractions that stay in floats: the reason, and the paths of the parameters that are not quantized.
+REASONS = {
+    "low_rank_update": [("both operands are parameters", {"a", "b"}), ("dot_general at", {"w", "a", "b"})],
+    "weight_norm": [("mul at", {"v", "g"})],
+    "masked_weight": [("gt at", {"w", "mask"})],
+    "concatenate_inputs": [("parameters are concatenated along an axis that is summed", {"a", "b"})],
+    "closed_over_constant": [("an operand is an array that the function closes over", set())],
+    "constant_times_weight": [("neither on the parameters nor", {"w"}), ("dot_general at", {"w"})],
+    "cond_that_returns_a_weight": [("cond at", {"a", "b"})],
+    "weights_swapped_by_scan": [("scan at", {"a", "b"})],
+    "weights_stacked_in_program": [("at", {"a", "b"})],
+    "dead_code": [("nothing uses its result", {"unused"})],
+    "contraction_of_integers": [("integers already", set())],
+    "contraction_in_condition": [("in the condition of a loop", {"w"})],
+    "ragged_product": [("this operation has no form on codes", {"w"})],
+    "attention": [("no rule matches it", set())] * 2,
+}
+# A rule does not want these in integers, or nothing is lost by floats.
+UNWANTED = ("closed_over_constant", "dead_code", "contraction_of_integers", "attention", "ragged_product")
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_float_rows_say_why(name, rng):
+    _, _, _, prepared = _prepare(name, "w8a8_dynamic", rng)
+    rows = [(row.reason, set(row.paths)) for row in prepared.coverage.floats]
+    assert len(rows) == len(REASONS[name])
+    for (reason, paths), (part, expected) in zip(rows, REASONS[name], strict=True):
+        assert part in reason
+        assert paths == expected
+
+
+@pytest.mark.parametrize("name", [name for name in REASONS if name not in UNWANTED])
+def test_strict_raises(name, rng):
+    with pytest.raises(ValueError, match=r"codes for each contraction that a rule matches \(strict=True\)") as error:
+        _prepare(name, "w8a8_dynamic", rng, strict=True)
+    for reason, paths in REASONS[name]:
+        assert reason in str(error.value)
+        assert all(path in str(error.value) for path in paths)
+
+
+@pytest.mark.parametrize("name", UNWANTED)
+def test_strict_ignores_what_no_rule_wants(name, rng):
+    _prepare(name, "w8a8_dynamic", rng, strict=True)
+
+
+def test_custom_gradient_is_kept(rng):
+    _, params, (x,), prepared = _prepare("custom_vjp_around", "w8a8_dynamic", rng)
+    _, _, _, plain = _prepare("product", "w8a8_dynamic", rng)
+    gradients = [
+        jax.grad(lambda params, one=one: one.fake_apply(params, {}, x).sum())(params)["w"] for one in (prepared, plain)
+    ]
+    # The rule reads the inputs in floats, so the gradients differ by the errors of their codes.
+    ratio = np.linalg.norm(gradients[0]) / np.linalg.norm(gradients[1])
+    np.testing.assert_allclose(ratio, 7, rtol=0.05)
