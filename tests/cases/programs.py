@@ -364,7 +364,7 @@ def closed_over_constant(params, x):
     return x @ params["w"] + x @ (np.arange(128, dtype=np.float32).reshape(16, 8) / 128)
 
 
-@example({"w": (16, 8)}, (6, 4), forms="ff")
+@example({"w": (16, 8)}, (6, 4), forms="if")
 def constant_times_weight(params, x):
     return x @ (np.arange(64, dtype=np.float32).reshape(4, 16) / 64 @ params["w"])
 

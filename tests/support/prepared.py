@@ -28,7 +28,7 @@ RECIPES = {
 
 def find_ranges(prepared: Any, params: Any, *inputs: Any) -> Any:
     """Return the static ranges of one batch; NaN for a branch that it does not take."""
-    if not prepared.ranges:
+    if not prepared.static_ranges:
         return {}
 
     # The parameters may hold leaves that are not arrays.

@@ -17,17 +17,28 @@ from ..support.prepared import RECIPES, find_ranges
 
 PRODUCTS = ("plain mlp", "linen lstm", "linen encoder", "plain decoder")
 # XLA:CPU may rewrite a small convolution, and zero points add contractions for padded borders.
+# Codes that are symmetric about 0: with a zero point, one more contraction may sum the weights.
+SIGNED = (
+    jq.Rule(operation="dot_general", weight=jq.Weight("int8"), activation=jq.Activation("int8", per="row")),
+    jq.Rule(operation="take", weight=jq.Weight("int8")),
+)
+STATIC = (
+    jq.Rule(operation="dot_general", weight=jq.Weight("int8"), activation=jq.Activation("int8", range=jq.absmax)),
+    jq.Rule(operation="take", weight=jq.Weight("int8")),
+)
+ROWS = {"signed": SIGNED, "signed static": STATIC}
+ROWS["activations"] = (jq.Rule(operands="activations", activation=jq.Activation("int8", per="row")), *SIGNED)
 CONVOLUTIONS = ("linen cnn", "linen separable cnn")
 
 
 def _prepare(name, recipe):
     network = make_network(name)
     x = network.sample(jax.random.key(1), 4)
-    prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES[recipe])
+    prepared = jq.prepare(network.apply, network.params, x, rules={**RECIPES, **ROWS}[recipe])
     return prepared, (prepared.convert(network.params), find_ranges(prepared, network.params, x), x)
 
 
-@pytest.mark.parametrize("recipe", ["w8a8_dynamic", "w8a8_static", "activations"])
+@pytest.mark.parametrize("recipe", list(ROWS))
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.sample(2)
 def test_integer_contractions_are_as_many_as_rows(name, recipe):

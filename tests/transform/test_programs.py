@@ -166,7 +166,7 @@ REASONS = {
     "masked_weight": [("gt at", {"w", "mask"})],
     "concatenate_inputs": [("parameters are concatenated along an axis that is summed", {"a", "b"})],
     "closed_over_constant": [("an operand is an array that the function closes over", set())],
-    "constant_times_weight": [("neither on the parameters nor", {"w"}), ("dot_general at", {"w"})],
+    "constant_times_weight": [("computed by dot_general at", {"w"})],
     "cond_that_returns_a_weight": [("cond at", {"a", "b"})],
     "weights_swapped_by_scan": [("scan at", {"a", "b"})],
     "weights_stacked_in_program": [("at", {"a", "b"})],
@@ -174,7 +174,7 @@ REASONS = {
     "contraction_of_integers": [("integers already", set())],
     "contraction_in_condition": [("in the condition of a loop", {"w"})],
     "ragged_product": [("this operation has no form on codes", {"w"})],
-    "attention": [("no rule matches it", set())] * 2,
+    "attention": [("a product of activations", set())] * 2,
 }
 # A rule does not want these in integers, or nothing is lost by floats.
 UNWANTED = ("closed_over_constant", "dead_code", "contraction_of_integers", "attention", "ragged_product")
