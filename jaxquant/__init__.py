@@ -1,13 +1,13 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax` and `jaxquant.checkpoint` are imported when they are first used.
+`jaxquant.flax`, `jaxquant.checkpoint` and `jaxquant.transform` are imported when they are first used.
 """
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from . import integer, onednn, transform
+from . import integer, onednn
 from ._arrays.codebook import Codebook, nf4
 from ._arrays.concatenate import concatenate
 from ._arrays.error_metrics import QuantizationError, quantization_error
@@ -42,7 +42,6 @@ from ._training.fake_quantize_linear import fake_quantize_linear
 from ._training.quantizer import Quantizer
 from .calibration import Calibrator, Range, absmax, entropy, minmax, moving_average, mse, percentile
 from .onednn import dynamic_dequantize
-from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 
 __all__ = [  # noqa: RUF022 as grouped
     # ONNX and ONNX Runtime operators, and oneDNN's: plain arrays and an explicit scale.
@@ -124,11 +123,16 @@ __all__ = [  # noqa: RUF022 as grouped
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import flax as flax
+    from . import transform as transform
+    from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "flax")  # of these, flax needs a package that jaxquant does not depend on
+    _LAZY = ("checkpoint", "flax", "transform")  # of these, flax needs a package that jaxquant does not depend on
+    _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:
-        """Imports a module of jaxquant that is not imported with it (PEP 562)."""
+        """Imports a module of jaxquant that is not imported with it, or a name in one (PEP 562)."""
+        if name in _IN_TRANSFORM:
+            return getattr(importlib.import_module(".transform", __name__), name)
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

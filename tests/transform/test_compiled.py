@@ -26,7 +26,7 @@ STATIC = (
     jq.Rule(operation="dot_general", weight=jq.Weight("int8"), activation=jq.Activation("int8", range=jq.absmax)),
     jq.Rule(operation="take", weight=jq.Weight("int8")),
 )
-ROWS = {"signed": SIGNED, "signed static": STATIC}
+ROWS: dict[str, tuple[jq.Rule, ...]] = {"signed": SIGNED, "signed static": STATIC}
 ROWS["activations"] = (jq.Rule(operands="activations", activation=jq.Activation("int8", per="row")), *SIGNED)
 CONVOLUTIONS = ("linen cnn", "linen separable cnn")
 
