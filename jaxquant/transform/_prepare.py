@@ -58,7 +58,7 @@ def prepare(
         Prepared(<lambda>: 2 integer)
         >>> qparams = prepared.convert(params)
         >>> prepared.apply(qparams, None, x).round(2)
-        Array([[3.51, 3.51]], dtype=float32)
+        Array([[4., 4.]], dtype=float32)
 
     Source: Jacob et al., arXiv 1712.05877, section 2, for contractions of codes; Bradbury et al., "JAX: composable
     transformations of Python+NumPy programs", for the programs that are traced.
