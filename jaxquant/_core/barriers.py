@@ -17,6 +17,7 @@ from . import sharding
 # of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
 _FEWEST_SPLIT = 2**11 + 1
 _MOST_SPLIT = 2**16 - 1
+# The length up to which `vary_elements` puts a vector of constants into the program: 32 KiB.
 _MOST_CONSTANTS = 2**13
 
 

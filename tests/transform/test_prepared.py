@@ -223,6 +223,21 @@ def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rul
     assert all(part.scale for parts in moved[1].activations.values() for part in parts.values())
 
 
+def test_floats_behind_a_contraction_have_the_same_bits(fixed_rng: np.random.Generator) -> None:
+    """A tanh depends on the loop in which XLA computes it, so both programs must have the same one."""
+    x, w, v = (jnp.asarray(fixed_rng.normal(0, 0.5, shape).astype(F32)) for shape in ((8, 8), (8, 8), (8, 8)))
+
+    def network(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"])
+
+    params = {"w": w, "v": v}
+    for size in range(1, 9):
+        prepared = jq.prepare(network, params, x[:size], rules=STATIC)
+        ranges = prepared.calibrate(params, [x])
+        y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x[:size])
+        np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(params, ranges, x[:size]), y)
+
+
 def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches: Any) -> None:
     """With inputs that need no clipping, the gradient is that of the float program at the dequantized values."""
     x = jnp.asarray(batches[0])
