@@ -86,7 +86,7 @@ def near_ties(rng: np.random.Generator, name: str) -> tuple[np.ndarray, tuple[An
     return x, (codes, scale, held, array_text.values(codes, wide, points, F32))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_and_dequantize_where_x_is_cut(rng: np.random.Generator, name: str, kind: AxisType) -> None:
@@ -130,7 +130,7 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("axis", range(3))
 def test_views_of_a_cut_array(rng: np.random.Generator, axis: int, kind: AxisType) -> None:
@@ -150,6 +150,7 @@ def test_views_of_a_cut_array(rng: np.random.Generator, axis: int, kind: AxisTyp
     same(got, [view(whole) for view in views.values()])
 
 
+@pytest.mark.slow
 def test_what_an_explicit_cut_refuses(rng: np.random.Generator) -> None:
     """The sharding of the result is not determined: `out_sharding=` is, or for an index JAX's own function, reshard."""
     x = rng.normal(size=(8, 16)).astype(F32)
@@ -193,7 +194,7 @@ def product(a: QuantizedArray, b: QuantizedArray, length: int) -> np.ndarray:
     return y
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize(("name", "length"), [("plain", 32), ("blocks", 8), ("blocks of both", 4)])
 def test_matmul_where_an_operand_is_cut(rng: np.random.Generator, name: str, length: int, kind: AxisType) -> None:
@@ -214,6 +215,7 @@ def test_matmul_where_an_operand_is_cut(rng: np.random.Generator, name: str, len
             assert jax.typeof(got).sharding.spec == (P("d", None) if left == 0 else P(None, "d"))
 
 
+@pytest.mark.slow
 @KINDS
 def test_other_operators_where_an_operand_is_cut(rng: np.random.Generator, kind: AxisType) -> None:
     query, key = (
@@ -247,6 +249,7 @@ def test_convolutions_of_cut_images(rng: np.random.Generator, kind: AxisType) ->
         same(jax.jit(convolve)(x, cut(w, 3, kind)), want)
 
 
+@pytest.mark.slow
 @KINDS
 def test_gradients_of_scales_where_operands_are_cut(rng: np.random.Generator, kind: AxisType) -> None:
     x, w = rng.normal(size=(16, 32)).astype(F32), rng.normal(size=(32, 24)).astype(F32)
@@ -290,6 +293,7 @@ def test_under_shard_map_each_shard_has_its_own_scale(rng: np.random.Generator, 
         same(part, want)
 
 
+@pytest.mark.slow
 def test_quantized_arrays_in_and_out_of_shard_map(rng: np.random.Generator) -> None:
     x = rng.normal(size=(16, 64)).astype(F32)
     spec = QuantSpec("uint4", Blocked(1, 8))
@@ -313,6 +317,7 @@ def test_a_lost_nan_under_shard_map(rng: np.random.Generator) -> None:
     same(scale[:, 0], (high - low) / F32(255))
 
 
+@pytest.mark.slow
 def test_partial_sums_of_a_cut_contraction_add_up(rng: np.random.Generator) -> None:
     """Scales are powers of two, so that float32 adds them up exactly, in any order: a psum gives the same bits."""
     x, w = rng.normal(size=(16, 64)).astype(F32), rng.normal(size=(64, 24)).astype(F32)
@@ -330,6 +335,7 @@ def test_partial_sums_of_a_cut_contraction_add_up(rng: np.random.Generator) -> N
         same(mapped(jq.matmul, (rows, P()), P("d"))(a, b), want)
 
 
+@pytest.mark.slow
 def test_gradients_under_shard_map(rng: np.random.Generator) -> None:
     """What is cut has a gradient of its own; a scale on every device has the sum."""
     x, w = rng.normal(size=(16, 64)).astype(F32), rng.normal(size=(64, 24)).astype(F32)
@@ -349,6 +355,7 @@ def test_gradients_under_shard_map(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(integer, scales_pull(np.asarray(a.dequantize(), np.float64)), rtol=1e-3, atol=0.5)
 
 
+@pytest.mark.slow
 def test_take_and_convolve_under_shard_map(rng: np.random.Generator) -> None:
     table = jq.quantize(rng.normal(size=(64, 16)).astype(F32), QuantSpec("int4", PerAxis(0)))
     index = rng.integers(-64, 70, (16, 5)).astype(np.int32)
@@ -395,7 +402,7 @@ def weight_only_gradient(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, np.asarray(w.dequantize()).sum(1)[None].repeat(16, 0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("check", [in_chunks, zero_point_granularity, error_measures, weight_only_gradient])
 def test_what_jax_refused_at_first(rng: np.random.Generator, check: Callable[[np.random.Generator], None]) -> None:
     check(rng)

@@ -79,6 +79,7 @@ def test_half_a_step_at_most(data: st.DataObject, shape: tuple[int, ...], seed: 
     assert (beyond <= scale * slack).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.data(), shapes, seeds)
 def test_quantizing_again_gives_the_same(data: st.DataObject, shape: tuple[int, ...], seed: int) -> None:

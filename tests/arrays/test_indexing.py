@@ -99,7 +99,7 @@ INDICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_an_index_picks_what_numpy_picks(rng: np.random.Generator, layout: str) -> None:
     q, want = made(rng, *LAYOUTS[layout])
@@ -272,7 +272,7 @@ def can_be_told(groups: np.ndarray, new: tuple[int, ...]) -> bool:
     return False
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 3, 4), (12,), (5, 2), (2, 5)], ids=str)
 def test_a_reshape_is_refused_only_where_no_scale_says_it(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """Every scale into every shape of up to three dimensions, against a search through all scales there are."""

@@ -123,6 +123,7 @@ def test_any_shapes(data: st.DataObject) -> None:
     same(jq.from_onnx(**view._asdict()).dequantize(), want)
 
 
+@pytest.mark.slow
 def test_floats_and_powers_of_two(rng: np.random.Generator) -> None:
     x = rng.normal(size=(4, 6)).astype(F32)
     for name in ("float8_e4m3fn", "float4_e2m1fn", "float8_e5m2fnuz"):

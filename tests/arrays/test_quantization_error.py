@@ -88,6 +88,7 @@ def test_under_jit_and_vmap(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(np.stack(each, axis=1), want, rtol=2e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_at_the_ends_of_the_range() -> None:
     """Half a step beyond the last code is still rounded to it; one float more is saturated. A code inside never is."""
     spec = jq.QuantSpec(jnp.int8, narrow_range=False)

@@ -129,6 +129,7 @@ def test_under_jit(rng: np.random.Generator) -> None:
         assert_same(got[method], want[method])
 
 
+@pytest.mark.slow
 def test_onnx_view(rng: np.random.Generator) -> None:
     for spec in (SPECS["int8 per axis"], SPECS["uint8 blocks, zero points"], SPECS["int4 boxes"]):
         q, stored = make_pair(rng, spec, (8, 6), 0)
@@ -234,6 +235,7 @@ def test_errors() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_vmap_and_scan(rng: np.random.Generator) -> None:
     """The axes in front can be mapped; an axis that the order moves must be brought into its place first."""
     spec = QuantSpec("int8", PerAxis((0, 2)))
@@ -298,7 +300,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(NUMBERS, ["dense", "one row", "heads in", "batch"]))
 def test_contractions(name: str, rng: np.random.Generator) -> None:
     """Every order of both operands, against the logical order and numpy."""
@@ -358,6 +360,7 @@ def test_matmul_and_einsum(rng: np.random.Generator) -> None:
     assert_same(jq.einsum("hdf->fd", w.store_last(0, 1)), jq.einsum("hdf->fd", w))
 
 
+@pytest.mark.slow
 def test_convolutions(rng: np.random.Generator) -> None:
     x = jq.quantize(rng.normal(size=(2, 9, 7, 4)).astype(F32), QuantSpec("uint8"))
     w = jq.quantize(rng.normal(size=(3, 3, 4, 5)).astype(F32), QuantSpec("int8", PerAxis(3)))

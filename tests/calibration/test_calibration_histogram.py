@@ -71,6 +71,7 @@ def batches(rng: np.random.Generator, shape: tuple[int, ...], n: int) -> list[np
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_ends", [False, True])
 def test_the_order_changes_no_bit(rng: np.random.Generator, has_ends: bool) -> None:
     """Any order of batches, split anywhere, merged in any tree: the histogram of all the data at once."""
@@ -92,6 +93,7 @@ def test_the_order_changes_no_bit(rng: np.random.Generator, has_ends: bool) -> N
         same(states[0], want)
 
 
+@pytest.mark.slow
 def test_from_the_least_to_the_largest_number() -> None:
     info = np.finfo(np.float32)
     cal = jq.mse(jq.QuantSpec(jnp.int8), bins=BINS)
@@ -183,6 +185,7 @@ def widths(state: Any) -> np.ndarray:
     return np.ldexp(1.0, np.asarray(state.exponent)) / (state.counts.low.shape[-1] // 2)
 
 
+@pytest.mark.slow
 def test_sixty_four_bits_in_two_words(rng: np.random.Generator) -> None:
     """Against Python's integers, at the edges of a word and of a 16-bit limb."""
     edges = [0, 1, 2**16 - 1, 2**16, 2**31, 2**32 - 1, 2**32, 2**33 - 1, 2**48, 2**63 - 1]

@@ -82,6 +82,7 @@ def test_percentiles_are_numpy_s(rng: np.random.Generator, kind: str, q: float) 
         assert x.min() <= found[0] <= found[1] <= x.max()
 
 
+@pytest.mark.slow
 def test_percentile_of_everything_and_of_zeros(rng: np.random.Generator) -> None:
     x = rng.normal(size=1000).astype(np.float32)
     for spec in KINDS.values():
@@ -91,6 +92,7 @@ def test_percentile_of_everything_and_of_zeros(rng: np.random.Generator) -> None
     assert ends(jq.percentile(KINDS["uint8"], 60), x) == (0, 0)
 
 
+@pytest.mark.slow
 def test_slices_get_their_own_percentiles(rng: np.random.Generator) -> None:
     x = (rng.normal(size=(4, 5, 600)) * np.exp(rng.uniform(-9, 9, (1, 5, 1)))).astype(np.float32)
     cal = jq.percentile(jq.QuantSpec(jnp.int8, jq.PerAxis(1)), 99)
@@ -100,7 +102,7 @@ def test_slices_get_their_own_percentiles(rng: np.random.Generator) -> None:
     assert (np.abs(np.asarray(cal.finalize(state).hi).ravel() - want) <= width * (1 + 1e-6)).all()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_least_squared_error_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> None:
     """Within one step of the grid of the best candidate over all the data, or minmax where that gains next to nothing;
@@ -150,6 +152,7 @@ def test_least_squared_error_of_other_scales(fixed_rng: np.random.Generator) -> 
         assert (chosen <= least * 1.05).all(), (spec, chosen, least)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int4"])
 def test_entropy_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> None:
@@ -210,6 +213,7 @@ def test_side_by_side_with_onnx_runtime(fixed_rng: np.random.Generator) -> None:
         assert 0.5 < got[1] / want[1] < 2, table
 
 
+@pytest.mark.slow
 def test_minmax_is_onnx_runtime_s(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """Its own collection over a model of one Identity."""
     batches = [rng.normal(size=(3, 4)).astype(np.float32) for _ in range(5)]

@@ -30,6 +30,7 @@ def assert_same(got: Any, want: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_round_trips(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     tree = make_tree(rng)
     arrays = checkpoint.to_arrays(tree)
@@ -83,6 +84,7 @@ def test_damaged_orders(order: Any) -> None:
         checkpoint.from_arrays(write(arrays, text))
 
 
+@pytest.mark.slow
 def test_a_folder_in_the_logical_order(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """Orbax's folders from before there were stored orders, loaded for arrays that have one."""
     tree = {

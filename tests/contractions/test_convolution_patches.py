@@ -28,6 +28,7 @@ KERNELS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", list(KERNELS))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_integers_are_those_of_numpy(name: str, groups: int, rng: np.random.Generator) -> None:
@@ -65,6 +66,7 @@ def test_integers_are_those_of_numpy(name: str, groups: int, rng: np.random.Gene
     np.testing.assert_array_equal(both[1], last(images[1], kernels[1]))
 
 
+@pytest.mark.slow
 def test_patches_are_stacked_in_two_steps_and_the_kernel_is_not_copied() -> None:
     """A stack of 9 slices would be a loop for each of them, and a kernel in HWIO layout needs no transpose."""
     x = jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.uint8)

@@ -153,6 +153,7 @@ def test_weight_only(spec: QuantSpec, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(found, each, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_large_weights_are_dequantized_in_pieces(rng: np.random.Generator) -> None:
     """The same result, the same gradient, and no float copy of the weights in memory."""
     k, n = 1000, 4500
@@ -214,6 +215,7 @@ def test_weight_only_sums_in_float32() -> None:
     np.testing.assert_allclose(y, np.full(2, 3 * 256 * 100 * 300.0), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_forward_mode(rng: np.random.Generator) -> None:
     """Small weight-only contractions and integer ones can be differentiated either way, and twice."""
     x = rng.normal(size=(2, 8)).astype(np.float32)

@@ -122,6 +122,7 @@ def test_what_is_contracted_in_integers(rng: np.random.Generator) -> None:
     assert contractions("ij,jk,kl->il", jnp.ones((64, 32)), b, x) == ["float", "float"]
 
 
+@pytest.mark.slow
 def test_scales_along_the_axes(rng: np.random.Generator) -> None:
     """Per axis where it is kept, in blocks where it is contracted."""
     x = rng.standard_normal((2, 6, 3, 8)).astype(np.float32)

@@ -63,7 +63,7 @@ def operands(rng: np.random.Generator, name: str) -> tuple[QuantizedArray, Quant
     return jq.quantize(x, left), jq.quantize(w, right)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_contractions_of_cut_operands(rng: np.random.Generator, name: str) -> None:
     a, b = operands(rng, name)
@@ -184,7 +184,7 @@ LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backward", [jq.FloatBackward(), Int8Backward()], ids=["float", "int8"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_lie_where_the_operands_do(rng: np.random.Generator, name: str, backward: Any) -> None:
@@ -206,6 +206,7 @@ def test_gradients_lie_where_the_operands_do(rng: np.random.Generator, name: str
             assert spec_of(cotangent) == places
 
 
+@pytest.mark.slow
 def test_scales_learned_in_a_quantizer(rng: np.random.Generator) -> None:
     x, w = rng.normal(size=(16, 32)).astype(F32), rng.normal(size=(32, 24)).astype(F32)
 
@@ -223,6 +224,7 @@ def test_scales_learned_in_a_quantizer(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
     """At trace time, with the shardings and what to say; nothing is compiled."""
     a, b = operands(rng, "per tensor")

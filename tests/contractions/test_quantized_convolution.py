@@ -201,6 +201,7 @@ def test_blocks_of_features_with_a_short_one(rng: np.random.Generator) -> None:
     same_bits(jq.conv_general_dilated(lhs, rhs, (1,), "VALID"), acc * factors.reshape(1, 7, 1))
 
 
+@pytest.mark.slow
 def test_under_vmap_and_sharded(rng: np.random.Generator) -> None:
     lhs, rhs = drawn("depthwise", rng)
     _, _, positional, keywords = CASES["depthwise"]

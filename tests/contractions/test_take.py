@@ -59,6 +59,7 @@ def test_the_slices_of_the_table(name: str, rng: np.random.Generator) -> None:
             same_bits(jax.jit(jq.take)(q, jnp.asarray(indices)), want)
 
 
+@pytest.mark.slow
 def test_jax_takes_the_same(rng: np.random.Generator) -> None:
     """jnp.take of the dequantized table, narrow and unsigned indices included: int8 cannot count to 200."""
     q = jq.quantize(rng.standard_normal((200, 3)).astype(np.float32), SPECS["int4 in blocks of rows"])

@@ -73,7 +73,7 @@ def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(
     "name", mark_others_full(SPECS, ["uint8", "int4", "uint4 in blocks", "blocks in both", "int16"])
@@ -88,6 +88,7 @@ def test_every_form(name: str, arrangement: str, rng: np.random.Generator) -> No
             assert find_error(multiply(x, q, arrangement), x, real) < LIMIT, (depth, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
 def test_large_weights(arrangement: str, rng: np.random.Generator) -> None:
@@ -169,6 +170,7 @@ def test_digits_at_their_bounds() -> None:
         assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint4, jq.nf4], ids=["int8", "uint4", "nf4"])
 def test_short_last_blocks(dtype: Any, rows: int, rng: np.random.Generator) -> None:
@@ -215,7 +217,7 @@ def test_empty_contraction_with_blocks() -> None:
     np.testing.assert_array_equal(y, np.zeros((2, 3), np.float32))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -234,6 +236,7 @@ def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generato
             assert np.isfinite(got[:-1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the digits are a CPU's")
 def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     """Sums of digits are exact: the same bits with other rows, under vmap, and with the depth reversed."""
@@ -246,7 +249,7 @@ def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -272,7 +275,7 @@ def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> No
     assert find_error(nested.reshape(6, columns), x.reshape(6, depth), reals[0]) < LIMIT
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 @pytest.mark.parametrize("rows", mark_others_full([1, 3], [3]))
@@ -304,6 +307,7 @@ def test_derivatives(rows: int, name: str, arrangement: str, rng: np.random.Gene
     close(per_row, jax.vjp(contract_floats, x, q.scale)[1](g)[0])
 
 
+@pytest.mark.slow
 def test_half_dtypes(rng: np.random.Generator) -> None:
     """16-bit activations are widened; a 16-bit array dequantizes to its dtype first, as documented."""
     w = rng.normal(size=(96, 16)).astype(np.float32)
@@ -319,6 +323,7 @@ def test_half_dtypes(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
     for name in ("int4", "nf4"):
         q = jq.quantize(rng.normal(size=(64, 12)).astype(np.float32), SPECS[name])

@@ -69,6 +69,7 @@ def test_a_file_belongs_to_its_layers_and_weights(tmp_path: Any, library: str) -
         run(BATCHES[:2])
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_refused(tmp_path: Any) -> None:
     path, layer = tmp_path / "calibration", dense()
     variables = layer.init(jax.random.key(0), BATCHES[0])

@@ -267,6 +267,7 @@ SERVING: dict[str, Callable[[Any, Any], Any]] = {
 TRAINING = {"standard": standard, **{name: SERVING[name] for name in ("bytes", "state", "pickle")}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SERVING))
 def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
     module, _, serving, tokens = mixed()

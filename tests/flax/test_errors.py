@@ -170,6 +170,7 @@ def with_kernel(variables: Any, kernel: Any) -> Any:
     return {**variables, "params": {"block": {"head": {**layer, "kernel": kernel}}}}
 
 
+@pytest.mark.slow
 def test_a_layer_that_saw_no_data() -> None:
     module, variables, _ = trained()
     unseen = {**variables, "ranges": module.init(jax.random.key(0), X)["ranges"]}
@@ -190,6 +191,7 @@ def test_a_layer_that_saw_no_data() -> None:
             qflax.convert(module, {**unseen, **seen})
 
 
+@pytest.mark.slow
 def test_collections_that_are_missing() -> None:
     module, variables, serving = trained()
     with pytest.raises(
@@ -259,6 +261,7 @@ def test_checkpoints_of_other_shapes() -> None:
                 qflax.convert(learned, {**variables, "scales": bad})
 
 
+@pytest.mark.slow
 def test_a_draw_without_a_key() -> None:
     _, variables, serving = trained()
     module = Net(dense(weight_spec=W, activation_spec=A, backward=jq.Int8Backward(stochastic_rounding=True)))
@@ -294,6 +297,7 @@ def test_a_normalisation_that_does_not_fit() -> None:
         qflax.fold_batch_norm({"kernel": jq.quantize(jnp.ones((3, 5)), W)}, {}, stats)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shipped() -> None:
     """A kernel that training lost, a learned scale that it brought to 0, and constants that a module does not take."""
     layer = qnn.Dense(4, weight_spec=W, activation_spec=A, weight_range=qflax.Learned())
@@ -353,6 +357,7 @@ def test_variables_of_another_spec() -> None:
     np.testing.assert_array_equal(same.apply(variables, X), trained()[0].apply(variables, X))
 
 
+@pytest.mark.slow
 def test_what_a_learned_scale_cannot_hold() -> None:
     """LSQ's zero point of unsigned codes is 0; PACT clips there by intent, LSQ+ learns it."""
     layer = functools.partial(qnn.Dense, 5, weight_spec=W, activation_spec=A)
@@ -396,6 +401,7 @@ class Stacked(nn.Module):
         return qnn.Dense(6, weight_spec=W, activation_spec=A)(x), None
 
 
+@pytest.mark.slow
 def test_an_empty_batch_is_none() -> None:
     layer = qnn.Dense(4, weight_spec=W, activation_spec=A, activation_range=qflax.Observed(freeze_after=1))
     x = jnp.ones((3, 6))

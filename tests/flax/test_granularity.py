@@ -230,6 +230,7 @@ class Around(nnx.Module):
         return self.layer(x)
 
 
+@pytest.mark.slow
 def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     """A state of NNX in another model: as long as the arrays fit, only the text tells."""
     x = draw(2, 4)

@@ -86,7 +86,7 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", mark_others_full(CASES, BY_DEFAULT))
 def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Generator, case: str) -> None:
     layer, arguments, shape = CASES[case]

@@ -70,7 +70,7 @@ def batches(layer: Any) -> int:
     return int(layer.dot_general.activation_batches[...])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(CASES))
 def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str) -> None:
     name, args, more, linen, static, shape = CASES[case]
@@ -133,6 +133,7 @@ def test_embed_and_attend(rng: np.random.Generator) -> None:
 # Ranges.
 
 
+@pytest.mark.slow
 def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
     class Block(nnx.Module):
         def __init__(self) -> None:

@@ -268,6 +268,7 @@ def test_layers_that_share_a_kernel_share_its_codes(rng: np.random.Generator) ->
     same(qnnx.convert(first).kernel.get_value(), serving.layers[0].kernel.get_value())
 
 
+@pytest.mark.slow
 def test_a_folded_normalisation(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(4, 6, 6, 3)), F32)
     made = nnx.Rngs(0)

@@ -84,6 +84,7 @@ def test_an_optimizer_moves_parameters_and_scales(fixed_rng: np.random.Generator
     assert not jax.tree.leaves(nnx.state(serving, qnnx.Scale))
 
 
+@pytest.mark.slow
 def test_the_functional_form(rng: np.random.Generator) -> None:
     model, x = Block(nnx.Rngs(0)), drawn(rng, 6, 6)
     graph, params, rest = nnx.split(model, nnx.Param, ...)

@@ -78,6 +78,7 @@ class Deep(nn.Module):
         return scan(Block(self.way, name="blocks"), x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [STATIC, LEARNED], ids=["observed", "learned"])
 def test_layers_under_scan(rng: np.random.Generator, way: Any) -> None:
@@ -238,7 +239,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(WAYS, set(WAYS) - {"bfloat16", "int8 back"}))
 def test_a_step_of_training(fixed_rng: np.random.Generator, name: str) -> None:
     way, dtype = WAYS[name]

@@ -120,7 +120,7 @@ def test_dequantize(rng: np.random.Generator, name: str, axis: int | None, point
             assert transforms.mismatches(np.asarray(static), want) == 0
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("shape", "group"),
     [

@@ -291,6 +291,7 @@ def test_gradients_under_transformations(rng: np.random.Generator, name: str, re
                 jax.tree.map(lambda a, b: close(a, np.asarray(b, np.float64), 1e-5), each, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_each_in_a_batch(rng: np.random.Generator, name: str) -> None:
     """vmap of grad: each x, and each set of parameters, has its own."""
@@ -307,6 +308,7 @@ def test_gradient_of_each_in_a_batch(rng: np.random.Generator, name: str) -> Non
             close(value, np.stack([np.asarray(r[name], np.float64) for r in rows]), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_value_beside_a_gradient_is_the_value(rng: np.random.Generator, name: str) -> None:
@@ -336,7 +338,7 @@ CODES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(CODES))
 def test_integers_stop_a_gradient_and_break_none(rng: np.random.Generator, name: str) -> None:
     """A scale behind the contraction learns; what is in front of the codes gets zeros, or what goes around them."""
@@ -376,6 +378,7 @@ def test_integer_operands_carry_float0(rng: np.random.Generator, name: str) -> N
         assert cotangent.shape == of.shape
 
 
+@pytest.mark.slow
 def test_forward_mode_of_scales(rng: np.random.Generator) -> None:
     """What no rule of its own stands for is differentiable both ways."""
     a, b = rng.integers(0, 256, (4, 12)).astype(np.uint8), rng.integers(-128, 128, (12, 5)).astype(np.int8)

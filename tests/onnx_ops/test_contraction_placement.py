@@ -315,7 +315,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(OPERATORS)[::2])
 def test_modes_of_jax_change_nothing(rng: np.random.Generator, name: str, mode: str) -> None:

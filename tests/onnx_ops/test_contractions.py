@@ -184,6 +184,7 @@ def test_sixteen_bit_scales_are_widened_first() -> None:
         same(jq.qlinear_matmul(*args), jq.qlinear_matmul(*wide))
 
 
+@pytest.mark.slow
 def test_float8_saturates_and_keeps_nan() -> None:
     for name in onnx_text.FLOAT8:
         kind, one = onnx_text.dtype(name), np.float32(1)
@@ -198,6 +199,7 @@ def test_float8_saturates_and_keeps_nan() -> None:
             assert transforms.mismatches(jax.jit(jq.qlinear_matmul)(*args), want) == 0
 
 
+@pytest.mark.slow
 def test_what_may_be_left_out(rng: np.random.Generator) -> None:
     """A zero point or a bias without the others, as ONNX Runtime takes them."""
     a, b = integers(rng, "uint8", (5, 37)), integers(rng, "int8", (37, 9))
@@ -240,6 +242,7 @@ def test_blocks_of_scales(blocks: int, rng: np.random.Generator) -> None:
         same(jq.matmul_integer_to_float(a, b, np.float32(0.1), s, az), columns)
 
 
+@pytest.mark.slow
 def test_vmap_over_any_of_the_arguments(rng: np.random.Generator) -> None:
     args = (integers(rng, "uint8", (3, 5, 7)), integers(rng, "int8", (3, 7, 9)))
     args = (*args, point(rng, "uint8", (3, 5)), point(rng, "int8", (3, 9)))

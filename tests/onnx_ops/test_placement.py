@@ -125,6 +125,7 @@ def test_other_backends_get_the_corrected_quotient() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["x64", "disable_jit", "promotion"])
 def test_modes_of_jax_change_nothing(rng: np.random.Generator, mode: str) -> None:
     x, scale, point, keywords = drawn(rng, "per-axis 2")
@@ -159,6 +160,7 @@ def shard_mapped(op: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(op, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [6, 8192])
 def test_under_shard_map_each_shard_is_on_its_own(rng: np.random.Generator, columns: int) -> None:
     x = rng.normal(size=(8, columns)).astype(np.float32)
@@ -180,6 +182,7 @@ def test_under_shard_map_each_shard_is_on_its_own(rng: np.random.Generator, colu
         np.testing.assert_allclose(spread, alone, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_where_scales_are_sharded(rng: np.random.Generator) -> None:
     """Explicit shardings: each cotangent has the placement of what it belongs to."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
@@ -205,6 +208,7 @@ def test_gradients_where_scales_are_sharded(rng: np.random.Generator) -> None:
         )
 
 
+@pytest.mark.slow
 def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
     (batch,) = export.symbolic_shape("b")
     x = rng.normal(size=(5, 8)).astype(np.float32)
@@ -213,6 +217,7 @@ def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
         assert transforms.mismatches(jax.tree.leaves(saved.call(x)), jax.tree.leaves(op(x))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "x64", "disable_jit"])
 def test_numbers_everywhere(mode: str) -> None:
     """Python's and numpy's numbers mean the same in every mode."""
@@ -238,6 +243,7 @@ def test_numbers_everywhere(mode: str) -> None:
             assert jax.grad(lambda v: jq.dynamic_quantize_linear(v).y_scale)(3.0) == np.float32(1 / 255)
 
 
+@pytest.mark.slow
 def test_arrays_of_others_are_taken() -> None:
     """What JAX itself would convert, a flax.nnx.Param for one."""
 

@@ -38,7 +38,7 @@ def close(got: Any, want: np.ndarray, terms: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=float(np.abs(terms).sum() * 2.0**-20) + 1e-30)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("learned", [False, True], ids=["integer zero point", "float zero point"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint2", "int16"])
@@ -78,6 +78,7 @@ def test_cotangents_of_fake_quantize(rng: np.random.Generator, name: str, layout
     np.testing.assert_array_equal(half_ds, ds)
 
 
+@pytest.mark.slow
 def test_vectors_of_the_consistent_rule() -> None:
     """x, y, dx, dscale, dzero_point for scale 0.5, zero point 3, codes 0 to 15: ties and bounds by hand."""
     table = [

@@ -109,6 +109,7 @@ def test_exact_where_g_is_on_the_grid(rng: np.random.Generator) -> None:
     same(*jax.jit(lambda: (back(Int8Backward()), back(jq.FloatBackward())))())
 
 
+@pytest.mark.slow
 def test_scales_that_differ_are_folded(rng: np.random.Generator) -> None:
     """A row of tiny gradients behind a large scale counts as much as the product of the two, and no less."""
     x, w = np.eye(3, dtype=F32) * 127, np.array([[127.0, 0.127], [63.5, 0.0635], [-127.0, -0.127]], F32)
@@ -125,6 +126,7 @@ def test_scales_that_differ_are_folded(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(dx, (codes @ columns.T) * step, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_long_sums_do_not_wrap_around() -> None:
     """140,000 products of 127 and 127 are more than an int32 holds."""
     n = 140_000
@@ -218,6 +220,7 @@ def test_refusals(name: str) -> None:
         jax.grad(lambda x, w: call(x, w, lhs_spec=lhs, rhs_spec=rhs).sum(), (0, 1))(x, w)
 
 
+@pytest.mark.slow
 def test_arguments() -> None:
     x = np.ones((2, 2), F32)
 

@@ -210,6 +210,7 @@ def test_every_rule(rng: np.random.Generator) -> None:
         same(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [Int8Backward(), Int8Backward(True, rhs=False)], ids=repr)
 def test_integers_come_near(backward: Int8Backward, fixed_rng: np.random.Generator) -> None:
     """Of any g, grouped and strided: half a step of g, or a whole one, for each of the products."""
@@ -228,6 +229,7 @@ def test_integers_come_near(backward: Int8Backward, fixed_rng: np.random.Generat
     assert (np.asarray(dw) == np.asarray(floats(g)[1])).all() == (not backward.rhs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 1, 48, 48), (1, 1, 460, 301)], ids=str)
 def test_a_kernel_s_long_sums_do_not_wrap_around(shape: Shape) -> None:
     """More products of 255 and 127 than an int32 holds, in many images or in one; and a program that is no longer."""
@@ -330,6 +332,7 @@ def test_refusals(lhs: Any, rhs: Any, rest: Any, error: type[Exception], text: s
     assert isinstance(raised.value, AssertionError)
 
 
+@pytest.mark.slow
 def test_groups_of_images_come_back_in_floats(rng: np.random.Generator) -> None:
     """Each group of images with its own features."""
     x, w = rng.normal(size=(4, 3, 5, 5)).astype(F32), rng.normal(size=(6, 3, 2, 2)).astype(F32)

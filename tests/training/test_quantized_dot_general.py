@@ -49,7 +49,7 @@ FORWARD: dict[str, tuple[Any, ...]] = {
 COSTLY = ("transposed", "signed, asymmetric", "blocks that do not divide")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, set(FORWARD) - set(COSTLY)))
 def test_results_are_those_of_dot_general(name: str, rng: np.random.Generator) -> None:
     """Bit for bit, in float32, bfloat16 and of unlike dtypes; differentiated or not."""
@@ -78,6 +78,7 @@ def test_results_are_those_of_dot_general(name: str, rng: np.random.Generator) -
         assert y.dtype == rest.get("preferred_element_type", default)
 
 
+@pytest.mark.slow
 def test_a_batch_of_contractions(rng: np.random.Generator) -> None:
     x, w = rng.normal(size=(3, 5, 17)).astype(F32), rng.normal(size=(4, 17, 3)).astype(F32)
     specs = QuantSpec(jnp.uint8, PerAxis((0, 1))), QuantSpec(jnp.int8, PerAxis((0, 2)))
@@ -190,7 +191,7 @@ def test_halves_and_unlike_dtypes(rng: np.random.Generator, dtypes: tuple[str, s
     same(got, want)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (1, 1), (7, 1), (1, 7), (3, 3), (2, 8), (5, 17), (31, 2)], ids=str)
 def test_masks_of_any_size(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     """Bits in bytes, the last ones not full, or nothing at all."""
@@ -214,6 +215,7 @@ def _codes(x: np.ndarray) -> jq.QuantizedArray:
     return jq.QuantizedArray(jnp.asarray(codes), np.full((1, 1), 0.5, F32), jnp.full((1, 1), 5, jnp.uint4))
 
 
+@pytest.mark.slow
 def test_ranks_0_and_1(rng: np.random.Generator) -> None:
     """Python numbers, vectors of a size that no byte divides, and an outer product."""
     scalar = (((), ()), ((), ()))
@@ -232,7 +234,7 @@ def test_ranks_0_and_1(rng: np.random.Generator) -> None:
         same(*jax.jit(lambda a, b, s=sides, g=g, f=outer: both_ways(f, jnp.outer, (a, b), s, g))(a, b))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, scale_dtype=jnp.float16), QuantSpec(jnp.int2, power_of_two=True),
     QuantSpec(jnp.uint8, PerAxis(1)), QuantSpec(jnp.uint8, symmetric=True, narrow_range=False),
@@ -250,6 +252,7 @@ def test_what_a_scale_of_its_own_lets_saturate(rng: np.random.Generator, spec: Q
     assert bool(got[0, 0]) != limited
 
 
+@pytest.mark.slow
 def test_one_weight_twice(rng: np.random.Generator) -> None:
     """As both operands of one contraction, and in two of them; a batch as long as the layer is wide.
 

@@ -68,7 +68,7 @@ def test_a_cached_program_serves_every_choice_of_gradients(rng: np.random.Genera
     same(compiled(*at), want(x, w, SCALE, g)[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)], ids=str)
 def test_vmap(rng: np.random.Generator, axes: tuple[Any, ...]) -> None:
     """Of gradients, and gradients of a vmap, whose shared operands get the sum."""
@@ -224,6 +224,7 @@ def test_a_batch_on_eight_devices(rng: np.random.Generator) -> None:
     assert not re.findall(r"(all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [jq.FloatBackward(), jq.Int8Backward()], ids=["float", "int8"])
 def test_shard_map(rng: np.random.Generator, backward: Any) -> None:
     """What every device holds gets the sum of the devices' gradients; each quantizes its part of g, all alike."""
@@ -245,6 +246,7 @@ def test_shard_map(rng: np.random.Generator, backward: Any) -> None:
     np.testing.assert_allclose(got[2], exact[2], rtol=0, atol=size * 2.0**-20)
 
 
+@pytest.mark.slow
 def test_explicit_shardings(rng: np.random.Generator) -> None:
     """A mesh whose shardings are in the types: the gradients lie where their operands do."""
     x, w, g = problem(rng)

@@ -46,6 +46,7 @@ def test_the_mean_is_the_number(fixed_rng: np.random.Generator, base: int) -> No
     assert (up.sum(axis=1)[2:9] % n != 0).all(), "both neighbours come"
 
 
+@pytest.mark.slow
 def test_a_draw_has_more_than_23_bits(fixed_rng: np.random.Generator) -> None:
     """A float32 draw from [0, 1) is 0 once in 2**23 times, and would lift the least positive number as often: 8 times
     in 2**26 draws. It may happen twice; the chance of more is 4e-5."""
@@ -70,6 +71,7 @@ def test_what_needs_no_rounding_stays() -> None:
         np.testing.assert_array_equal(got, np.tile(want * 0.5, (20, 1)).astype(F32))
 
 
+@pytest.mark.slow
 def test_keys(fixed_rng: np.random.Generator) -> None:
     """One key repeats, however it is called; two differ; a mapped key is one for each row."""
     x = fixed_rng.uniform(-60, 60, (3, 1000)).astype(F32)
@@ -124,7 +126,7 @@ def test_neighbours_are_independent(fixed_rng: np.random.Generator) -> None:
 OF_DRAWS = ("int8", "uint4", "int8, asymmetric", "uint8, symmetric", "uint2", "uint16")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "clip"), [*((case, True) for case in OF_DRAWS), ("uint4", False)])
 def test_the_gradient_is_that_of_the_draw(rng: np.random.Generator, case: str, clip: bool) -> None:
     """At the ends, at ties and beside both; d is read off y, and a checkpoint draws the same again."""
@@ -162,6 +164,7 @@ def test_the_gradient_is_that_of_the_draw(rng: np.random.Generator, case: str, c
     np.testing.assert_array_equal(whole[1][0], dx)
 
 
+@pytest.mark.slow
 def test_a_range_that_is_found(fixed_rng: np.random.Generator) -> None:
     """Without a scale: that of x, whose extremes stay where they are."""
     x = fixed_rng.normal(size=SHAPE).astype(F32)
@@ -185,6 +188,7 @@ def test_halves_are_rounded_in_float32(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(y, np.asarray(rounded(x.astype(F32), 0.5, k)).astype(x.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["float8_e4m3fn", "float4_e2m1fn", "nf4"])
 def test_what_has_no_whole_steps_is_refused(case: str) -> None:
     assert case in CASES

@@ -40,7 +40,7 @@ def _prepare(name, recipe):
 
 @pytest.mark.parametrize("recipe", list(ROWS))
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_integer_contractions_are_as_many_as_rows(name, recipe):
     prepared, arguments = _prepare(name, recipe)
     contractions = Program(prepared.apply, *arguments).contractions()
@@ -104,6 +104,7 @@ def test_name_scopes_are_in_the_program():
             assert any(f"{block}/" in name and f"{layer}/" in name for name in names), (block, layer)
 
 
+@pytest.mark.slow
 def test_name_scopes_of_inlined_calls_are_in_the_program(rng):
     inner = jax.jit(lambda w, x: x @ w)
 

@@ -82,18 +82,19 @@ def _check_values(name, recipe):
 
 
 @every_network
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_apply_equals_fake_apply(name):
     _check_values(name, "w8a8_dynamic")
 
 
 @every_network
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_apply_equals_fake_apply_with_recipes(name, recipe):
     _check_values(name, recipe)
 
 
+@pytest.mark.slow
 @every_network
 @pytest.mark.sample(1)
 def test_another_batch_size_and_vmap(name):
@@ -109,6 +110,7 @@ def test_another_batch_size_and_vmap(name):
     assert find_sqnr(single, whole) > 40
 
 
+@pytest.mark.slow
 @every_network
 @pytest.mark.sample(1)
 def test_ensemble(name):
@@ -126,6 +128,7 @@ def test_ensemble(name):
         assert find_sqnr(got[place], jax.jit(run)(member, x)) > 40
 
 
+@pytest.mark.slow
 @every_network
 @pytest.mark.sample(1)
 def test_export_with_symbolic_batch(name):
@@ -143,6 +146,7 @@ def test_export_with_symbolic_batch(name):
     assert find_sqnr(exported.call(arrays, more), jax.jit(run)(arrays, more)) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain mlp", "plain decoder", "linen encoder", "linen cnn"])
 @pytest.mark.sample(1)
 def test_sharded_parameters(name):
@@ -166,6 +170,7 @@ def _is_quantized(x):
     return isinstance(x, jq.QuantizedArray)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain mlp", "linen cnn", "linen lstm", "linen decoder", "plain decoder"])
 @pytest.mark.sample(1)
 def test_trained_scales_keep_the_bits(name):
@@ -195,6 +200,7 @@ def _cast(tree):
     return jax.tree.map(lambda w: w.astype(jnp.bfloat16) if jnp.issubdtype(w.dtype, jnp.floating) else w, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["plain mlp", "linen separable cnn"])
 @pytest.mark.sample(1)
@@ -209,6 +215,7 @@ def test_bfloat16(name, recipe):
     assert find_sqnr(np.asarray(got, np.float32), want) > (6 if "4" in recipe else 20)
 
 
+@pytest.mark.slow
 def test_nnx_module_is_split_and_merged():
     from flax import nnx
 

@@ -145,6 +145,7 @@ def test_strict_holds_for_later_calls() -> None:
         prepared.apply(prepared.convert({"w": PARAMS["w"]}), None, X, scaled=True)
 
 
+@pytest.mark.slow
 def test_arguments_that_need_other_specs_are_refused() -> None:
     def turn(params: Any, x: jax.Array, *, turned: bool = False) -> jax.Array:
         return x @ (params["v"].T if turned else params["v"])

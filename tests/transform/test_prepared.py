@@ -223,6 +223,7 @@ def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rul
     assert all(part.scale for parts in moved[1].activations.values() for part in parts.values())
 
 
+@pytest.mark.slow
 def test_floats_behind_a_contraction_have_the_same_bits(fixed_rng: np.random.Generator) -> None:
     """A tanh depends on the loop in which XLA computes it, so both programs must have the same one."""
     x, w, v = (jnp.asarray(fixed_rng.normal(0, 0.5, shape).astype(F32)) for shape in ((8, 8), (8, 8), (8, 8)))
@@ -238,6 +239,7 @@ def test_floats_behind_a_contraction_have_the_same_bits(fixed_rng: np.random.Gen
         np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(params, ranges, x[:size]), y)
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches: Any) -> None:
     """With inputs that need no clipping, the gradient is that of the float program at the dequantized values."""
     x = jnp.asarray(batches[0])
@@ -280,6 +282,7 @@ def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
         prepared.learned(params, ranges, estimator=jq.PACT())
 
 
+@pytest.mark.slow
 def test_parameters_and_ranges_are_saved(params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
     prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
     ranges, qparams = prepared.calibrate(params, batches), prepared.convert(params)
@@ -343,6 +346,7 @@ def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, None, x))
 
 
+@pytest.mark.slow
 def test_closed_over_tracers_do_not_leak(params: Any, batches: Any) -> None:
     @jax.jit
     def run(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ def _check_values(name, recipe, rng):
 
 
 @every_program
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 def test_apply_equals_fake_apply(name, rng):
     _check_values(name, "w8a8_dynamic", rng)
 
@@ -202,6 +202,7 @@ def test_strict_ignores_what_no_rule_wants(name, rng):
     _prepare(name, "w8a8_dynamic", rng, strict=True)
 
 
+@pytest.mark.slow
 def test_custom_gradient_is_kept(rng):
     _, params, (x,), prepared = _prepare("custom_vjp_around", "w8a8_dynamic", rng)
     _, _, _, plain = _prepare("product", "w8a8_dynamic", rng)

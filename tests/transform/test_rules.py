@@ -80,6 +80,7 @@ def test_first_rule_wins() -> None:
     }
 
 
+@pytest.mark.slow
 def test_activations_times_activations() -> None:
     rules = [jq.Rule(operands="activations", activation=jq.Activation("int8", per="row")), *jq.recipes.w8a8_dynamic()]
     prepared = jq.prepare(apply, PARAMS, TOKENS, rules=rules, strict=True)
@@ -102,6 +103,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_recipe(name: str) -> None:
     rules = getattr(jq.recipes, name)()
