@@ -104,7 +104,7 @@ def test_jit_donation_and_no_recompilation(rng: np.random.Generator) -> None:
     assert (shapes.ndim, shapes.size, len(shapes), shapes.nbytes) == (2, 16, 4, 8 + 32 + 2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_vmap_over_any_axis(rng: np.random.Generator, axis: int) -> None:
     """The parts keep values' rank inside and outside, and come out where they are told."""
@@ -133,6 +133,7 @@ def test_nested_vmap(rng: np.random.Generator) -> None:
     same_arrays(made_inside, jq.quantize(want, spec))
 
 
+@pytest.mark.slow
 def test_scan_loops_and_branches(rng: np.random.Generator) -> None:
     stack, want = made(rng, (5,))
     total, rows = lax.scan(lambda c, q: (c + q.dequantize(), q.dequantize()), jnp.zeros((4, 7)), stack)

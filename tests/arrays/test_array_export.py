@@ -35,7 +35,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_batch_of_any_size(name: str, rng: np.random.Generator) -> None:
     """One saved program for every number of rows."""

@@ -194,7 +194,7 @@ def product(a: QuantizedArray, b: QuantizedArray, length: int) -> np.ndarray:
     return y
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @KINDS
 @pytest.mark.parametrize(("name", "length"), [("plain", 32), ("blocks", 8), ("blocks of both", 4)])
 def test_matmul_where_an_operand_is_cut(rng: np.random.Generator, name: str, length: int, kind: AxisType) -> None:
@@ -402,7 +402,7 @@ def weight_only_gradient(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, np.asarray(w.dequantize()).sum(1)[None].repeat(16, 0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("check", [in_chunks, zero_point_granularity, error_measures, weight_only_gradient])
 def test_what_jax_refused_at_first(rng: np.random.Generator, check: Callable[[np.random.Generator], None]) -> None:
     check(rng)

@@ -190,6 +190,7 @@ def test_shapes_commute_with_values(data: st.DataObject, made: tuple[jq.Quantize
         assert transforms.mismatches(told(got.reshape(array.shape)), plain) == 0  # and back again
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(arrays())
 def test_values_by_the_library(made: tuple[jq.QuantizedArray, np.ndarray]) -> None:

@@ -47,6 +47,7 @@ def drawn(rng: np.random.Generator, book: jq.Codebook, scale: np.ndarray) -> np.
     return np.where(rng.random(scale.shape) < 0.2, anywhere, x).astype(F32)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
     """Exactly: with a scale of 4 or 1 a tie in x is a tie of the table, and its neighbours are none."""
     for book in (jq.nf4, TERNARY, jq.Codebook("all", tuple(range(-100, 156)))):

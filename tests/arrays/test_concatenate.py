@@ -134,7 +134,7 @@ SPECS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_dtype_of_codes(rng: np.random.Generator, name: str) -> None:
     """Quantized arrays of three lengths, numpy's leaves, eagerly and under jit."""
@@ -154,6 +154,7 @@ def test_every_dtype_of_codes(rng: np.random.Generator, name: str) -> None:
         assert transforms.mismatches(got, want) == 0
 
 
+@pytest.mark.slow
 def test_under_vmap_and_grad(rng: np.random.Generator) -> None:
     spec = QuantSpec("uint8", PerAxis(0))
     stacks = [jax.vmap(lambda x: jq.quantize(x, spec))(rng.normal(size=(3, n, 4)).astype(F32)) for n in (2, 5)]

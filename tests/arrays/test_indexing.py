@@ -99,6 +99,7 @@ INDICES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_an_index_picks_what_numpy_picks(rng: np.random.Generator, layout: str) -> None:
@@ -114,6 +115,7 @@ def test_an_index_picks_what_numpy_picks(rng: np.random.Generator, layout: str) 
         same(row, w)
 
 
+@pytest.mark.slow
 def test_rank_0_and_empty(rng: np.random.Generator) -> None:
     q, want = made(rng, (), (), (), None)
     same(q[...], want[...])
@@ -138,6 +140,7 @@ def test_what_is_whole_stays_in_blocks(rng: np.random.Generator) -> None:
     assert short[:, 3:8].scale.shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_a_traced_index(rng: np.random.Generator) -> None:
     q, want = made(rng, (4, 6, 5), (4, 3, 1), (1, 6, 1), 2)
     got = jax.jit(lambda q, i, j: q[i, :, j])(q, jnp.array([3, -1]), jnp.array([[0], [4]]))
@@ -157,6 +160,7 @@ def test_beyond_the_ends_as_jax_has_it(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(got, want[:, jnp.asarray(index)])
 
 
+@pytest.mark.slow
 def test_indices_of_every_integer_dtype(rng: np.random.Generator) -> None:
     """The codes and the scale are of the same row, whatever the dtype of the index; uint32 counts to its end."""
     q, want = made(rng, (9,), (3,), (9,), 3)
@@ -171,6 +175,7 @@ def test_indices_of_every_integer_dtype(rng: np.random.Generator) -> None:
     same(jax.jit(lambda q, i: q[i])(q, index), want[[8, 8, 4]])
 
 
+@pytest.mark.slow
 def test_transposes(rng: np.random.Generator) -> None:
     q, want = made(rng, (4, 6, 5), (4, 3, 1), (1, 6, 5), 2)
     for axes in itertools.permutations(range(3)):
@@ -272,7 +277,7 @@ def can_be_told(groups: np.ndarray, new: tuple[int, ...]) -> bool:
     return False
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 3, 4), (12,), (5, 2), (2, 5)], ids=str)
 def test_a_reshape_is_refused_only_where_no_scale_says_it(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """Every scale into every shape of up to three dimensions, against a search through all scales there are."""

@@ -106,6 +106,7 @@ def test_at_the_ends_of_the_range() -> None:
     assert spec.bounds == (-128, 127)
 
 
+@pytest.mark.slow
 def test_where_a_ratio_has_no_value() -> None:
     spec = jq.QuantSpec(jnp.int8)
     exact = jq.quantization_error(floats([-127, 3, 127]), jq.quantize(floats([-127, 3, 127]), spec))

@@ -27,7 +27,7 @@ def compared(values: np.ndarray, spec: jq.QuantSpec) -> np.ndarray:
     return np.isfinite(values.astype(F32)) if spec.narrow_range else np.ones(values.shape, bool)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_integers_are_those_of_the_text_and_of_the_operators(rng: np.random.Generator, case: str) -> None:
     name, granularity, options = CASES[case]
@@ -275,7 +275,7 @@ def test_halves(rng: np.random.Generator, dtype: str) -> None:
         same(jq.dequantize_linear(**jq.onnx_view(q)._asdict()), q.dequantize())
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1, 1), (1,)])
 def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:
     x = np.full(shape, -2.5, F32)
@@ -296,7 +296,7 @@ def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:
 TRANSFORMED = ("int8 axis", "uint8 tensor", "int4 blocked", "uint4 e8m0", "uint16 axes", "float8_e4m3fn")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_under_vmap_and_scan(rng: np.random.Generator, case: str) -> None:
     name, granularity, options = CASES[case]
@@ -324,7 +324,7 @@ def test_no_gradient_flows(rng: np.random.Generator) -> None:
         assert not np.asarray(gradient).any()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("granularity", ["tensor", "axes", "blocked"])
 def test_eight_devices_give_the_same(rng: np.random.Generator, granularity: str, kind: AxisType) -> None:

@@ -64,7 +64,7 @@ def most_of(x: np.ndarray, bound: int) -> np.ndarray:
     return np.maximum(x.max(1), F32(bound))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale_dtype", SCALES)
 def test_quantize_gives_no_scale_of_zero(scale_dtype: str) -> None:
     """Every spec in one program, with a row for each size; vmap has a range for each; and some eagerly."""
@@ -129,6 +129,7 @@ def test_dynamic_quantize_linear_gives_no_scale_of_zero(dtype: str, bounds: tupl
         np.testing.assert_array_equal(np.asarray(fixed().y_scale), want[1])
 
 
+@pytest.mark.slow
 def test_what_builds_on_dynamic_ranges() -> None:
     """Fake quantization, its gradient, and the dense layer, of rows whose range is below 3e-36."""
     for shares, size in itertools.product((BOTH, POSITIVE), (2e-36, 2e-38)):

@@ -265,6 +265,7 @@ def test_vmap_and_scan(rng: np.random.Generator) -> None:
     same_floats(mapped, per_row.dequantize())
 
 
+@pytest.mark.slow
 def test_gradients(rng: np.random.Generator) -> None:
     """The gradients of scales and of float operands; the sums of float products may round differently."""
     q, stored = make_pair(rng, QuantSpec("int8", PerAxis(1)), (16, 5), 0)
@@ -300,7 +301,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", mark_others_full(NUMBERS, ["dense", "one row", "heads in", "batch"]))
 def test_contractions(name: str, rng: np.random.Generator) -> None:
     """Every order of both operands, against the logical order and numpy."""
@@ -384,7 +385,7 @@ def test_errors_name_the_logical_axes(rng: np.random.Generator) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_the_kernel_reads_the_stored_codes(rows: int, dtype: str, rng: np.random.Generator) -> None:
@@ -410,6 +411,7 @@ def test_the_kernel_reads_the_stored_codes(rows: int, dtype: str, rng: np.random
                 assert not (is_large and step.opcode in ("transpose", "copy")), step
 
 
+@pytest.mark.slow
 def test_saved_programs(rng: np.random.Generator) -> None:
     q, stored = make_pair(rng, QuantSpec(jq.nf4, Blocked(1, 4)), (6, 8), 0)
     program = export.export(jax.jit(lambda q: (q.astype(jnp.bfloat16), q.dequantize(), q.T)))(stored)
@@ -453,6 +455,7 @@ def test_shardings(kind: AxisType, rng: np.random.Generator) -> None:
                 assert jax.typeof(got).sharding.spec == jax.typeof(want).sharding.spec
 
 
+@pytest.mark.slow
 def test_donation(rng: np.random.Generator) -> None:
     """A program that returns the array that it gets needs no second copy of its codes."""
     q = jq.quantize(rng.normal(size=(64, 128)).astype(F32), QuantSpec("int8"), stored_last=0)

@@ -114,7 +114,7 @@ def test_denormal_numbers_are_no_zeros() -> None:
 # Transforms and devices.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name: str) -> None:
     cal = made(name, jq.QuantSpec(jnp.int4, jq.PerAxis(0)))
@@ -132,7 +132,7 @@ def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name
     same(cal.merge(restored, want[1]), cal.merge(want[0], want[1]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) -> None:
     """By all_reduce under shard_map, with the loop inside; by jit over shards; and with shardings in types."""
@@ -153,7 +153,7 @@ def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) 
         same(jax.jit(lambda *b: over(cal, *b))(*batches), want)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_all_reduce_of_a_nan(name: str) -> None:
     cal = made(name)
@@ -170,6 +170,7 @@ def test_all_reduce_of_a_nan(name: str) -> None:
             cal.finalize(jax.tree.map(lambda v: v[0], found))
 
 
+@pytest.mark.slow
 def test_programs_are_saved_for_every_platform() -> None:
     cal = made("percentile")
     batch = jax.ShapeDtypeStruct((4, 6), jnp.float32)
@@ -202,7 +203,7 @@ BAD = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", list(BAD))
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_what_has_no_range(name: str, fault: str) -> None:

@@ -137,7 +137,7 @@ THIRDS = ("chunks and a rest", "columns", "blocks")
 COVERS = [(name, every) for name in LAYOUTS for every in (1, 3)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "every"), mark_others_full(COVERS, [(n, e) for n, e in COVERS if e == 1 or n in THIRDS])
 )
@@ -151,6 +151,7 @@ def test_every_layout(rng: np.random.Generator, name: str, every: int) -> None:
     assert state.low.shape == jq.quantize(jnp.asarray(x), jq.QuantSpec(jnp.int8, granularity)).scale.shape
 
 
+@pytest.mark.slow
 def test_a_bad_slice_spoils_no_other(rng: np.random.Generator) -> None:
     cal = jq.mse(SPEC, bins=BINS)
     x = rng.normal(size=(3, 100)).astype(np.float32)

@@ -59,7 +59,7 @@ def ends(cal: jq.Calibrator, x: np.ndarray) -> tuple[float, float]:
     return float(lo[0]), float(hi[0])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("q", [50, 90, 99.9, 99.999, 0.01])
 @pytest.mark.parametrize("kind", ["int8", "uint8"])
 def test_percentiles_are_numpy_s(rng: np.random.Generator, kind: str, q: float) -> None:
@@ -102,7 +102,7 @@ def test_slices_get_their_own_percentiles(rng: np.random.Generator) -> None:
     assert (np.abs(np.asarray(cal.finalize(state).hi).ravel() - want) <= width * (1 + 1e-6)).all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_least_squared_error_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> None:
     """Within one step of the grid of the best candidate over all the data, or minmax where that gains next to nothing;

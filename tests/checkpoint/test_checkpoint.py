@@ -55,7 +55,7 @@ def same_trees(got: Any, want: Any) -> None:
         same_bits(leaf, w)
 
 
-@pytest.mark.sample(19)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 3, 4)], ids=str)
 def test_the_bytes_are_onnx_s(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> None:
@@ -220,6 +220,7 @@ def test_safetensors_of_others(rng: np.random.Generator, tmp_path: pathlib.Path)
     assert found["x/q/codes"].dtype == np.int8
 
 
+@pytest.mark.slow
 def test_orbax(rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = tree_of(rng)
     path = tmp_path / "step"
@@ -237,6 +238,7 @@ def test_orbax(rng: np.random.Generator, tmp_path: pathlib.Path, monkeypatch: py
         checkpoint.load_orbax(path, {**tree, "made": other})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_orbax_over_eight_devices(rng: np.random.Generator, tmp_path: pathlib.Path, kind: AxisType) -> None:
     """Saved over eight devices; restored over eight, along another axis, and on one."""

@@ -28,7 +28,7 @@ KERNELS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(KERNELS))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_integers_are_those_of_numpy(name: str, groups: int, rng: np.random.Generator) -> None:

@@ -64,7 +64,7 @@ def case(rng: np.random.Generator, name: str) -> tuple[QuantizedArray, Quantized
     return lhs, drawn(rng, right, r_dtype, r_scale, **r_rest), numbers, length
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_then_scales(name: str, rng: np.random.Generator) -> None:
     lhs, rhs, numbers, length = case(rng, name)
@@ -79,6 +79,7 @@ def test_integers_then_scales(name: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(jax.jit(lambda: dot(lhs, rhs))(), wanted)  # everything constant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows by columns", "short last block", "batch, transposed"])
 def test_transforms(name: str, rng: np.random.Generator) -> None:
     """vmap over both, over one, and scan give what a loop gives."""
@@ -113,7 +114,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_matmul_has_numpy_s_shapes(shapes: Any, rng: np.random.Generator) -> None:
     sides = [drawn(rng, shape, dtype, (1,) * len(shape)) for shape, dtype in zip(shapes, (U8, I8), strict=True)]
@@ -130,7 +131,7 @@ def test_matmul_has_numpy_s_shapes(shapes: Any, rng: np.random.Generator) -> Non
     np.testing.assert_allclose(jnp.asarray(floats[0]) @ sides[1], np.matmul(*floats), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, PerAxis(1)), QuantSpec(jnp.uint4, Blocked(0, 32)), QuantSpec(jnp.float8_e4m3fn, PerAxis(1)),
     QuantSpec(jq.nf4, Blocked(0, 64)), QuantSpec(jnp.int16), QuantSpec(jnp.float4_e2m1fn, Blocked(0, 32), scale_dtype=jnp.float8_e8m0fnu),

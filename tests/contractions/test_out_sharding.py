@@ -63,7 +63,7 @@ def operands(rng: np.random.Generator, name: str) -> tuple[QuantizedArray, Quant
     return jq.quantize(x, left), jq.quantize(w, right)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_contractions_of_cut_operands(rng: np.random.Generator, name: str) -> None:
     a, b = operands(rng, name)
@@ -86,6 +86,7 @@ def test_contractions_of_cut_operands(rng: np.random.Generator, name: str) -> No
             assert (spec_of(product), spec_of(other)) == (("d", None), ("d", None))
 
 
+@pytest.mark.slow
 def test_a_named_sharding_needs_no_mesh_around_it(rng: np.random.Generator) -> None:
     a, b = operands(rng, "per axis")
     out = NamedSharding(mesh_of(8), P(None, "d"))
@@ -137,6 +138,7 @@ def test_two_mesh_axes(rng: np.random.Generator) -> None:
         assert [spec_of(y) for y in got] == places
 
 
+@pytest.mark.slow
 def test_weight_only(rng: np.random.Generator) -> None:
     a, b = operands(rng, "per axis")
     x = a.dequantize()
@@ -154,6 +156,7 @@ def test_weight_only(rng: np.random.Generator) -> None:
         assert (spec_of(got), spec_of(alone)) == (("d", None), ("d",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [QuantSpec("int4", PerAxis(0)), QuantSpec("uint8", Blocked(1, 4)), QuantSpec("int8")])
 def test_take_of_cut_tables_and_by_cut_indices(rng: np.random.Generator, spec: QuantSpec) -> None:
     table = jq.quantize(rng.normal(size=(64, 16)).astype(F32), spec)
@@ -184,7 +187,7 @@ LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backward", [jq.FloatBackward(), Int8Backward()], ids=["float", "int8"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_lie_where_the_operands_do(rng: np.random.Generator, name: str, backward: Any) -> None:

@@ -73,7 +73,7 @@ def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(
     "name", mark_others_full(SPECS, ["uint8", "int4", "uint4 in blocks", "blocks in both", "int16"])
@@ -217,7 +217,7 @@ def test_empty_contraction_with_blocks() -> None:
     np.testing.assert_array_equal(y, np.zeros((2, 3), np.float32))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -249,7 +249,7 @@ def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -275,7 +275,7 @@ def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> No
     assert find_error(nested.reshape(6, columns), x.reshape(6, depth), reals[0]) < LIMIT
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 @pytest.mark.parametrize("rows", mark_others_full([1, 3], [3]))

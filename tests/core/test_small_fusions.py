@@ -185,6 +185,7 @@ def test_extreme_zero_points_and_nan() -> None:
             np.testing.assert_array_equal(np.asarray(codes).astype(np.int64), want)
 
 
+@pytest.mark.slow
 def test_a_small_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None:
     for size in (1, 1000, 4096, MOST + 1):
         a, b, c = (rng.normal(size=size).astype(np.float32) for _ in range(3))

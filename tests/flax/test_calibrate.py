@@ -71,6 +71,7 @@ def range_of(batches: list[Any], variance: float = 1.0) -> tuple[float, float]:
     return float(x.min()), float(x.max())
 
 
+@pytest.mark.slow
 def test_linen_finds_the_ranges_of_what_is_served() -> None:
     batches, module = draw_batches(), Net()
     variables = module.init(jax.random.key(0), batches[0])
@@ -182,6 +183,7 @@ def test_a_batch_that_is_not_finite_is_named() -> None:
     assert int(model.layer.dot_general.activation_batches[...]) == 1, "the ranges are as before it"
 
 
+@pytest.mark.slow
 def test_learned_scales_are_started() -> None:
     batches, module = draw_batches(2), Net(activation_range=Learned(jq.LSQPlus()))
     params = module.init(jax.random.key(0), batches[0])

@@ -177,6 +177,7 @@ def test_texts_are_equal_in_every_process() -> None:
     assert text.endswith("with Dynamic(partial(make_calibrator, inner=mse))")
 
 
+@pytest.mark.slow
 def test_nnx_errors_of_a_calibration_have_the_path() -> None:
     x = BATCHES[0]
     model = nnx.Sequential(linear(), nnx.relu, linear(5))

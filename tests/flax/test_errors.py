@@ -225,6 +225,7 @@ def test_collections_that_are_missing() -> None:
         qflax.convert(module, {**trained()[1], "params": serving["params"]})
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_shapes() -> None:
     module, variables, serving = trained()
     wide = jnp.ones((7, 5))

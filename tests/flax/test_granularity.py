@@ -31,6 +31,7 @@ def draw(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(3).normal(0.2, 1, shape).astype(F32))
 
 
+@pytest.mark.slow
 def test_no_axis_is_named() -> None:
     for shape in ((5,), (2, 5), (2, 3, 5)):
         x = draw(*shape)
@@ -63,7 +64,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] =
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(KERNELS))
 def test_linen_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     make, shape, scale = KERNELS[case]
@@ -102,6 +103,7 @@ def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     np.testing.assert_array_equal(serving(x), model(x))
 
 
+@pytest.mark.slow
 def test_tables_have_a_scale_for_each_row() -> None:
     tokens, query = jnp.arange(6), draw(2, 4)
     layer = qnn.Embed(6, 4, weight_spec=W, activation_spec=A)
@@ -159,7 +161,7 @@ SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(SHORT))
 @pytest.mark.parametrize("size", [3, 4, 8, 32])
 def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:

@@ -86,7 +86,7 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", mark_others_full(CASES, BY_DEFAULT))
 def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Generator, case: str) -> None:
     layer, arguments, shape = CASES[case]
@@ -129,7 +129,7 @@ CALIBRATORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(CALIBRATORS))
 def test_ranges_move_while_they_are_mutable(rng: np.random.Generator, name: str) -> None:
     factory, batches = (
@@ -188,7 +188,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(DYNAMIC))
 def test_dynamic_ranges_are_found_at_each_call(rng: np.random.Generator, name: str) -> None:
     activation, source, weight, weight_source = DYNAMIC[name]
@@ -282,6 +282,7 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CONVOLUTIONS))
 def test_groups_of_channels_are_trained(rng: np.random.Generator, name: str) -> None:

@@ -70,7 +70,7 @@ def batches(layer: Any) -> int:
     return int(layer.dot_general.activation_batches[...])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(CASES))
 def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str) -> None:
     name, args, more, linen, static, shape = CASES[case]

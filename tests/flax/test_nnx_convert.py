@@ -253,6 +253,7 @@ def test_the_serving_function_is_exported() -> None:
     np.testing.assert_array_equal(export.deserialize(text).call(weights, TOKENS), run(weights, TOKENS))
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_kernel_share_its_codes(rng: np.random.Generator) -> None:
     way = WAYS["int8"]
     first, second = (qnnx.Linear(6, 6, **way, rngs=nnx.Rngs(i)) for i in range(2))
@@ -299,6 +300,7 @@ def test_a_folded_normalisation(rng: np.random.Generator) -> None:
         qnnx.fold_batch_norm(layer, nnx.LayerNorm(5, rngs=made))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_refusals(rng: np.random.Generator) -> None:
     model = Mixed(nnx.Rngs(0))
     place = r"block/wide: jaxquant.flax.nnx.convert: activation: expected a range.*, got no data"

@@ -45,7 +45,7 @@ def drawn(rng: np.random.Generator, name: str, axis: int | None, points: str | N
     return (x, scale) if points is None else (x, scale, point)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("points", [None, "int8", "uint8", "int32"])
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
 @pytest.mark.parametrize("name", ["uint8", "int8"])
@@ -99,7 +99,7 @@ def test_float8_overflows_without_saturating() -> None:
     np.testing.assert_array_equal(onednn.dequantize(jnp.array([1.5], jnp.float8_e5m2), 2.0), [3])
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("points", [None, "int8", "uint8", "int32"])
 @pytest.mark.parametrize("axis", [None, 1, -3])
 @pytest.mark.parametrize("name", ["uint8", "int8", "uint4", "int4"])
@@ -120,7 +120,7 @@ def test_dequantize(rng: np.random.Generator, name: str, axis: int | None, point
             assert transforms.mismatches(np.asarray(static), want) == 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "group"),
     [

@@ -102,7 +102,7 @@ def as_matrices(a: Array, b: Array, g: Array) -> tuple[Array, Array, Array]:
     return np.atleast_2d(a), b[:, None] if b.ndim == 1 else b, g
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "signed"), [(name, i % 2 == 0) for i, name in enumerate(SHAPES)])
 def test_dynamic_quantize_matmul(rng: np.random.Generator, layout: str, signed: bool) -> None:
     a = rng.normal(size=SHAPES[layout][0]).astype(np.float32)
@@ -131,7 +131,7 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "signed"), [(name, i % 2 == 1) for i, name in enumerate(SHAPES)])
 def test_matmul_integer_to_float(rng: np.random.Generator, layout: str, signed: bool) -> None:
     b, b_scale, point, bias = drawn(rng, layout, not signed)
@@ -172,7 +172,7 @@ def nbits(rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: in
     return arguments, statics, steps
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("points", ["none", "packed", "float"])
 @pytest.mark.parametrize("shape", [(3, 64), (3, 70), (41,), (2, 3, 33)], ids=str)
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -210,6 +210,7 @@ def test_a_result_of_zero_has_a_gradient(rng: np.random.Generator, dtype: Any) -
     close(back["a"], gradient_formulas.of_nbits(arguments, steps, g)["a"], float(ml_dtypes.finfo(dtype).eps))
 
 
+@pytest.mark.slow
 def test_the_range_of_a_is_a_constant(rng: np.random.Generator) -> None:
     """The cotangent of a is that of a plain product with dequantized weights, saturated or not, NaN or not."""
     b, scale = rng.integers(-128, 128, (12, 5)).astype(np.int8), np.float32(0.25)
@@ -338,7 +339,7 @@ CODES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CODES))
 def test_integers_stop_a_gradient_and_break_none(rng: np.random.Generator, name: str) -> None:
     """A scale behind the contraction learns; what is in front of the codes gets zeros, or what goes around them."""

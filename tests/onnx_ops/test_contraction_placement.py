@@ -152,7 +152,7 @@ def check_cut(rng: np.random.Generator, name: str, which: int, axis: int, kind: 
 
 
 # Every other placement and operator: each is a compilation of eight devices, and neighbours take the same program.
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "which", "axis"), list(placements(explicit=False))[::2])
 def test_automatic_shardings(rng: np.random.Generator, name: str, which: int, axis: int) -> None:
     """Rows, columns, batches and contracted dimensions."""
@@ -160,7 +160,7 @@ def test_automatic_shardings(rng: np.random.Generator, name: str, which: int, ax
     assert len(got.sharding.device_set) == 8
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("name", "which", "axis"), placements(explicit=True))
 def test_explicit_shardings(rng: np.random.Generator, name: str, which: int, axis: int) -> None:
     """Rows of a, columns of b, images of a convolution: the result is cut where they lie."""
@@ -225,7 +225,7 @@ LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_gradients_under_shard_map(rng: np.random.Generator, name: str) -> None:
     """What is cut has a gradient of its own; what is not has the sum over the devices."""
@@ -242,7 +242,7 @@ def test_gradients_under_shard_map(rng: np.random.Generator, name: str) -> None:
         np.testing.assert_allclose(got[0], np.concatenate([s[0] for s in split]), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("cut", ["rows of a", "columns of b"])
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -288,7 +288,7 @@ def test_export_lowers_for_every_platform(rng: np.random.Generator, name: str) -
     same(name, export.deserialize(exported.serialize()).call(*given), op(*given))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [n for n in OPERATORS if n not in ("row", "vector", "zero points", "dot_general")])
 def test_export_with_a_symbolic_batch(rng: np.random.Generator, name: str) -> None:
     """Rows or images of any number."""
@@ -315,7 +315,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(OPERATORS)[::2])
 def test_modes_of_jax_change_nothing(rng: np.random.Generator, name: str, mode: str) -> None:
@@ -327,7 +327,7 @@ def test_modes_of_jax_change_nothing(rng: np.random.Generator, name: str, mode: 
         same(name, jax.vmap(op, (0, None))(np.stack([a, a]), b)[1], want)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["x64", "disable_jit", "debug_nans", "promotion"])
 @pytest.mark.parametrize("name", ["dynamic_quantize_matmul", "dynamic, blocks", "matmul_nbits"])
 def test_gradients_in_every_mode(rng: np.random.Generator, name: str, mode: str) -> None:

@@ -70,7 +70,7 @@ def test_every_length(rng: np.random.Generator, length: int) -> None:
     assert transforms.mismatches(tuple(jax.jit(jq.dynamic_quantize_linear)(x[None])), (want[0][None], *want[1:])) == 0
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_nan_anywhere(rng: np.random.Generator, length: int) -> None:
     """XLA:CPU loses it in long reductions, ONNX Runtime by its lane."""
@@ -102,6 +102,7 @@ def test_an_infinity_anywhere(rng: np.random.Generator, length: int, value: floa
         assert (float(got.y_scale), int(got.y_zero_point)) == (scale, point)
 
 
+@pytest.mark.slow
 def test_many_small_tensors(rng: np.random.Generator) -> None:
     """20 000 tensors of 4 elements: where ranges, ties and rounded zero points meet most."""
     x = (rng.normal(size=(20_000, 4)) * np.exp(rng.uniform(-8, 8, (20_000, 1)))).astype(np.float32)
@@ -122,6 +123,7 @@ def test_the_axis_that_is_kept(rng: np.random.Generator) -> None:
             assert transforms.mismatches(tuple(map(np.asarray, alone)), part) == 0
 
 
+@pytest.mark.slow
 def test_outputs_go_on_to_dequantize() -> None:
     x = jnp.linspace(-3, 5, 24).reshape(4, 6)
     for axis in (None, 0, -1):

@@ -48,7 +48,7 @@ def asked(a, b, scales, points, bias, **static: int) -> np.ndarray:
     return onnx_runtime.ask("MatMulNBits", (a, b, scales, points, None, bias), a.dtype, MICROSOFT, **static)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("k", "block"), SIZES)
 def test_beside_onnx_runtime(k: int, block: int, bits: int, rng: np.random.Generator) -> None:
@@ -133,6 +133,7 @@ def test_vmap(rng: np.random.Generator) -> None:
     near(got, np.stack([contraction_text.matmul_nbits(a, *drawn[0][1:], **static) for a in args[0]], axis=1))
 
 
+@pytest.mark.slow
 def test_gradient_of_a_is_the_weights(rng: np.random.Generator) -> None:
     a, b, scales, points, bias = draw(rng, 50, 4, 16)
     static = attributes(b, 50, 4, 16)

@@ -113,6 +113,7 @@ def test_the_module_map_has_every_module() -> None:
     assert sorted(rows) == sorted(modules)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("page", "package"),

@@ -38,7 +38,7 @@ def close(got: Any, want: np.ndarray, terms: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=float(np.abs(terms).sum() * 2.0**-20) + 1e-30)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("learned", [False, True], ids=["integer zero point", "float zero point"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint2", "int16"])
@@ -108,6 +108,7 @@ def test_infinities_and_nan_on_the_way_back() -> None:
     assert ds == 127 - 128 - 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_stays_half(rng: np.random.Generator, dtype: Any) -> None:
     x = jnp.asarray(rng.normal(size=(5, 8)), dtype)
@@ -162,6 +163,7 @@ def test_dynamic_scale_gradient_by_differences(rng: np.random.Generator) -> None
         assert abs((moved[0] - moved[1]) / 0.1 - float(gradient[i])) < 1e-5
 
 
+@pytest.mark.slow
 def test_zero_range_and_nan_of_the_dynamic_scale() -> None:
     zero = jax.grad(lambda x: jq.dynamic_quantize_linear(x).y_scale)(jnp.zeros(3))
     np.testing.assert_array_equal(zero, np.zeros(3))
@@ -169,6 +171,7 @@ def test_zero_range_and_nan_of_the_dynamic_scale() -> None:
     assert np.isnan(bad).all()
 
 
+@pytest.mark.slow
 def test_dynamic_fake_quantize_is_straight_through(rng: np.random.Generator) -> None:
     x, g = (rng.normal(size=(30, 40)).astype(np.float32) for _ in range(2))
     for name, kept in (("uint8", None), ("int8", 0)):

@@ -51,6 +51,7 @@ SPECS: dict[str, tuple[QuantSpec, QuantSpec]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_others_full(SPECS, ("both asymmetric", "rows by columns")))
 def test_an_integer_contraction_coming_back(name: str, rng: np.random.Generator) -> None:
     specs = SPECS[name]
@@ -148,6 +149,7 @@ def test_empty_operands(shapes: Any) -> None:
     np.testing.assert_allclose(dw, x.T @ np.ones_like(y), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_by_chance_is_unbiased(fixed_rng: np.random.Generator) -> None:
     """The mean of many draws is the gradient of floats, within six standard errors of a draw of variance 1/4 a step;
     rounding to nearest loses what is below half a step, every time."""
@@ -172,6 +174,7 @@ def test_rounding_by_chance_is_unbiased(fixed_rng: np.random.Generator) -> None:
     assert np.abs(np.corrcoef(some.T) - np.eye(3)).max() < 0.1, "rows draw apart"
 
 
+@pytest.mark.slow
 def test_the_two_cotangents_draw_apart(fixed_rng: np.random.Generator) -> None:
     """A symmetric problem, whose cotangents would be one another's transposes if the draws were one."""
     n = 64

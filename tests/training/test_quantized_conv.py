@@ -83,7 +83,7 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "kind"), mark_others_full(KINDS, BY_DEFAULT))
 def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) -> None:
     """In floats and in integers, on numbers that neither rounds: to the bit those of the float convolution."""
@@ -144,7 +144,7 @@ FORWARD: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
 PAIRS = ("both asymmetric", "depthwise", "4 bits, float16", "weights of a table", "activations alone")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, PAIRS))
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
     """Bit for bit those of `conv_general_dilated` of `quantize`; gradients as floats have them, in bfloat16, too."""

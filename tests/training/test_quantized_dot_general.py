@@ -49,7 +49,7 @@ FORWARD: dict[str, tuple[Any, ...]] = {
 COSTLY = ("transposed", "signed, asymmetric", "blocks that do not divide")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, set(FORWARD) - set(COSTLY)))
 def test_results_are_those_of_dot_general(name: str, rng: np.random.Generator) -> None:
     """Bit for bit, in float32, bfloat16 and of unlike dtypes; differentiated or not."""
@@ -167,6 +167,7 @@ def test_every_rule_on_both_sides(fixed_rng: np.random.Generator, spec: QuantSpe
     assert (dx["straight"] != dx["identity"]).any(), "nothing was masked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float16")], ids=str)
 def test_halves_and_unlike_dtypes(rng: np.random.Generator, dtypes: tuple[str, str]) -> None:
     """Coming back it is computed in the dtype of the result, and each cotangent has its operand's."""
@@ -234,7 +235,7 @@ def test_ranks_0_and_1(rng: np.random.Generator) -> None:
         same(*jax.jit(lambda a, b, s=sides, g=g, f=outer: both_ways(f, jnp.outer, (a, b), s, g))(a, b))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, scale_dtype=jnp.float16), QuantSpec(jnp.int2, power_of_two=True),
     QuantSpec(jnp.uint8, PerAxis(1)), QuantSpec(jnp.uint8, symmetric=True, narrow_range=False),

@@ -37,7 +37,7 @@ FORWARD: dict[str, tuple[str, tuple[Shape, ...], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORWARD)
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
     """Results to the last bit; gradients as the float einsum of the fake-quantized operands has them."""
@@ -143,6 +143,7 @@ def test_int8_is_exact_where_g_is_on_the_grid(subscripts: str, rng: np.random.Ge
     same(*jax.jit(lambda: (back(Int8Backward()), back(jq.FloatBackward())))())
 
 
+@pytest.mark.slow
 def test_one_weight_in_three_places(rng: np.random.Generator) -> None:
     """The cotangents of one array that is several operands add up."""
     w, g = jnp.asarray(quarters(rng, I4, 0.5, 0, (5, 5))), whole(rng, (5, 5), 1)

@@ -68,7 +68,7 @@ def test_a_cached_program_serves_every_choice_of_gradients(rng: np.random.Genera
     same(compiled(*at), want(x, w, SCALE, g)[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)], ids=str)
 def test_vmap(rng: np.random.Generator, axes: tuple[Any, ...]) -> None:
     """Of gradients, and gradients of a vmap, whose shared operands get the sum."""
@@ -138,7 +138,7 @@ KEPT: dict[str, tuple[Any, float]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept(name: str, rng: np.random.Generator) -> None:
     """Of the activations' float32 bytes at most so much; of the weights a quarter; and the contraction is integer."""
@@ -167,6 +167,7 @@ def test_the_gradient_of_a_scale_keeps_its_operand(rng: np.random.Generator) -> 
     assert sorted(floats(other, SCALE)) == sorted([x.shape, w.shape])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_codes_alone(rng: np.random.Generator) -> None:
     """Of layers with a gelu behind each: nothing wide but the arguments."""
     x, w = rng.normal(size=(32, 48)).astype(F32), rng.normal(size=(48, 48)).astype(F32)
@@ -184,6 +185,7 @@ def test_a_checkpoint_keeps_codes_alone(rng: np.random.Generator) -> None:
     assert sum(v.nbytes for v in narrow) <= 3 * (0.3 * x.nbytes + 0.26 * w.nbytes + 4 * 48)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_refused(rng: np.random.Generator) -> None:
     """Codes have no derivative: what is asked for one must not be told 0."""
     x, w, _ = problem(rng)

@@ -126,6 +126,7 @@ def test_neighbours_are_independent(fixed_rng: np.random.Generator) -> None:
 OF_DRAWS = ("int8", "uint4", "int8, asymmetric", "uint8, symmetric", "uint2", "uint16")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "clip"), [*((case, True) for case in OF_DRAWS), ("uint4", False)])
 def test_the_gradient_is_that_of_the_draw(rng: np.random.Generator, case: str, clip: bool) -> None:

@@ -93,6 +93,7 @@ def _list_constants(program):
     return [i for body in program.computations.values() for i in body if i.opcode == "constant"]
 
 
+@pytest.mark.slow
 def test_name_scopes_are_in_the_program():
     network = make_network("linen encoder")
     x = network.sample(jax.random.key(1), 4)

@@ -49,6 +49,7 @@ def test_contractions_that_are_not_entered_are_rows(function, primitive):
     np.testing.assert_allclose(got, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_inlined_jit_keeps_its_shardings():
     mesh = _make_mesh(2)
     split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())

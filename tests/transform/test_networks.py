@@ -82,11 +82,12 @@ def _check_values(name, recipe):
 
 
 @every_network
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_apply_equals_fake_apply(name):
     _check_values(name, "w8a8_dynamic")
 
 
+@pytest.mark.slow
 @every_network
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
 @pytest.mark.sample(1)

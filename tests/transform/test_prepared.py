@@ -194,6 +194,7 @@ def test_check_reports_other_arguments(params: Any, batches: Any) -> None:
 # Training.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [jq.LSQ(), jq.LSQPlus()], ids=["LSQ", "LSQPlus"])
 @pytest.mark.parametrize("rules", [STATIC, DYNAMIC, jq.recipes.weight_only_int4(4)], ids=["static", "dynamic", "int4"])
 def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rules: Any, estimator: Any) -> None:
@@ -312,6 +313,7 @@ class Block(nnx.Module):
         return self.same(jax.nn.relu(self.second(jax.nn.relu(self.first(x)))))
 
 
+@pytest.mark.slow
 def test_nnx_module_is_the_parameters(batches: Any) -> None:
     model, x = Block(nnx.Rngs(0)), jnp.asarray(batches[0])
     prepared = jq.prepare(lambda model, x: model(x), model, x, rules=STATIC, strict=True)

@@ -80,21 +80,21 @@ def _check_values(name, recipe, rng):
 
 
 @every_program
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_apply_equals_fake_apply(name, rng):
     _check_values(name, "w8a8_dynamic", rng)
 
 
 @every_program
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_apply_equals_fake_apply_with_recipes(name, recipe, rng):
     _check_values(name, recipe, rng)
 
 
 @pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.is_differentiable])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_gradient_of_fake_apply(name, recipe, rng):
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     ranges = find_ranges(prepared, params, *inputs)

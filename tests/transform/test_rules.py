@@ -153,6 +153,7 @@ def test_uses_share_one_scale_for_what_any_of_them_sums() -> None:
     assert prepared.coverage.rows[0].weight == jq.QuantSpec("int8")
 
 
+@pytest.mark.slow
 def test_shared_range_serves_any_number_of_uses() -> None:
     def unroll(params: Any, xs: jax.Array) -> jax.Array:
         h = jnp.zeros((xs.shape[1], 4))
