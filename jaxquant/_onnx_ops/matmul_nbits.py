@@ -164,6 +164,8 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
     is_placed = sharding.is_placed(x) or sharding.is_placed(codes)
     if config.terms is None or not _IS_VECTORIZED or is_placed or not _has_few_rows(x):
         return weight_only.contract_in_chunks(config, x, codes, scale, zero_point)
+    # The barrier keeps XLA from dequantizing weights that are constants while it compiles.
+    codes = lax.optimization_barrier(codes)
     return jnp.stack([_contract_row(config, row, codes, scale, zero_point) for row in x])
 
 
