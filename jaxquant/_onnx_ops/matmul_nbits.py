@@ -110,7 +110,7 @@ class _Config(NamedTuple):
 
     def contract_on_cpu(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product in the form that a CPU runs fast."""
-        return _make_batchable(self)(x, codes, scale, zero_point)
+        return _make_vmappable(self)(x, codes, scale, zero_point)
 
     @property
     def lanes(self) -> int:
@@ -214,7 +214,7 @@ def _spread_entries(part: jax.Array, repeats: int, terms: int) -> jax.Array:
 
 # Created once for each configuration, because JAX reuses a trace only for the same function object.
 @functools.lru_cache(maxsize=1024)
-def _make_batchable(config: _Config) -> Any:
+def _make_vmappable(config: _Config) -> Any:
     function = custom_vmap(functools.partial(_contract_on_cpu, config))
     function.def_vmap(functools.partial(_contract_under_vmap, config))
     return function

@@ -152,14 +152,14 @@ def test_a_single_row(k: int, block: int, bits: int, rng: np.random.Generator) -
     static = attributes(b, k, bits, block)
     float_points = rng.normal(2 ** (bits - 1), 1, scales.shape).astype(np.float32)
 
-    def contract(a: Any, b: Any, scales: Any, points: Any) -> tuple[jax.Array, jax.Array]:
+    def contract(points: Any, a: Any, b: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
         def op(x: Any) -> jax.Array:
             return jq.matmul_nbits(x, b, scales, points, **static)
 
         return op(a[:1]), jax.vmap(op)(a)
 
     choices = (None, points, float_points)
-    results = jax.jit(lambda *args: [contract(*args, p) for p in choices])(a, b, scales)
+    results = jax.jit(lambda *args: [contract(p, *args) for p in choices])(a, b, scales)
     for (row, rows), given in zip(results, choices, strict=True):
         weights = contraction_text.nbits_weights(b, scales, given, **static)
         exact, bound = a.astype(np.float64) @ weights.T, 2e-6 * sum_magnitudes(a, weights)
