@@ -170,6 +170,34 @@ def test_digits_at_their_bounds() -> None:
         assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["int4", "uint2", "int8 in blocks", "blocks in both", "one uint8 zero point", "nf4"])
+def test_a_row_in_chunks(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of equal length, or a shorter last one, which end where blocks end."""
+    for constant in ("_CHUNK", "_BYTE_CHUNK"):
+        monkeypatch.setattr(scaled_rows, constant, 80_000)
+    q = jq.quantize(rng.normal(size=(576, 256)).astype(np.float32), SPECS[name])
+    role = Role((), (1,), (0,))
+    terms = scaled_rows.find_terms(q, role)
+    assert terms is not None
+    assert len(scaled_rows._cut_rows(q, terms)) == 2
+    x = rng.normal(size=(1, 576)).astype(np.float32)
+    y, is_exact = jax.jit(scaled_rows.contract_row, static_argnums=(2, 3))(x[0], q, role, terms)
+    assert is_exact
+    assert find_error(y[None], x, decode(q)) < LIMIT
+
+
+@pytest.mark.skipif(not scaled_rows.IS_VECTORIZED, reason="the form is off")
+def test_chunks_of_a_row_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_rows, "_CHUNK", 2**18)
+    q = QuantizedArray(jnp.ones((1024, 2048), jnp.int4), jnp.ones((1, 2048)))
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    contract = jax.jit(lambda x, q: scaled_rows.contract_row(x, q, Role((), (1,), (0,)), 16)[0])
+    memory = contract.lower(x, q).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < q.size // 4  # all bytes take q.size // 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint4, jq.nf4], ids=["int8", "uint4", "nf4"])
