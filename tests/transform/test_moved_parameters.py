@@ -77,7 +77,7 @@ def _convolve(x: jax.Array, w: jax.Array) -> jax.Array:
 def _move(params: Any, x: jax.Array, images: jax.Array) -> Any:
     w, x = lax.optimization_barrier((params["w"], x))
     first, second = params["pair"]  # unstacked
-    third, fourth = jnp.unstack(params["pair"], axis=2)[:2]
+    third, fourth = (part.T for part in jnp.unstack(params["pair"], axis=1)[:2])
     joined = jnp.einsum("bi,eio->beo", x, jnp.stack([params["w"], params["pair"][0]]))
     # JAX vectorizes a convolution by a reshape that also transposes, and a cond by a select of equal parameters.
     filters = jax.vmap(lambda w: _convolve(images, w))(params["filters"])

@@ -156,7 +156,7 @@ def test_convert_keeps_the_tree(params: Any, batches: Any) -> None:
 
 def test_convert_keeps_arrays_that_are_still_needed() -> None:
     def function(params: Any, x: jax.Array) -> jax.Array:
-        return x @ params["a"] @ params["b"] @ params["c"] + params["bias"][0]
+        return x @ params["a"] @ params["b"] @ params["c"] + params["bias"][:1]
 
     first, second = jnp.full((8, 8), 0.5), jnp.full((8, 8), 0.25)
     params = {"a": first, "b": first, "c": second, "bias": second}
