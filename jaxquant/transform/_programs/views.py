@@ -155,8 +155,8 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
     if name not in _RULES or not list_views(origins[0]):
         return None
     origin = origins[0]
-    is_joined = isinstance(origin, Joined) and origin.axis is not None
-    if is_joined and name not in ("transpose", *_UNMOVED):
+    axis = origin.axis if isinstance(origin, Joined) else None
+    if axis is not None and name not in ("transpose", *_UNMOVED):
         return None
     # Further operands are the indices of a dynamic slice.
     views = [_follow_view(equation, view) for view in list_views(origin)]
@@ -164,8 +164,9 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
         return None
     if isinstance(origin, View):
         return list(views[0])  # type: ignore[arg-type]
-    axis = equation.params["permutation"].index(origin.axis) if is_joined and name == "transpose" else origin.axis
-    return [Joined(parts, axis) for parts in zip(*views, strict=True)]  # type: ignore[arg-type, union-attr]
+    if axis is not None and name == "transpose":
+        axis = equation.params["permutation"].index(axis)
+    return [Joined(parts, axis) for parts in zip(*views, strict=True)]  # type: ignore[arg-type]
 
 
 def _follow_view(equation: Any, view: View) -> list[View] | None:
@@ -287,11 +288,12 @@ def _stack(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
     if not all(isinstance(origin, View) for origin in origins):
         return None
     axis = equation.params["axis"]
-    views = [
-        view._replace(dimensions=(*view.dimensions[:axis], (), *view.dimensions[axis:]))  # type: ignore[union-attr]
+    parts = [
+        view._replace(dimensions=(*view.dimensions[:axis], (), *view.dimensions[axis:]))
         for view in origins
+        if isinstance(view, View)
     ]
-    return [Joined(tuple(views), axis)]
+    return [Joined(tuple(parts), axis)]
 
 
 def _pass_on(equation: Any, origins: Sequence[Origin]) -> list[Origin]:
