@@ -119,6 +119,7 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
 
 
 UNUSED = "nothing uses its result"
+_ADVICE = {"shard_map": ": prepare the function inside, and call shard_map on its apply"}
 
 
 def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findings) -> list[Origin]:
@@ -199,8 +200,6 @@ def _add_hidden_sites(equation: Any, origins: Sequence[Origin], place: _Place, f
         inner = dataclasses.replace(hidden, address=(*hidden.address, number))
         _walk(body, [views.Lost(leaves, reason) if leaves else Data()] * len(body.program.invars), inner, findings)
 
-
-_ADVICE = {"shard_map": ": prepare the function inside, and call shard_map on its apply"}
 
 # Equations with bodies.
 

@@ -14,8 +14,8 @@ Address = tuple[int, ...]
 # The operations that can run on codes, and the names they have in coverage and rules.
 OPERATIONS = {"dot_general": "dot_general", "conv_general_dilated": "conv_general_dilated", "gather": "take"}
 # Further contractions, which stay in floats.
-_ADVICE = {"ragged_dot_general": "; products in a loop over the groups have one"}
 FLOAT_OPERATIONS = ("ragged_dot_general", "ragged_dot", "scaled_dot", "triangular_solve", "cholesky")
+_ADVICE = {"ragged_dot_general": "; products in a loop over the groups have one"}
 
 
 @dataclasses.dataclass(frozen=True)
