@@ -154,6 +154,33 @@ def test_convert_keeps_the_tree(params: Any, batches: Any) -> None:
     assert not copy["first"]["bias"].is_deleted()
 
 
+def test_convert_keeps_arrays_that_are_still_needed() -> None:
+    def function(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["a"] @ params["b"] @ params["c"] + params["bias"][:1]
+
+    first, second = jnp.full((8, 8), 0.5), jnp.full((8, 8), 0.25)
+    params = {"a": first, "b": first, "c": second, "bias": second}
+    prepared = jq.prepare(function, params, jnp.ones((2, 8)), rules=DYNAMIC)
+    qparams = prepared.convert(params, delete=True)
+    # One array under two paths is deleted after the second one; one that stays in floats is not deleted.
+    assert first.is_deleted()
+    assert qparams["bias"] is second
+    assert not second.is_deleted()
+    assert equal(qparams["a"].codes, qparams["b"].codes)
+
+
+def test_parameters_have_names_of_their_own() -> None:
+    x = jnp.ones((2, 8))
+    params = {"a/b": jnp.full((8, 8), 0.5), "a": {"b": jnp.full((8, 8), 0.25)}}
+    prepared = jq.prepare(lambda p, x: x @ p["a/b"] @ p["a"]["b"], params, x, rules=STATIC)
+    names = ["['a/b']", "['a']['b']"]
+    assert [row.name for row in prepared.coverage.rows] == names
+    scales = prepared.learned(params, prepared.calibrate(params, [x]))
+    assert sorted(scales.weights) == sorted(names)
+    # Parameters that are a single array have a name, too.
+    assert jq.prepare(lambda w, x: x @ w, params["a/b"], x, rules=STATIC).coverage.rows[0].name == "params"
+
+
 def test_convert_frees_one_leaf_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a leaf is quantized, the floats of all leaves before it are gone."""
     params = {f"w{place}": jnp.full((8, 8), place + 1.0) for place in range(4)}
