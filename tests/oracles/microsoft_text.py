@@ -116,8 +116,8 @@ def qlinear_sigmoid(x, x_scale, x_zero_point, y_scale, y_zero_point) -> np.ndarr
 
 def exponentials(length: int, scale: Any) -> np.ndarray:
     """Return float32 numbers proportional to exp(-scale * 255), ..., exp(0), as large as their sum allows."""
-    room = float(F(math.log(F(np.finfo(F).max) / F(length)))) - 5
-    return np.exp((np.arange(256) - 255 + max(0.0, room) / float(F(scale))) * float(F(scale))).astype(F)
+    shift = float(F(math.log(F(np.finfo(F).max) / F(length)))) - 5
+    return np.exp((np.arange(256) - 255 + max(0.0, shift) / float(F(scale))) * float(F(scale))).astype(F)
 
 
 def qlinear_softmax(x, x_scale, x_zero_point, y_scale, y_zero_point, *, axis: int = -1, opset: int = 13) -> np.ndarray:

@@ -78,9 +78,14 @@ TRACED_IN_JAX = (
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
 # An operator has all the inputs of its standard, however many.
-MANY_INPUTS = ("qlinear_matmul", "qlinear_conv", "matmul_integer_to_float")
+MANY_INPUTS = (
+    *("qlinear_matmul", "qlinear_conv", "matmul_integer_to_float"),
+    *("qlinear_add", "qlinear_mul", "qlinear_where"),
+)
 
 CONV_ATTRIBUTES = "auto_pad dilations group kernel_shape pads strides"
+POOL_ATTRIBUTES = "count_include_pad pads strides"
+ONE_TENSOR = "x x_scale x_zero_point y_scale y_zero_point"
 # Of JAX's parameters only the first ones: the later ones do not apply to integers.
 DOT = " ".join(list(inspect.signature(jax.lax.dot_general).parameters)[:3])
 CONV = " ".join(list(inspect.signature(jax.lax.conv_general_dilated).parameters)[:9])
@@ -96,12 +101,22 @@ SIGNATURES = {
     "dynamic_fake_quantize_linear": "x dtype axis training lda_coeff name",
     "dynamic_dequantize": "src scales zps qtype axis group_shape",
     "matmul_integer": "a b a_zero_point b_zero_point",
-    "qlinear_matmul": "a a_scale a_zero_point b b_scale b_zero_point y_scale y_zero_point",
+    "qlinear_matmul": "a a_scale a_zero_point b b_scale b_zero_point y_scale y_zero_point bias",
     "conv_integer": f"x w x_zero_point w_zero_point {CONV_ATTRIBUTES}",
     "qlinear_conv": f"x x_scale x_zero_point w w_scale w_zero_point y_scale y_zero_point b {CONV_ATTRIBUTES}",
     "dynamic_quantize_matmul": "a b b_scale b_zero_point bias",
     "matmul_integer_to_float": "a b a_scale b_scale a_zero_point b_zero_point bias",
     "matmul_nbits": "a b scales zero_points bias K N bits block_size",
+    "qlinear_add": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
+    "qlinear_mul": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
+    "qlinear_average_pool": f"{ONE_TENSOR} kernel_shape auto_pad ceil_mode channels_last {POOL_ATTRIBUTES}",
+    "qlinear_global_average_pool": f"{ONE_TENSOR} channels_last",
+    "qlinear_reduce_mean": "data data_scale data_zero_point reduced_scale reduced_zero_point axes keepdims",
+    "qlinear_concat": "y_scale y_zero_point inputs axis",
+    "qlinear_where": "condition x x_scale x_zero_point y y_scale y_zero_point z_scale z_zero_point",
+    "qlinear_sigmoid": ONE_TENSOR,
+    "qlinear_leaky_relu": f"{ONE_TENSOR} alpha",
+    "qlinear_softmax": f"{ONE_TENSOR} axis opset",
     "integer.dot_general": f"{DOT} lhs_zero_point rhs_zero_point out_sharding",
     "integer.conv_general_dilated": f"{CONV} lhs_zero_point rhs_zero_point",
     "quantize": "x spec lo hi range stored_last",

@@ -38,23 +38,26 @@ def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]
     """
     result = []
     for name, value in parameters.items():
-        is_scale = name.endswith("scale")
-        result.append(
-            convert_plain_scale(function, name, value)
-            if is_scale
-            else _operands.convert_zero_point_number(function, name, value, x)
-        )
+        if name.endswith("scale"):
+            result.append(convert_plain_scale(function, name, value))
+        else:
+            result.append(_operands.convert_zero_point_number(function, name, value, x))
     return tuple(result)
 
 
 def read_affine(function: str, prefix: str, scale: Any, zero_point: Any, dtype: np.dtype) -> Affine:
-    """Check a scale and a zero point, whose names in errors begin with `prefix`; None as a zero point means 0."""
-    name = f"{prefix}_scale"
+    """Check the arguments {prefix}_scale and {prefix}_zero_point; None as a zero point means 0."""
+    return read_named(function, (f"{prefix}_scale", f"{prefix}_zero_point"), scale, zero_point, dtype)
+
+
+def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: Any, dtype: np.dtype) -> Affine:
+    """Check a scale and a zero point with names of their own; None as a zero point means 0."""
+    name = names[0]
     checks.check_array(function, name, scale, (dtypes.FLOAT32,))
     checks.require(scale.shape in _SINGLE, function, name, "a scalar", f"shape {scale.shape}")
     if zero_point is None:
         return Affine(scale.reshape(()), jnp.zeros((), jnp.int32), dtype)
-    name = f"{prefix}_zero_point"
+    name = names[1]
     checks.check_same_dtype(function, name, zero_point, dtype, "that of the codes")
     checks.require(zero_point.shape in _SINGLE, function, name, "a scalar", f"shape {zero_point.shape}")
     return Affine(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)

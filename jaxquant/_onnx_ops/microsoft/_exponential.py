@@ -22,26 +22,26 @@ _LEAST_EXPONENT = np.float32(-126 * math.log(2))  # of the smallest normal float
 
 
 def list_exponentials(scale: jax.Array, length: int) -> jax.Array:
-    """Return exp((i - 255) * scale + room) for i = 0 ... 255, float32.
+    """Return exp((i - 255) * scale + shift) for i = 0 ... 255, float32.
 
-    room is as large as a float32 sum of `length` of them allows: log(largest float32 / length) - 5, or 0 if that is
+    shift is as large as a float32 sum of `length` of them allows: log(largest float32 / length) - 5, or 0 if that is
     negative. The logarithm is a float32, as in ONNX Runtime.
     """
     logarithm = np.float32(math.log(np.float32(_LARGEST / np.float32(length))))
-    room = max(0.0, float(logarithm) - _RESERVE)
+    shift = max(0.0, float(logarithm) - _RESERVE)
     steps = jnp.arange(-255, 1, dtype=jnp.float32)
-    return _raise_e(*multiply_exactly(steps, jnp.broadcast_to(scale, steps.shape)), room)
+    return _raise_e(*multiply_exactly(steps, jnp.broadcast_to(scale, steps.shape)), shift)
 
 
-def _raise_e(high: jax.Array, low: jax.Array, room: float) -> jax.Array:
-    """Return exp(high + low + room), 0 where that is below the normal floats, with an error of some 2**-43."""
-    estimate = high + np.float32(room)
+def _raise_e(high: jax.Array, low: jax.Array, shift: float) -> jax.Array:
+    """Return exp(high + low + shift), 0 where that is below the normal floats, with an error of some 2**-43."""
+    estimate = high + np.float32(shift)
     twos = lax.round(estimate * np.float32(1 / math.log(2)), lax.RoundingMethod.TO_NEAREST_EVEN)
     twos = jnp.clip(twos, np.float32(-126), np.float32(127))
     rest = lax.round((estimate - twos * np.float32(math.log(2))) * _PARTS, lax.RoundingMethod.TO_NEAREST_EVEN)
     parts = jnp.clip(rest, np.float32(-_MOST_PARTS), np.float32(_MOST_PARTS))
-    # What is left of the exponent: its two parts, room, -twos * log(2) and -parts / 32, none of them rounded off.
-    high, low = _add_pairs((high, low), _split_float64(np.full((), room)))
+    # What is left of the exponent: its two parts, shift, -twos * log(2) and -parts / 32, none of them rounded off.
+    high, low = _add_pairs((high, low), _split_float64(np.full((), shift)))
     for factor, count in ((-math.log(2), twos), (-1 / _PARTS, parts)):
         product = _multiply_by_constant(count, factor)
         high, low = _add_pairs((high, low), product)

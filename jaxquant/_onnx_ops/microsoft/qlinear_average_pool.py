@@ -16,8 +16,8 @@ from ..._core.affine import dequantize_affine
 from ..._core.entry_point import compile_entry_point
 from ..._core.granularity import PerTensor
 from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
-from ._means import average_codes
 from ._pool_window import Attributes, Windows, check_pool_attributes, find_windows
+from .qlinear_global_average_pool import average_codes
 
 _NAME = "qlinear_average_pool"
 # Up to this many elements of a window, the sum is written out; a longer one is a loop, which compiles in less time.

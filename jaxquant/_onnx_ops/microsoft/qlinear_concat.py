@@ -10,7 +10,9 @@ from jax.typing import ArrayLike
 
 from ..._core import checks
 from ..._core.entry_point import compile_entry_point
-from ._arguments import check_eight_bits, convert_numbers, read_affine
+from ..._core.number_arguments import convert_plain_scale
+from ...integer import _operands
+from ._arguments import check_eight_bits, convert_numbers, read_affine, read_named
 from ._tables import requantize_codes
 
 _NAME = "qlinear_concat"
@@ -54,10 +56,14 @@ def qlinear_concat(
     expected = "one or more arrays, each followed by its scale and its zero point"
     checks.require(len(inputs) > 0 and len(inputs) % 3 == 0, _NAME, "inputs", expected, f"{len(inputs)} inputs")
     converted: list[Any] = [*convert_numbers(_NAME, inputs[0], y_scale=y_scale, y_zero_point=y_zero_point)]
-    for i in range(0, len(inputs), 3):
-        x, scale, zero_point = inputs[i : i + 3]
-        names = (f"inputs[{i}]_scale", f"inputs[{i}]_zero_point")
-        converted += [x, *convert_numbers(_NAME, inputs[0], **dict(zip(names, (scale, zero_point), strict=True)))]
+    for i, value in enumerate(inputs):
+        name = f"inputs[{i}]"
+        checks.check_readable(_NAME, name, value)  # the entry point has one name for all inputs
+        if i % 3 == 1:
+            value = convert_plain_scale(_NAME, name, value)
+        elif i % 3 == 2:
+            value = _operands.convert_zero_point_number(_NAME, name, value, inputs[0])
+        converted.append(value)
     checks.check_integer(_NAME, "axis", axis)
     return _qlinear_concat(*converted, axis=axis)
 
@@ -72,7 +78,8 @@ def _qlinear_concat(y_scale: jax.Array, y_zero_point: jax.Array | None, *inputs:
         x, scale, zero_point = inputs[i : i + 3]
         checks.check_same_dtype(_NAME, f"inputs[{i}]", x, dtype, "that of inputs[0]")
         _check_fit(f"inputs[{i}]", x, inputs[0], axis)
-        parts.append(requantize_codes(x, read_affine(_NAME, f"inputs[{i}]", scale, zero_point, dtype), y_affine))
+        names = (f"inputs[{i + 1}]", f"inputs[{i + 2}]")
+        parts.append(requantize_codes(x, read_named(_NAME, names, scale, zero_point, dtype), y_affine))
     return lax.concatenate(parts, axis)
 
 

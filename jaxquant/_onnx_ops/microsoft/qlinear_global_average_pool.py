@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core import checks
+from ..._core import barriers, checks, division
 from ..._core.entry_point import compile_entry_point
-from ._arguments import check_eight_bits, convert_numbers, read_affine
-from ._means import average_codes
+from .. import requantize
+from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
 
 _NAME = "qlinear_global_average_pool"
 
@@ -75,3 +79,19 @@ def _qlinear_global_average_pool(
     checks.require(x.ndim >= 3, _NAME, "x", "an array of rank 3 or more", f"shape {x.shape}")
     first = 1 if channels_last else 2
     return average_codes(x, x_affine, y_affine, tuple(range(first, first + x.ndim - 2)), keepdims=True)
+
+
+def average_codes(
+    x: jax.Array, x_affine: Affine, y_affine: Affine, axes: tuple[int, ...], *, keepdims: bool
+) -> jax.Array:
+    """Return the codes of the means of x along `axes`, from sums that are exact in int32.
+
+    y = saturate(round_half_even(float32(sum(x) - count * zero point of x) * scale) + zero point of y),
+    where scale = scale of x / (scale of y * count)
+    """
+    count = math.prod(x.shape[axis] for axis in axes)
+    acc = jnp.sum(x, axes, dtype=jnp.int32, keepdims=keepdims) - x_affine.steps * np.int32(count)
+    divisor = barriers.round_result(y_affine.scale * np.float32(count))
+    scale = jnp.broadcast_to(division.divide(x_affine.scale, divisor), acc.shape)
+    steps = jnp.broadcast_to(y_affine.steps, acc.shape)
+    return requantize.requantize_accumulator(acc, scale, steps, y_affine.dtype)

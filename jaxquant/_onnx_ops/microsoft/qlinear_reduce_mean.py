@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from ..._core import checks
 from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_affine
-from ._means import average_codes
+from .qlinear_global_average_pool import average_codes
 
 _NAME = "qlinear_reduce_mean"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core import barriers, division
@@ -68,29 +69,30 @@ def _qlinear_sigmoid(
     return map_codes(x, x_affine, y_affine, _find_logistic)
 
 
-# The coefficients of x**9 ... x**1 in the dividend and of x**10 ... x**0 in the divisor.
-_DIVIDEND = (
-    4.37031012579801e-11, 1.15627324459942e-07, 6.08574864600143e-05, 8.51377133304701e-03, 2.48287947061529e-01,
-)  # fmt: skip
-_DIVISOR = (
-    6.10247389755681e-13, 5.76102136993427e-09, 6.29106785017040e-06, 1.70198817374094e-03, 1.16817656904453e-01,
-    9.93151921023180e-01,
-)  # fmt: skip
+# The coefficients of x**11 ... x**1 in the dividend and of x**10 ... x**0 in the divisor.
+_COEFFICIENTS = np.array(
+    [
+        [0.0, 6.10247389755681e-13],
+        [4.37031012579801e-11, 5.76102136993427e-09],
+        [1.15627324459942e-07, 6.29106785017040e-06],
+        [6.08574864600143e-05, 1.70198817374094e-03],
+        [8.51377133304701e-03, 1.16817656904453e-01],
+        [2.48287947061529e-01, 9.93151921023180e-01],
+    ],
+    np.float32,
+)
 _RANGE = np.float32(18)
 
 
 def _find_logistic(x: jax.Array) -> jax.Array:
     """Return ONNX Runtime's approximation of 1 / (1 + exp(-x)) in float32."""
     x = jnp.clip(x, -_RANGE, _RANGE)
-    square = barriers.round_result(x * x)
-    dividend = barriers.round_result(x * _evaluate_polynomial(_DIVIDEND, square))
-    quotient = division.divide(dividend, _evaluate_polynomial(_DIVISOR, square))
+    square = jnp.broadcast_to(barriers.round_result(x * x), (2, *x.shape))
+
+    def add_coefficient(value: jax.Array, coefficient: jax.Array) -> tuple[jax.Array, None]:
+        return multiply_add(value, square, jnp.broadcast_to(coefficient[:, None], value.shape)), None
+
+    # A loop, because XLA takes seconds to compile all the steps of the fused operations in one piece.
+    polynomials, _ = lax.scan(add_coefficient, jnp.zeros_like(square), jnp.asarray(_COEFFICIENTS))
+    quotient = division.divide(barriers.round_result(x * polynomials[0]), polynomials[1])
     return jnp.maximum(quotient + np.float32(0.5), np.float32(0))
-
-
-def _evaluate_polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
-    """Return a polynomial in x, from the coefficient of the highest power down, with one rounding for each power."""
-    value = jnp.full(x.shape, np.float32(coefficients[0]))
-    for coefficient in coefficients[1:]:
-        value = multiply_add(value, x, jnp.full(x.shape, np.float32(coefficient)))
-    return value
