@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxquant as jq
 from jaxquant._onnx_ops.microsoft import _exponential, _multiply_add
@@ -221,6 +221,16 @@ def test_long_windows_are_added_in_order(rng: np.random.Generator) -> None:
     same(onnx_runtime.ask("QLinearAveragePool", arguments, np.uint8, cases.MICROSOFT, **attributes), want)
 
 
+@pytest.mark.parametrize("axes", [(1, 2), (0, 2), (1,), (0, 1, 2), ()])
+def test_means_of_many_codes(axes: tuple[int, ...], rng: np.random.Generator) -> None:
+    """Many codes are added in slices, and those that are left over."""
+    x = cases.draw_codes(rng, "int8", (9, 83, 75))
+    arguments = (x, F(0.37), np.int8(-3), F(0.02), np.int8(9))
+    for keepdims in (True, False):
+        want = microsoft_text.qlinear_reduce_mean(*arguments, axes=axes, keepdims=keepdims)
+        same(jq.qlinear_reduce_mean(*arguments, axes=axes, keepdims=keepdims), want)
+
+
 def test_softmax_saturates() -> None:
     """ONNX Runtime gives the zero point where a product overflows, which it does for a single element."""
     x = np.array([[7]], np.int8)
@@ -245,13 +255,25 @@ SHARDED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
     "qlinear_sigmoid": lambda a, b: jq.qlinear_sigmoid(a, 0.05, 128, 1 / 256, 0),
     "qlinear_softmax": lambda a, b: jq.qlinear_softmax(a, 0.05, 128, 1 / 256, 0),
     "qlinear_reduce_mean": lambda a, b: jq.qlinear_reduce_mean(a, 0.05, 128, 0.1, 0, axes=[1]),
-    "qlinear_average_pool": lambda a, b: jq.qlinear_average_pool(a[None], 0.05, 8, 0.1, 0, kernel_shape=[3]),
+    "qlinear_average_pool": lambda a, b: jq.qlinear_average_pool(a[:, None], 0.05, 8, 0.1, 0, kernel_shape=[3]),
 }
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", list(SHARDED))
-def test_sharded(name: str, rng: np.random.Generator) -> None:
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
+def test_sharded(name: str, kind: AxisType, rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     a, b = (cases.draw_codes(rng, "uint8", (16, 40)) for _ in range(2))
     want = np.asarray(SHARDED[name](jnp.asarray(a), jnp.asarray(b)))
-    same(jax.jit(SHARDED[name])(jax.device_put(a, sharding), jax.device_put(b, sharding)), want)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))) for x in (a, b)]
+        same(jax.jit(SHARDED[name])(*placed), want)
+
+
+@pytest.mark.parametrize("name", list(SHARDED))
+def test_under_shard_map(name: str, rng: np.random.Generator) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    a, b = (cases.draw_codes(rng, "uint8", (16, 40)) for _ in range(2))
+    part = PartitionSpec("x")
+    mapped = jax.shard_map(SHARDED[name], mesh=mesh, in_specs=(part, part), out_specs=part)
+    same(jax.jit(mapped)(a, b), np.asarray(SHARDED[name](jnp.asarray(a), jnp.asarray(b))))

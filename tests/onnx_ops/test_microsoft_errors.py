@@ -101,10 +101,10 @@ def test_errors_of_concat(inputs: tuple[Any, ...], axis: int, text: str) -> None
 
 def test_python_numbers_and_single_elements_are_scalars() -> None:
     want = np.asarray(jq.qlinear_add(CODES, F(0.1), U8(3), CODES, F(0.2), U8(0), F(0.5), U8(7)))
-    single = [np.array([v]) for v in (F(0.1), U8(3), F(0.2), U8(0), F(0.5), U8(7))]
+    single: Any = [np.array([v]) for v in (F(0.1), U8(3), F(0.2), U8(0), F(0.5), U8(7))]
     for got in (
         jq.qlinear_add(CODES, 0.1, 3, CODES, 0.2, None, 0.5, 7),
-        jq.qlinear_add(CODES, *single[:2], CODES, *single[2:]),
+        jq.qlinear_add(*(CODES, *single[:2], CODES, *single[2:])),
     ):
         np.testing.assert_array_equal(np.asarray(got), want)
     # A missing zero point is 0.

@@ -84,7 +84,7 @@ def test_transforms(rng: np.random.Generator) -> None:
         want = np.stack([multiply(*(g if keep else [*g[:6], None, None, g[8]])) for g in given])
 
         def call(*args: Any, keep: bool = keep) -> jax.Array:
-            return jq.qlinear_matmul(*args) if keep else jq.qlinear_matmul(*args[:6], None, None, args[8])
+            return jq.qlinear_matmul(*(args if keep else (*args[:6], None, None, args[8])))
 
         equal(np.stack([np.asarray(call(*g)) for g in given]), want)
         constants = jax.jit(lambda a, call=call: call(a, *given[0][1:]))
@@ -119,11 +119,13 @@ def test_gradients_of_the_scales(rng: np.random.Generator) -> None:
     arguments[8] = rng.integers(10**6, 2 * 10**6, 7).astype(np.int32)  # all products are positive: no sum cancels
     a_scale, b_scale = jnp.asarray(arguments[1]), jnp.asarray(arguments[4])
 
+    a, _, a_point, b, _, b_point, _, _, bias = arguments
+
     def total(s: jax.Array, t: jax.Array) -> jax.Array:
-        return jq.qlinear_matmul(arguments[0], s, *arguments[2:4], t, arguments[5], None, None, arguments[8]).sum()
+        return jq.qlinear_matmul(a, s, a_point, b, t, b_point, None, None, bias).sum()
 
     got = jax.grad(total, (0, 1))(a_scale, b_scale)
-    values = multiply(*arguments[:1], F(1), *arguments[2:4], np.ones(7, F), arguments[5], None, None, arguments[8])
+    values = multiply(a, F(1), a_point, b, np.ones(7, F), b_point, None, None, bias)
     np.testing.assert_allclose(got[0], (values * arguments[4]).sum(), rtol=1e-5)
     np.testing.assert_allclose(got[1], values.sum(0) * arguments[1], rtol=1e-5)
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import dtypes
+from ..._core import dtypes, sharding
 from ..._core.affine import dequantize_affine, quantize_affine
 from ..._core.granularity import PerTensor
 from ._arguments import Affine
-
-
-def map_codes(x: jax.Array, x_affine: Affine, y_affine: Affine, function: Callable[..., jax.Array]) -> jax.Array:
-    """Return the codes of function(the values of x): dequantized, mapped in float32, and quantized by QuantizeLinear.
-
-    Args:
-        x: codes.
-        x_affine: their scale and zero point.
-        y_affine: those of the result.
-        function: maps float32 of shape (256,) element by element.
-    """
-    values = function(list_values(x_affine))
-    return look_up(encode_values(values, y_affine), x)
 
 
 def requantize_codes(x: jax.Array, x_affine: Affine, y_affine: Affine) -> jax.Array:
@@ -54,4 +39,16 @@ def encode_values(values: jax.Array, affine: Affine) -> jax.Array:
 def look_up(table: jax.Array, x: jax.Array) -> jax.Array:
     """Return the entry of a table of 256 for each code of x, int8 or uint8."""
     places = lax.bitcast_convert_type(x, jnp.uint8)
-    return table.at[places].get(mode="promise_in_bounds")
+    # With shardings in types, JAX asks for that of the result: it is that of x.
+    out_sharding = jax.typeof(x).sharding if sharding.is_placed(x) else None
+    return table.at[places].get(mode="promise_in_bounds", out_sharding=out_sharding)
+
+
+def look_up_stored(table: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the same as `look_up`, from a table in memory.
+
+    XLA:CPU fuses the operations that compute a table with its lookup, and repeats them for each element. That is faster
+    if they are few, and slower if they are many. Reading a table of 32 bits takes vector instructions, one of bytes
+    does not.
+    """
+    return look_up(lax.optimization_barrier(table.astype(jnp.int32)), x).astype(table.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, dtypes, rounding
+from ..._core import barriers, checks, division, dtypes, rounding, sharding
 from ..._core.affine import dequantize_affine
 from ..._core.entry_point import compile_entry_point
 from ..._core.granularity import PerTensor
@@ -107,14 +107,14 @@ def _qlinear_average_pool(
     if windows.is_global:
         return average_codes(x, x_affine, y_affine, axes, keepdims=True)
     total = _sum_windows(x, x_affine, windows, axes)
-    counts = lax.broadcast_in_dim(jnp.asarray(windows.counts), total.shape, axes)
+    counts = sharding.place_like(lax.broadcast_in_dim(jnp.asarray(windows.counts), total.shape, axes), total)
     mean = division.divide(total, counts)
     return _encode_mean(mean, y_affine)
 
 
 def _encode_mean(mean: jax.Array, affine: Affine) -> jax.Array:
     """Return saturate(round_half_even(mean / scale + zero point))."""
-    quotient = division.divide(mean, jnp.broadcast_to(affine.scale, mean.shape))
+    quotient = division.divide(mean, sharding.place_like(jnp.broadcast_to(affine.scale, mean.shape), mean))
     value = barriers.round_result(quotient + affine.steps.astype(jnp.float32))
     return rounding.encode_steps(value, None, affine.dtype)
 

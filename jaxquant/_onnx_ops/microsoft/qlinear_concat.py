@@ -54,7 +54,8 @@ def qlinear_concat(
     Source: ONNX Runtime's com.microsoft QLinearConcat-1.
     """
     expected = "one or more arrays, each followed by its scale and its zero point"
-    checks.require(len(inputs) > 0 and len(inputs) % 3 == 0, _NAME, "inputs", expected, f"{len(inputs)} inputs")
+    count = len(inputs)
+    checks.require(count > 0 and count % 3 == 0, _NAME, "inputs", expected, f"{count} inputs")
     converted: list[Any] = [*convert_numbers(_NAME, inputs[0], y_scale=y_scale, y_zero_point=y_zero_point)]
     for i, value in enumerate(inputs):
         name = f"inputs[{i}]"

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core import barriers, checks, division
@@ -15,6 +16,9 @@ from .. import requantize
 from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
 
 _NAME = "qlinear_global_average_pool"
+# How many slices are added element by element before the reduction.
+_SLICES = 16
+_FEWEST_SLICED = 2**12
 
 
 def qlinear_global_average_pool(
@@ -90,8 +94,34 @@ def average_codes(
     where scale = scale of x / (scale of y * count)
     """
     count = math.prod(x.shape[axis] for axis in axes)
-    acc = jnp.sum(x, axes, dtype=jnp.int32, keepdims=keepdims) - x_affine.steps * np.int32(count)
+    acc = _sum_codes(x, axes, keepdims=keepdims) - x_affine.steps * np.int32(count)
     divisor = barriers.round_result(y_affine.scale * np.float32(count))
     scale = jnp.broadcast_to(division.divide(x_affine.scale, divisor), acc.shape)
     steps = jnp.broadcast_to(y_affine.steps, acc.shape)
     return requantize.requantize_accumulator(acc, scale, steps, y_affine.dtype)
+
+
+def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Array:
+    """Return the int32 sums of codes along `axes`.
+
+    XLA:CPU writes the operand of a large reduction to memory as int32, on one thread. A sum of slices reads bytes, on
+    all threads, and leaves less to reduce.
+    """
+    if not axes or x.size < _FEWEST_SLICED:
+        return jnp.sum(x, axes, dtype=jnp.int32, keepdims=keepdims)
+    shape = jax.eval_shape(lambda: jnp.sum(x, axes, keepdims=keepdims)).shape
+    first, last = min(axes), max(axes)
+    if len(axes) == last - first + 1:
+        # Adjacent dimensions, such as the spatial ones, are one dimension that has more to slice.
+        x, axes = x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :]), (first,)
+    axis = max(axes, key=lambda i: x.shape[i])
+    width = x.shape[axis] // _SLICES
+    if width == 0:
+        return jnp.sum(x, axes, dtype=jnp.int32).reshape(shape)
+    total, rest = (
+        lax.slice_in_dim(x, start, end, axis=axis).astype(jnp.int32)
+        for start, end in ((0, width), (width * _SLICES, x.shape[axis]))
+    )
+    for i in range(1, _SLICES):
+        total = total + lax.slice_in_dim(x, i * width, (i + 1) * width, axis=axis).astype(jnp.int32)
+    return (jnp.sum(total, axes) + jnp.sum(rest, axes)).reshape(shape)

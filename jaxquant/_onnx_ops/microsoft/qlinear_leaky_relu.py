@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from ..._core import barriers, checks
 from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_affine
-from ._tables import map_codes
+from ._tables import encode_values, list_values, look_up
 
 _NAME = "qlinear_leaky_relu"
 
@@ -72,4 +72,4 @@ def _qlinear_leaky_relu(
     def leak(values: jax.Array) -> jax.Array:
         return jnp.where(values >= 0, values, barriers.round_result(values * np.float32(alpha)))
 
-    return map_codes(x, x_affine, y_affine, leak)
+    return look_up(encode_values(leak(list_values(x_affine)), y_affine), x)

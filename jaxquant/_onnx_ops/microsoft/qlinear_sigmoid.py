@@ -12,7 +12,7 @@ from ..._core import barriers, division
 from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_affine
 from ._multiply_add import multiply_add
-from ._tables import map_codes
+from ._tables import encode_values, list_values, look_up_stored
 
 _NAME = "qlinear_sigmoid"
 
@@ -66,7 +66,7 @@ def _qlinear_sigmoid(
     dtype = check_eight_bits(_NAME, "x", x)
     x_affine = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
     y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
-    return map_codes(x, x_affine, y_affine, _find_logistic)
+    return look_up_stored(encode_values(_find_logistic(list_values(x_affine)), y_affine), x)
 
 
 # The coefficients of x**11 ... x**1 in the dividend and of x**10 ... x**0 in the divisor.

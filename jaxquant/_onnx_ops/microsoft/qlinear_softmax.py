@@ -10,10 +10,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, rounding
+from ..._core import barriers, checks, division, rounding, sharding
 from ..._core.entry_point import compile_entry_point
 from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
 from ._exponential import list_exponentials
+from ._tables import look_up
 
 _NAME = "qlinear_softmax"
 _OPSET_WITH_ONE_AXIS = 13
@@ -90,33 +91,33 @@ def _qlinear_softmax(
     axis = checks.check_axis(_NAME, axis, x.ndim)
     if x.size == 0:
         return x
-    # The elements of a sum come first: each step of the loop then adds one element of all sums.
     if flat:
-        columns = x.reshape(math.prod(x.shape[:axis]), -1).T
-        return _normalize_columns(columns, x_affine, y_affine).T.reshape(x.shape)
-    columns = jnp.moveaxis(x, axis, 0)
-    y = _normalize_columns(columns.reshape(x.shape[axis], -1), x_affine, y_affine)
-    return jnp.moveaxis(y.reshape(columns.shape), 0, axis)
+        return _normalize_rows(x.reshape(math.prod(x.shape[:axis]), -1), x_affine, y_affine).reshape(x.shape)
+    rows = jnp.moveaxis(x, axis, -1)
+    y = _normalize_rows(rows.reshape(-1, x.shape[axis]), x_affine, y_affine)
+    return jnp.moveaxis(y.reshape(rows.shape), -1, axis)
 
 
-def _normalize_columns(x: jax.Array, x_affine: Affine, y_affine: Affine) -> jax.Array:
-    """Return the codes of the softmax along the first of two dimensions."""
-    table = list_exponentials(x_affine.scale, len(x))
-    codes = x.astype(jnp.int32)
-    places = codes + (np.int32(255) - codes.max(0, keepdims=True))
-    values = table.at[places].get(mode="promise_in_bounds")
-    total = _add_rows(values)
+def _normalize_rows(x: jax.Array, x_affine: Affine, y_affine: Affine) -> jax.Array:
+    """Return the codes of the softmax along the second of two dimensions."""
+    # The barriers keep XLA:CPU from computing an exponential for each element instead of each entry of a table.
+    table = lax.optimization_barrier(list_exponentials(x_affine.scale, x.shape[1]))
     factor = jnp.floor(division.divide(jnp.ones((), jnp.float32), y_affine.scale))
-    product = barriers.round_result(values * factor)
-    steps = division.divide(product, jnp.broadcast_to(total, x.shape))
-    zero_point = jnp.broadcast_to(y_affine.steps, x.shape)
+    products = lax.optimization_barrier(barriers.round_result(table * factor))
+    # The order of int8 codes is that of their bits with the first one flipped, read as uint8.
+    codes = x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8) ^ np.uint8(128)
+    places = codes + (np.uint8(255) - codes.max(1, keepdims=True))
+    total = _add_entries(table, places.T)
+    scaled = look_up(products, places)
+    steps = division.divide(scaled, sharding.place_like(jnp.broadcast_to(total[:, None], x.shape), scaled))
+    zero_point = sharding.place_like(jnp.broadcast_to(y_affine.steps, x.shape), scaled)
     return rounding.encode_steps(steps, zero_point, y_affine.dtype)
 
 
-def _add_rows(values: jax.Array) -> jax.Array:
-    """Return the sum along the first dimension, added one by one: XLA would choose another order for a reduction."""
+def _add_entries(table: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the sum of table[places] along the first dimension, one by one: XLA would reduce in another order."""
 
     def add_row(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-        return total + row, None
+        return total + look_up(table, row), None
 
-    return lax.scan(add_row, jnp.zeros_like(values[0]), values, unroll=_UNROLLED)[0]
+    return lax.scan(add_row, look_up(table, places[0]), places[1:], unroll=_UNROLLED)[0]
