@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -277,3 +278,12 @@ def test_under_shard_map(name: str, rng: np.random.Generator) -> None:
     part = PartitionSpec("x")
     mapped = jax.shard_map(SHARDED[name], mesh=mesh, in_specs=(part, part), out_specs=part)
     same(jax.jit(mapped)(a, b), np.asarray(SHARDED[name](jnp.asarray(a), jnp.asarray(b))))
+
+
+@pytest.mark.parametrize("name", list(SHARDED))
+def test_export_with_a_symbolic_dimension(name: str, rng: np.random.Generator) -> None:
+    (length,) = jax.export.symbolic_shape("n")
+    kind = jax.ShapeDtypeStruct((length, 40), np.uint8)
+    exported = jax.export.export(jax.jit(SHARDED[name]))(kind, kind)
+    a, b = (cases.draw_codes(rng, "uint8", (5, 40)) for _ in range(2))
+    same(exported.call(a, b), np.asarray(SHARDED[name](jnp.asarray(a), jnp.asarray(b))))

@@ -41,7 +41,8 @@ def draw(rng: np.random.Generator, names: tuple[str, str], per_column: bool, sha
     return [a, scales[0], a_point, b, scales[1], b_point[()], scales[2], y_point, bias.astype(np.int32)]
 
 
-def multiply(a, a_scale, a_point, b, b_scale, b_point, y_scale, y_point, bias) -> np.ndarray:
+def multiply(a: Any, a_scale: Any, a_point: Any, b: Any, b_scale: Any, b_point: Any, y_scale: Any, y_point: Any,
+             bias: Any) -> np.ndarray:  # fmt: skip
     """Compute QGemm: the sum with the bias wraps around, the scales are multiplied, then divided, in float32."""
     total = (a.astype(np.int64) - int(a_point)) @ (b.astype(np.int64) - b_point.astype(np.int64)) + bias
     values = total.astype(np.int32).astype(F)
@@ -84,7 +85,8 @@ def test_transforms(rng: np.random.Generator) -> None:
         want = np.stack([multiply(*(g if keep else [*g[:6], None, None, g[8]])) for g in given])
 
         def call(*args: Any, keep: bool = keep) -> jax.Array:
-            return jq.qlinear_matmul(*(args if keep else (*args[:6], None, None, args[8])))
+            given: Any = args if keep else (*args[:6], None, None, args[8])
+            return jq.qlinear_matmul(*given)
 
         equal(np.stack([np.asarray(call(*g)) for g in given]), want)
         constants = jax.jit(lambda a, call=call: call(a, *given[0][1:]))

@@ -73,7 +73,7 @@ def broadcast_operands(function: str, names: tuple[str, ...], operands: tuple[ja
     """Return arrays broadcast against each other by numpy's rules; raise if their shapes do not fit."""
     shapes = [x.shape for x in operands]
     try:
-        shape = np.broadcast_shapes(*shapes)
+        shape = jnp.broadcast_shapes(*shapes)
     except ValueError:
         got = " and ".join(str(s) for s in shapes)
         checks.require(False, function, ", ".join(names), "shapes that broadcast against each other", got)

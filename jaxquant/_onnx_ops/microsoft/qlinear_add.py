@@ -96,9 +96,10 @@ def has_scalar_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """
     shared = max(min(len(a), len(b)), 1)
     for i in range(1, shared + 1):
-        left, right = (shape[-i] if i <= len(shape) else 1 for shape in (a, b))
-        if max(left, right) > 1:
-            return left <= 1
+        # A symbolic dimension, as in `jax.export`, counts as longer than 1.
+        left, right = (i > len(shape) or (isinstance(shape[-i], int) and shape[-i] <= 1) for shape in (a, b))
+        if not (left and right):
+            return left
     return True
 
 

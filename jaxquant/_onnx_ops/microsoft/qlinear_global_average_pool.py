@@ -107,7 +107,8 @@ def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Ar
     XLA:CPU writes the operand of a large reduction to memory as int32, on one thread. A sum of slices reads bytes, on
     all threads, and leaves less to reduce.
     """
-    if not axes or x.size < _FEWEST_SLICED:
+    # The size is no int if a dimension is symbolic, as in `jax.export`.
+    if not axes or not isinstance(x.size, int) or x.size < _FEWEST_SLICED:
         return jnp.sum(x, axes, dtype=jnp.int32, keepdims=keepdims)
     shape = jax.eval_shape(lambda: jnp.sum(x, axes, keepdims=keepdims)).shape
     first, last = min(axes), max(axes)
