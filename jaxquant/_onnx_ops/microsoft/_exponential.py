@@ -1,4 +1,7 @@
-"""The table of exponentials of QLinearSoftmax, in pairs of float32, because JAX has no float64 by default."""
+"""The table of exponentials of QLinearSoftmax, in pairs of float32, because JAX has no float64 by default.
+
+Every product before an addition passes through `round_result`, so that the bits do not depend on what XLA contracts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def _raise_e(high: jax.Array, low: jax.Array, shift: float) -> jax.Array:
     estimate = high + np.float32(shift)
     twos = lax.round(estimate * np.float32(1 / math.log(2)), lax.RoundingMethod.TO_NEAREST_EVEN)
     twos = jnp.clip(twos, np.float32(-126), np.float32(127))
-    rest = lax.round((estimate - twos * np.float32(math.log(2))) * _PARTS, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = estimate - barriers.round_result(twos * np.float32(math.log(2)))
+    rest = lax.round(rest * _PARTS, lax.RoundingMethod.TO_NEAREST_EVEN)
     parts = jnp.clip(rest, np.float32(-_MOST_PARTS), np.float32(_MOST_PARTS))
     # What is left of the exponent: its two parts, shift, -twos * log(2) and -parts / 32, none of them rounded off.
     high, low = _add_pairs((high, low), _split_float64(np.full((), shift)))
@@ -53,11 +57,12 @@ def _raise_e(high: jax.Array, low: jax.Array, shift: float) -> jax.Array:
 def _add_exponential(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return exp(high + low) for at most 1 / 64 as a pair of float32: 1 + r + r**2 / 2 exactly, the rest in float32."""
     square, square_rest = multiply_exactly(high, high)
-    tail = np.float32(1 / 720)
+    tail = jnp.full_like(high, np.float32(1 / 720))
     for divisor in (120, 24, 6):
-        tail = np.float32(1 / divisor) + high * tail
+        tail = np.float32(1 / divisor) + barriers.round_result(high * tail)
     # The last bits of r**2 / 2 and of r, and r**3 / 6 + ...
-    small = np.float32(0.5) * square_rest + high * low + low + high * square * tail
+    small = barriers.round_result(high * low) + barriers.round_result(high * square * tail)
+    small = np.float32(0.5) * square_rest + low + small  # halves are exact
     total = add_exactly(high, np.float32(0.5) * square)
     total = _add_pairs(total, (small, jnp.zeros_like(small)))
     return _add_pairs((jnp.ones_like(high), jnp.zeros_like(high)), total)

@@ -19,7 +19,7 @@ _NAME = "qlinear_concat"
 
 
 def qlinear_concat(
-    y_scale: ArrayLike, y_zero_point: ArrayLike, *inputs: ArrayLike | None, axis: int
+    y_scale: ArrayLike, y_zero_point: ArrayLike | None, *inputs: ArrayLike | None, axis: int
 ) -> jax.Array:  # fmt: skip
     """Join arrays of codes with scales of their own along an axis, as ONNX Runtime's QLinearConcat does.
 

@@ -19,12 +19,12 @@ def qlinear_where(
     condition: ArrayLike,
     x: ArrayLike,
     x_scale: ArrayLike,
-    x_zero_point: ArrayLike,
+    x_zero_point: ArrayLike | None,
     y: ArrayLike,
     y_scale: ArrayLike,
-    y_zero_point: ArrayLike,
+    y_zero_point: ArrayLike | None,
     z_scale: ArrayLike,
-    z_zero_point: ArrayLike,
+    z_zero_point: ArrayLike | None,
 ) -> jax.Array:
     """Choose between two arrays of codes with scales of their own, as ONNX Runtime's QLinearWhere does.
 
