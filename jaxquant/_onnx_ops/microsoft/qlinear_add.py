@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.typing import ArrayLike
 
 from ..._core import barriers, checks, division, rounding
 from ..._core.entry_point import compile_entry_point
+from ..._core.known_values import find_known
 from ._arguments import Affine, broadcast_operands, check_eight_bits, convert_numbers, read_affine
 from ._multiply_add import multiply_add
 
@@ -68,13 +71,16 @@ def qlinear_add(
     a_scale, a_zero_point = convert_numbers(_NAME, a, a_scale=a_scale, a_zero_point=a_zero_point)
     b_scale, b_zero_point = convert_numbers(_NAME, b, b_scale=b_scale, b_zero_point=b_zero_point)
     c_scale, c_zero_point = convert_numbers(_NAME, a, c_scale=c_scale, c_zero_point=c_zero_point)
-    return _qlinear_add(a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+    return _qlinear_add(
+        a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point,
+        is_aligned=_are_aligned(a_scale, b_scale, c_scale),
+    )  # fmt: skip
 
 
 @compile_entry_point(_NAME)
 def _qlinear_add(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
-    b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None,
+    b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None, *, is_aligned: bool,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "a", a)
     checks.check_same_dtype(_NAME, "b", b, dtype, "a's")
@@ -85,7 +91,10 @@ def _qlinear_add(
     a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
     if is_exchanged:
         a, b, left, right = b, a, right, left
-    return _add_codes(a, b, *_find_terms(left, right, result), dtype)
+    terms = _find_terms(left, right, result)
+    if is_aligned:
+        return rounding.encode_steps(_add_aligned(a, b, *terms, _find_top(*terms[:2])), None, dtype)
+    return _add_codes(a, b, *terms, dtype)
 
 
 def has_scalar_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -114,7 +123,7 @@ def _find_terms(left: Affine, right: Affine, result: Affine) -> tuple[jax.Array,
 
 def _add_codes(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return saturate(round_half_even(fma(a, p, fma(b, q, r)))), by seven float operations if these are exact."""
-    top = _find_power(np.float32(257) * (1 + lax.abs(p) + lax.abs(q)))
+    top = _find_top(p, q)
     least = _find_power(lax.min(lax.abs(p), lax.abs(q)))
     is_aligned = (least * np.float32(2**15) >= top) & (top <= np.float32(2.0**38))
     codes = rounding.encode_steps(_add_aligned(a, b, p, q, r, top), None, dtype)
@@ -127,6 +136,20 @@ def _add_codes(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Ar
         return rounding.encode_steps(_add_any(a, b, p, q, r), None, dtype)
 
     return lax.cond(is_aligned, keep, repeat, codes, a, b, p, q, r)
+
+
+def _are_aligned(a_scale: Any, b_scale: Any, c_scale: Any) -> bool:
+    """Return whether the scales are known, and the fast form is exact with them, with a factor of 2 to spare."""
+    known = [find_known(scale) for scale in (a_scale, b_scale, c_scale)]
+    if any(scale is None or scale.size != 1 or scale.dtype != np.float32 for scale in known):
+        return False
+    a, b, c = (abs(float(np.asarray(scale).reshape(()))) for scale in known)
+    return 0 < c < np.inf and min(a, b) / c * 2**13 >= 257 * (1 + (a + b) / c) and a + b < c * 2.0**24
+
+
+def _find_top(p: jax.Array, q: jax.Array) -> jax.Array:
+    """Return the power of two that `_add_aligned` takes."""
+    return _find_power(np.float32(257) * (1 + lax.abs(p) + lax.abs(q)))
 
 
 def _add_any(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Array) -> jax.Array:
