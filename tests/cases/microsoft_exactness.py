@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from ..support.case import BATCH, Arrays, Case
 MICROSOFT = "com.microsoft"
 BYTES = ("uint8", "int8")
 FEW = ("jit", "shared_constant_parameters", "vmap_batched", "scan")
+# The transforms in which XLA has the most to rewrite. These programs take up to three seconds each to compile.
+BY_DEFAULT = ("repeated", "fused")
 F = np.float32
 
 
@@ -92,11 +95,10 @@ def build_case(
     node = "QL" + "".join(part.title() for part in name.split("_"))[2:]
     op = functools.partial(getattr(jq, name), **attributes)
     want = find_oracle(node, getattr(microsoft_text, name), **attributes)
-    case = Case(name, dtype, variant, "ONNX Runtime", op, draw_batch(*kinds), want)
-    return case if every else Case(*(getattr(case, f) for f in CASE_FIELDS), transforms=FEW)
+    case = Case(name, dtype, variant, "ONNX Runtime", op, draw_batch(*kinds), want, by_default=BY_DEFAULT)
+    return case if every else dataclasses.replace(case, transforms=FEW, by_default=None)
 
 
-CASE_FIELDS = ("operator", "dtype", "variant", "oracle", "op", "draw", "want")
 SHAPES = (
     ((3, 300), (3, 300)),
     ((3, 70), (70,)),
@@ -140,7 +142,9 @@ def joined_cases() -> Iterator[Case]:
             kernel = functools.partial(_concat_last, _run_concat, axis=axis)
             want = functools.partial(_choose, kernel, text)
             op = functools.partial(_concat_last, jq.qlinear_concat, axis=axis)
-            yield Case("qlinear_concat", name, f"axis {axis}", "ONNX Runtime", op, draw_batch(*kinds), want)
+            drawn = draw_batch(*kinds)
+            shown = f"axis {axis}"
+            yield Case("qlinear_concat", name, shown, "ONNX Runtime", op, drawn, want, by_default=BY_DEFAULT)
 
 
 def _choose(kernel: Callable[..., Any], text: Callable[..., Any], *args: Any) -> Any:
@@ -204,7 +208,8 @@ def pool_cases() -> Iterator[Case]:
         kinds = ((name, (4, 5, 6)), *affine(name), *affine(name))
         op = functools.partial(jq.qlinear_reduce_mean, axes=(0, -1))
         want = functools.partial(microsoft_text.qlinear_reduce_mean, axes=(0, -1))
-        yield Case("qlinear_reduce_mean", name, "axes 0 -1", "numpy (text)", op, draw_batch(*kinds), want)
+        drawn = draw_batch(*kinds)
+        yield Case("qlinear_reduce_mean", name, "axes 0 -1", "numpy (text)", op, drawn, want, by_default=BY_DEFAULT)
 
 
 def microsoft_cases() -> list[Case]:

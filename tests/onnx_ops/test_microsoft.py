@@ -73,6 +73,7 @@ def test_mul_of_all_pairs(name: str, rng: np.random.Generator) -> None:
         same(onnx_runtime.ask("QLinearMul", arguments, name, cases.MICROSOFT), want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BYTES)
 def test_add_with_known_scales(name: str, rng: np.random.Generator) -> None:
     """XLA must not merge the additions of constants."""
@@ -114,16 +115,27 @@ SHAPES = (
 )
 
 
+def list_broadcasts() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the pairs of shapes that broadcast against each other."""
+    pairs = []
+    for left, right in itertools.product(SHAPES, repeat=2):
+        try:
+            np.broadcast_shapes(left, right)
+        except ValueError:
+            continue
+        pairs.append((left, right))
+    return pairs
+
+
 @pytest.mark.parametrize("function", ["qlinear_add", "qlinear_mul"])
 def test_broadcasting(function: str, rng: np.random.Generator) -> None:
     """The order of the operands in the formula depends on the shapes; scales next to ties show which it is."""
     text = getattr(microsoft_text, function)
     node = "QLinear" + function[-3:].title()
-    for i, (left, right) in enumerate(itertools.product(SHAPES, repeat=2)):
-        try:
-            np.broadcast_shapes(left, right)
-        except ValueError:
-            continue
+    pairs = list_broadcasts()
+    # Each pair of shapes is a session of ONNX Runtime and a program of ours, so only some of them run.
+    for i, place in enumerate(rng.permutation(len(pairs))[:24]):
+        left, right = pairs[place]
         name = BYTES[i % 2]
         scales = [cases.draw_scale(rng) for _ in range(3)]
         points = [cases.draw_point(rng, name) for _ in range(3)]
@@ -132,7 +144,7 @@ def test_broadcasting(function: str, rng: np.random.Generator) -> None:
         want = text(*arguments)
         if cases.is_fused():
             same(onnx_runtime.ask(node, arguments, name, cases.MICROSOFT), want)
-        if i % 3 == 0:  # each shape is a program
+        if i < 4:
             same(getattr(jq, function)(*arguments), want)
 
 
@@ -173,12 +185,17 @@ def test_multiply_add_is_rounded_once(rng: np.random.Generator) -> None:
     want = np.array([round_fraction(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)))
                      for x, y, z in zip(a, b, c, strict=True)])  # fmt: skip
     np.testing.assert_array_equal(microsoft_text.fuse_multiply_add(a, b, c), want)
-    for call in (jax.jit(_multiply_add.multiply_add), _multiply_add.multiply_add):
-        np.testing.assert_array_equal(call(jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)), want)
-    known = jax.jit(lambda x: _multiply_add.multiply_add(x, jnp.asarray(b), jnp.asarray(c)))
-    np.testing.assert_array_equal(known(a), want)
+
+    @jax.jit
+    def compute(a: jax.Array, b_too: jax.Array, c_too: jax.Array) -> tuple[jax.Array, jax.Array]:
+        known = _multiply_add.multiply_add(a, jnp.asarray(b), jnp.asarray(c))
+        return _multiply_add.multiply_add(a, b_too, c_too), known
+
+    for got in compute(*map(jnp.asarray, (a, b, c))):
+        np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_exponentials(rng: np.random.Generator) -> None:
     """A few of a million entries may differ from numpy's float64 by the last bit."""
     for length in (1, 7, 1000):
@@ -204,6 +221,7 @@ EMPTY: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(EMPTY))
 def test_empty(name: str) -> None:
     shape = (0, 3, 5)
@@ -222,6 +240,7 @@ def test_long_windows_are_added_in_order(rng: np.random.Generator) -> None:
     same(onnx_runtime.ask("QLinearAveragePool", arguments, np.uint8, cases.MICROSOFT, **attributes), want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [(1, 2), (0, 2), (1,), (0, 1, 2), ()])
 def test_means_of_many_codes(axes: tuple[int, ...], rng: np.random.Generator) -> None:
     """Many codes are added in slices, and those that are left over."""
@@ -234,9 +253,7 @@ def test_means_of_many_codes(axes: tuple[int, ...], rng: np.random.Generator) ->
 
 def test_softmax_saturates() -> None:
     """ONNX Runtime gives the zero point where a product overflows, which it does for a single element."""
-    x = np.array([[7]], np.int8)
-    assert jq.qlinear_softmax(x, 0.1, 0, 1 / 256, -128).tolist() == [[127]]
-    assert jq.qlinear_softmax(x.astype(np.uint8), 0.1, 0, 1 / 256, 3).tolist() == [[255]]
+    assert jq.qlinear_softmax(np.array([[7]], np.int8), 0.1, 0, 1 / 256, -128).tolist() == [[127]]
 
 
 def test_copies_need_the_same_scale(rng: np.random.Generator) -> None:
@@ -260,6 +277,7 @@ SHARDED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_sharded(name: str, kind: AxisType, rng: np.random.Generator) -> None:
@@ -271,6 +289,7 @@ def test_sharded(name: str, kind: AxisType, rng: np.random.Generator) -> None:
         same(jax.jit(SHARDED[name])(*placed), want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_under_shard_map(name: str, rng: np.random.Generator) -> None:
     mesh = Mesh(np.array(jax.devices()), ("x",))
@@ -280,6 +299,7 @@ def test_under_shard_map(name: str, rng: np.random.Generator) -> None:
     same(jax.jit(mapped)(a, b), np.asarray(SHARDED[name](jnp.asarray(a), jnp.asarray(b))))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_export_with_a_symbolic_dimension(name: str, rng: np.random.Generator) -> None:
     (length,) = jax.export.symbolic_shape("n")

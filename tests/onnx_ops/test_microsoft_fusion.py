@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], float, Callable[..., Any], dict[str
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("level", list(LEVELS))
 @pytest.mark.parametrize("node", list(CASES))
 def test_fused_nodes(node: str, level: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:

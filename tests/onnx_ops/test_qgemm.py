@@ -59,6 +59,7 @@ def equal(got: Any, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("per_column", [False, True])
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_codes_and_floats(names: tuple[str, str], per_column: bool, rng: np.random.Generator) -> None:
@@ -77,6 +78,7 @@ def test_codes_and_floats(names: tuple[str, str], per_column: bool, rng: np.rand
         equal(op(*arguments[:8]), multiply(*zeros))
 
 
+@pytest.mark.slow
 def test_transforms(rng: np.random.Generator) -> None:
     """Eager, with constants, vmap, scan, and a program that adds to the result."""
     given = [draw(rng, ("uint8", "int8"), True, (4,)) for _ in range(3)]
@@ -100,6 +102,7 @@ def test_transforms(rng: np.random.Generator) -> None:
         equal(after, np.asarray(y).astype(F) + F(0.1))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
 def test_ranks(shape: tuple[int, ...], rng: np.random.Generator) -> None:
     arguments = draw(rng, ("uint8", "int8"), False, shape)
