@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import integer, onednn
 from ._arrays.codebook import Codebook, nf4
-from ._arrays.concatenate import concatenate
 from ._arrays.error_metrics import QuantizationError, quantization_error
 from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
 from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import QuantSpec
+from ._codes.arrangement import concatenate, pad, reshape, transpose
+from ._codes.elementwise import add, multiply, relu
+from ._codes.pooling import average_pool, max_pool, mean
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
@@ -99,6 +101,16 @@ __all__ = [  # noqa: RUF022 as grouped
     "OnnxView",
     "quantization_error",
     "QuantizationError",
+    # Between the contractions of an integer network: codes in, codes out.
+    "add",
+    "multiply",
+    "relu",
+    "max_pool",
+    "average_pool",
+    "mean",
+    "reshape",
+    "transpose",
+    "pad",
     # Ranges of streams of data.
     "Calibrator",
     "Range",

@@ -14,9 +14,9 @@ from .._core import checks, dtypes, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _matmul_shapes, _operands, _scaling
+from ..integer import _matmul_shapes, _operands, _requantize, _scaling
 from ..integer._matmul_shapes import Shapes
-from . import _rows_and_columns, requantize
+from . import _rows_and_columns
 from ._rows_and_columns import read_per_column, read_per_row
 
 _NAME = "qlinear_matmul"
@@ -127,14 +127,14 @@ def _qlinear_matmul(
         return _scaling.scale_product(acc, _scaling.multiply_scales(*factors)).reshape(shapes.out)
     # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     y_scale = read_per_row(_NAME, "y_scale", y_scale, shapes)
-    scale = requantize.find_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
+    scale = _requantize.find_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
     y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
     # A float8 zero point is 0, so only integers need the steps.
     if a.dtype in dtypes.FLOAT8:
         return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
     acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
     scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
-    return requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
+    return _requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
 
 
 def _check_dtypes(

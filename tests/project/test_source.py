@@ -67,13 +67,14 @@ LIKE_JAX = (
     "einsum",
     "take",
     "concatenate",
+    *("max_pool", "average_pool", "mean", "reshape", "transpose", "pad"),
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
 )
 TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key"),
-    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays"),
+    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
@@ -127,7 +128,16 @@ SIGNATURES = {
     "einsum": "subscripts operands precision preferred_element_type out_sharding",
     "conv_general_dilated": f"{CONV} precision preferred_element_type",
     "take": "q indices axis mode out_sharding",
-    "concatenate": "arrays axis",
+    "concatenate": "arrays axis output",
+    "add": "a b output",
+    "multiply": "a b output",
+    "relu": "q",
+    "max_pool": "q window_shape strides padding channels_last",
+    "average_pool": "q window_shape strides padding count_include_pad channels_last output",
+    "mean": "q axis keepdims output",
+    "reshape": "q shape",
+    "transpose": "q axes",
+    "pad": "q pad_width",
     "quantization_error": "x q",
     "fake_quantize": "x spec scale zero_point gradient",
     "quantized_dot_general": (f"{DOT} lhs_spec rhs_spec backward key precision preferred_element_type out_sharding"),

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ..._core import barriers, checks, division
 from ..._core.entry_point import compile_entry_point
-from .. import requantize
+from ...integer import _requantize
 from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
 
 _NAME = "qlinear_global_average_pool"
@@ -98,7 +98,7 @@ def average_codes(
     divisor = barriers.round_result(y_affine.scale * np.float32(count))
     scale = jnp.broadcast_to(division.divide(x_affine.scale, divisor), acc.shape)
     steps = jnp.broadcast_to(y_affine.steps, acc.shape)
-    return requantize.requantize_accumulator(acc, scale, steps, y_affine.dtype)
+    return _requantize.requantize_accumulator(acc, scale, steps, y_affine.dtype)
 
 
 def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Array:

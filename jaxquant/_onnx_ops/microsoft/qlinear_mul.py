@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from ..._core import barriers, checks, rounding
 from ..._core.entry_point import compile_entry_point
-from .. import requantize
+from ...integer import _requantize
 from ._arguments import broadcast_operands, check_eight_bits, convert_numbers, read_affine
 
 _NAME = "qlinear_mul"
@@ -78,7 +78,7 @@ def _qlinear_mul(
     a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
     # The product of two differences of codes has 16 bits, which float32 holds exactly.
     steps = (a.astype(jnp.int32) - left.steps) * (b.astype(jnp.int32) - right.steps)
-    scale = requantize.find_multiplier(left.scale, right.scale, result.scale)
+    scale = _requantize.find_multiplier(left.scale, right.scale, result.scale)
     scaled = barriers.round_result(steps.astype(jnp.float32) * scale)
     value = barriers.round_result(scaled + result.steps.astype(jnp.float32))
     return rounding.encode_steps(value, None, dtype)
