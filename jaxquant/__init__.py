@@ -15,6 +15,7 @@ from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import QuantSpec
 from ._codes.arrangement import concatenate, pad, reshape, transpose
+from ._codes.bias import quantize_bias
 from ._codes.elementwise import add, multiply, relu
 from ._codes.pooling import average_pool, max_pool, mean
 from ._contractions.conv import conv_general_dilated
@@ -111,6 +112,7 @@ __all__ = [  # noqa: RUF022 as grouped
     "reshape",
     "transpose",
     "pad",
+    "quantize_bias",
     # Ranges of streams of data.
     "Calibrator",
     "Range",

@@ -174,9 +174,9 @@ def pad(q: QuantizedArray, pad_width: Any) -> QuantizedArray:
     return q.replace(codes=jnp.where(inside, codes, jnp.broadcast_to(point, codes.shape)))
 
 
-def _read_widths(pad_width: Any, rank: int) -> tuple[tuple[int, int], ...]:
+def _read_widths(pad_width: Any, rank: int) -> Any:
     """Return (before, after) for each dimension."""
-    widths = pad_width
+    widths: Any = pad_width
     if isinstance(widths, int):
         widths = (widths, widths)
     if isinstance(widths, tuple) and len(widths) == 2 and all(isinstance(n, int) for n in widths):

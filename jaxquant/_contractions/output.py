@@ -1,10 +1,11 @@
-"""How the result of an operation on codes is quantized: the scale and the zero point of its codes."""
+"""How the result of an operation on codes is quantized, and the end of a contraction: its bias and its codes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ import numpy as np
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values, number_arguments, rounding
+from .._core import checks, dtypes, entry_point, known_values, number_arguments, rounding, sharding
 from .._core.granularity import PerTensor
-from ..integer import _operands
+from ..integer import _operands, _requantize, _scaling
 
 
 class ScaledSpec(Protocol):
@@ -130,13 +131,13 @@ def read_affine(function: str, argument: str, q: QuantizedArray) -> Affine:
     expected = f"codes of int8 or uint8, which integer kernels take, or {argument}.dequantize()"
     checks.require_type(is_known, function, argument, expected, q.codebook or q.codes.dtype)
     checks.check_array(function, f"{argument}.scale", q.scale, (dtypes.FLOAT32,))
-    scalars = []
+    scalars: list[Any] = []
     for name, part in (("scale", q.scale), ("zero_point", q.zero_point)):
         expected = f"one {name}, which integer kernels take, or {argument}.dequantize()"
         is_single = part is None or part.size == 1
         checks.require(is_single, function, f"{argument}.{name}", expected, f"shape {getattr(part, 'shape', None)}")
         scalars.append(None if part is None else _read_scalar(function, f"{argument}.{name}", part))
-    return Affine(*scalars, np.dtype(q.codes.dtype))
+    return Affine(scalars[0], scalars[1], np.dtype(q.codes.dtype))
 
 
 def make_array(codes: jax.Array, affine: Affine, dtype: Any) -> QuantizedArray:
@@ -146,3 +147,74 @@ def make_array(codes: jax.Array, affine: Affine, dtype: Any) -> QuantizedArray:
         None if part is None else jnp.asarray(part).reshape(ones) for part in (affine.scale, affine.zero_point)
     )
     return QuantizedArray(codes, scale, zero_point, dtype=dtype)
+
+
+class Epilogue(NamedTuple):
+    """What follows the sums of an integer contraction.
+
+    Attributes:
+        bias: int32, in steps of the product of the scales, or None.
+        output: the scale and the zero point of the result, or None for floats.
+    """
+
+    bias: Any
+    output: Affine | None
+
+    def finish(
+        self, acc: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """Return the codes or the float32 values of an int32 accumulator.
+
+        Args:
+            acc: the sums.
+            lhs_scale: float32.
+            rhs_scale: float32, of a shape that broadcasts against lhs_scale's.
+            spread: broadcasts scales, and arrays of the bias's shape, to acc.
+        """
+        if self.bias is not None:
+            acc = acc + spread(self.bias)
+        ones = (1,) * lhs_scale.ndim
+        scales = [lhs_scale, rhs_scale]
+        if self.output is not None:
+            scales.append(jnp.asarray(self.output.scale).reshape(ones))
+        # Scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
+        if sharding.is_placed(acc):
+            scales = [spread(scale) for scale in scales]
+        if self.output is None:
+            return _scaling.scale_product(acc, spread(_scaling.multiply_scales(*scales)))
+        factor = spread(_requantize.find_multiplier(*scales))
+        steps = spread(self.output.make_steps().reshape(ones))
+        return _requantize.requantize_accumulator(acc, factor, steps, self.output.dtype)
+
+    def wrap(self, y: jax.Array, dtype: Any) -> Any:
+        """Return the codes of `finish` as a QuantizedArray, or its floats as they are."""
+        return y if self.output is None else make_array(y, self.output, dtype)
+
+
+def read_epilogue(function: str, bias: Any, output: Any, preferred: Any, operands: tuple[Any, Any]) -> Epilogue | None:
+    """Return the epilogue of a contraction, or None if there is neither a bias nor an output.
+
+    Args:
+        function: the name of the public function, for errors.
+        bias: an int32 array or None.
+        output: as in `read_output`, or None.
+        preferred: the dtype that the caller asked for, or None.
+        operands: both operands.
+    """
+    if bias is None and output is None:
+        return None
+    argument = "output" if bias is None else "bias"
+    is_integer = all(isinstance(x, QuantizedArray) for x in operands)
+    checks.require_type(is_integer, function, argument, "None, because an operand is a float array", "an argument")
+    if bias is not None:
+        bias = entry_point.unwrap_array(bias)
+        bias = entry_point.narrow_to_int32(function, "bias", bias)
+        (bias,) = entry_point.convert_arrays(function, {"bias": bias})
+        checks.check_same_dtype(function, "bias", bias, dtypes.INT32, "steps of the product of the scales")
+    if output is None:
+        expected = "float32 or None, because a bias of integers gives float32"
+        checks.require_type(
+            preferred in (None, dtypes.FLOAT32), function, "preferred_element_type", expected, preferred
+        )
+        return Epilogue(bias, None)
+    return Epilogue(bias, read_output(function, output))

@@ -166,7 +166,7 @@ def test_no_float_is_larger_than_a_scale(rng: np.random.Generator) -> None:
     """Sums, means and tables have floats only inside of fusions, not in memory."""
     q, y = draw(rng, "uint8", (8, 16, 16, 8)), draw_output(rng, "uint8")
     program = jax.jit(lambda q, y: jq.max_pool(jq.relu(q), (2, 2))).lower(q, y).compile().as_text()
-    assert "f32[8," not in program
+    assert "f32[8," not in str(program)
 
 
 Q8 = jq.QuantizedArray(np.ones((2, 4), np.uint8), np.ones((1, 1), F))

@@ -74,7 +74,7 @@ LIKE_JAX = (
 )
 TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key"),
-    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output"),
+    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output", "bias"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
@@ -123,10 +123,10 @@ SIGNATURES = {
     "quantize": "x spec lo hi range stored_last",
     "onnx_view": "q",
     "from_onnx": "x x_scale x_zero_point axis block_size output_dtype",
-    "dot_general": f"{DOT} precision preferred_element_type out_sharding",
-    "matmul": "lhs rhs precision preferred_element_type out_sharding",
-    "einsum": "subscripts operands precision preferred_element_type out_sharding",
-    "conv_general_dilated": f"{CONV} precision preferred_element_type",
+    "dot_general": f"{DOT} precision preferred_element_type out_sharding bias output",
+    "matmul": "lhs rhs precision preferred_element_type out_sharding bias output",
+    "einsum": "subscripts operands precision preferred_element_type out_sharding bias output",
+    "conv_general_dilated": f"{CONV} precision preferred_element_type bias output",
     "take": "q indices axis mode out_sharding",
     "concatenate": "arrays axis output",
     "add": "a b output",
@@ -138,6 +138,7 @@ SIGNATURES = {
     "reshape": "q shape",
     "transpose": "q axes",
     "pad": "q pad_width",
+    "quantize_bias": "bias lhs_scale rhs_scale",
     "quantization_error": "x q",
     "fake_quantize": "x spec scale zero_point gradient",
     "quantized_dot_general": (f"{DOT} lhs_spec rhs_spec backward key precision preferred_element_type out_sharding"),
