@@ -169,6 +169,25 @@ def over_arrays() -> list[Call]:
         Call("einsum", einsum, {"operands_0": left, "operands_1": right}, ("operands_0", "operands_1"), (), preferred),
         Call("conv_general_dilated", jq.conv_general_dilated, {"lhs": images, "rhs": kernel, **windows}, both, (),
              preferred),
+        *to_codes(left, images),
+    ]  # fmt: skip
+
+
+def to_codes(table: jq.QuantizedArray, images: jq.QuantizedArray) -> list[Call]:
+    """Return calls of the functions over quantized arrays whose results are codes."""
+    q, pool = {"q": table}, {"q": images, "window_shape": (2, 2)}
+    return [
+        *(Call(name, getattr(jq, name), {"a": table, "b": table, "output": table}, ("a", "b", "output"))
+          for name in ("add", "multiply")),
+        Call("relu", jq.relu, q, ("q",)),
+        Call("max_pool", jq.max_pool, pool, ("q",)),
+        Call("average_pool", jq.average_pool, {**pool, "output": images}, ("q", "output")),
+        Call("mean", jq.mean, {**q, "output": table}, ("q", "output")),
+        Call("reshape", jq.reshape, {**q, "shape": (6, 4)}, ("q",)),
+        Call("transpose", jq.transpose, q, ("q",)),
+        Call("pad", jq.pad, {**q, "pad_width": 1}, ("q",)),
+        Call("quantize_bias", jq.quantize_bias, {"bias": ones(F, 5), "lhs_scale": ones(F), "rhs_scale": ones(F, 5)},
+             ("bias",), ("lhs_scale", "rhs_scale")),
     ]  # fmt: skip
 
 
