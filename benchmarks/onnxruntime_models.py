@@ -32,8 +32,9 @@ def single_node(
     constants: Mapping[str, np.ndarray | None],
     *,
     outputs: Sequence[str] = ("y",),
-    opset: int = 13,
+    version: int = 13,
     domain: str = "",
+    order: Sequence[str] | None = None,
     **attributes: Any,
 ) -> Call | Missing:
     """Return a call that runs one ONNX operator, or why there is none.
@@ -43,8 +44,9 @@ def single_node(
         inputs: the arrays that are fed, by name, in the operator's order; they come before the constants.
         constants: the initializers; None omits an optional input.
         outputs: names for the outputs.
-        opset: the version of the ONNX operator set.
+        version: the version of the ONNX operator set. (An attribute of QLinearSoftmax is called `opset`.)
         domain: the operator's, where it is not ONNX's own.
+        order: the names of all inputs and constants in the operator's order, if the constants do not come last.
         **attributes: the node's attributes.
     """
     if not _INSTALLED:
@@ -52,9 +54,9 @@ def single_node(
     from onnx import helper
 
     names = [*inputs, *("" if array is None else name for name, array in constants.items())]
-    node = helper.make_node(operator, names, list(outputs), domain=domain, **attributes)
+    node = helper.make_node(operator, list(order or names), list(outputs), domain=domain, **attributes)
     given = {name: array for name, array in constants.items() if array is not None}
-    session = _session([node], inputs, given, outputs, opset)
+    session = _session([node], inputs, given, outputs, version)
     feeds = dict(inputs)
     return lambda: session.run(None, feeds)
 

@@ -185,6 +185,85 @@ def _onednn_grouped(size: int, group: int) -> Contest:
     return Contest(ours, opponents, expected, q.nbytes)
 
 
+# For each of ONNX Runtime's operators on codes: the order of its arguments, the factor of the result's scale that
+# spreads the codes, the float32 operation, and the attributes.
+_ON_CODES: dict[str, tuple[str, float, Callable[..., jax.Array], dict[str, Any]]] = {
+    "add": ("a b y", 2.0, lambda a, b: a + b, {}),
+    "mul": ("a b y", 3.0, lambda a, b: a * b, {}),
+    "where": ("c a b y", 1.0, lambda c, a, b: jnp.where(c, a, b), {}),
+    "concat": ("y a b", 1.0, lambda a, b: jnp.concatenate([a, b]), {"axis": 0}),
+    "sigmoid": ("a y", 0.1, jax.nn.sigmoid, {}),
+    "leaky_relu": ("a y", 1.0, partial(jax.nn.leaky_relu, negative_slope=0.1), {"alpha": 0.1}),
+    "softmax": ("a y", 0.1, jax.nn.softmax, {"axis": -1, "opset": 13}),
+    "average_pool": (
+        "a y", 0.5, lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 3, 3), (1, 1, 2, 2), "VALID") / 9,
+        {"kernel_shape": (3, 3), "strides": (2, 2)},
+    ),
+    "global_average_pool": ("a y", 0.1, lambda x: x.mean((2, 3), keepdims=True), {}),
+}  # fmt: skip
+
+
+def _on_codes(shape: tuple[int, ...], name: str) -> Contest:
+    """Return a contest of one operator on uint8; plain JAX dequantizes, computes in float32 and quantizes."""
+    order, factor, compute, attributes = _ON_CODES[name]
+    scale, zero_point = inputs.parameters((3,), "uint8")
+    scale = scale * np.array([1, 1, factor], np.float32)
+    constants: dict[str, np.ndarray] = {}
+    for i, tensor in enumerate("aby"):
+        if tensor in order.split():
+            constants |= {f"{tensor}_scale": scale[i], f"{tensor}_zero_point": zero_point[i]}
+    arrays = {t: inputs.codes(shape, "uint8", seed) for t, seed in (("a", 4), ("b", 5)) if t in order.split()}
+    if "c" in order.split():
+        arrays = {"c": inputs.codes(shape, "uint8", 6) > 127, **arrays}
+    names = [n for t in order.split() for n in (t, f"{t}_scale", f"{t}_zero_point") if n in {**arrays, **constants}]
+    operator = "QLinear" + "".join(part.title() for part in name.split("_"))
+    onnx = models.single_node(operator, arrays, constants, domain="com.microsoft", order=names, **attributes)
+    given = jax.device_put({**arrays, **constants})
+
+    @jax.jit
+    def plain(given: dict[str, jax.Array]) -> jax.Array:
+        steps = [given[t] if t == "c" else
+                 (given[t].astype(jnp.float32) - given[f"{t}_zero_point"].astype(jnp.float32)) * given[f"{t}_scale"]
+                 for t in arrays]  # fmt: skip
+        y = jnp.round(compute(*steps) / given["y_scale"]) + given["y_zero_point"].astype(jnp.float32)
+        return jnp.clip(y, 0, 255).astype(jnp.uint8)
+
+    ours = partial(getattr(jq, f"qlinear_{name}"), *(given[n] for n in names), **attributes)
+    opponents = {ONNX_RUNTIME: onnx, PLAIN: partial(plain, given)}
+    return Contest(ours, opponents, onnx, sum(x.nbytes for x in arrays.values()), unlike=frozenset({PLAIN}))
+
+
+def _reduce_mean(shape: tuple[int, ...]) -> Contest:
+    x = inputs.codes(shape, "uint8")
+    scale, zero_point = inputs.parameters((2,), "uint8")
+    given = jax.device_put((x, scale[0], zero_point[0], scale[1] / 10, zero_point[1]))
+
+    @jax.jit
+    def plain(x: jax.Array, s: jax.Array, z: jax.Array, t: jax.Array, w: jax.Array) -> jax.Array:
+        mean = ((x.astype(jnp.float32) - z.astype(jnp.float32)) * s).mean(-1)
+        return jnp.clip(jnp.round(mean / t) + w.astype(jnp.float32), 0, 255).astype(jnp.uint8)
+
+    def expected() -> np.ndarray:
+        total = x.sum(-1, dtype=np.int32) - np.int32(zero_point[0]) * np.int32(shape[-1])
+        steps = np.rint(total.astype(np.float32) * (scale[0] / (scale[1] / 10 * np.float32(shape[-1]))))
+        return inputs.encoded(steps + zero_point[1].astype(np.float32), "uint8")[0]
+
+    opponents = {ONNX_RUNTIME: Missing("no kernel for CPUs"), PLAIN: partial(plain, *given)}
+    ours = partial(jq.qlinear_reduce_mean, *given, axes=(-1,), keepdims=False)
+    return Contest(ours, opponents, expected, x.nbytes, unlike=frozenset({PLAIN}))
+
+
+def _codes_rows() -> list[Row]:
+    """Return the rows of the operators on codes: matrices, and images for the poolings."""
+    rows = []
+    for name in _ON_CODES:
+        for size in _LARGE:
+            shape = (size // 64, 64, 64, 64) if "pool" in name else (size, size)
+            rows.append(Row(f"qlinear_{name} uint8", shape, partial(_on_codes, shape, name), size == _COMPILED_AT))
+    rows += [Row("qlinear_reduce_mean uint8", (size, size), partial(_reduce_mean, (size, size))) for size in _LARGE]
+    return rows
+
+
 def _sized(name: str, sizes: tuple[int, ...], build: Callable[..., Contest], *arguments: Any) -> list[Row]:
     return [Row(name, (size, size), partial(build, size, *arguments), size == _COMPILED_AT) for size in sizes]
 
@@ -207,6 +286,7 @@ ROWS = [
     *_sized("fake_quantize_linear int8 value_and_grad of x, scale", _LARGE, _fake_quantize_gradient, (0, 1)),
     *_sized("onednn.quantize uint8 per tensor", _LARGE, _onednn_quantize),
     *_sized("dynamic_dequantize int4 (1, 128) float16", _LARGE, _onednn_grouped, 128),
+    *_codes_rows(),
 ]
 
 TABLE = Table("Element-wise operators", (ONNX_RUNTIME, PLAIN), ROWS)

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import integer, onednn
 from ._arrays.codebook import Codebook, nf4
-from ._arrays.concatenate import concatenate
 from ._arrays.error_metrics import QuantizationError, quantization_error
 from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
 from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import QuantSpec
+from ._codes.arrangement import concatenate, pad, reshape, transpose
+from ._codes.bias import quantize_bias
+from ._codes.elementwise import add, multiply, relu
+from ._codes.pooling import average_pool, max_pool, mean
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
@@ -27,6 +30,16 @@ from ._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
 from ._onnx_ops.matmul_integer import matmul_integer
 from ._onnx_ops.matmul_integer_to_float import matmul_integer_to_float
 from ._onnx_ops.matmul_nbits import matmul_nbits
+from ._onnx_ops.microsoft.qlinear_add import qlinear_add
+from ._onnx_ops.microsoft.qlinear_average_pool import qlinear_average_pool
+from ._onnx_ops.microsoft.qlinear_concat import qlinear_concat
+from ._onnx_ops.microsoft.qlinear_global_average_pool import qlinear_global_average_pool
+from ._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
+from ._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+from ._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
+from ._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
+from ._onnx_ops.microsoft.qlinear_softmax import qlinear_softmax
+from ._onnx_ops.microsoft.qlinear_where import qlinear_where
 from ._onnx_ops.qlinear_conv import qlinear_conv
 from ._onnx_ops.qlinear_matmul import qlinear_matmul
 from ._onnx_ops.quantize_linear import quantize_linear
@@ -57,6 +70,16 @@ __all__ = [  # noqa: RUF022 as grouped
     "dynamic_quantize_matmul",
     "matmul_integer_to_float",
     "matmul_nbits",
+    "qlinear_add",
+    "qlinear_mul",
+    "qlinear_average_pool",
+    "qlinear_global_average_pool",
+    "qlinear_reduce_mean",
+    "qlinear_concat",
+    "qlinear_where",
+    "qlinear_sigmoid",
+    "qlinear_leaky_relu",
+    "qlinear_softmax",
     # Quantized arrays, and JAX's functions over them.
     "QuantizedArray",
     "QuantSpec",
@@ -79,6 +102,17 @@ __all__ = [  # noqa: RUF022 as grouped
     "OnnxView",
     "quantization_error",
     "QuantizationError",
+    # Between the contractions of an integer network: codes in, codes out.
+    "add",
+    "multiply",
+    "relu",
+    "max_pool",
+    "average_pool",
+    "mean",
+    "reshape",
+    "transpose",
+    "pad",
+    "quantize_bias",
     # Ranges of streams of data.
     "Calibrator",
     "Range",

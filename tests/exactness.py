@@ -15,6 +15,7 @@ import numpy as np
 
 from .cases.contraction_exactness import FEW, contraction_cases
 from .cases.elementwise_exactness import elementwise_cases
+from .cases.microsoft_exactness import microsoft_cases
 from .support import transforms
 from .support.case import Arrays, Case
 
@@ -23,7 +24,7 @@ __all__ = ["Case", "cases", "check", "table"]
 
 def cases() -> list[Case]:
     """Return all cases."""
-    return [*elementwise_cases(), *contraction_cases()]
+    return [*elementwise_cases(), *contraction_cases(), *microsoft_cases()]
 
 
 def stacked(case: Case, args: Arrays, *, shared: bool) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,53 +21,24 @@ _NAME = "concatenate"
 
 
 def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArray:
-    """Return quantized arrays joined along an axis, with their codes, scales and zero points unchanged.
+    """Return quantized arrays joined along an axis; the documentation is that of `jaxquant.concatenate`."""
+    checked = check_arrays(arrays, axis)
+    axis = axis % checked[0].ndim
+    # An array of length 0 along the axis must not influence the block size.
+    nonempty = [q for q in checked if q.shape[axis]] or checked[:1]
+    return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis=axis)
 
-    q.dequantize() is `jax.numpy.concatenate` of what the arrays dequantize to, bit for bit.
 
-    Along `axis`, each array consists of blocks of elements that share an entry of the scale: the blocks of a blocked
-    scale, one block as long as the array, or blocks of length 1. The result has the longest block size that divides the
-    lengths of all these blocks evenly, and one entry for each of its own blocks.
-
-    Do not join the arrays with `jax.tree.map(lambda *parts: jnp.concatenate(parts), *arrays)`. The joined scale is
-    read as blocks of equal length, which gives wrong numbers if the arrays differ in length or end in a short block.
-    Stacking them part by part with `jnp.stack` is correct, because it adds a new axis.
-
-    Args:
-        arrays: one or more arrays whose shapes are equal except along `axis`. The dtypes of their codes, of their
-            scales and of what `dequantize` returns must be equal, and so must their codebooks. If any of them has a
-            zero point, a missing zero point counts as zeros.
-        axis: Static. The dimension along which the arrays are joined; a negative one counts from the back.
-
-    Returns:
-        A QuantizedArray.
-
-    Raises:
-        TypeError: `arrays` is not a list or tuple of QuantizedArrays, `axis` is not an int, or dtypes or codebooks
-            differ.
-        ValueError: there are no arrays, `axis` is out of range, or the shapes of the arrays do not fit each other.
-
-    Example:
-        >>> import jax.numpy as jnp, jaxquant as jq
-        >>> query = jq.quantize(jnp.array([[-63.5, 0.25], [0.75, 2.0]]), jq.QuantSpec(jnp.int8))  # scale 0.5, two ties
-        >>> key = jq.quantize(jnp.array([[254.0], [-3.0]]), jq.QuantSpec(jnp.int8))  # scale 2, a tie
-        >>> q = jq.concatenate([query, key], axis=1)
-        >>> q.scale, q.dequantize()
-        (Array([[0.5, 2. ]], dtype=float32), Array([[-63.5,   0. , 254. ],
-               [  1. ,   2. ,  -4. ]], dtype=float32))
-
-    Source: `jax.numpy.concatenate`.
-    """
+def check_arrays(arrays: Any, axis: Any) -> list[QuantizedArray]:
+    """Return arrays that can be joined along an axis, after checking them."""
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
     checked = [quantized_array.check_array(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
-    axis = checks.check_axis(_NAME, axis, checked[0].ndim)
+    place = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
-        _check_match(f"arrays[{i}]", q, checked[0], axis)
-    # An array of length 0 along the axis must not influence the block size.
-    nonempty = [q for q in checked if q.shape[axis]] or checked[:1]
-    return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis=axis)
+        _check_match(f"arrays[{i}]", q, checked[0], place)
+    return checked
 
 
 def _check_match(argument: str, q: QuantizedArray, first: QuantizedArray, axis: int) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
@@ -20,6 +20,7 @@ from ..integer._conv_geometry import Plan, plan_convolution
 from ..integer.conv_general_dilated import arrange_layout
 from . import dot_integer
 from .dot import Operand, check_operand
+from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "conv_general_dilated"
 
@@ -37,7 +38,9 @@ def conv_general_dilated(
     *,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
-) -> jax.Array:
+    bias: ArrayLike | None = None,
+    output: ScaledSpec | QuantizedArray | None = None,
+) -> Any:
     """Convolve two arrays of which at least one is quantized, as `jax.lax.conv_general_dilated` does.
 
     out = convolution of lhs with rhs.
@@ -46,6 +49,11 @@ def conv_general_dilated(
     with rhs.codes - rhs.zero_point, is exact in int32, and out = float32(acc) * (lhs.scale * rhs.scale), each product
     rounded once. Padding, and the gaps that `lhs_dilation` makes, count as the real number 0. Operands that cannot be
     convolved in integers raise an error.
+
+    With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
+    QuantizedArray, and no float tensor lies in between: its codes are
+    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), those of ONNX's
+    QLinearConv. acc + bias wraps around.
 
     If one operand is a float array (weight-only), the other one is dequantized as a whole, and both are convolved in
     float32.
@@ -66,9 +74,13 @@ def conv_general_dilated(
         precision: Static. As in `jax.lax`, for a float convolution; an integer convolution ignores it.
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
             the operands, or float32 if they differ.
+        bias: int32, in steps of lhs.scale * rhs.scale, one for each output feature, if both operands are quantized.
+            None means 0.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
+            scale and zero point the result gets; or None for a float result.
 
     Returns:
-        The convolution, in the layout of the dimension numbers.
+        The convolution, in the layout of the dimension numbers: an array of floats, or with `output` a QuantizedArray.
 
     Raises:
         TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
@@ -89,7 +101,11 @@ def conv_general_dilated(
         Array([[[128. ],
                 [-63.5]]], dtype=float32)
 
-    Source: `jax.lax.conv_general_dilated`; the arithmetic is ONNX ConvInteger-10's.
+        >>> output = jq.Quantizer(jq.QuantSpec(jnp.uint8), 16.0, 64)
+        >>> jq.conv_general_dilated(x, w, (1,), "VALID", bias=jnp.array([0, 8]), output=output).codes.tolist()
+        [[[0, 64, 75], [128, 64, 60]]]
+
+    Source: `jax.lax.conv_general_dilated`; the arithmetic is that of ONNX ConvInteger-10 and QLinearConv-10.
 
     Cotangent of a float operand: that of the convolution with the other operand dequantized. Of a scale: g * acc times
     the other scale, or, if weight-only, that of the dequantized operand, summed over the elements that share the scale.
@@ -105,7 +121,11 @@ def conv_general_dilated(
         _NAME, x, w, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
         batch_group_count,
     )  # fmt: skip
-    return convolve_checked(_NAME, x, w, plan, precision, preferred_element_type)
+    epilogue = read_epilogue(_NAME, bias, output, preferred_element_type, (x, w))
+    if bias is not None and epilogue is not None:
+        features = w.shape[plan.numbers.rhs_spec[0]]
+        checks.check_shape(_NAME, "bias", epilogue.bias, (features,), "one for each output feature")
+    return convolve_checked(_NAME, x, w, plan, precision, preferred_element_type, epilogue)
 
 
 def plan_array_convolution(
@@ -122,7 +142,9 @@ def plan_array_convolution(
     )  # fmt: skip
 
 
-def convolve_checked(function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any) -> jax.Array:
+def convolve_checked(
+    function: str, x: Any, w: Any, plan: Plan, precision: Any, preferred: Any, epilogue: Epilogue | None = None
+) -> Any:
     """Return the `conv_general_dilated` of two checked operands, with errors that name `function`."""
     quantized = [isinstance(v, QuantizedArray) for v in (x, w)]
     if not any(quantized):
@@ -132,7 +154,8 @@ def convolve_checked(function: str, x: Any, w: Any, plan: Plan, precision: Any, 
     if not all(quantized):
         return _convolve_weight_only(x, w, plan=plan, precision=precision, dtype=dtype)
     _check_integers(function, x, w, plan)
-    return _convolve_integers(x, w, plan=plan, dtype=dtype)
+    y = _convolve_integers(x, w, epilogue, plan=plan, dtype=dtype)
+    return y if epilogue is None else epilogue.wrap(y, dtype)
 
 
 def convolve_floats(lhs: jax.Array, rhs: jax.Array, plan: Plan, precision: Any) -> jax.Array:
@@ -177,14 +200,16 @@ def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dty
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("plan", "dtype"))
-def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, dtype: Any) -> jax.Array:
+def _convolve_integers(
+    lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: Plan, dtype: Any
+) -> jax.Array:
     features = rhs.shape[plan.numbers.rhs_spec[0]]
     lhs_scale, rhs_scale = (small_floats.scale_as_float32(q.scale) for q in (lhs, rhs))
     images = _read_entries(lhs, lhs_scale, plan.numbers.lhs_spec[0]).reshape(-1, 1)
     # Each group of images has its own features, so the scale that applies to an image depends on the feature.
     if plan.batches > 1 and images.size > 1:
         images = jnp.repeat(images.reshape(plan.batches, -1).T, features // plan.batches, axis=1)
-    scale = _scaling.multiply_scales(images, _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1))
+    kernels = _read_entries(rhs, rhs_scale, plan.numbers.rhs_spec[0]).reshape(1, -1)
     points = [
         None if q.zero_point is None else _read_entries(q, q.zero_point, spec[0])
         for q, spec in ((lhs, plan.numbers.lhs_spec), (rhs, plan.numbers.rhs_spec))
@@ -197,15 +222,22 @@ def _convolve_integers(lhs: QuantizedArray, rhs: QuantizedArray, *, plan: Plan, 
         for point, q in zip(points, (lhs, rhs), strict=True)
     )
 
-    def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+    def finish(acc: jax.Array, axis: int) -> jax.Array:
         # The kernel chooses the layout of acc: dimension 0 counts the images, dimension `axis` the features.
+        def spread(part: jax.Array) -> jax.Array:
+            # A vector has an entry for each feature. Scales that are spread already have the shape of acc.
+            if part.ndim > 2 and part.shape == acc.shape:
+                return part
+            return sharding.place_like(lax.broadcast_in_dim(part, acc.shape, (0, axis)[-part.ndim :]), acc)
+
         if correction is not None:
-            acc = acc - sharding.place_like(lax.broadcast_in_dim(correction, acc.shape, (0, axis)), acc)
-        wide = sharding.place_like(lax.broadcast_in_dim(scale, acc.shape, (0, axis)), acc)
-        y = barriers.round_result(acc.astype(jnp.float32) * wide)
+            acc = acc - spread(correction)
+        if epilogue is not None:
+            return epilogue.finish(acc, images, kernels, spread)
+        y = barriers.round_result(acc.astype(jnp.float32) * spread(_scaling.multiply_scales(images, kernels)))
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 
-    return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, epilogue)
+    return arrange_layout(codes, rhs.codes, lhs_steps, rhs_steps, plan, finish)
 
 
 def _move_zero_points(

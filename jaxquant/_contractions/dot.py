@@ -19,6 +19,7 @@ from ..integer.dot_general import DotDimensionNumbers, Role, check_placement, fi
 from . import dot_integer
 from .dot_integer import Axes
 from .dot_weight_only import contract_weight_only
+from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "dot_general"
 Operand = QuantizedArray | ArrayLike
@@ -32,7 +33,9 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> jax.Array:
+    bias: ArrayLike | None = None,
+    output: ScaledSpec | QuantizedArray | None = None,
+) -> Any:
     """Contract two arrays of which at least one is quantized, as `jax.lax.dot_general` does.
 
     out = sum over the contracted dimensions of lhs * rhs.
@@ -43,6 +46,11 @@ def dot_general(
     block to block of a contracted dimension, each block has such a contraction, and out is their sum in float32 in
     ascending order, each addition rounded once. A contraction whose acc could exceed int32 is cut into blocks in the
     same way. Operands that cannot be contracted in integers raise an error.
+
+    With a bias of integers, out = float32(acc + bias) * (lhs.scale * rhs.scale). With an output, the result is a
+    QuantizedArray, and no float tensor lies in between: its codes are
+    saturate(round_half_even(float32(acc + bias) * (lhs.scale * rhs.scale / scale)) + zero_point), those of ONNX
+    Runtime's QGemm and QLinearMatMul. acc + bias wraps around. Neither is possible with blocks.
 
     If one operand is a float array (weight-only), out is the float product with the other operand dequantized, with an
     error of at most 2e-6 of the sum of magnitudes sum |lhs| * |rhs|. On a CPU, a few rows are contracted as integers:
@@ -59,9 +67,14 @@ def dot_general(
         out_sharding: Static. The sharding of the result on a mesh with explicit axes, as in `jax.lax`; required if the
             shardings of the operands do not determine it. Partial sums of a sharded contracted dimension are added in
             int32, so the integers stay the same; a sharded contracted dimension with blocks is gathered first.
+        bias: int32, in steps of lhs.scale * rhs.scale, of a shape that broadcasts against the result, if both operands
+            are quantized. None means 0.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
+            scale and zero point the result gets; or None for a float result.
 
     Returns:
-        The result, with the batch dimensions first, then the free dimensions of lhs, then those of rhs.
+        The result, with the batch dimensions first, then the free dimensions of lhs, then those of rhs: an array of
+        floats, or with `output` a QuantizedArray.
 
     Raises:
         TypeError: neither operand is quantized, or an operand has an unsupported dtype. int16, float8, float4 and
@@ -78,21 +91,27 @@ def dot_general(
         Array([[-127. ,   -4.1]], dtype=float32)
         >>> jq.dot_general(jnp.array([[1.0, 2.0, 4.0]]), w, (((1,), (0,)), ((), ())))  # weight-only
         Array([[119.,  -3.]], dtype=float32)
+        >>> output = jq.Quantizer(jq.QuantSpec(jnp.uint8), 2.0, 100)
+        >>> jq.dot_general(x, w, (((1,), (0,)), ((), ())), bias=jnp.array([12750, 10]), output=output).codes
+        Array([[100,  98]], dtype=uint8)
 
-    Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
+    Source: `jax.lax.dot_general`; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
     Cotangent of a float operand: that of the contraction with the other operand dequantized. Of a scale: g * acc times
     the other scale, or, weight-only, g times the float product, summed over the elements that share the scale. Codes
     and zero points have none.
     """
     lhs, rhs = check_operands(_NAME, lhs, rhs)
-    return contract_checked(_NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+    epilogue = read_epilogue(_NAME, bias, output, preferred_element_type, (lhs, rhs))
+    return contract_checked(
+        _NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding, epilogue=epilogue
+    )
 
 
 def contract_checked(
     function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
-    caller_axes: Axes | None = None,
-) -> jax.Array:  # fmt: skip
+    caller_axes: Axes | None = None, epilogue: Epilogue | None = None,
+) -> Any:  # fmt: skip
     """Return the `dot_general` of two operands after checking them, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
     numbers = checks.check_integers(function, "dimension_numbers", numbers)
@@ -104,7 +123,7 @@ def contract_checked(
         "numbers": numbers, "precision": precision, "preferred": preferred, "out_sharding": out_sharding,
         "caller_axes": caller_axes,
     }  # fmt: skip
-    return _contract(lhs, rhs, function=function, **statics)
+    return _contract(lhs, rhs, epilogue, function=function, **statics)
 
 
 # A plain jit is enough: the operands have been checked, and a QuantizedArray is a pytree.
@@ -113,9 +132,9 @@ def contract_checked(
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
 def _contract(
-    lhs: Any, rhs: Any, *, function: str, numbers: Any, precision: Any, preferred: Any, out_sharding: Any,
-    caller_axes: Axes | None,
-) -> jax.Array:  # fmt: skip
+    lhs: Any, rhs: Any, epilogue: Epilogue | None, *, function: str, numbers: Any, precision: Any, preferred: Any,
+    out_sharding: Any, caller_axes: Axes | None,
+) -> Any:  # fmt: skip
     left, right = find_roles(function, lhs, rhs, numbers)
     a, b = (x.codes if isinstance(x, QuantizedArray) else x for x in (lhs, rhs))
     check_placement(function, a, b, left, right, out_sharding)
@@ -128,7 +147,9 @@ def _contract(
         dot_integer.check_integer_array(function, argument, q)
     lhs, rhs = dot_integer.fill_empty_entries(lhs, left), dot_integer.fill_empty_entries(rhs, right)
     plan = dot_integer.plan_contraction(function, lhs, rhs, left, right, out_sharding, caller_axes)
-    return dot_integer.contract_integers(lhs, rhs, plan, preferred)
+    if epilogue is None:
+        return dot_integer.contract_integers(lhs, rhs, plan, preferred)
+    return dot_integer.contract_to_codes(function, lhs, rhs, plan, preferred, epilogue)
 
 
 def _read_as_stored(x: Any, role: Role) -> tuple[Any, Role]:
@@ -178,7 +199,9 @@ def matmul(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> jax.Array:
+    bias: ArrayLike | None = None,
+    output: ScaledSpec | QuantizedArray | None = None,
+) -> Any:
     """Multiply two matrices, or stacks of them, of which at least one is quantized.
 
     out = lhs @ rhs, with the shapes of numpy.matmul.
@@ -192,9 +215,13 @@ def matmul(
         preferred_element_type: Static. float32, float16 or bfloat16: the dtype of the result. By default the dtype of
             the operands, or float32 if they differ.
         out_sharding: Static. The sharding of the product on a mesh with explicit axes, as in `dot_general`.
+        bias: int32, in steps of lhs.scale * rhs.scale, [N], one for each column of rhs, if both operands are
+            quantized. None means 0.
+        output: how the result is quantized, if both operands are: a `Quantizer` with a scale; a QuantizedArray whose
+            scale and zero point the result gets; or None for a float result.
 
     Returns:
-        The product, of numpy.matmul's shape.
+        The product, of numpy.matmul's shape: an array of floats, or with `output` a QuantizedArray.
 
     Raises:
         TypeError: neither operand is quantized, or an operand has an unsupported dtype.
@@ -213,23 +240,27 @@ def matmul(
         Array([[ True],
                [ True]], dtype=bool)
 
-    Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat.
+    Source: numpy.matmul; the arithmetic is that of ONNX Runtime's MatMulIntegerToFloat and QGemm.
 
     Cotangents: as in `dot_general`.
     """
     a, b = check_operands("matmul", lhs, rhs)
     shapes = _matmul_shapes.find_shapes("matmul", a, b, ("lhs", "rhs"))
     sharding.check_out_sharding("matmul", out_sharding)
+    epilogue = read_epilogue("matmul", bias, output, preferred_element_type, (a, b))
+    if bias is not None and epilogue is not None:
+        expected = () if b.ndim == 1 else (b.shape[-1],)
+        checks.check_shape("matmul", "bias", epilogue.bias, expected, "one for each column of rhs")
     partition = _find_matrix_partition("matmul", a, b, shapes, out_sharding)
     # The operands may be reshaped below, but an error must name the dimensions of the caller's arrays.
     caller_axes = ((a.ndim - 1, max(b.ndim - 2, 0)),)
 
-    def contract(a: Any, b: Any, numbers: Any) -> jax.Array:
+    def contract(a: Any, b: Any, numbers: Any) -> Any:
         # The product may lack leading dimensions of 1 that the final reshape adds; these have no sharding.
         rank = a.ndim + b.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
         product_sharding = sharding.set_partition(out_sharding, partition and partition[len(partition) - rank :])
         return contract_checked(
-            "matmul", a, b, numbers, precision, preferred_element_type, product_sharding, caller_axes
+            "matmul", a, b, numbers, precision, preferred_element_type, product_sharding, caller_axes, epilogue
         )
 
     # If rhs is a single matrix, the batch dimensions of lhs are only additional rows of one product.

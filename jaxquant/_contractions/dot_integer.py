@@ -17,6 +17,7 @@ from .._core import barriers, checks, dtypes, granularity, rounding, sharding, s
 from ..integer import _operands, _scaling
 from ..integer._block_sum import sum_over_blocks
 from ..integer.dot_general import Role, contract_roles
+from .output import Epilogue
 
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
@@ -173,6 +174,26 @@ def contract_integers(lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, pref
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
+def contract_to_codes(
+    function: str, lhs: QuantizedArray, rhs: QuantizedArray, plan: Plan, preferred: Any, epilogue: Epilogue
+) -> Any:
+    """Return the product of two quantized arrays with a bias of integers, as floats or as a QuantizedArray."""
+    got = f"blocks of {plan.length} indices along lhs's dimension {plan.axes and plan.axes[0]}"
+    expected = "one scale and one zero point along the contracted dimensions, and sums that int32 can hold, because of "
+    expected += "the bias" if epilogue.output is None else "the output"
+    checks.require(plan.axes is None, function, "lhs, rhs", expected, got)
+    sides = [prepare_side(q, role) for q, role in zip((lhs, rhs), plan[:2], strict=True)]
+    acc, scales = _contract_codes(sides, plan.out_sharding)
+    bias = epilogue.bias
+    if bias is not None:
+        fits = bias.ndim <= acc.ndim
+        fits = fits and all(n in (1, m) for n, m in zip(bias.shape[::-1], acc.shape[::-1], strict=False))
+        expected = f"a shape that broadcasts against the result, {acc.shape}"
+        checks.require(fits, function, "bias", expected, f"shape {bias.shape}")
+    y = epilogue.finish(acc, *scales, lambda part: _scaling.spread_over_product(part, acc))
+    return epilogue.wrap(y, preferred or dtypes.find_wider(lhs.dtype, rhs.dtype))
+
+
 def _gather_dimension(q: QuantizedArray, axis: int) -> QuantizedArray:
     """Return a quantized array with one dimension unsharded, if JAX tracks shardings in types."""
     if not sharding.is_placed(q.codes):
@@ -221,14 +242,20 @@ def expand_side(q: QuantizedArray, part: jax.Array, axes: Sequence[int]) -> jax.
 
 def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     """Return the float32 product of two sides without blocks along the contracted dimensions."""
-    lhs, rhs = sides
-    acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
-    frees = len(lhs.role.free), len(rhs.role.free)
-    scales = (spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0))
+    acc, scales = _contract_codes(sides, out_sharding)
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
         scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
     return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
+
+
+def _contract_codes(sides: Sequence[_Side], out_sharding: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the int32 product of two sides, and their scales with the product's rank."""
+    lhs, rhs = sides
+    acc = contract_roles(lhs.codes, rhs.codes, lhs.steps, rhs.steps, lhs.role, rhs.role, out_sharding)
+    frees = len(lhs.role.free), len(rhs.role.free)
+    scales = (spread_outward(lhs.scale, lhs.role, 0, frees[1]), spread_outward(rhs.scale, rhs.role, frees[0], 0))
+    return acc, scales
 
 
 def spread_outward(scale: jax.Array, role: Role, before: int, after: int) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, reshard
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
@@ -20,6 +21,7 @@ from .._core import checks, rounding, sharding
 from .._core.dtypes import FLOAT32, FLOATS
 from .dot import Operand, check_operand, contract_checked
 from .dot_integer import Axes
+from .output import Epilogue, ScaledSpec, read_epilogue
 
 _NAME = "einsum"
 _TERM = re.compile(r"[A-Za-z]*(\.\.\.)?[A-Za-z]*")
@@ -36,7 +38,9 @@ def einsum(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
-) -> jax.Array:
+    bias: ArrayLike | None = None,
+    output: ScaledSpec | QuantizedArray | None = None,
+) -> Any:
     """Contract quantized arrays, alone or together with float arrays, by the subscripts of `numpy.einsum`.
 
     out = the product of the operands, summed over the indices that do not occur in the output.
@@ -62,9 +66,14 @@ def einsum(
         out_sharding: Static. The sharding of the output on a mesh with explicit axes, as in `dot_general`. With more
             than two operands it applies to the last pair; the shardings of the other operands must determine those of
             their results.
+        bias: int32, in steps of lhs.scale * rhs.scale, of a shape that broadcasts against the result, for two quantized
+            operands. None means 0.
+        output: how the result is quantized, for two quantized operands: a `Quantizer` with a scale; a QuantizedArray
+            whose scale and zero point the result gets; or None for a float result.
 
     Returns:
-        The result, whose dimensions are the output's indices in their order.
+        The result, whose dimensions are the output's indices in their order: an array of floats, or with `output` a
+        QuantizedArray, whose codes are those of `dot_general`.
 
     Raises:
         TypeError: no operand is quantized, or an operand has an unsupported dtype.
@@ -95,7 +104,14 @@ def einsum(
         preferred_element_type = checks.check_dtype(_NAME, "preferred_element_type", preferred_element_type, FLOATS)
     sharding.check_out_sharding(_NAME, out_sharding)
     _check_subscripts(_NAME, subscripts)
-    return _contract_jitted(_NAME, subscripts, arrays, precision, preferred_element_type, out_sharding)
+    if bias is None and output is None:
+        return _contract_jitted(_NAME, subscripts, arrays, precision, preferred_element_type, out_sharding)
+    expected = "two quantized operands, because of the bias or the output"
+    checks.require(len(arrays) == 2, _NAME, "operands", expected, f"{len(arrays)} operands")
+    epilogue = read_epilogue(_NAME, bias, output, preferred_element_type, (arrays[0], arrays[1]))
+    assert epilogue is not None
+    statics = (precision, preferred_element_type, out_sharding)
+    return _contract_to_codes(subscripts, arrays, epilogue, statics)
 
 
 def contract_operands(
@@ -131,6 +147,34 @@ def contract_operands(
 
 # An eager call then finds its program by the subscripts and the shapes, and does not parse them again.
 _contract_jitted = jax.jit(contract_operands, inline=True, static_argnums=(0, 1, 3, 4, 5))
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 3))
+def _contract_to_codes(subscripts: str, operands: Sequence[Any], epilogue: Epilogue, statics: tuple[Any, ...]) -> Any:
+    """Return the einsum of two quantized operands with a bias of integers, as floats or as a QuantizedArray."""
+    precision, preferred, out_sharding = statics
+    labels_of_operands, out = parse_subscripts(_NAME, subscripts, [x.ndim for x in operands])
+    sharding.find_out_partition(_NAME, out_sharding, len(out))
+    sizes = _find_sizes(_NAME, subscripts, operands, labels_of_operands)
+    pairs = zip(operands, labels_of_operands, strict=True)
+    lhs, rhs = (_remove_repeats(_NAME, i, x, labels, sizes) for i, (x, labels) in enumerate(pairs))
+    single = [
+        label for term in (lhs, rhs) for label in term.labels if not (label in lhs.labels and label in rhs.labels)
+    ]
+    expected = "an output with every index that only one operand has, because of the bias or the output"
+    checks.require(all(label in out for label in single), _NAME, "subscripts", expected, repr(subscripts))
+    shared = [label for label in lhs.labels if label in rhs.labels and label in out]
+    product = [*shared, *single]
+    order = [product.index(label) for label in out]
+    if epilogue.bias is not None:
+        bias = epilogue.bias
+        expected = f"rank {len(out)} or less, to broadcast against the result"
+        checks.require(bias.ndim <= len(out), _NAME, "bias", expected, f"shape {bias.shape}")
+        bias = bias.reshape((1,) * (len(out) - bias.ndim) + bias.shape)
+        epilogue = epilogue._replace(bias=lax.transpose(bias, [order.index(i) for i in range(len(order))]))
+    options = _Statics(_NAME, out, precision, preferred, out_sharding)
+    y = _contract_pair(options, lhs, rhs, set(out), epilogue).x
+    return y.transpose(tuple(order)) if isinstance(y, QuantizedArray) else lax.transpose(y, order)
 
 
 class _Term(NamedTuple):
@@ -292,7 +336,9 @@ def _contract_path(statics: _Statics, terms: list[_Term], path: Sequence[tuple[i
     return result
 
 
-def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) -> _Term:
+def _contract_pair(
+    statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str], epilogue: Epilogue | None = None
+) -> _Term:
     """Return the product of two terms, summed over every label that is not kept."""
     shared = [label for label in lhs.labels if label in rhs.labels]
     batch = [label for label in shared if label in kept]
@@ -307,7 +353,7 @@ def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) ->
     x: Any = lhs.x
     y: Any = rhs.x
     # Convert different dtypes to float32, because JAX refuses to mix them if the user has chosen strict promotion.
-    if is_float or x.dtype != y.dtype:
+    if epilogue is None and (is_float or x.dtype != y.dtype):
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     out_sharding = statics.order_out_sharding((*batch, *free))
     if is_float:
@@ -315,7 +361,8 @@ def _contract_pair(statics: _Statics, lhs: _Term, rhs: _Term, kept: set[str]) ->
     else:
         dtype = FLOAT32 if summed else statics.dtype
         caller_axes = _find_caller_axes(lhs, rhs, contracted)
-        product = contract_checked(statics.function, x, y, numbers, statics.precision, dtype, out_sharding, caller_axes)
+        arguments = (numbers, statics.precision, dtype, out_sharding, caller_axes, epilogue)
+        product = contract_checked(statics.function, x, y, *arguments)
     return _Term(product, (*batch, *free)).sum_over(summed)
 
 

@@ -12,9 +12,8 @@ from jax.typing import ArrayLike
 from .._core import checks, dtypes, granularity
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _operands
+from ..integer import _operands, _requantize
 from ..integer.conv_general_dilated import convolve_planned
-from . import requantize
 from ._conv_attributes import Attributes, check_attributes, prepare_operands
 
 _NAME = "qlinear_conv"
@@ -117,7 +116,7 @@ def _qlinear_conv(
     checks.check_array(_NAME, "y_zero_point", y_zero_point, _operands.EIGHT_BITS)
     prepared = prepare_operands(_NAME, x, w, x_zero_point, w_zero_point, attributes, centred)
     _check_scales(w.shape[0], x_scale, w_scale, y_scale, y_zero_point, b)
-    scale = requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
+    scale = _requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
         along = granularity.PerAxis(axis)
@@ -126,7 +125,7 @@ def _qlinear_conv(
             acc = acc + along.expand(b, acc)
         factors = along.expand(jnp.broadcast_to(scale, (w.shape[0],)), acc)
         zero_point = granularity.PerTensor().expand(y_zero_point.astype(jnp.int32), acc)
-        return requantize.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
+        return _requantize.requantize_accumulator(acc, factors, zero_point, y_zero_point.dtype)
 
     return convolve_planned(*prepared, False, epilogue)
 

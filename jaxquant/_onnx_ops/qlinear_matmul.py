@@ -1,4 +1,4 @@
-"""ONNX QLinearMatMul, versions 10 and 21."""
+"""ONNX QLinearMatMul, versions 10 and 21, also with the bias and the float32 result of ONNX Runtime's QGemm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .._core import checks, dtypes, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_plain_scale
-from ..integer import _matmul_shapes, _operands, _scaling
+from ..integer import _matmul_shapes, _operands, _requantize, _scaling
 from ..integer._matmul_shapes import Shapes
-from . import _rows_and_columns, requantize
+from . import _rows_and_columns
 from ._rows_and_columns import read_per_column, read_per_row
 
 _NAME = "qlinear_matmul"
@@ -30,17 +30,21 @@ def qlinear_matmul(
     b: ArrayLike,
     b_scale: ArrayLike,
     b_zero_point: ArrayLike,
-    y_scale: ArrayLike,
-    y_zero_point: ArrayLike,
+    y_scale: ArrayLike | None,
+    y_zero_point: ArrayLike | None,
+    bias: ArrayLike | None = None,
 ) -> jax.Array:
     """Multiply two matrices of codes and requantize the product, as ONNX's QLinearMatMul does.
 
-    y = saturate(round_half_even(float32(acc) * (a_scale * b_scale / y_scale)) + y_zero_point),
-    where acc is the result of `matmul_integer`.
+    y = saturate(round_half_even(float32(acc + bias) * (a_scale * b_scale / y_scale)) + y_zero_point),
+    where acc is the result of `matmul_integer`. Without y_scale and y_zero_point, y is a float32 array:
+    y = float32(acc + bias) * (a_scale * b_scale).
+
+    The bias and the float32 result are those of ONNX Runtime's QGemm.
 
     The integers are ONNX Runtime's: the scales are multiplied, then divided, in float32, and the product with
     float32(acc) is rounded half to even before the zero point is added. onnx's reference adds the zero point first,
-    which differs on ties if y_zero_point is odd. acc wraps around as in `matmul_integer`.
+    which differs on ties if y_zero_point is odd. acc + bias wraps around as acc does in `matmul_integer`.
 
     float8 operands are multiplied and summed in float32. XLA chooses the order of that sum, so the result is exact only
     if every partial sum is.
@@ -57,12 +61,13 @@ def qlinear_matmul(
         b_zero_point: the code of 0.0, in b's dtype: a scalar, or one for each column, as b_scale; 0 for float8. An int
             becomes a scalar in b's dtype.
         y_scale: value per step of y, float32, float16 or bfloat16: a scalar, or one for each row of a. A Python number
-            becomes float32.
+            becomes float32. None together with y_zero_point=None: the result is float32, and a and b are int8 or uint8.
         y_zero_point: the code of 0.0: a scalar, or one for each row of a. Its dtype is that of y; an int becomes a
             scalar in a's dtype.
+        bias: int32, [N], in steps of a_scale * b_scale, if a and b are int8 or uint8. None means 0.
 
     Returns:
-        The codes of the product, of numpy.matmul's shape, in y_zero_point's dtype.
+        The codes of the product, of numpy.matmul's shape, in y_zero_point's dtype; or the product in float32.
 
     Raises:
         TypeError: an argument has a dtype that the operator does not support.
@@ -77,8 +82,17 @@ def qlinear_matmul(
                [3, 4],
                [3, 6],
                [5, 8]], dtype=uint8)
+        >>> jq.qlinear_matmul(a, 0.5, 0, b, 1.0, 0, None, None, bias=jnp.array([-1, 510]))
+        Array([[  0., 256.],
+               [  1., 258.],
+               [  2., 260.],
+               [  3., 262.]], dtype=float32)
 
     Source: ONNX QLinearMatMul-10, -21; where the texts leave the order of operations open, ONNX Runtime's CPU kernel.
+        com.microsoft QGemm-1.
+
+    Cotangent of a_scale and of b_scale, if the result is float32: g * (acc + bias) times the other scale, summed over
+    the elements that share the scale. Integers have none.
     """
     scales = (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale))
     a_scale, b_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
@@ -88,7 +102,7 @@ def qlinear_matmul(
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_NAME, f"{argument}_zero_point", point)
     return _qlinear_matmul(
-        a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point,
+        a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point, bias,
         centred=_operands.find_centred((a, b), (a_zero_point, b_zero_point)),
     )  # fmt: skip
 
@@ -96,34 +110,60 @@ def qlinear_matmul(
 @compile_entry_point(_NAME)
 def _qlinear_matmul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array, b: jax.Array, b_scale: jax.Array,
-    b_zero_point: jax.Array, y_scale: jax.Array, y_zero_point: jax.Array, *, centred: tuple[bool, bool],
+    b_zero_point: jax.Array, y_scale: jax.Array | None, y_zero_point: jax.Array | None, bias: jax.Array | None, *,
+    centred: tuple[bool, bool],
 ) -> jax.Array:  # fmt: skip
+    _check_dtypes(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point, bias)
+    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
+    if bias is not None:
+        checks.check_shape(_NAME, "bias", bias, (shapes.b[-1],), "one for each column of b")
+    a_scale = read_per_row(_NAME, "a_scale", a_scale, shapes)
+    b_scale = read_per_column(_NAME, "b_scale", b_scale, shapes)
+    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
+    b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
+    if y_scale is None or y_zero_point is None:
+        acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
+        factors = (s.astype(jnp.float32) for s in (a_scale, b_scale))
+        return _scaling.scale_product(acc, _scaling.multiply_scales(*factors)).reshape(shapes.out)
+    # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
+    y_scale = read_per_row(_NAME, "y_scale", y_scale, shapes)
+    scale = _requantize.find_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
+    y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
+    # A float8 zero point is 0, so only integers need the steps.
+    if a.dtype in dtypes.FLOAT8:
+        return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
+    acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
+    scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
+    return _requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
+
+
+def _check_dtypes(
+    a: Any, a_scale: Any, a_zero_point: Any, b: Any, b_scale: Any, b_zero_point: Any, y_scale: Any, y_zero_point: Any,
+    bias: Any,
+) -> None:  # fmt: skip
+    """Check which arguments are None, and the dtypes of the others except the zero points of a and b."""
     # Unlike in MatMulInteger, the zero points are required inputs, so None must not be read as 0.
     for argument, point in (("a_zero_point", a_zero_point), ("b_zero_point", b_zero_point)):
         checks.require_type(point is not None, _NAME, argument, "an array", "None")
     checks.check_array(_NAME, "a", a, _DTYPES)
     # int8 and uint8 may be mixed, and so may the float8 dtypes, but not integers with floats.
-    family = _operands.EIGHT_BITS if a.dtype in _operands.EIGHT_BITS else dtypes.FLOAT8
+    is_integer = a.dtype in _operands.EIGHT_BITS
+    family = _operands.EIGHT_BITS if is_integer else dtypes.FLOAT8
     checks.check_array(_NAME, "b", b, family)
-    checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
+    is_float = y_scale is None and y_zero_point is None and is_integer
+    if not is_float:
+        checks.check_array(_NAME, "y_zero_point", y_zero_point, family)
     for argument, scale in (("a_scale", a_scale), ("b_scale", b_scale), ("y_scale", y_scale)):
-        checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
-    shapes = _matmul_shapes.find_shapes(_NAME, a, b)
-    # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
-    scale = requantize.find_multiplier(
-        _align(read_per_row(_NAME, "a_scale", a_scale, shapes), shapes),
-        _align(read_per_column(_NAME, "b_scale", b_scale, shapes), shapes),
-        _align(read_per_row(_NAME, "y_scale", y_scale, shapes), shapes),
-    )
-    y_steps = _align(read_per_row(_NAME, "y_zero_point", y_zero_point, shapes), shapes)
-    a_steps = _rows_and_columns.read_row_steps(_NAME, a, a_zero_point, shapes, centred[0])
-    b_steps = _rows_and_columns.read_column_steps(_NAME, b, b_zero_point, shapes, centred[1])
-    # A float8 zero point is 0, so only integers need the steps.
-    if a.dtype in dtypes.FLOAT8:
-        return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
-    acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
-    scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
-    return requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
+        if not (is_float and scale is None and argument == "y_scale"):
+            checks.check_array(_NAME, argument, scale, dtypes.FLOATS)
+    if bias is not None:
+        checks.require_type(is_integer, _NAME, "bias", "None, because a is float8", checks.describe_value(bias))
+        checks.check_same_dtype(_NAME, "bias", bias, dtypes.INT32, "steps of a_scale * b_scale")
+
+
+def _add_bias(acc: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Return the accumulator plus a bias for each column, modulo 2**32."""
+    return acc if bias is None else acc + _scaling.spread_over_product(bias, acc)
 
 
 def _align(value: jax.Array, shapes: Shapes) -> jax.Array:

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
+from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, entry_point
 from . import estimators
@@ -46,6 +48,25 @@ class Quantizer:
     scale: Any = None
     zero_point: Any = None
     gradient: Rule = StraightThrough()
+
+    @classmethod
+    def from_range(
+        cls, spec: QuantSpec, lo: ArrayLike, hi: ArrayLike, gradient: Rule = StraightThrough()
+    ) -> Quantizer:  # fmt: skip
+        """Return the Quantizer of a range, with the scale and the zero point that `quantize` computes for it.
+
+        Args:
+            spec: how to quantize, with one scale and one zero point (`PerTensor()`).
+            lo: the lower end of the range, one element.
+            hi: the upper end.
+            gradient: the gradient rule.
+
+        Raises:
+            TypeError: an argument has a wrong type or dtype.
+            ValueError: the spec has several scales, or an end is known and not finite.
+        """
+        q = quantize(np.zeros((), np.float32), spec, lo, hi)
+        return cls(spec, q.scale, q.zero_point, gradient)
 
     def __call__(self, x: ArrayLike) -> jax.Array:
         """Return `fake_quantize` of x with these arguments; it raises the same errors."""

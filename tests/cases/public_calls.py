@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def quantized_einsum(operands_0: Any, operands_1: Any, **statics: Any) -> Any:
 
 def calls() -> list[Call]:
     """Return the calls. They quantize, so they are not built on import."""
-    return [*elementwise(), *integer_operators(), *over_arrays(), *trained(), *others()]
+    return [*elementwise(), *integer_operators(), *on_codes(), *over_arrays(), *trained(), *others()]
 
 
 X, CODES = ones(F, 4, 6), ones(I8, 4, 6)
@@ -94,8 +95,8 @@ def integer_operators() -> list[Call]:
         Call("matmul_integer", jq.matmul_integer, {"a": A, "b": B, **points}, ("a", "b"), tuple(points)),
         Call("matmul_integer_to_float", jq.matmul_integer_to_float,
              {"a": A, "b": B, **scales, **points, "bias": ones(F, 5)}, ("a", "b", "bias"), (*scales, *points)),
-        Call("qlinear_matmul", jq.qlinear_matmul, {"a": A, "b": B, **scales, **points, **result}, ("a", "b"),
-             (*scales, *points, *result)),
+        Call("qlinear_matmul", jq.qlinear_matmul, {"a": A, "b": B, **scales, **points, **result,
+              "bias": ones(I32, 5)}, ("a", "b", "bias"), (*scales, *points, *result)),
         Call("dynamic_quantize_matmul", jq.dynamic_quantize_matmul,
              {"a": X, "b": B, "b_scale": ones(F), "b_zero_point": ones(I8), "bias": ones(F, 5)}, ("a", "b", "bias"),
              ("b_scale", "b_zero_point")),
@@ -110,6 +111,37 @@ def integer_operators() -> list[Call]:
              {"lhs": A, "rhs": B, "dimension_numbers": DOT, **sides}, ("lhs", "rhs"), tuple(sides)),
         Call("integer.conv_general_dilated", jq.integer.conv_general_dilated,
              {"lhs": IMAGES, "rhs": KERNEL, **windows, **sides}, ("lhs", "rhs"), tuple(sides)),
+    ]  # fmt: skip
+
+
+def on_codes() -> list[Call]:
+    """Return calls of ONNX Runtime's operators that take and give 8-bit codes."""
+
+    def affine(*prefixes: str) -> dict[str, Any]:
+        return {f"{p}_{part}": ones(F if part == "scale" else U8) for p in prefixes for part in ("scale", "zero_point")}
+
+    one, two, codes = affine("x", "y"), affine("a", "b", "c"), ones(U8, 4, 6)
+    images = ones(U8, 2, 4, 7, 9)
+
+    def concat(y_scale: Any, y_zero_point: Any, **inputs: Any) -> Any:
+        return jq.qlinear_concat(y_scale, y_zero_point, *(inputs[f"inputs_{i}"] for i in range(6)), axis=0)
+
+    joined = {**affine("y"), "inputs_1": ones(F), "inputs_2": ones(U8), "inputs_4": ones(F), "inputs_5": ones(U8)}
+    return [
+        Call("qlinear_add", jq.qlinear_add, {"a": codes, "b": codes, **two}, ("a", "b"), tuple(two)),
+        Call("qlinear_mul", jq.qlinear_mul, {"a": codes, "b": codes, **two}, ("a", "b"), tuple(two)),
+        Call("qlinear_where", jq.qlinear_where,
+             {"condition": np.ones((4, 6), bool), "x": codes, "y": codes, **one, **affine("z")}, ("x", "y"),
+             (*one, *affine("z"))),
+        Call("qlinear_concat", concat, {"inputs_0": codes, "inputs_3": codes, **joined}, ("inputs_0", "inputs_3"),
+             tuple(joined)),
+        *(Call(name, getattr(jq, name), {"x": codes, **one}, ("x",), tuple(one))
+          for name in ("qlinear_sigmoid", "qlinear_leaky_relu", "qlinear_softmax")),
+        Call("qlinear_average_pool", functools.partial(jq.qlinear_average_pool, kernel_shape=(2, 2)),
+             {"x": images, **one}, ("x",), tuple(one)),
+        Call("qlinear_global_average_pool", jq.qlinear_global_average_pool, {"x": images, **one}, ("x",), tuple(one)),
+        Call("qlinear_reduce_mean", jq.qlinear_reduce_mean, {"data": codes, **affine("data", "reduced")}, ("data",),
+             tuple(affine("data", "reduced"))),
     ]  # fmt: skip
 
 
@@ -137,6 +169,25 @@ def over_arrays() -> list[Call]:
         Call("einsum", einsum, {"operands_0": left, "operands_1": right}, ("operands_0", "operands_1"), (), preferred),
         Call("conv_general_dilated", jq.conv_general_dilated, {"lhs": images, "rhs": kernel, **windows}, both, (),
              preferred),
+        *to_codes(left, images),
+    ]  # fmt: skip
+
+
+def to_codes(table: jq.QuantizedArray, images: jq.QuantizedArray) -> list[Call]:
+    """Return calls of the functions over quantized arrays whose results are codes."""
+    q, pool = {"q": table}, {"q": images, "window_shape": (2, 2)}
+    return [
+        *(Call(name, getattr(jq, name), {"a": table, "b": table, "output": table}, ("a", "b", "output"))
+          for name in ("add", "multiply")),
+        Call("relu", jq.relu, q, ("q",)),
+        Call("max_pool", jq.max_pool, pool, ("q",)),
+        Call("average_pool", jq.average_pool, {**pool, "output": images}, ("q", "output")),
+        Call("mean", jq.mean, {**q, "output": table}, ("q", "output")),
+        Call("reshape", jq.reshape, {**q, "shape": (6, 4)}, ("q",)),
+        Call("transpose", jq.transpose, q, ("q",)),
+        Call("pad", jq.pad, {**q, "pad_width": 1}, ("q",)),
+        Call("quantize_bias", jq.quantize_bias, {"bias": ones(F, 5), "lhs_scale": ones(F), "rhs_scale": ones(F, 5)},
+             ("bias",), ("lhs_scale", "rhs_scale")),
     ]  # fmt: skip
 
 

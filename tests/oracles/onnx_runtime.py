@@ -79,7 +79,7 @@ def _session(serialized: bytes) -> onnxruntime.InferenceSession:
 
 
 def run(
-    op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, domain: str = "", **attributes: Any
+    op: str, feeds: Optional, outputs: Mapping[str, Any], opset: int, /, domain: str = "", **attributes: Any
 ) -> list[np.ndarray]:
     """Run one operator in ONNX Runtime: numpy in, numpy out, in the dtypes asked for."""
     session = _session(model(op, feeds, outputs, opset, domain, attributes).SerializeToString())

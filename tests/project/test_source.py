@@ -67,20 +67,26 @@ LIKE_JAX = (
     "einsum",
     "take",
     "concatenate",
+    *("max_pool", "average_pool", "mean", "reshape", "transpose", "pad"),
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
 )
 TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key"),
-    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays"),
+    *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output", "bias"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
 FACTORIES = ("absmax", "entropy", "minmax", "moving_average", "mse", "percentile")
 # An operator has all the inputs of its standard, however many.
-MANY_INPUTS = ("qlinear_matmul", "qlinear_conv", "matmul_integer_to_float")
+MANY_INPUTS = (
+    *("qlinear_matmul", "qlinear_conv", "matmul_integer_to_float"),
+    *("qlinear_add", "qlinear_mul", "qlinear_where"),
+)
 
 CONV_ATTRIBUTES = "auto_pad dilations group kernel_shape pads strides"
+POOL_ATTRIBUTES = "count_include_pad pads strides"
+ONE_TENSOR = "x x_scale x_zero_point y_scale y_zero_point"
 # Of JAX's parameters only the first ones: the later ones do not apply to integers.
 DOT = " ".join(list(inspect.signature(jax.lax.dot_general).parameters)[:3])
 CONV = " ".join(list(inspect.signature(jax.lax.conv_general_dilated).parameters)[:9])
@@ -96,23 +102,43 @@ SIGNATURES = {
     "dynamic_fake_quantize_linear": "x dtype axis training lda_coeff name",
     "dynamic_dequantize": "src scales zps qtype axis group_shape",
     "matmul_integer": "a b a_zero_point b_zero_point",
-    "qlinear_matmul": "a a_scale a_zero_point b b_scale b_zero_point y_scale y_zero_point",
+    "qlinear_matmul": "a a_scale a_zero_point b b_scale b_zero_point y_scale y_zero_point bias",
     "conv_integer": f"x w x_zero_point w_zero_point {CONV_ATTRIBUTES}",
     "qlinear_conv": f"x x_scale x_zero_point w w_scale w_zero_point y_scale y_zero_point b {CONV_ATTRIBUTES}",
     "dynamic_quantize_matmul": "a b b_scale b_zero_point bias",
     "matmul_integer_to_float": "a b a_scale b_scale a_zero_point b_zero_point bias",
     "matmul_nbits": "a b scales zero_points bias K N bits block_size",
+    "qlinear_add": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
+    "qlinear_mul": "a a_scale a_zero_point b b_scale b_zero_point c_scale c_zero_point",
+    "qlinear_average_pool": f"{ONE_TENSOR} kernel_shape auto_pad ceil_mode channels_last {POOL_ATTRIBUTES}",
+    "qlinear_global_average_pool": f"{ONE_TENSOR} channels_last",
+    "qlinear_reduce_mean": "data data_scale data_zero_point reduced_scale reduced_zero_point axes keepdims",
+    "qlinear_concat": "y_scale y_zero_point inputs axis",
+    "qlinear_where": "condition x x_scale x_zero_point y y_scale y_zero_point z_scale z_zero_point",
+    "qlinear_sigmoid": ONE_TENSOR,
+    "qlinear_leaky_relu": f"{ONE_TENSOR} alpha",
+    "qlinear_softmax": f"{ONE_TENSOR} axis opset",
     "integer.dot_general": f"{DOT} lhs_zero_point rhs_zero_point out_sharding",
     "integer.conv_general_dilated": f"{CONV} lhs_zero_point rhs_zero_point",
     "quantize": "x spec lo hi range stored_last",
     "onnx_view": "q",
     "from_onnx": "x x_scale x_zero_point axis block_size output_dtype",
-    "dot_general": f"{DOT} precision preferred_element_type out_sharding",
-    "matmul": "lhs rhs precision preferred_element_type out_sharding",
-    "einsum": "subscripts operands precision preferred_element_type out_sharding",
-    "conv_general_dilated": f"{CONV} precision preferred_element_type",
+    "dot_general": f"{DOT} precision preferred_element_type out_sharding bias output",
+    "matmul": "lhs rhs precision preferred_element_type out_sharding bias output",
+    "einsum": "subscripts operands precision preferred_element_type out_sharding bias output",
+    "conv_general_dilated": f"{CONV} precision preferred_element_type bias output",
     "take": "q indices axis mode out_sharding",
-    "concatenate": "arrays axis",
+    "concatenate": "arrays axis output",
+    "add": "a b output",
+    "multiply": "a b output",
+    "relu": "q",
+    "max_pool": "q window_shape strides padding channels_last",
+    "average_pool": "q window_shape strides padding count_include_pad channels_last output",
+    "mean": "q axis keepdims output",
+    "reshape": "q shape",
+    "transpose": "q axes",
+    "pad": "q pad_width",
+    "quantize_bias": "bias lhs_scale rhs_scale",
     "quantization_error": "x q",
     "fake_quantize": "x spec scale zero_point gradient",
     "quantized_dot_general": (f"{DOT} lhs_spec rhs_spec backward key precision preferred_element_type out_sharding"),
@@ -296,7 +322,7 @@ def test_docstrings(name: str) -> None:
     arguments = doc[places[0] : places[1]]
     parameters = inspect.signature(PUBLIC[name]).parameters.values()
     for parameter in parameters:
-        is_static = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        is_static = parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in ("bias", "output")
         if name in LIKE_JAX:
             is_static = parameter.name not in TRACED_IN_JAX
         is_static |= parameter.name == "spec" and name not in FACTORIES

@@ -76,6 +76,19 @@ def operators() -> Any:
     )  # fmt: skip
 
 
+def on_codes() -> Any:
+    scale, point, codes = F32(0.05), np.int8(3), CODES
+    one, images = (scale, point, F32(0.04), point), IMAGES.astype(np.int8)
+    two = (codes, scale, point, codes[:1], F32(1e-5), point, scale, point)
+    return (
+        jq.qlinear_add(*two), jq.qlinear_mul(*two), jq.qlinear_where(codes > 0, *two),
+        jq.qlinear_concat(scale, point, *two[:6], axis=0), jq.qlinear_sigmoid(codes, *one),
+        jq.qlinear_leaky_relu(codes, *one), jq.qlinear_softmax(codes, *one), jq.qlinear_reduce_mean(codes, *one),
+        jq.qlinear_average_pool(images, *one, kernel_shape=(2, 2)), jq.qlinear_global_average_pool(images, *one),
+        jq.qlinear_average_pool(np.tile(images, (1, 1, 2, 2)), *one, kernel_shape=(9, 8)),
+    )  # fmt: skip
+
+
 RULES = {
     "straight": jq.StraightThrough(),
     "lsq": jq.LSQ(),
@@ -109,6 +122,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "quantized": quantized,
     "contracted": contracted,
     "operators": operators,
+    "on codes": on_codes,
     "pulled": pulled,
 }
 

@@ -17,7 +17,10 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: an operator with its static arguments, a function that samples its inputs, and the expected result."""
+    """One row: an operator with its static arguments, a function that samples its inputs, and the expected result.
+
+    `by_default` are the transforms under which the first case of an operator runs by default; None means all.
+    """
 
     operator: str
     dtype: str
@@ -27,6 +30,7 @@ class Case:
     draw: Callable[[np.random.Generator], Arrays]
     want: Callable[..., Any]
     transforms: tuple[str, ...] = tuple(transforms.ALL)
+    by_default: tuple[str, ...] | None = None
 
     @property
     def id(self) -> str:

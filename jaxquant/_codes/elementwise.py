@@ -1,0 +1,144 @@
+"""Sums and products of two quantized arrays, and `relu`: codes in, codes out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arrays import quantized_array
+from .._arrays.quantized_array import QuantizedArray
+from .._contractions.output import ScaledSpec, make_array, read_affine, read_output
+from .._core import checks, dtypes
+from .._core.granularity import Aligned
+from .._core.known_values import find_known
+from .._onnx_ops.microsoft.qlinear_add import qlinear_add
+from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+
+
+def add(a: QuantizedArray, b: QuantizedArray, output: ScaledSpec | QuantizedArray) -> QuantizedArray:
+    """Add two quantized arrays, as ONNX Runtime's QLinearAdd does.
+
+    The codes of the result are those of `qlinear_add`: the sum of the two values, rounded once to a code of `output`.
+
+    Args:
+        a: codes of int8 or uint8 with one scale and one zero point.
+        b: the same, of the same dtype, and of a shape that broadcasts against a's.
+        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of a; or a QuantizedArray
+            whose scale and zero point the result gets.
+
+    Returns:
+        A QuantizedArray with the scale and the zero point of `output`.
+
+    Raises:
+        TypeError: an operand is not a QuantizedArray, or a dtype is not that of a.
+        ValueError: an operand has several scales, shapes do not fit each other, or `output` has no scale.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> spec = jq.QuantSpec(jnp.uint8)
+        >>> a = jq.quantize(jnp.array([0.0, 0.5, 1.5, 127.5]), spec)  # scale 0.5
+        >>> y = jq.add(a, a[1], jq.Quantizer(spec, 1.0, 1))
+        >>> y.codes, y.dequantize()  # 0.5 and 2.0, to which 1 is added before the sum is rounded half to even
+        (Array([  2,   2,   3, 129], dtype=uint8), Array([  1.,   1.,   2., 128.], dtype=float32))
+
+    Source: ONNX Runtime's com.microsoft QLinearAdd-1.
+    """
+    return _combine("add", a, b, output)
+
+
+def multiply(a: QuantizedArray, b: QuantizedArray, output: ScaledSpec | QuantizedArray) -> QuantizedArray:
+    """Multiply two quantized arrays element by element, as ONNX Runtime's QLinearMul does.
+
+    The codes of the result are those of `qlinear_mul`.
+
+    Args:
+        a: codes of int8 or uint8 with one scale and one zero point.
+        b: the same, of the same dtype, and of a shape that broadcasts against a's.
+        output: how the result is quantized: a `Quantizer` with a scale, whose dtype is that of a; or a QuantizedArray
+            whose scale and zero point the result gets.
+
+    Returns:
+        A QuantizedArray with the scale and the zero point of `output`.
+
+    Raises:
+        TypeError: an operand is not a QuantizedArray, or a dtype is not that of a.
+        ValueError: an operand has several scales, shapes do not fit each other, or `output` has no scale.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> spec = jq.QuantSpec(jnp.uint8)
+        >>> a = jq.quantize(jnp.array([0.0, 0.5, 1.5, 127.5]), spec)  # scale 0.5
+        >>> jq.multiply(a, a, jq.Quantizer(spec, 0.5, 0)).dequantize()  # 0.25 is half a step
+        Array([  0. ,   0. ,   2. , 127.5], dtype=float32)
+
+    Source: ONNX Runtime's com.microsoft QLinearMul-1.
+    """
+    return _combine("multiply", a, b, output)
+
+
+_OPERATORS = {"add": qlinear_add, "multiply": qlinear_mul}
+
+
+def _combine(function: str, a: Any, b: Any, output: Any) -> QuantizedArray:
+    """Check the arguments of an operation on two arrays, and return its result."""
+    a, b = (quantized_array.check_array(function, name, q) for name, q in (("a", a), ("b", b)))
+    left, right = (read_affine(function, name, q) for name, q in (("a", a), ("b", b)))
+    result = read_output(function, output)
+    for argument, affine in (("b", right), ("output", result)):
+        expected = f"codes of {left.dtype}, as a has"
+        checks.require_type(affine.dtype == left.dtype, function, argument, expected, affine.dtype)
+    try:
+        np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        checks.require(False, function, "a, b", "shapes that broadcast", f"{a.shape} and {b.shape}")
+    codes = _OPERATORS[function](
+        a.codes, left.scale, left.zero_point, b.codes, right.scale, right.zero_point, result.scale, result.zero_point
+    )
+    return make_array(codes, result, dtypes.find_wider(a.dtype, b.dtype))
+
+
+def relu(q: QuantizedArray) -> QuantizedArray:
+    """Replace negative values by 0, which changes codes below the zero point to the zero point.
+
+    No code changes if the zero point is the lowest code, as in an output whose range begins at 0. Then q is returned
+    as it is, if that is known when the function is called or traced.
+
+    Args:
+        q: integer codes, with any scale.
+
+    Returns:
+        A QuantizedArray with the scale and the zero point of q.
+
+    Raises:
+        TypeError: q is not a QuantizedArray of integers.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> q = jq.quantize(jnp.array([-1.0, 0.5, 1.55]), jq.QuantSpec(jnp.uint8))  # scale 0.01, zero point 100
+        >>> jq.relu(q).codes
+        Array([100, 150, 255], dtype=uint8)
+
+    Source: `jax.nn.relu`.
+    """
+    q = quantized_array.check_array("relu", "q", q)
+    is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
+    expected = "codes of an integer dtype, or q.dequantize()"
+    checks.require_type(is_integer, "relu", "q", expected, q.codebook or q.codes.dtype)
+    lowest = dtypes.find_bounds(q.codes.dtype)[0]
+    known = np.zeros(()) if q.zero_point is None else find_known(q.zero_point)
+    if known is not None and (known == lowest).all():
+        return q
+    return _clip_codes(q)
+
+
+@functools.partial(jax.jit, inline=True)
+def _clip_codes(q: QuantizedArray) -> QuantizedArray:
+    """Return the array with its codes below the zero point replaced by it."""
+    codes = q.codes
+    if q.zero_point is None:
+        return q.replace(codes=jnp.maximum(codes, jnp.zeros_like(codes)))
+    return q.replace(codes=jnp.maximum(codes, Aligned(q.block_size).expand(q.zero_point, codes)))

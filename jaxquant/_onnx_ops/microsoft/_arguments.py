@@ -1,0 +1,82 @@
+"""The scales and zero points of one tensor, which these operators share: scalars, checked and converted."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._core import checks, dtypes
+from ..._core.number_arguments import convert_plain_scale
+from ...integer import _operands
+
+# ONNX Runtime treats an array of shape (1,) as a scalar.
+_SINGLE = ((), (1,))
+
+
+class Affine(NamedTuple):
+    """The numbers that relate codes and values: value = (code - steps) * scale.
+
+    Attributes:
+        scale: float32, a scalar.
+        steps: the zero point, an int32 scalar.
+        dtype: the dtype of the codes, int8 or uint8.
+    """
+
+    scale: jax.Array
+    steps: jax.Array
+    dtype: np.dtype
+
+
+def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]:
+    """Return scales and zero points, told apart by their names, with Python numbers as arrays; x has the codes' dtype.
+
+    Call it before the compiled program: it raises for a number that its dtype cannot hold.
+    """
+    result = []
+    for name, value in parameters.items():
+        if name.endswith("scale"):
+            result.append(convert_plain_scale(function, name, value))
+        else:
+            result.append(_operands.convert_zero_point_number(function, name, value, x))
+    return tuple(result)
+
+
+def read_affine(function: str, prefix: str, scale: Any, zero_point: Any, dtype: np.dtype) -> Affine:
+    """Check the arguments {prefix}_scale and {prefix}_zero_point; None as a zero point means 0."""
+    return read_named(function, (f"{prefix}_scale", f"{prefix}_zero_point"), scale, zero_point, dtype)
+
+
+def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: Any, dtype: np.dtype) -> Affine:
+    """Check a scale and a zero point with names of their own; None as a zero point means 0."""
+    name = names[0]
+    checks.check_array(function, name, scale, (dtypes.FLOAT32,))
+    checks.require(scale.shape in _SINGLE, function, name, "a scalar", f"shape {scale.shape}")
+    if zero_point is None:
+        return Affine(scale.reshape(()), jnp.zeros((), jnp.int32), dtype)
+    name = names[1]
+    checks.check_same_dtype(function, name, zero_point, dtype, "that of the codes")
+    checks.require(zero_point.shape in _SINGLE, function, name, "a scalar", f"shape {zero_point.shape}")
+    return Affine(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)
+
+
+def check_eight_bits(function: str, argument: str, x: Any) -> np.dtype:
+    """Return the dtype of codes; raise unless they are an array of int8 or uint8."""
+    checks.check_array(function, argument, x, _operands.EIGHT_BITS)
+    return np.dtype(x.dtype)
+
+
+def broadcast_operands(function: str, names: tuple[str, ...], operands: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    """Return arrays broadcast against each other by numpy's rules; raise if their shapes do not fit."""
+    shapes = [x.shape for x in operands]
+    try:
+        shape = jnp.broadcast_shapes(*shapes)
+    except ValueError:
+        got = " and ".join(str(s) for s in shapes)
+        checks.require(False, function, ", ".join(names), "shapes that broadcast against each other", got)
+        raise
+    # jnp would broadcast them too, but refuses different ranks if the user has forbidden that.
+    return tuple(lax.broadcast_in_dim(x, shape, range(len(shape) - x.ndim, len(shape))) for x in operands)
