@@ -17,9 +17,8 @@ from . import sharding
 # of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
 _FEWEST_SPLIT = 2**11 + 1
 _MOST_SPLIT = 2**16 - 1
-# The lengths of the vectors of constants that `vary_elements` puts into the program: 32 KiB at most.
-_CONSTANTS = (2**7, 2**10, 2**13)
-_MOST_CONSTANTS = _CONSTANTS[-1]
+# The length up to which `vary_elements` puts a vector of constants into the program: 32 KiB.
+_MOST_CONSTANTS = 2**13
 
 
 def make_false() -> jax.Array:
@@ -50,10 +49,8 @@ def _hide_zeros(value: jax.Array, axis: int | None) -> jax.Array:
     if axis is None:
         wide = lax.broadcast_in_dim(lax.optimization_barrier(np.float32(-0.0)), value.shape, ())
     elif isinstance(value.shape[axis], int) and value.shape[axis] <= _MOST_CONSTANTS:
-        # Vectors of other lengths are parts of the same one, because XLA compiles a kernel for each that it writes.
-        length = next(n for n in _CONSTANTS if value.shape[axis] <= n)
-        zeros = lax.optimization_barrier(np.full(length, -0.0, np.float32))
-        wide = lax.broadcast_in_dim(lax.slice(zeros, (0,), (value.shape[axis],)), value.shape, (axis,))
+        zeros = lax.optimization_barrier(np.full(value.shape[axis], -0.0, np.float32))
+        wide = lax.broadcast_in_dim(zeros, value.shape, (axis,))
     else:
         # No constant of this length. An index is never negative, but the compiler does not know the zero.
         index = lax.broadcasted_iota(jnp.int32, value.shape, axis)
