@@ -214,7 +214,7 @@ def test_copies(rng: np.random.Generator) -> None:
     same_arrays(q.replace(), q)
 
 
-def test_it_is_immutable(rng: np.random.Generator) -> None:
+def test_an_array_is_immutable(rng: np.random.Generator) -> None:
     q, _ = make_array(rng)
     for name in ("scale", "codes", "zero_point", "dtype", "block_size", "anything"):
         with pytest.raises(
@@ -227,7 +227,7 @@ def test_it_is_immutable(rng: np.random.Generator) -> None:
         q[0] = 1  # type: ignore[index]
 
 
-def test_it_is_no_array(rng: np.random.Generator) -> None:
+def test_an_array_is_not_converted_implicitly(rng: np.random.Generator) -> None:
     """What would need its values as floats is refused; it is a value of its own, with an identity and a hash."""
     q, _ = make_array(rng)
     for ask in (np.asarray, jnp.asarray, lambda q: jnp.sin(q), lambda q: np.ones(7) + q):
@@ -246,7 +246,7 @@ def test_it_is_no_array(rng: np.random.Generator) -> None:
     assert len({q, q, copy.copy(q)}) == 2
 
 
-def test_what_it_tells(rng: np.random.Generator) -> None:
+def test_attributes_len_iteration_and_repr(rng: np.random.Generator) -> None:
     q, _ = make_array(rng)
     assert (q.shape, q.ndim, q.size, len(q), q.dtype, q.block_size, q.codebook) == ((4, 7), 2, 28, 4, F32, 3, None)
     assert [row.shape for row in q] == [(7,)] * 4
@@ -369,7 +369,9 @@ def test_every_method_refuses_parts_that_do_not_fit(row: tuple[str, Any, type[Ex
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if "positive" not in r[4]], ids=lambda row: row[0].replace(" ", "_"))
-def test_and_while_tracing_and_without_chex(row: tuple[str, Any, type[Exception], str, str, str]) -> None:
+def test_bad_parts_are_refused_while_tracing_and_without_chex(
+    row: tuple[str, Any, type[Exception], str, str, str],
+) -> None:
     _, q, error, argument, expected, actual = row
     text = rf"jaxquant\.QuantizedArray\.dequantize: {argument}: expected .*{expected}.*, got .*{actual}"
     chex.disable_asserts()

@@ -404,5 +404,7 @@ def weight_only_gradient(rng: np.random.Generator) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("check", [in_chunks, zero_point_granularity, error_measures, weight_only_gradient])
-def test_what_jax_refused_at_first(rng: np.random.Generator, check: Callable[[np.random.Generator], None]) -> None:
+def test_operations_that_jax_refused_at_first(
+    rng: np.random.Generator, check: Callable[[np.random.Generator], None]
+) -> None:
     check(rng)

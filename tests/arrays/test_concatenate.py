@@ -110,7 +110,7 @@ RESULTS: dict[str, tuple[list[Layout], int, tuple[Any, Any, int | None]]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_what_comes_out_has_as_few_entries_as_blocks_allow(rng: np.random.Generator, name: str) -> None:
+def test_the_result_has_as_few_entries_as_blocks_allow(rng: np.random.Generator, name: str) -> None:
     layouts, axis, expected = RESULTS[name]
     arrays = [make(rng, *layout) for layout in layouts]
     actual = jq.concatenate(arrays, axis)

@@ -126,7 +126,7 @@ def test_rank_0_and_empty(rng: np.random.Generator) -> None:
         check_values(q[index], want[index])
 
 
-def test_what_is_whole_stays_in_blocks(rng: np.random.Generator) -> None:
+def test_slices_of_whole_blocks_keep_the_blocks(rng: np.random.Generator) -> None:
     """A slice along block bounds keeps the blocks; any other gets an entry per index, and no more dimensions do."""
     q, _ = make_array(rng, (4, 12), (4, 4), (4, 1), 3)
     assert q[:, 3:9].scale.shape == (4, 2)
@@ -151,7 +151,7 @@ def test_a_traced_index(rng: np.random.Generator) -> None:
     check_values(jax.vmap(lambda q: q[1:, 2])(stack), expected[:, 1:, 2])
 
 
-def test_beyond_the_ends_as_jax_has_it(rng: np.random.Generator) -> None:
+def test_indices_out_of_range_are_clamped_as_in_jax(rng: np.random.Generator) -> None:
     """JAX takes the nearest element for an array's index out of range; the scale must be that element's."""
     q, _ = make_array(rng, (4, 9), (4, 3), (1, 9), 3)
     expected = q.dequantize()

@@ -135,7 +135,7 @@ def test_equality_is_identity() -> None:
     assert jax.tree.structure(Q) == jax.tree.structure(other)
 
 
-def test_the_class_is_otherwise_as_any() -> None:
+def test_the_class_pickles_copies_and_subclasses() -> None:
     assert not isinstance(Q, jax.Array)
     assert not hasattr(Q, "__jax_array__")
     assert not hasattr(Q, "__dict__")

@@ -130,7 +130,7 @@ def test_dynamic_quantize_linear_gives_no_scale_of_zero(dtype: str, bounds: tupl
 
 
 @pytest.mark.slow
-def test_what_builds_on_dynamic_ranges() -> None:
+def test_callers_of_dynamic_ranges() -> None:
     """Fake quantization, its gradient, and the dense layer, of rows whose range is below 3e-36."""
     for shares, size in itertools.product((BOTH, POSITIVE), (2e-36, 2e-38)):
         x = rows_of((size,), shares)

@@ -65,7 +65,7 @@ def test_equal_however_they_were_written() -> None:
         assert hash(copied) == hash(first)
 
 
-def test_it_is_static_and_immutable() -> None:
+def test_a_spec_is_static_and_immutable() -> None:
     compiled = jax.jit(lambda x, spec: jq.quantize(x, spec).codes, static_argnames="spec")
     x = jnp.array([1.0, -2.0])
     np.testing.assert_array_equal(compiled(x, spec=S("int8")), [64, -127])

@@ -183,7 +183,7 @@ def test_programs_are_saved_for_every_platform() -> None:
     check_equal(restored.call(cal.init(x), x), program(cal.init(x), x))
 
 
-def test_nothing_flows_back() -> None:
+def test_no_gradient_flows_through_an_update() -> None:
     cal = make("mse")
     x = jnp.arange(6, dtype=jnp.float32)
 

@@ -148,7 +148,7 @@ def test_diagonal_of_a_float_operand(rng: np.random.Generator) -> None:
     check(jq.einsum("iji,i->ji", x, q), "iji,i->ji", x, q)
 
 
-def test_what_is_returned(rng: np.random.Generator) -> None:
+def test_dtype_of_the_result(rng: np.random.Generator) -> None:
     a, b = quantized(rng, "int8", (3, 4)), quantized(rng, "uint8", (4, 5))
     wide = np.asarray(jq.einsum("ij,jk->ik", a, b))
     half = jq.einsum("ij,jk->ik", a, b, preferred_element_type=jnp.float16)

@@ -230,7 +230,7 @@ def test_scales_learned_in_a_quantizer(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_open_is_refused_by_name(rng: np.random.Generator) -> None:
+def test_ambiguous_shardings_are_refused(rng: np.random.Generator) -> None:
     """At trace time, with the shardings and what to say; nothing is compiled."""
     a, b = operands(rng, "per tensor")
     blocks = place(operands(rng, "blocks")[1], "d", None)

@@ -27,7 +27,7 @@ def operands(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     return x, s
 
 
-def test_plain_division_is_why(operands: tuple[np.ndarray, np.ndarray]) -> None:
+def test_plain_division_is_not_exact(operands: tuple[np.ndarray, np.ndarray]) -> None:
     """If XLA stops multiplying by reciprocals, the reason for this library's quotient is gone."""
     x, _ = operands
     plain = np.asarray(jax.jit(lambda x: x / jnp.float32(0.037))(x))
@@ -143,7 +143,7 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
     np.testing.assert_array_equal(np.asarray(by_scalar(a, c)), a * np.float32(0.037) + c)
 
 
-def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> None:
+def test_round_result_and_its_gradient_are_the_identity(rng: np.random.Generator) -> None:
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 1e-38], np.float32)
     x = np.concatenate([special, rng.integers(0, 2**32, 100_000).astype(np.uint32).view(np.float32)])
     assert transforms.mismatches(np.asarray(jax.jit(barriers.round_result)(x)), x) == 0
@@ -160,7 +160,7 @@ def test_constants_are_added_one_after_the_other(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_to_grid_is_a_conversion_that_stays(name: str, rng: np.random.Generator) -> None:
+def test_round_to_dtype_is_not_removed(name: str, rng: np.random.Generator) -> None:
     dtype = onnx_text.dtype(name)
     every = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
     every = every[np.isfinite(every) & ((every == 0) | (np.abs(every) > 1e-37))]

@@ -126,7 +126,7 @@ def test_a_spec_that_no_layer_serves(case: str) -> None:
             make()
 
 
-def test_arguments_that_there_are_not() -> None:
+def test_unknown_and_bad_arguments() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'bits'"):
         qnn.Dense(5, weight_spec=W, bits=8)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight_spec: expected a QuantSpec"):
@@ -299,7 +299,7 @@ def test_a_normalisation_that_does_not_fit() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_shipped() -> None:
+def test_variables_that_cannot_be_converted() -> None:
     """A kernel that training lost, a learned scale that it brought to 0, and constants that a module does not take."""
     layer = qnn.Dense(4, weight_spec=W, activation_spec=A, weight_range=qflax.Learned())
     x = jnp.ones((3, 6))
@@ -403,7 +403,7 @@ class Stacked(nn.Module):
 
 
 @pytest.mark.slow
-def test_an_empty_batch_is_none() -> None:
+def test_an_empty_batch_is_not_counted() -> None:
     layer = qnn.Dense(4, weight_spec=W, activation_spec=A, activation_range=qflax.Observed(freeze_after=1))
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x[:0])

@@ -32,7 +32,7 @@ def draw(*shape: int) -> jax.Array:
 
 
 @pytest.mark.slow
-def test_no_axis_is_named() -> None:
+def test_per_token_and_per_feature_fit_every_rank() -> None:
     for shape in ((5,), (2, 5), (2, 3, 5)):
         x = draw(*shape)
         tokens, features = (jq.quantize(x, jq.QuantSpec("int8", g)) for g in (jq.PerToken(), jq.PerFeature()))

@@ -151,7 +151,7 @@ class Network(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_is_kept_for_the_way_back(rng: np.random.Generator) -> None:
+def test_size_of_the_residuals(rng: np.random.Generator) -> None:
     """Eight bits for each activation and one for its mask, not thirty-two and thirty-two."""
     x = jnp.asarray(rng.normal(size=(2048, 64)), F32)
 

@@ -19,7 +19,7 @@ BATCH, SHAPE = 4, (6, 11, 50)
 F32 = np.dtype(np.float32)
 
 
-def test_the_name_at_the_top_is_this_operator() -> None:
+def test_the_top_level_name_is_this_operator() -> None:
     assert jq.dynamic_dequantize is onednn.dynamic_dequantize
 
 

@@ -34,7 +34,7 @@ ROWS = [row for part in PARTS for row in part()]
 TRACEABLE = bad_input.traceable(ROWS)
 
 
-def test_good_arguments_are_good() -> None:
+def test_good_arguments_are_accepted() -> None:
     """Else every row could be refused for what it does not name."""
     for op, good in contraction_refusals.GOOD.items():
         assert jax.eval_shape(op, *good.values()).shape
@@ -88,7 +88,7 @@ def test_a_static_argument_may_not_be_traced(op: Any, name: str, value: Any) -> 
     ],
     ids=["pads", "strides", "group", "rhs_dilation", "bits"],
 )
-def test_a_good_call_before_lets_nothing_through(call: Any, right: Any, wrong: Any) -> None:
+def test_a_cached_program_does_not_admit_equal_values_of_other_types(call: Any, right: Any, wrong: Any) -> None:
     """True == 1 == 1.0, with one hash: a cache of compiled programs must not take one for the other."""
     call(right)
     with pytest.raises(TypeError, match=r"expected an int, got (True|1\.0|4\.0)"):
@@ -160,7 +160,7 @@ EMPTY: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", list(EMPTY))
-def test_what_is_empty_is_no_bad_input(name: str) -> None:
+def test_empty_operands_are_accepted(name: str) -> None:
     """A sum of nothing is 0."""
     op, shape = EMPTY[name]
     for call in (op, jax.jit(op)):

@@ -204,7 +204,7 @@ def test_float8_saturates_and_keeps_nan() -> None:
 
 
 @pytest.mark.slow
-def test_what_may_be_left_out(rng: np.random.Generator) -> None:
+def test_optional_arguments(rng: np.random.Generator) -> None:
     """A zero point or a bias without the others, as ONNX Runtime takes them."""
     a, b = integers(rng, "uint8", (5, 37)), integers(rng, "int8", (37, 9))
     az, bz, bias = point(rng, "uint8"), point(rng, "int8", (9,)), rng.normal(0, 1e3, 9).astype(np.float32)

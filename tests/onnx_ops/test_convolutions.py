@@ -220,7 +220,7 @@ def test_random_convolutions(draw: int, rng: np.random.Generator) -> None:
         check_equal(jax.lax.conv_general_dilated(lhs, rhs, *config), want)
 
 
-def test_a_kernel_that_does_not_fit_leaves_nothing() -> None:
+def test_a_kernel_that_does_not_fit_gives_an_empty_result() -> None:
     """As in jax.lax: no position, no element."""
     x, w = np.ones((2, 3, 4), np.int8), np.ones((5, 3, 6), np.int8)
     want = jax.lax.conv_general_dilated(jnp.asarray(x, jnp.int32), jnp.asarray(w, jnp.int32), (1,), [(0, 0)])
@@ -229,7 +229,7 @@ def test_a_kernel_that_does_not_fit_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", "VALID"])
-def test_what_lax_takes_besides(padding: str, rng: np.random.Generator) -> None:
+def test_padding_and_dimension_numbers_of_lax(padding: str, rng: np.random.Generator) -> None:
     """Padding by its name, no dimension numbers, jax.lax.ConvDimensionNumbers, numpy operands and jax ones."""
     x, w = integers(rng, "int8", (2, 3, 7, 8)), integers(rng, "int8", (4, 3, 2, 3))
     want = jax.lax.conv_general_dilated(jnp.asarray(x, jnp.int32), jnp.asarray(w, jnp.int32), (2, 1), padding)

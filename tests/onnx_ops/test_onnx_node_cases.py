@@ -71,7 +71,7 @@ CASES = node_tests()
 
 
 @pytest.mark.parametrize("op_type", list(COUNTS))
-def test_there_are_as_many_as_known(op_type: str) -> None:
+def test_number_of_cases(op_type: str) -> None:
     assert sum(c.model.graph.node[0].op_type == op_type for c in CASES) == COUNTS[op_type]
 
 

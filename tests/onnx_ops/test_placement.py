@@ -219,7 +219,7 @@ def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "x64", "disable_jit"])
-def test_numbers_everywhere(mode: str) -> None:
+def test_python_and_numpy_numbers_in_every_mode(mode: str) -> None:
     """Python's and numpy's numbers mean the same in every mode."""
     switch = {
         "plain": lambda: jax.enable_x64(False),

@@ -108,7 +108,7 @@ def test_shapes_are_taken_as_onnx_runtime_takes_them(rng: np.random.Generator, n
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16"])
 @pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, np.inf, np.nan])
-def test_scales_that_are_no_scales(scale: float, name: str) -> None:
+def test_scales_that_are_zero_negative_or_not_finite(scale: float, name: str) -> None:
     x = np.array([3.0, -3.0, 0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 0.5, -2.5], np.float32)
     args = x, np.asarray(scale, np.float32), np.asarray(3, name)
     (want,) = onnx_runtime.run("QuantizeLinear", dict(zip("xsz", args, strict=True)), {"y": np.dtype(name)}, 21)

@@ -240,7 +240,7 @@ def test_transforms_of_the_gradient(rng: np.random.Generator, case: str, rule: A
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ["int8", "int8, all codes", "uint8, symmetric", "int2", "float8_e4m3fn", "nf4"])
-def test_where_to_start(rng: np.random.Generator, case: str) -> None:
+def test_initial_parameters(rng: np.random.Generator, case: str) -> None:
     name, granularity, _ = CASES[case]
     spec = spec_of(case)
     x = jnp.asarray(rng.normal(0.3, 2, SHAPE), jnp.float32)
@@ -269,7 +269,7 @@ def test_where_to_start(rng: np.random.Generator, case: str) -> None:
 
 
 @pytest.mark.slow
-def test_where_to_start_with_an_offset(fixed_rng: np.random.Generator) -> None:
+def test_initial_parameters_with_an_offset(fixed_rng: np.random.Generator) -> None:
     """The range of least squared error: better than the whole range, and the same that `mse` finds."""
     spec = spec_of("uint4")
     x = jnp.asarray(fixed_rng.laplace(0.5, 1, (5, 64, 8)), jnp.float32)

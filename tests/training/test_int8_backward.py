@@ -53,7 +53,7 @@ SPECS: dict[str, tuple[QuantSpec, QuantSpec]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mark_others_full(SPECS, ("both asymmetric", "rows by columns")))
-def test_an_integer_contraction_coming_back(name: str, rng: np.random.Generator) -> None:
+def test_integer_and_float_cotangents(name: str, rng: np.random.Generator) -> None:
     specs = SPECS[name]
     x, w = rng.normal(size=(5, 33)).astype(F32), rng.normal(0.2, 1, (33, 7)).astype(F32)
     g = (rng.normal(size=(5, 7)) * np.exp2(rng.integers(-6, 6, (5, 1)))).astype(F32)

@@ -212,7 +212,7 @@ def test_every_rule(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [Int8Backward(), Int8Backward(True, rhs=False)], ids=repr)
-def test_integers_come_near(backward: Int8Backward, fixed_rng: np.random.Generator) -> None:
+def test_error_of_integer_cotangents(backward: Int8Backward, fixed_rng: np.random.Generator) -> None:
     """Of any g, grouped and strided: half a step of g, or a whole one, for each of the products."""
     left, right, strides, padding, rest = CASES["grouped, dilated"]
     x, w = fixed_rng.normal(size=left).astype(F32), fixed_rng.normal(size=right).astype(F32)

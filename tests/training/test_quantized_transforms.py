@@ -140,7 +140,7 @@ KEPT: dict[str, tuple[Any, float]] = {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept(name: str, rng: np.random.Generator) -> None:
+def test_size_of_the_residuals(name: str, rng: np.random.Generator) -> None:
     """Of the activations' float32 bytes at most so much; of the weights a quarter; and the contraction is integer."""
     spec, most = KEPT[name]
     rhs = jq.QuantSpec(jnp.int8, jq.Blocked(0, 64)) if name == "blocks" else QuantSpec(jnp.int8, PerAxis(1))

@@ -90,7 +90,7 @@ def test_keys(fixed_rng: np.random.Generator) -> None:
     assert (np.asarray(repeated[0]) != np.asarray(repeated[1])).mean() > 0.2
 
 
-def test_it_is_a_pytree(rng: np.random.Generator) -> None:
+def test_the_rule_is_a_pytree(rng: np.random.Generator) -> None:
     rule = jq.StochasticRounding(key(rng), clip=False)
     leaves, structure = jax.tree.flatten(rule)
     assert leaves == [rule.key]
@@ -191,7 +191,7 @@ def test_halves_are_rounded_in_float32(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["float8_e4m3fn", "float4_e2m1fn", "nf4"])
-def test_what_has_no_whole_steps_is_refused(case: str) -> None:
+def test_specs_without_equal_steps_are_refused(case: str) -> None:
     assert case in CASES
     rule = jq.StochasticRounding(jax.random.key(0))
     text = r"jaxquant\.fake_quantize: gradient: expected .*" + case
