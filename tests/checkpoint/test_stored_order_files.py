@@ -25,9 +25,9 @@ def make_tree(rng: np.random.Generator) -> dict[str, jq.QuantizedArray]:
     return {"int8": q, "uint4": packed, "nf4": jq.quantize(x, QuantSpec(jq.nf4, jq.Blocked(1, 3)), stored_last=1)}
 
 
-def assert_same(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+def assert_same(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.slow

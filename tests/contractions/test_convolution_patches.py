@@ -61,9 +61,9 @@ def test_integers_are_those_of_numpy(name: str, groups: int, rng: np.random.Gene
     for convolve in (first, last):
         np.testing.assert_array_equal(convolve(jnp.asarray(x), jnp.asarray(w)), want)
     images, kernels = jnp.stack([x, x ^ 255]), jnp.stack([w, w])
-    both = jax.jit(jax.vmap(last))(images, kernels)
-    np.testing.assert_array_equal(both[0], want)
-    np.testing.assert_array_equal(both[1], last(images[1], kernels[1]))
+    results = jax.jit(jax.vmap(last))(images, kernels)
+    np.testing.assert_array_equal(results[0], want)
+    np.testing.assert_array_equal(results[1], last(images[1], kernels[1]))
 
 
 @pytest.mark.slow

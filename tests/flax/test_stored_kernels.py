@@ -79,8 +79,8 @@ def test_linen(name: str, rng: np.random.Generator) -> None:
     layer, shape, order = LINEN[name]
     x = sample(rng, shape)
     variables = layer.init(jax.random.key(0), x)
-    _, seen = layer.apply(variables, x, mutable=["ranges"])
-    serving = qflax.convert(layer, {**variables, **seen})
+    _, updates = layer.apply(variables, x, mutable=["ranges"])
+    serving = qflax.convert(layer, {**variables, **updates})
     kernel = serving["params"]["kernel"]
     assert kernel.stored_order == order
     assert kernel.shape == variables["params"]["kernel"].shape

@@ -123,5 +123,5 @@ def test_blocks_with_optional_packages_run(page: str, package: str) -> None:
     """Blocks without a prompt are not doctests. They run in a new process, because they import optional packages."""
     pytest.importorskip(package)
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

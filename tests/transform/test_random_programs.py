@@ -143,6 +143,6 @@ def test_random_program(program, recipe, seed):
     prepared = jq.prepare(apply, params, x, rules=RECIPES[recipe])
     assert count_rows(prepared.coverage) == count_contractions(apply, params, x)
     ranges = find_ranges(prepared, params, x)
-    got = convert_and_apply(prepared, params, ranges, x)
-    same_trees(got, jax.jit(prepared.fake_apply)(params, ranges, x))
-    assert find_sqnr(got, jax.jit(apply)(params, x)) > 10
+    actual = convert_and_apply(prepared, params, ranges, x)
+    same_trees(actual, jax.jit(prepared.fake_apply)(params, ranges, x))
+    assert find_sqnr(actual, jax.jit(apply)(params, x)) > 10

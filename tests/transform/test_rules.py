@@ -215,5 +215,5 @@ def test_rule_is_refused(make: Any, error: type[Exception], text: str) -> None:
 
 
 def test_partials_with_equal_arguments_are_equal() -> None:
-    one, other = (jq.Activation("int8", range=functools.partial(jq.percentile, q=99.9)) for _ in range(2))
-    assert one == other
+    first, second = (jq.Activation("int8", range=functools.partial(jq.percentile, q=99.9)) for _ in range(2))
+    assert first == second
