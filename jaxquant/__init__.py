@@ -16,6 +16,7 @@ from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import QuantSpec
 from ._codes.arrangement import concatenate, pad, reshape, transpose
 from ._codes.bias import quantize_bias
+from ._codes.carrier import FakeQuantizedArray
 from ._codes.elementwise import add, multiply, relu
 from ._codes.pooling import average_pool, max_pool, mean
 from ._contractions.conv import conv_general_dilated
@@ -113,6 +114,7 @@ __all__ = [  # noqa: RUF022 as grouped
     "transpose",
     "pad",
     "quantize_bias",
+    "FakeQuantizedArray",
     # Ranges of streams of data.
     "Calibrator",
     "Range",

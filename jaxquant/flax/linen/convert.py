@@ -136,8 +136,13 @@ def _convert_layer(
     params[kernel_path], depth = _quantize_kernel(record, kernel, path, scales)
     # The layer compares these descriptions when it serves, so that it never reads the codes with another spec.
     texts = {"weight_spec": record.weight, "activation_spec": record.activation}
+    if record.output is not None:
+        texts["output_spec"] = record.output
     described = {name: StaticText(_layer_operand.describe_converted(operand)) for name, operand in texts.items()}
-    return {**_find_constants(record, path, state, scales, depth), **described}
+    constants = {}
+    for operand in (record.activation, record.output):
+        constants |= _find_constants(record, operand, path, state, scales, depth)
+    return {**constants, **described}
 
 
 def _quantize_kernel(
@@ -164,10 +169,10 @@ def _quantize_kernel(
 
 
 def _find_constants(
-    record: Record, path: Path, state: Mapping[str, Any], scales: Mapping[Path, Any], depth: int
+    record: Record, activation: LayerOperand | None, path: Path, state: Mapping[str, Any], scales: Mapping[Path, Any],
+    depth: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the scale and the zero point of static activations as entries of the collection "ranges"."""
-    activation = record.activation
+    """Return the scale and the zero point of static activations, or of the result, as entries of "ranges"."""
     if activation is None or isinstance(activation.source, Dynamic):
         return {}
     if isinstance(activation.source, Observed):

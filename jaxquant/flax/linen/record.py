@@ -32,6 +32,7 @@ class Record:
         is_ready: whether the layer around the submodule takes converted weights.
         attention: the class name of flax's attention layer that made the layer, or None.
         stored_axes: the axes of the weights, counted from the back, that converted ones hold last in memory.
+        output: how the result is quantized, or None.
     """
 
     weight: LayerOperand
@@ -42,6 +43,7 @@ class Record:
     is_ready: bool
     attention: str | None = None
     stored_axes: tuple[int, ...] = ()
+    output: LayerOperand | None = None
 
 
 Path = tuple[str, ...]
