@@ -102,10 +102,6 @@ class Variables(Protocol):
         """Record the operands of a layer that trains, where the layer's variables hold them."""
         ...
 
-    def find_output(self) -> LayerOperand | None:
-        """Return how the layer quantizes its result, or None."""
-        ...
-
     def read_range(self, operand: LayerOperand, x: jax.Array) -> Parameters:
         """Return the scale and the zero point of an observed or learned range, and update the range by x."""
         ...

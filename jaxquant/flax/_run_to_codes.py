@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
+from .._codes.arrangement import reshape
 from .._codes.bias import quantize_bias
 from .._codes.carrier import FakeQuantizedArray, finish_training, read_fake, replace_value
 from .._codes.elementwise import relu
@@ -30,8 +32,24 @@ class Relay:
         result: the result of the contraction, once it has run.
     """
 
-    def __init__(self, x: Any) -> None:
-        self.x, self.bias, self.result = x, None, None
+    def __init__(self, x: Any, bias: Any = None) -> None:
+        self.x, self.bias = x, bias
+        self.result: Any = None
+
+    def insert_codes(self, call: Call) -> Call:
+        """Return a call with the codes in place of the floats that flax's layer passed."""
+        if self.x is None:
+            return call
+        expected = "VALID, SAME or pairs of ints, because codes are not padded by flax (jq.pad pads them)"
+        is_same = math.prod(self.x.shape) == math.prod(call.x.shape)
+        checks.require(is_same, "flax", "padding", expected, f"shape {call.x.shape} of inputs {self.x.shape}")
+        return call._replace(x=self.x if self.x.shape == call.x.shape else reshape(self.x, call.x.shape))
+
+    def find_result(self, y: jax.Array, quantization: Quantization) -> Any:
+        """Return the result of a layer, for the floats that flax's layer returned."""
+        if quantization.output_spec is None and not quantization.integer_bias:
+            return y  # flax has added the bias
+        return self.result if self.result.shape == y.shape else reshape(self.result, y.shape)
 
 
 class _Operands(NamedTuple):
@@ -80,7 +98,7 @@ def run_to_codes(
     """
     with checks.prefix_errors(variables.find_place()):
         weight, activation = variables.find_operands()
-        weight, output = resolve_features(weight, operation.find_output_axes(call)), variables.find_output()
+        weight, output = resolve_features(weight, operation.find_output_axes(call)), quantization.find_output()
         is_float = output is None and not quantization.integer_bias
         activation = None if is_codes(call.x) else activation
         _check_operands(weight, activation, call, is_float)
@@ -109,7 +127,7 @@ def _serve(
 ) -> Any:  # fmt: skip
     """Return the result with a converted kernel."""
     variables.check_converted(weight, activation, call.kernel)
-    x = call.x.quantize() if isinstance(call.x, FakeQuantizedArray) else call.x
+    x: Any = call.x.quantize() if isinstance(call.x, FakeQuantizedArray) else call.x
     if activation is not None:
         is_dynamic = isinstance(activation.source, Dynamic)
         x = quantize_operand(activation, x, None if is_dynamic else variables.read_constants(activation))

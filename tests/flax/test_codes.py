@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import jaxquant as jq
 from jaxquant.flax import Dynamic, Learned, Observed
 from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
 
 F = np.float32
 A8, W8 = jq.QuantSpec("uint8"), jq.QuantSpec("int8", jq.PerFeature())
@@ -147,6 +149,65 @@ def test_codes_into_a_layer_without_an_output_spec(rng: np.random.Generator) -> 
     want = jq.matmul(q, serving["params"]["kernel"]) + variables["params"]["bias"][None]
     np.testing.assert_array_equal(layer.apply(serving, q), want)
     np.testing.assert_array_equal(layer.apply(variables, q), want)
+
+
+class NnxNetwork(nnx.Module):
+    """A network whose layers, but for the first, take codes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        later: dict[str, Any] = {"weight_spec": W8, "rngs": rngs}
+        self.first = qnnx.Conv(3, 8, (3, 3), output_relu=True, **CODES, rngs=rngs)
+        self.second = qnnx.Conv(8, 8, (1, 1), output_spec=A8, output_range=Learned(jq.LSQPlus()), **later)
+        self.last = qnnx.Linear(8, 10, integer_bias=True, **later)
+
+    def __call__(self, x: Any) -> Any:
+        x = self.first(x)
+        y: Any = self.second(x)
+        x = jq.relu(jq.add(x, y, y))
+        return self.last(jq.mean(x, (1, 2), output=x))
+
+
+@pytest.mark.slow
+def test_nnx(rng: np.random.Generator) -> None:
+    """An NNX model serves what it trained, and its layers give the codes of the Linen layers."""
+    x = rng.normal(size=(4, 8, 8, 3)).astype(F)
+    model = NnxNetwork(nnx.Rngs(int(rng.integers(99))))
+    for layer in (model.first, model.second, model.last):
+        bias: Any = layer.bias
+        bias[...] = jnp.asarray(rng.normal(0, 0.1, bias.shape), jnp.float32)
+    qnnx.start(model, x)
+    qnnx.calibrate(model, [x])
+    qnnx.check_calibrated(model)
+    model.eval()
+
+    @nnx.jit
+    def find_gradient(model: Any, x: Any) -> Any:
+        def find_loss(model: Any) -> tuple[jax.Array, jax.Array]:
+            y = model(x)
+            return jnp.sum(y**2), y
+
+        return nnx.grad(find_loss, has_aux=True)(model)
+
+    gradient, y = find_gradient(model, x)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
+    serving: Any = qnnx.convert(model)
+    assert len(np.unique(y)) > 20
+    np.testing.assert_array_equal(nnx.jit(lambda model, x: model(x))(serving, x), y)
+    first: Any = model.first
+    params = {"kernel": first.kernel[...], "bias": first.bias[...]}
+    linen = qnn.Conv(8, (3, 3), output_relu=True, **CODES)
+    variables = jq.flax.calibrate(linen, {**jax.jit(linen.init)(jax.random.key(0), x), "params": params}, [x])
+    want: Any = linen.apply(jq.flax.convert(linen, variables), x)
+    np.testing.assert_array_equal(serving.first(x).codes, want.codes)
+
+
+def test_layers_that_give_floats_take_no_output_spec() -> None:
+    with pytest.raises(ValueError, match="output_spec, integer_bias: expected no value"):
+        qnnx.Embed(4, 2, weight_spec=W8, output_spec=A8, rngs=nnx.Rngs(0))
+    q = jq.quantize(X, A8)
+    layer = qnn.Conv(2, (3,), padding="CIRCULAR", **BOTH)
+    with pytest.raises(ValueError, match="padding: expected VALID, SAME or pairs of ints"):
+        layer.init(jax.random.key(0), jq.reshape(q, (1, 2, 4)))
 
 
 X = np.ones((2, 4), F)

@@ -14,7 +14,6 @@ from flax.linen import dtypes
 from ..._arrays.quantize import find_parameters
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.static_text import StaticText
-from ..._codes.arrangement import reshape
 from ..._core import checks
 from ..._training.backward import Int8Backward
 from .. import _converted, _layer_operand, _learned, _observed, _operations
@@ -90,15 +89,9 @@ class Contraction(nn.Module):
         backward, relay = self.quantization.backward, getattr(self.parent, "_relay", None)
         if relay is None:
             return _operations.run_operation(operation, self, backward, call)
-        if relay.x is not None:
-            call = call._replace(x=relay.x if relay.x.shape == call.x.shape else reshape(relay.x, call.x.shape))
+        call = relay.insert_codes(call)
         relay.result = run_to_codes(operation, self, self.quantization, backward, call, relay.bias)
         return make_stand_in(relay.result)
-
-    @nn.nowrap
-    def find_output(self) -> LayerOperand | None:
-        """Return how the result is quantized, or None."""
-        return self.quantization.find_output()
 
     @nn.nowrap
     def find_place(self) -> str:
@@ -124,7 +117,11 @@ class Contraction(nn.Module):
     @nn.nowrap
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the variables were converted with this layer's specs and sources of ranges."""
-        operands = ((weight, "weight_spec"), (activation, "activation_spec"), (self.find_output(), "output_spec"))
+        operands = (
+            (weight, "weight_spec"),
+            (activation, "activation_spec"),
+            (self.quantization.find_output(), "output_spec"),
+        )
         for operand, argument in operands:
             text = _layer_operand.describe_converted(operand)
             # `convert` wrote these descriptions; `record_operands` does this for float variables.
@@ -183,7 +180,11 @@ class Contraction(nn.Module):
             return
         # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
         record = self._read(RANGES, NAME)
-        for operand, role in ((weight, "weight"), (activation, "activation"), (self.find_output(), "output")):
+        for operand, role in (
+            (weight, "weight"),
+            (activation, "activation"),
+            (self.quantization.find_output(), "output"),
+        ):
             recorded = getattr(record, role, operand)
             if _layer_operand.is_alike(operand, recorded):
                 continue
@@ -206,7 +207,7 @@ class Contraction(nn.Module):
         stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
         shape = tuple(kernel.shape)
         names = (self.kernel_name, shape, kernel.dtype, is_ready, attention, stored_axes)
-        return Record(weight, activation, *names, self.find_output())
+        return Record(weight, activation, *names, self.quantization.find_output())
 
     @nn.nowrap
     def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:

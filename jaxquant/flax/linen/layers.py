@@ -13,7 +13,6 @@ from flax.linen import dtypes
 from ..._arrays import parts
 from ..._arrays.quantized_array import QuantizedArray
 from ..._arrays.spec import QuantSpec
-from ..._codes.arrangement import reshape
 from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
 from .. import _layer_operand, _operations
@@ -116,9 +115,7 @@ class _CodesLayer(_QuantizedLayer):
             y = layer.__call__(make_stand_in(inputs))
         finally:
             object.__setattr__(self, "_relay", None)
-        if quantization.output_spec is None and not quantization.integer_bias:
-            return y
-        return relay.result if relay.result.shape == y.shape else reshape(relay.result, y.shape)
+        return relay.find_result(y, quantization)
 
 
 def _check_quantization(layer: _QuantizedLayer) -> Quantization:
