@@ -133,12 +133,18 @@ def train_codes(
         compute: the operation, of QuantizedArrays and of the output.
         differentiate: the operation on floats.
         arrays: the operands; QuantizedArrays among them have no gradient.
-        output: a Quantizer, a QuantizedArray or a FakeQuantizedArray.
+        output: a Quantizer, a QuantizedArray or a FakeQuantizedArray; or an object with a method `find_quantizer`,
+            which takes the result in floats.
     """
     fakes = [read_fake(array) for array in arrays]
-    quantizer = read_fake(output).make_quantizer() if not hasattr(output, "spec") else output
-    exact = compute(*(fake.quantize() for fake in fakes), quantizer)
-    return finish_training(differentiate(*(fake.values for fake in fakes)), quantizer, exact)
+    y = differentiate(*(fake.values for fake in fakes))
+    if hasattr(output, "find_quantizer"):
+        quantizer = output.find_quantizer(y)
+    else:
+        quantizer = output if hasattr(output, "spec") else read_fake(output).make_quantizer()
+    fixed = jax.tree.map(lambda part: jax.lax.stop_gradient(part) if isinstance(part, jax.Array) else part, quantizer)
+    exact = compute(*(fake.quantize() for fake in fakes), fixed)
+    return finish_training(y, quantizer, exact)
 
 
 def finish_training(y: jax.Array, quantizer: Quantizer, exact: QuantizedArray) -> FakeQuantizedArray:

@@ -89,7 +89,7 @@ def check_layer(layer: str, quantization: Quantization) -> Operands:
         ContractValueError: a spec contradicts the source of its range.
     """
     _check_types(layer, quantization)
-    _check_output(layer, quantization)
+    check_output(layer, quantization)
     weight = LayerOperand(quantization.weight_spec, quantization.weight_range, "weight")
     if quantization.activation_spec is None:
         _check_source(layer, weight)
@@ -120,7 +120,7 @@ def _check_types(layer: str, quantization: Quantization) -> None:
     checks.require_type(isinstance(source, Source), layer, "activation_range", expected, got)
 
 
-def _check_output(layer: str, quantization: Quantization) -> None:
+def check_output(layer: str, quantization: Quantization) -> None:
     """Raise unless the result can be quantized as the arguments say."""
     spec, source = quantization.output_spec, quantization.output_range
     for name in ("output_relu", "integer_bias"):

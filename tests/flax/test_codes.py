@@ -28,14 +28,14 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = qnn.Conv(8, (3, 3), output_relu=True, **CODES)(x)
-        y: Any = qnn.Conv(8, (3, 3), feature_group_count=8, output_relu=True, **CODES)(x)
-        y = qnn.Conv(8, (1, 1), **CODES)(y)
-        x = jq.relu(jq.add(x, y, y))
+        x = qnn.Conv(8, (3, 3), output_relu=True, **jq.RUNTIME)(x)
+        y: Any = qnn.Conv(8, (3, 3), feature_group_count=8, output_relu=True, **jq.RUNTIME)(x)
+        y = qnn.Conv(8, (1, 1), **jq.RUNTIME)(y)
+        x = jq.add(x, y, qnn.OutputRange(A8, relu=True))
         x = jq.concatenate([jq.max_pool(x, (2, 2), (2, 2)), jq.average_pool(y, (2, 2), (2, 2), output=x)], -1, output=x)
         x = qnn.DenseGeneral((2, 6), axis=(1, -1), output_relu=True, **CODES)(jq.reshape(x, (x.shape[0], 4, 16, -1)))
         x = jq.reshape(jq.pad(jq.transpose(x, (0, 2, 1, 3)), ((0, 0), (0, 1), (0, 0), (0, 0))), (x.shape[0], -1))
-        x = jq.multiply(x, x, x)
+        x = jq.multiply(x, x, qnn.OutputRange(A8, Learned()))
         return qnn.Dense(10, integer_bias=True, **BOTH)(x)
 
 
@@ -155,15 +155,11 @@ class NnxNetwork(nnx.Module):
     """A network whose layers, but for the first, take codes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        later: dict[str, Any] = {"weight_spec": W8, "rngs": rngs}
         self.first = qnnx.Conv(3, 8, (3, 3), output_relu=True, **CODES, rngs=rngs)
-        self.second = qnnx.Conv(8, 8, (1, 1), output_spec=A8, output_range=Learned(jq.LSQPlus()), **later)
-        self.last = qnnx.Linear(8, 10, integer_bias=True, **later)
+        self.last = qnnx.Linear(8, 10, weight_spec=W8, integer_bias=True, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
         x = self.first(x)
-        y: Any = self.second(x)
-        x = jq.relu(jq.add(x, y, y))
         return self.last(jq.mean(x, (1, 2), output=x))
 
 
@@ -172,10 +168,6 @@ def test_nnx(rng: np.random.Generator) -> None:
     """An NNX model serves what it trained, and its layers give the codes of the Linen layers."""
     x = rng.normal(size=(4, 8, 8, 3)).astype(F)
     model = NnxNetwork(nnx.Rngs(int(rng.integers(99))))
-    for layer in (model.first, model.second, model.last):
-        bias: Any = layer.bias
-        bias[...] = jnp.asarray(rng.normal(0, 0.1, bias.shape), jnp.float32)
-    qnnx.start(model, x)
     qnnx.calibrate(model, [x])
     qnnx.check_calibrated(model)
     model.eval()
@@ -254,3 +246,25 @@ def test_a_changed_output_spec_is_refused(rng: np.random.Generator) -> None:
     uncalibrated = layer.init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="no data"):
         jq.flax.convert(layer, uncalibrated)
+
+
+class Sum(nn.Module):
+    spec: jq.QuantSpec
+
+    @nn.compact
+    def __call__(self, q: Any) -> Any:
+        return jq.add(
+            jq.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8")), q, qnn.OutputRange(self.spec)
+        )
+
+
+def test_an_output_range_is_checked() -> None:
+    q = jq.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8"))
+    with pytest.raises(TypeError, match="spec: expected a QuantSpec"):
+        qnn.OutputRange("uint8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"output_spec: expected PerTensor\(\)"):
+        qnn.OutputRange(W8)
+    variables = Sum(A8).init(jax.random.key(0), q)
+    for match, each in (("no data", variables), ("spec: expected what the variables were made", None)):
+        with pytest.raises(ValueError, match=match):
+            Sum(A8 if each else jq.QuantSpec("uint8", power_of_two=True)).apply(each or variables, q)

@@ -63,7 +63,76 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
     return inputs, kernel, bias
 
 
-class Contraction(nn.Module):
+class RangeModule(nn.Module):
+    """The base class of the modules that hold ranges in their variables."""
+
+    @nn.nowrap
+    def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Return the scale and the zero point of an observed or learned range.
+
+        An observed range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
+        """
+        if isinstance(operand.source, Observed):
+            return self._observe_range(operand, x)
+        names = _learned.list_names(operand)
+        if not all(self.has_variable(SCALES, name) for name in names):
+            self._require_mutable(SCALES, operand)
+            for name, start in zip(names, _learned.find_initial(operand, x), strict=True):
+                self.variable(SCALES, name, self._box_scale, operand, start)
+        parts = [meta.unbox(self.get_variable(SCALES, name)) for name in names]
+        return _learned.read_learned(operand, tuple(parts))
+
+    @nn.nowrap
+    def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
+        """Return the scale and the zero point that `convert` stored for the activations."""
+        stored = self._read(RANGES, operand.role)
+        expected = 'its range in the collection "ranges", which jq.flax.convert stores there'
+        is_converted = isinstance(stored, Mapping) and "scale" in stored
+        checks.require(is_converted, "flax", operand.role, expected, "none")
+        assert stored is not None
+        return stored["scale"], stored.get("zero_point")
+
+    @nn.nowrap
+    def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Return the scale and the zero point of an observed range, updated by x where the collection is mutable."""
+        is_mutable = self.is_mutable_collection(RANGES)
+        if not self.has_variable(RANGES, operand.role):
+            self._require_mutable(RANGES, operand)
+        state = self.variable(RANGES, operand.role, _observed.make_state, operand, x)
+        is_state = isinstance(state.value, Mapping) and "state" in state.value
+        expected = "the state of a calibrator, which init makes for a float kernel"
+        checks.require(is_state, "flax", operand.role, expected, "the constants of a converted one")
+        # `init` does not count as a batch: its x is quantized with its own range.
+        if self.is_initializing():
+            return find_parameters("quantize", x, operand.spec, None, None)[:2]
+        if is_mutable:
+            state.value = _observed.update_state(operand, state.value, x)
+        expected = f'a range: call apply(..., mutable=["{RANGES}"]) with data, and use the "{RANGES}" that it returns'
+        checks.require(_observed.has_data(state.value["batches"]), "flax", operand.role, expected, "no data")
+        return _observed.finalize_state(operand, state.value, x.shape)
+
+    @nn.nowrap
+    def _require_mutable(self, collection: str, operand: LayerOperand) -> None:
+        """Raise ContractValueError unless a missing variable can be created in a collection."""
+        expected = (
+            f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it '
+            f"(nn.scan and nn.vmap need the collection in variable_axes)"
+        )
+        checks.require(self.is_mutable_collection(collection), "flax", operand.role, expected, "neither")
+
+    @nn.nowrap
+    def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
+        """Return a learned scale as it is stored."""
+        del operand
+        return start
+
+    @nn.nowrap
+    def _read(self, collection: str, name: str) -> Any:
+        """Return the value of a variable, or None if it is missing."""
+        return self.get_variable(collection, name) if self.has_variable(collection, name) else None
+
+
+class Contraction(RangeModule):
     """The base class of the modules that contract.
 
     Attributes:
@@ -138,32 +207,6 @@ class Contraction(nn.Module):
         checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
 
     @nn.nowrap
-    def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed or learned range.
-
-        An observed range is updated by x while its collection is mutable. A learned one starts from x if it is missing.
-        """
-        if isinstance(operand.source, Observed):
-            return self._observe_range(operand, x)
-        names = _learned.list_names(operand)
-        if not all(self.has_variable(SCALES, name) for name in names):
-            self._require_mutable(SCALES, operand)
-            for name, start in zip(names, _learned.find_initial(operand, x), strict=True):
-                self.variable(SCALES, name, self._box_scale, operand, start)
-        parts = [meta.unbox(self.get_variable(SCALES, name)) for name in names]
-        return _learned.read_learned(operand, tuple(parts))
-
-    @nn.nowrap
-    def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point that `convert` stored for the activations."""
-        stored = self._read(RANGES, operand.role)
-        expected = 'its range in the collection "ranges", which jq.flax.convert stores there'
-        is_converted = isinstance(stored, Mapping) and "scale" in stored
-        checks.require(is_converted, "flax", operand.role, expected, "none")
-        assert stored is not None
-        return stored["scale"], stored.get("zero_point")
-
-    @nn.nowrap
     def record_operands(
         self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
     ) -> None:
@@ -210,34 +253,6 @@ class Contraction(nn.Module):
         return Record(weight, activation, *names, self.quantization.find_output())
 
     @nn.nowrap
-    def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point of an observed range, updated by x where the collection is mutable."""
-        is_mutable = self.is_mutable_collection(RANGES)
-        if not self.has_variable(RANGES, operand.role):
-            self._require_mutable(RANGES, operand)
-        state = self.variable(RANGES, operand.role, _observed.make_state, operand, x)
-        is_state = isinstance(state.value, Mapping) and "state" in state.value
-        expected = "the state of a calibrator, which init makes for a float kernel"
-        checks.require(is_state, "flax", operand.role, expected, "the constants of a converted one")
-        # `init` does not count as a batch: its x is quantized with its own range.
-        if self.is_initializing():
-            return find_parameters("quantize", x, operand.spec, None, None)[:2]
-        if is_mutable:
-            state.value = _observed.update_state(operand, state.value, x)
-        expected = f'a range: call apply(..., mutable=["{RANGES}"]) with data, and use the "{RANGES}" that it returns'
-        checks.require(_observed.has_data(state.value["batches"]), "flax", operand.role, expected, "no data")
-        return _observed.finalize_state(operand, state.value, x.shape)
-
-    @nn.nowrap
-    def _require_mutable(self, collection: str, operand: LayerOperand) -> None:
-        """Raise ContractValueError unless a missing variable can be created in a collection."""
-        expected = (
-            f'it in the collection "{collection}", or apply(..., mutable=["{collection}"]) with data to start it '
-            f"(nn.scan and nn.vmap need the collection in variable_axes)"
-        )
-        checks.require(self.is_mutable_collection(collection), "flax", operand.role, expected, "neither")
-
-    @nn.nowrap
     def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
         """Return a learned scale, partitioned like its weights if they are partitioned."""
         box = self._read_weights()
@@ -246,11 +261,6 @@ class Contraction(nn.Module):
             return start
         part_names = _converted.find_part_names(names, start.shape)
         return dataclasses.replace(box, value=start, names=part_names)  # type: ignore[call-arg]
-
-    @nn.nowrap
-    def _read(self, collection: str, name: str) -> Any:
-        """Return the value of a variable, or None if it is missing."""
-        return self.get_variable(collection, name) if self.has_variable(collection, name) else None
 
     @nn.nowrap
     def _read_weights(self) -> Any:

@@ -127,6 +127,9 @@ def _convert_layer(
         scales: all learned scales by path and name.
     """
     record = state[NAME]
+    if record.weight is None:
+        text = StaticText(_layer_operand.describe_converted(record.output))
+        return {**_find_constants(record, record.output, path, state, scales, 0), "output_spec": text}
     # The record is in the submodule that contracts; the kernel is in the layer around it.
     kernel_path = (*path[:-1], record.kernel)
     kernel = params.get(kernel_path)
@@ -150,6 +153,7 @@ def _quantize_kernel(
 ) -> tuple[QuantizedArray, int]:  # fmt: skip
     """Return a kernel as a QuantizedArray, partitioned like it, and the number of axes that stack layers."""
     kernel, weight, argument = meta.unbox(boxed), record.weight, f"params[{record.kernel!r}]"
+    assert weight is not None
     depth = _converted.count_leading_axes(_NAME, argument, kernel, record.shape, "nn.scan and nn.vmap")
     check_convertible(_NAME, record)
     parts = () if isinstance(weight.source, Dynamic) else _read_learned(weight, path, scales)

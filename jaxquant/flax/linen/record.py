@@ -24,7 +24,7 @@ class Record:
     """How a layer quantizes: an entry of the collection "ranges" that holds no arrays.
 
     Attributes:
-        weight: how the weights are quantized.
+        weight: how the weights are quantized, or None for a result that no layer computes.
         activation: how the activations are quantized, or None.
         kernel: the name of the weights in "params", next to the submodule that holds this record.
         shape: the shape of the weights, without the axes of `nn.scan` and `nn.vmap`.
@@ -35,7 +35,7 @@ class Record:
         output: how the result is quantized, or None.
     """
 
-    weight: LayerOperand
+    weight: LayerOperand | None
     activation: LayerOperand | None
     kernel: str
     shape: tuple[int, ...]

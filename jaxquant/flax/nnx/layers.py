@@ -45,6 +45,8 @@ class _QuantizedLayer(nnx.Module):
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
         added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
         names = {p.name for p in parameters}
+        if bases[0] is _QuantizedLayer:  # a layer that gives floats
+            names |= {"output_spec", "output_range", "output_relu", "integer_bias"}
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
         parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
