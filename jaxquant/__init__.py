@@ -16,8 +16,10 @@ from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import QuantSpec
 from ._codes.arrangement import concatenate, pad, reshape, transpose
 from ._codes.bias import quantize_bias
+from ._codes.carrier import FakeQuantizedArray
 from ._codes.elementwise import add, multiply, relu
 from ._codes.pooling import average_pool, max_pool, mean
+from ._codes.preset import RUNTIME
 from ._contractions.conv import conv_general_dilated
 from ._contractions.dot import dot_general, matmul
 from ._contractions.einsum import einsum
@@ -113,6 +115,8 @@ __all__ = [  # noqa: RUF022 as grouped
     "transpose",
     "pad",
     "quantize_bias",
+    "FakeQuantizedArray",
+    "RUNTIME",
     # Ranges of streams of data.
     "Calibrator",
     "Range",

@@ -10,15 +10,13 @@ from jax import lax
 
 from .._arrays import concatenate as joined
 from .._arrays import quantized_array
-from .._arrays.quantized_array import QuantizedArray
-from .._contractions.output import ScaledSpec, make_array, read_affine, read_output
+from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.microsoft.qlinear_concat import qlinear_concat
+from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
 
 
-def concatenate(
-    arrays: Sequence[QuantizedArray], axis: int = 0, *, output: ScaledSpec | QuantizedArray | None = None
-) -> QuantizedArray:
+def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None = None) -> Any:
     """Return quantized arrays joined along an axis, with their own scales or with one scale for all of them.
 
     Without `output`, the codes, scales and zero points do not change, and q.dequantize() is `jax.numpy.concatenate` of
@@ -66,6 +64,13 @@ def concatenate(
 
     Source: `jax.numpy.concatenate`; with `output`, ONNX Runtime's com.microsoft QLinearConcat-1.
     """
+    if isinstance(arrays, list | tuple) and has_fake(*arrays):
+        expected = "an output, which training needs (a Quantizer or a QuantizedArray)"
+        checks.require(output is not None, "concatenate", "output", expected, "None")
+        return train_codes(
+            lambda *parts: concatenate(parts[:-1], axis, output=parts[-1]),
+            lambda *values: jnp.concatenate(values, axis), arrays, output,
+        )  # fmt: skip
     if output is None:
         return joined.concatenate(arrays, axis)
     checked = joined.check_arrays(arrays, axis)
@@ -80,7 +85,7 @@ def concatenate(
     return make_array(codes, result, checked[0].dtype)
 
 
-def reshape(q: QuantizedArray, shape: int | Sequence[int]) -> QuantizedArray:
+def reshape(q: Any, shape: int | Sequence[int]) -> Any:
     """Return the same elements in another shape, in which elements that share an entry must still be neighbors.
 
     Args:
@@ -101,10 +106,12 @@ def reshape(q: QuantizedArray, shape: int | Sequence[int]) -> QuantizedArray:
 
     Source: `jax.numpy.reshape`.
     """
+    if isinstance(q, FakeQuantizedArray):
+        return q.replace_values(jnp.reshape(q.values, shape))
     return quantized_array.check_array("reshape", "q", q).reshape(shape)
 
 
-def transpose(q: QuantizedArray, axes: Sequence[int] | None = None) -> QuantizedArray:
+def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
     """Return the array with its dimensions in another order.
 
     Args:
@@ -125,10 +132,12 @@ def transpose(q: QuantizedArray, axes: Sequence[int] | None = None) -> Quantized
 
     Source: `jax.numpy.transpose`.
     """
+    if isinstance(q, FakeQuantizedArray):
+        return q.replace_values(jnp.transpose(q.values, axes))
     return quantized_array.check_array("transpose", "q", q).transpose(axes)
 
 
-def pad(q: QuantizedArray, pad_width: Any) -> QuantizedArray:
+def pad(q: Any, pad_width: Any) -> Any:
     """Return the array with zeros around it, whose code is the zero point.
 
     Args:
@@ -151,6 +160,8 @@ def pad(q: QuantizedArray, pad_width: Any) -> QuantizedArray:
 
     Source: `jax.numpy.pad`.
     """
+    if isinstance(q, FakeQuantizedArray):
+        return q.replace_values(jnp.pad(q.values, pad_width))
     q = quantized_array.check_array("pad", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     checks.require_type(is_integer, "pad", "q", "codes of an integer dtype", q.codebook or q.codes.dtype)

@@ -11,15 +11,16 @@ import numpy as np
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._contractions.output import ScaledSpec, make_array, read_affine, read_output
+from .._contractions.output import make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._core.granularity import Aligned
 from .._core.known_values import find_known
 from .._onnx_ops.microsoft.qlinear_add import qlinear_add
 from .._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+from .carrier import FakeQuantizedArray, Output, has_fake, train_codes
 
 
-def add(a: QuantizedArray, b: QuantizedArray, output: ScaledSpec | QuantizedArray) -> QuantizedArray:
+def add(a: Any, b: Any, output: Output) -> Any:
     """Add two quantized arrays, as ONNX Runtime's QLinearAdd does.
 
     The codes of the result are those of `qlinear_add`: the sum of the two values, rounded once to a code of `output`.
@@ -50,7 +51,7 @@ def add(a: QuantizedArray, b: QuantizedArray, output: ScaledSpec | QuantizedArra
     return _combine("add", a, b, output)
 
 
-def multiply(a: QuantizedArray, b: QuantizedArray, output: ScaledSpec | QuantizedArray) -> QuantizedArray:
+def multiply(a: Any, b: Any, output: Output) -> Any:
     """Multiply two quantized arrays element by element, as ONNX Runtime's QLinearMul does.
 
     The codes of the result are those of `qlinear_mul`.
@@ -81,10 +82,13 @@ def multiply(a: QuantizedArray, b: QuantizedArray, output: ScaledSpec | Quantize
 
 
 _OPERATORS = {"add": qlinear_add, "multiply": qlinear_mul}
+_FLOATS = {"add": jnp.add, "multiply": jnp.multiply}
 
 
-def _combine(function: str, a: Any, b: Any, output: Any) -> QuantizedArray:
+def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
     """Check the arguments of an operation on two arrays, and return its result."""
+    if has_fake(a, b):
+        return train_codes(functools.partial(_combine, function), _FLOATS[function], (a, b), output)
     a, b = (quantized_array.check_array(function, name, q) for name, q in (("a", a), ("b", b)))
     left, right = (read_affine(function, name, q) for name, q in (("a", a), ("b", b)))
     result = read_output(function, output)
@@ -101,7 +105,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> QuantizedArray:
     return make_array(codes, result, dtypes.find_wider(a.dtype, b.dtype))
 
 
-def relu(q: QuantizedArray) -> QuantizedArray:
+def relu(q: Any) -> Any:
     """Replace negative values by 0, which changes codes below the zero point to the zero point.
 
     No code changes if the zero point is the lowest code, as in an output whose range begins at 0. Then q is returned
@@ -124,6 +128,8 @@ def relu(q: QuantizedArray) -> QuantizedArray:
 
     Source: `jax.nn.relu`.
     """
+    if isinstance(q, FakeQuantizedArray):
+        return q.replace_values(jax.nn.relu(q.values))
     q = quantized_array.check_array("relu", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     expected = "codes of an integer dtype, or q.dequantize()"

@@ -13,10 +13,11 @@ from jax import lax
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._contractions.output import Affine, ScaledSpec, make_array, read_affine, read_output
+from .._contractions.output import Affine, make_array, read_affine, read_output
 from .._core import checks, dtypes
 from .._onnx_ops.microsoft.qlinear_average_pool import qlinear_average_pool
 from .._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
+from .carrier import FakeQuantizedArray, Output, train_codes
 
 
 class _Windows(NamedTuple):
@@ -29,12 +30,12 @@ class _Windows(NamedTuple):
 
 
 def max_pool(
-    q: QuantizedArray,
+    q: Any,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
     channels_last: bool = True,
-) -> QuantizedArray:
+) -> Any:
     """Return the maximum of each window, whose codes are codes of q.
 
     Args:
@@ -60,6 +61,9 @@ def max_pool(
 
     Source: `flax.linen.max_pool`.
     """
+    if isinstance(q, FakeQuantizedArray):
+        windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
+        return q.replace_values(_find_maxima(q.values, windows=windows))
     q = quantized_array.check_array("max_pool", "q", q)
     affine = read_affine("max_pool", "q", q)
     windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
@@ -67,15 +71,15 @@ def max_pool(
 
 
 def average_pool(
-    q: QuantizedArray,
+    q: Any,
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
     count_include_pad: bool = True,
     channels_last: bool = True,
     *,
-    output: ScaledSpec | QuantizedArray,
-) -> QuantizedArray:
+    output: Output,
+) -> Any:
     """Return the mean of each window, as ONNX Runtime's QLinearAveragePool does.
 
     The codes of the result are those of `qlinear_average_pool`.
@@ -105,9 +109,21 @@ def average_pool(
 
     Source: ONNX Runtime's com.microsoft QLinearAveragePool-1; `flax.linen.avg_pool`.
     """
-    q, affine, result = _read_operand("average_pool", q, output)
-    windows = _read_windows("average_pool", q, window_shape, strides, padding, channels_last)
+    windows = functools.partial(
+        _read_windows, "average_pool", window_shape=window_shape, strides=strides, padding=padding,
+        channels_last=channels_last,
+    )  # fmt: skip
     checks.check_flag("average_pool", "count_include_pad", count_include_pad)
+    if isinstance(q, FakeQuantizedArray):
+
+        def compute(codes: QuantizedArray, output: Any) -> Any:
+            statics = (window_shape, strides, padding, count_include_pad, channels_last)
+            return average_pool(codes, *statics, output=output)
+
+        differentiate = functools.partial(_average_floats, windows=windows(q), counts_padding=count_include_pad)
+        return train_codes(compute, differentiate, (q,), output)
+    q, affine, result = _read_operand("average_pool", q, output)
+    windows = windows(q)
     lows, highs = zip(*windows.padding, strict=True)
     codes = qlinear_average_pool(
         q.codes, affine.scale, affine.zero_point, result.scale, result.zero_point, kernel_shape=windows.lengths,
@@ -117,12 +133,12 @@ def average_pool(
 
 
 def mean(
-    q: QuantizedArray,
+    q: Any,
     axis: int | Sequence[int] | None = None,
     keepdims: bool = False,
     *,
-    output: ScaledSpec | QuantizedArray,
-) -> QuantizedArray:
+    output: Output,
+) -> Any:
     """Return the mean along axes, as ONNX Runtime's QLinearGlobalAveragePool and QLinearReduceMean do.
 
     The codes of the result are those of `qlinear_reduce_mean`: the sum of the codes is exact.
@@ -149,8 +165,12 @@ def mean(
 
     Source: ONNX Runtime's com.microsoft QLinearGlobalAveragePool-1 and QLinearReduceMean-1.
     """
-    q, affine, result = _read_operand("mean", q, output)
     checks.check_flag("mean", "keepdims", keepdims)
+    if isinstance(q, FakeQuantizedArray):
+        axes = tuple(axis) if isinstance(axis, Sequence) else axis
+        differentiate = functools.partial(jnp.mean, axis=axes, keepdims=keepdims)
+        return train_codes(lambda q, y: mean(q, axis, keepdims, output=y), differentiate, (q,), output)
+    q, affine, result = _read_operand("mean", q, output)
     axis = checks.check_integers("mean", "axis", axis)
     axes = tuple(range(q.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     axes = tuple(checks.check_axis("mean", a, q.ndim) for a in axes)
@@ -170,9 +190,7 @@ def _read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, A
     return q, affine, result
 
 
-def _read_windows(
-    function: str, q: QuantizedArray, window_shape: Any, strides: Any, padding: Any, channels_last: Any
-) -> _Windows:
+def _read_windows(function: str, q: Any, window_shape: Any, strides: Any, padding: Any, channels_last: Any) -> _Windows:
     """Return the windows of a pooling after checking that they fit the array."""
     checks.check_flag(function, "channels_last", channels_last)
     expected = "rank 3 or more: (N, *spatial, C), or (N, C, *spatial) with channels_last=False"
@@ -206,12 +224,13 @@ def _check_lengths(function: str, argument: str, value: Any, rank: int) -> tuple
 
 @functools.partial(jax.jit, inline=True, static_argnames=("windows",))
 def _find_maxima(codes: jax.Array, *, windows: _Windows) -> jax.Array:
-    """Return the maximum of each window of codes.
+    """Return the maximum of each window of codes or floats.
 
     One dimension after the other: a window of k * l elements takes k + l maxima. XLA:CPU vectorizes a maximum of
     slices, but not a reduction over windows of bytes.
     """
-    lowest = np.asarray(dtypes.find_bounds(np.dtype(codes.dtype))[0], codes.dtype)
+    is_float = jnp.issubdtype(codes.dtype, jnp.floating)
+    lowest = np.asarray(-np.inf if is_float else dtypes.find_bounds(np.dtype(codes.dtype))[0], codes.dtype)
     pads = dict(zip(windows.axes, windows.padding, strict=True))
     codes = lax.pad(codes, lowest, [(*pads.get(axis, (0, 0)), 0) for axis in range(codes.ndim)])
     for axis, length, stride in zip(windows.axes, windows.lengths, windows.strides, strict=True):
@@ -220,3 +239,18 @@ def _find_maxima(codes: jax.Array, *, windows: _Windows) -> jax.Array:
         parts = [lax.slice_in_dim(codes, start, start + span, stride, axis) for start in range(length)]
         codes = functools.reduce(jnp.maximum, parts)
     return codes
+
+
+def _average_floats(x: jax.Array, *, windows: _Windows, counts_padding: bool) -> jax.Array:
+    """Return the mean of each window of floats, whose derivative is that of the mean of codes."""
+
+    def sum_windows(values: jax.Array) -> jax.Array:
+        sizes, steps, pads = ([1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim)
+        for axis, length, stride, pair in zip(
+            windows.axes, windows.lengths, windows.strides, windows.padding, strict=True
+        ):
+            sizes[axis], steps[axis], pads[axis] = length, stride, pair
+        return lax.reduce_window(values, np.float32(0), lax.add, sizes, steps, pads)
+
+    total = sum_windows(x)
+    return total / (np.float32(np.prod(windows.lengths)) if counts_padding else sum_windows(jnp.ones_like(x)))

@@ -40,7 +40,7 @@ def make_quantizer(operand: LayerOperand, x: jax.Array, parameters: Parameters |
             return Quantizer(spec, gradient=gradient)
         return Quantizer(spec, *_observed.calibrate_batch(operand, x), gradient)
     scale, zero_point = parameters
-    if operand.role == "activation":
+    if operand.role != "weight":
         scale, zero_point = (_observed.align_rank(operand, part, x.ndim) for part in (scale, zero_point))
         # LSQ divides its gradient by a number of elements: those of one example, whatever the batch size.
         if isinstance(gradient, LSQ | LSQPlus) and gradient.elements is None:
@@ -65,9 +65,16 @@ def quantize_operand(
     """
     if parameters is None and isinstance(operand.source, Dynamic) and operand.source.calibrator is None:
         return quantize(x, operand.spec, stored_last=stored_axes or None)
-    quantizer = make_quantizer(operand, x, parameters)
-    # `check_servable` rejects a scale that cannot be served.
-    labels = (operand.role, f"{operand.role}.scale", f"{operand.role}.zero_point")
-    x, scale, zero_point = read_parts("quantize", labels, x, quantizer.scale, quantizer.zero_point, operand.spec)
-    q = make_array(Config(operand.spec, StraightThrough()), x, scale, zero_point, None)
+    q = encode_operand(operand.role, make_quantizer(operand, x, parameters), x)
     return q.store_last(*stored_axes) if stored_axes else q
+
+
+def encode_operand(role: str, quantizer: Quantizer, x: jax.Array) -> QuantizedArray:
+    """Return the codes that a contraction computes from x and a Quantizer; they have no gradient."""
+    spec = quantizer.spec
+    if quantizer.scale is None:
+        return quantize(x, spec)
+    # `check_servable` rejects a scale that cannot be served.
+    labels = (role, f"{role}.scale", f"{role}.zero_point")
+    x, scale, zero_point = read_parts("quantize", labels, x, quantizer.scale, quantizer.zero_point, spec)
+    return jax.lax.stop_gradient(make_array(Config(spec, StraightThrough()), x, scale, zero_point, None))

@@ -66,7 +66,8 @@ class Operation:
             back, because `nn.scan` and `nnx.vmap` may stack other axes in front of them.
         train: takes a Call with float operands, their Quantizers (None leaves an operand in floats), and the backward
             rule and its key as keyword arguments. Returns floats.
-        serve: takes a Call with a quantized kernel, and returns floats.
+        serve: takes a Call with a quantized kernel, and returns floats; with `bias` and `output` as keyword arguments,
+            codes.
         find_stored_axes: takes a Call, and returns the axes of its kernel, counted from the back, that a converted
             kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
@@ -75,7 +76,7 @@ class Operation:
     bind: Callable[..., Call]
     find_output_axes: Callable[[Call], tuple[int, ...]]
     train: Callable[[Call, Quantizers, dict[str, Any]], jax.Array]
-    serve: Callable[[Call], jax.Array]
+    serve: Callable[..., Any]
     find_stored_axes: Callable[[Call], tuple[int, ...]] = _keep_order
     quantizes_x: bool = True
 
@@ -144,13 +145,13 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
         stored_axes = () if quantized is None else operation.find_stored_axes(call)
         variables.record_operands(weight, activation, call.kernel, stored_axes)
         # The activations come first: calibrators and learned scales are created in this order.
-        x_quantizer = _make_quantizer(variables, quantized, call.x)
-        quantizers = (x_quantizer, _make_quantizer(variables, weight, call.kernel))
+        x_quantizer = make_layer_quantizer(variables, quantized, call.x)
+        quantizers = (x_quantizer, make_layer_quantizer(variables, weight, call.kernel))
         key = variables.make_key() if operation.quantizes_x else None
         return operation.train(call, quantizers, {"backward": backward, "key": key})
 
 
-def _make_quantizer(variables: Variables, operand: LayerOperand | None, x: jax.Array) -> Quantizer | None:
+def make_layer_quantizer(variables: Variables, operand: LayerOperand | None, x: jax.Array) -> Quantizer | None:
     """Return the Quantizer of one operand of a layer that trains, or None for floats."""
     if operand is None:
         return None
@@ -249,9 +250,9 @@ def _train_dot_general(call: Call, quantizers: Quantizers, gradients: dict[str, 
     return quantized_dot_general(call.x, call.kernel, **call.arguments, **specs, **gradients)
 
 
-def _serve_dot_general(call: Call) -> jax.Array:
+def _serve_dot_general(call: Call, **epilogue: Any) -> Any:
     """Return the dot_general with a converted kernel."""
-    return dot_general(call.x, call.kernel, **call.arguments)
+    return dot_general(call.x, call.kernel, **call.arguments, **epilogue)
 
 
 # conv_general_dilated.
@@ -278,9 +279,9 @@ def _train_conv_general_dilated(call: Call, quantizers: Quantizers, gradients: d
     return quantized_conv_general_dilated(call.x, call.kernel, **call.arguments, **specs, **gradients)
 
 
-def _serve_conv_general_dilated(call: Call) -> jax.Array:
+def _serve_conv_general_dilated(call: Call, **epilogue: Any) -> Any:
     """Return the convolution with a converted kernel."""
-    return conv_general_dilated(call.x, call.kernel, **call.arguments)
+    return conv_general_dilated(call.x, call.kernel, **call.arguments, **epilogue)
 
 
 # einsum.
@@ -316,10 +317,10 @@ def _train_einsum(call: Call, quantizers: Quantizers, gradients: dict[str, Any])
     return quantized_einsum(*positional, specs=quantizers, **static, **gradients)
 
 
-def _serve_einsum(call: Call) -> jax.Array:
+def _serve_einsum(call: Call, **epilogue: Any) -> Any:
     """Return the einsum with a converted kernel."""
     positional, static = _split_subscripts(call)
-    return einsum(*positional, **static)
+    return einsum(*positional, **static, **epilogue)
 
 
 # Rows of a table.

@@ -103,7 +103,8 @@ def test_convolution(names: tuple[str, str], rng: np.random.Generator) -> None:
     ]
     w_parts: Any = [np.asarray(w.codes), np.asarray(w.scale).reshape(-1), np.asarray(w.zero_point).reshape(-1)]
     result = [F(output.scale), np.asarray(output.zero_point, names[0])]
-    want = np.asarray(jq.qlinear_conv(*x_parts, *w_parts, *result, bias, group=groups, pads=[1, 0, 0, 1]))
+    operator: Any = jq.qlinear_conv
+    want = np.asarray(operator(*x_parts, *w_parts, *result, bias, group=groups, pads=[1, 0, 0, 1]))
     pads = {"padding": [(1, 0), (0, 1)], "feature_group_count": groups, "bias": bias}
     same(jq.conv_general_dilated(x, w, (1, 1), output=output, **pads), want, output)
     moved = x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0)
@@ -162,7 +163,8 @@ def test_transformations(rng: np.random.Generator) -> None:
             x.scale.reshape(()),
             x.zero_point.reshape(()),
         ]
-        want.append(np.asarray(jq.qlinear_add(*args, F(outputs[2].scale), int(outputs[2].zero_point))))
+        operator: Any = jq.qlinear_add
+        want.append(np.asarray(operator(*args, F(outputs[2].scale), int(outputs[2].zero_point))))
     leaves = [tuple(map(np.asarray, (x.codes, x.scale, x.zero_point))) for x in xs]
     same(run(*leaves[0]), want[0])
     same(jax.jit(lambda codes: run(codes, *leaves[0][1:]))(leaves[0][0]), want[0])

@@ -1,8 +1,9 @@
 """Flax Linen's layers with quantized weights and activations: same names, same arguments, same parameters."""
 
 from .layers import Conv, Dense, DenseGeneral, Einsum, Embed
+from .output_range import OutputRange
 
-__all__ = ["Conv", "Dense", "DenseGeneral", "Einsum", "Embed"]
+__all__ = ["Conv", "Dense", "DenseGeneral", "Einsum", "Embed", "OutputRange"]
 
 
 def __dir__() -> list[str]:

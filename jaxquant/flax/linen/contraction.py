@@ -19,6 +19,7 @@ from ..._training.backward import Int8Backward
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
+from .._run_to_codes import make_stand_in, run_to_codes
 from ..ranges import Dynamic, Observed
 from .record import NAME, Record
 
@@ -62,69 +63,8 @@ def promote_dtype(inputs: Any, kernel: Any, bias: Any = None, *, dtype: Any = No
     return inputs, kernel, bias
 
 
-class Contraction(nn.Module):
-    """The base class of the modules that contract.
-
-    Attributes:
-        quantization: how the operands are quantized.
-        kernel_name: the name of the weights in "params", in the module around this one.
-        operation: the row of the table that a subclass runs.
-    """
-
-    quantization: Quantization
-    kernel_name: str = "kernel"
-    operation: ClassVar[Operation]
-
-    @nn.compact
-    def __call__(self, *operands: Any, **arguments: Any) -> jax.Array:
-        """Return the contraction, from the arguments of the function of JAX that this module replaces."""
-        return self.run(self.operation, *operands, **arguments)
-
-    @nn.nowrap
-    def run(self, operation: Operation, *operands: Any, **arguments: Any) -> jax.Array:
-        """Return the result of an operation on this module's variables."""
-        # The methods of this class are marked `nn.nowrap`, so that flax adds no name scope for each of them.
-        call = operation.bind(*operands, **arguments)
-        return _operations.run_operation(operation, self, self.quantization.backward, call)
-
-    @nn.nowrap
-    def find_place(self) -> str:
-        """Return the path of the layer around this module, for errors."""
-        return "/".join(self.path[:-1]) or type(self.parent if isinstance(self.parent, nn.Module) else self).__name__
-
-    @nn.nowrap
-    def find_operands(self) -> Operands:
-        """Return how the weights and the activations are quantized."""
-        return _layer_operand.check_layer("flax", self.quantization)
-
-    @nn.nowrap
-    def make_key(self) -> jax.Array | None:
-        """Return a key from the rng "rounding", or None where nothing is rounded stochastically."""
-        # `init` computes no gradient, so it needs no rng.
-        backward = self.quantization.backward
-        if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding or self.is_initializing():
-            return None
-        # flax falls back to the rng "params".
-        has_key = self.has_rng(ROUNDING) or self.has_rng("params")
-        return self.make_rng(ROUNDING) if has_key else None
-
-    @nn.nowrap
-    def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
-        """Check that the variables were converted with this layer's specs and sources of ranges."""
-        for operand, argument in ((weight, "weight_spec"), (activation, "activation_spec")):
-            text = _layer_operand.describe_converted(operand)
-            # `convert` wrote these descriptions; `record_operands` does this for float variables.
-            stored = self._read(RANGES, argument)
-            converted = stored.text if isinstance(stored, StaticText) else text
-            expected = f"what the variables were converted with: {converted}"
-            checks.require(converted == text, "flax", argument, expected, text)
-        _converted.check_kernel(weight, kernel)
-        # Variables written by another program may lack the descriptions. Then only their arrays can be compared.
-        is_stored = self.has_variable(RANGES, "activation")
-        is_static = activation is not None and not isinstance(activation.source, Dynamic)
-        expected = "a spec with activation_range=Observed() or Learned(), because the variables hold a static range"
-        got = "None" if activation is None else "Dynamic()"
-        checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
+class RangeModule(nn.Module):
+    """The base class of the modules that hold ranges in their variables."""
 
     @nn.nowrap
     def read_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
@@ -151,47 +91,6 @@ class Contraction(nn.Module):
         checks.require(is_converted, "flax", operand.role, expected, "none")
         assert stored is not None
         return stored["scale"], stored.get("zero_point")
-
-    @nn.nowrap
-    def record_operands(
-        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
-    ) -> None:
-        """Record how this layer quantizes in its variables, or check that they record the same."""
-        stored = meta.unbox(self._read_weights())
-        expected = "promote_dtype=jq.flax.promote_dtype in the layer, because flax's own rounds a kernel before it is "
-        expected += "quantized"
-        # If the kernel has another dtype than its parameter, it has been rounded before it reached this module.
-        is_same = stored is None or stored.dtype == kernel.dtype
-        got = f"{kernel.dtype} of {getattr(stored, 'dtype', None)}"
-        checks.require_type(is_same, "flax", "kernel", expected, got)
-        if self.is_mutable_collection(RANGES):
-            self.put_variable(RANGES, NAME, self._make_record(weight, activation, kernel, stored_axes))
-            return
-        # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
-        record = self._read(RANGES, NAME)
-        for operand, role in ((weight, "weight"), (activation, "activation")):
-            recorded = getattr(record, role, operand)
-            if _layer_operand.is_alike(operand, recorded):
-                continue
-            # The repr of a spec is slow, so the text is built only for the error.
-            expected = f'what the variables were made with (a call with mutable=["{RANGES}"] updates them): {recorded}'
-            checks.require(False, "flax", f"{role}_spec", expected, operand)
-
-    @nn.nowrap
-    def _make_record(
-        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
-    ) -> Record:
-        """Return the record from which `convert` finds this layer."""
-        parent = self.parent
-        is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
-        # Attention layers of flax pass no promote_dtype on: the error of `convert` names them.
-        outer = getattr(parent, "parent", None)
-        attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
-        # flax compares the shape of a parameter with that of its stored codes. The layers of this package permit a
-        # stored order; flax's own layers do not.
-        stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
-        shape = tuple(kernel.shape)
-        return Record(weight, activation, self.kernel_name, shape, kernel.dtype, is_ready, attention, stored_axes)
 
     @nn.nowrap
     def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
@@ -223,6 +122,138 @@ class Contraction(nn.Module):
 
     @nn.nowrap
     def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
+        """Return a learned scale as it is stored."""
+        del operand
+        return start
+
+    @nn.nowrap
+    def _read(self, collection: str, name: str) -> Any:
+        """Return the value of a variable, or None if it is missing."""
+        return self.get_variable(collection, name) if self.has_variable(collection, name) else None
+
+
+class Contraction(RangeModule):
+    """The base class of the modules that contract.
+
+    Attributes:
+        quantization: how the operands are quantized.
+        kernel_name: the name of the weights in "params", in the module around this one.
+        operation: the row of the table that a subclass runs.
+    """
+
+    quantization: Quantization
+    kernel_name: str = "kernel"
+    operation: ClassVar[Operation]
+
+    @nn.compact
+    def __call__(self, *operands: Any, **arguments: Any) -> jax.Array:
+        """Return the contraction, from the arguments of the function of JAX that this module replaces."""
+        return self.run(self.operation, *operands, **arguments)
+
+    @nn.nowrap
+    def run(self, operation: Operation, *operands: Any, **arguments: Any) -> jax.Array:
+        """Return the result of an operation on this module's variables."""
+        # The methods of this class are marked `nn.nowrap`, so that flax adds no name scope for each of them.
+        call = operation.bind(*operands, **arguments)
+        backward, relay = self.quantization.backward, getattr(self.parent, "_relay", None)
+        if relay is None:
+            return _operations.run_operation(operation, self, backward, call)
+        call = relay.insert_codes(call)
+        relay.result = run_to_codes(operation, self, self.quantization, backward, call, relay.bias)
+        return make_stand_in(relay.result)
+
+    @nn.nowrap
+    def find_place(self) -> str:
+        """Return the path of the layer around this module, for errors."""
+        return "/".join(self.path[:-1]) or type(self.parent if isinstance(self.parent, nn.Module) else self).__name__
+
+    @nn.nowrap
+    def find_operands(self) -> Operands:
+        """Return how the weights and the activations are quantized."""
+        return _layer_operand.check_layer("flax", self.quantization)
+
+    @nn.nowrap
+    def make_key(self) -> jax.Array | None:
+        """Return a key from the rng "rounding", or None where nothing is rounded stochastically."""
+        # `init` computes no gradient, so it needs no rng.
+        backward = self.quantization.backward
+        if not isinstance(backward, Int8Backward) or not backward.stochastic_rounding or self.is_initializing():
+            return None
+        # flax falls back to the rng "params".
+        has_key = self.has_rng(ROUNDING) or self.has_rng("params")
+        return self.make_rng(ROUNDING) if has_key else None
+
+    @nn.nowrap
+    def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
+        """Check that the variables were converted with this layer's specs and sources of ranges."""
+        operands = (
+            (weight, "weight_spec"),
+            (activation, "activation_spec"),
+            (self.quantization.find_output(), "output_spec"),
+        )
+        for operand, argument in operands:
+            text = _layer_operand.describe_converted(operand)
+            # `convert` wrote these descriptions; `record_operands` does this for float variables.
+            stored = self._read(RANGES, argument)
+            converted = stored.text if isinstance(stored, StaticText) else text
+            expected = f"what the variables were converted with: {converted}"
+            checks.require(converted == text, "flax", argument, expected, text)
+        _converted.check_kernel(weight, kernel)
+        # Variables written by another program may lack the descriptions. Then only their arrays can be compared.
+        is_stored = self.has_variable(RANGES, "activation")
+        is_static = activation is not None and not isinstance(activation.source, Dynamic)
+        expected = "a spec with activation_range=Observed() or Learned(), because the variables hold a static range"
+        got = "None" if activation is None else "Dynamic()"
+        checks.require(is_static or not is_stored, "flax", "activation_spec", expected, got)
+
+    @nn.nowrap
+    def record_operands(
+        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
+    ) -> None:
+        """Record how this layer quantizes in its variables, or check that they record the same."""
+        stored = meta.unbox(self._read_weights())
+        expected = "promote_dtype=jq.flax.promote_dtype in the layer, because flax's own rounds a kernel before it is "
+        expected += "quantized"
+        # If the kernel has another dtype than its parameter, it has been rounded before it reached this module.
+        is_same = stored is None or stored.dtype == kernel.dtype
+        got = f"{kernel.dtype} of {getattr(stored, 'dtype', None)}"
+        checks.require_type(is_same, "flax", "kernel", expected, got)
+        if self.is_mutable_collection(RANGES):
+            self.put_variable(RANGES, NAME, self._make_record(weight, activation, kernel, stored_axes))
+            return
+        # Variables of an older call may hold ranges of another spec, which would give wrong codes without an error.
+        record = self._read(RANGES, NAME)
+        for operand, role in (
+            (weight, "weight"),
+            (activation, "activation"),
+            (self.quantization.find_output(), "output"),
+        ):
+            recorded = getattr(record, role, operand)
+            if _layer_operand.is_alike(operand, recorded):
+                continue
+            # The repr of a spec is slow, so the text is built only for the error.
+            expected = f'what the variables were made with (a call with mutable=["{RANGES}"] updates them): {recorded}'
+            checks.require(False, "flax", f"{role}_spec", expected, operand)
+
+    @nn.nowrap
+    def _make_record(
+        self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]
+    ) -> Record:
+        """Return the record from which `convert` finds this layer."""
+        parent = self.parent
+        is_ready = getattr(parent, "promote_dtype", promote_dtype) is promote_dtype
+        # Attention layers of flax pass no promote_dtype on: the error of `convert` names them.
+        outer = getattr(parent, "parent", None)
+        attention = type(outer).__name__ if isinstance(outer, nn.MultiHeadDotProductAttention) else None
+        # flax compares the shape of a parameter with that of its stored codes. The layers of this package permit a
+        # stored order; flax's own layers do not.
+        stored_axes = stored_axes if getattr(parent, "permits_stored_order", False) else ()
+        shape = tuple(kernel.shape)
+        names = (self.kernel_name, shape, kernel.dtype, is_ready, attention, stored_axes)
+        return Record(weight, activation, *names, self.quantization.find_output())
+
+    @nn.nowrap
+    def _box_scale(self, operand: LayerOperand, start: jax.Array) -> Any:
         """Return a learned scale, partitioned like its weights if they are partitioned."""
         box = self._read_weights()
         names = getattr(box, "names", None)
@@ -230,11 +261,6 @@ class Contraction(nn.Module):
             return start
         part_names = _converted.find_part_names(names, start.shape)
         return dataclasses.replace(box, value=start, names=part_names)  # type: ignore[call-arg]
-
-    @nn.nowrap
-    def _read(self, collection: str, name: str) -> Any:
-        """Return the value of a variable, or None if it is missing."""
-        return self.get_variable(collection, name) if self.has_variable(collection, name) else None
 
     @nn.nowrap
     def _read_weights(self) -> Any:

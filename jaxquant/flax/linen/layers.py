@@ -17,6 +17,7 @@ from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
 from .. import _layer_operand, _operations
 from .._layer_operand import Quantization
+from .._run_to_codes import Relay, is_codes, make_stand_in, needs_codes
 from ..ranges import Dynamic, Observed, Source
 from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Injected, Product, Table, promote_dtype
 
@@ -34,6 +35,10 @@ class _QuantizedLayer(nn.Module):
         weight_range: the source of the kernel's range.
         activation_range: the source of the inputs' range.
         backward: how to contract gradients.
+        output_spec: how to quantize the result, or None.
+        output_range: the source of the result's range.
+        output_relu: whether a relu precedes the quantization of the result.
+        integer_bias: whether the bias is rounded to int32, although the result is float.
         promote_dtype: flax's attribute, with another default.
     """
 
@@ -42,6 +47,10 @@ class _QuantizedLayer(nn.Module):
     weight_range: Source = Dynamic()
     activation_range: Source = Observed()
     backward: Backward = FloatBackward()
+    output_spec: QuantSpec | None = None
+    output_range: Source = Observed()
+    output_relu: bool = False
+    integer_bias: bool = False
     promote_dtype: Any = promote_dtype
     # The attribute through which flax's layer contracts, and the module for it; None if the layer calls its own module.
     _field: ClassVar[str | None] = None
@@ -56,7 +65,11 @@ class _QuantizedLayer(nn.Module):
         value = meta.unbox(self.get_variable("params", name)) if is_stored else None
         order = value.stored_order if isinstance(value, QuantizedArray) else None
         if order is None:
-            return super().param(name, init_fn, *init_args, **options)
+            parameter = super().param(name, init_fn, *init_args, **options)
+            relay = getattr(self, "_relay", None)
+            if relay is not None and name == "bias":
+                relay.bias = parameter
+            return parameter
 
         # flax compares the shape of the first array of a parameter, the stored codes, with that of an initial value.
         def init_stored(*arguments: Any, **keywords: Any) -> Any:
@@ -77,11 +90,40 @@ class _QuantizedLayer(nn.Module):
                 object.__setattr__(self, self._field, Injected(self._contraction, quantization))
 
 
+class _CodesLayer(_QuantizedLayer):
+    """A quantized layer that takes and gives codes. A base class in front of flax's layer."""
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the result of the layer.
+
+        Args:
+            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
+
+        Returns:
+            Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
+            FakeQuantizedArray.
+        """
+        layer: Any = super()
+        with checks.prefix_errors(_find_path(self)):
+            quantization = _check_quantization(self)
+        if not needs_codes(quantization, inputs):
+            return layer.__call__(inputs)
+        relay = Relay(inputs if is_codes(inputs) else None)
+        # flax's layer gets floats of the same shape. What it computes with its result is not used.
+        object.__setattr__(self, "_relay", relay)
+        try:
+            y = layer.__call__(make_stand_in(inputs))
+        finally:
+            object.__setattr__(self, "_relay", None)
+        return relay.find_result(y, quantization)
+
+
 def _check_quantization(layer: _QuantizedLayer) -> Quantization:
     """Check the specs of a layer, and return the arguments that say how to quantize it."""
     weight_spec: Any = layer.weight_spec  # None, the default, is an error
     sources = (layer.weight_range, layer.activation_range)
-    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward)
+    output = (layer.output_spec, layer.output_range, layer.output_relu, layer.integer_bias)
+    quantization = Quantization(weight_spec, layer.activation_spec, *sources, layer.backward, *output)
     _layer_operand.check_layer(_NAME, quantization)
     return quantization
 
@@ -105,7 +147,7 @@ def _find_path(layer: nn.Module) -> str:
     return "/".join((*outer, layer.name or type(layer).__name__))
 
 
-class Dense(_QuantizedLayer, nn.Dense):
+class Dense(_CodesLayer, nn.Dense):
     """`flax.linen.Dense` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -126,6 +168,14 @@ class Dense(_QuantizedLayer, nn.Dense):
             ranges must be `PerTensor()` or `PerFeature()`, because other granularities depend on the batch size.
         backward: `jq.FloatBackward()` (the default) contracts gradients in floats. `jq.Int8Backward()` contracts them
             in integers, and with `stochastic_rounding=True` rounds them with keys from the rng "rounding".
+        output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None (the default) gives
+            floats. The layer then gives codes: a `QuantizedArray` if its kernel is converted, and in training a
+            `FakeQuantizedArray`, with the same codes and a gradient. A layer takes both as its inputs, and uses their
+            scale instead of its activation_spec. The bias is rounded to int32, in steps of the product of the scales.
+            Not for `Einsum` and `Embed`.
+        output_range: `Observed()` (the default) or `Learned()`, as in activation_range.
+        output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
+        integer_bias: Whether the bias is rounded to int32 although the result is float.
 
     Raises:
         TypeError: At construction: weight_spec is not a QuantSpec, another argument has a wrong type, or a spec has a
@@ -159,7 +209,7 @@ class Dense(_QuantizedLayer, nn.Dense):
     _contraction = DotGeneral
 
 
-class DenseGeneral(_QuantizedLayer, nn.DenseGeneral):
+class DenseGeneral(_CodesLayer, nn.DenseGeneral):
     """`flax.linen.DenseGeneral`, a Dense layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -173,7 +223,7 @@ class DenseGeneral(_QuantizedLayer, nn.DenseGeneral):
     _contraction = DotGeneral
 
 
-class Conv(_QuantizedLayer, nn.Conv):
+class Conv(_CodesLayer, nn.Conv):
     """`flax.linen.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias

@@ -81,7 +81,9 @@ def calibrate(
         contraction.layer = find_path(path, contraction)
         with checks.prefix_errors(contraction.layer):
             _check_learned(_CALIBRATE, contraction)
-        operands = map(_layer_operand.describe_operand, contraction.operands)
+        # Calibrations that were saved before there were outputs have no text for them.
+        output = contraction.quantization.find_output()
+        operands = map(_layer_operand.describe_operand, (*contraction.operands, *(() if output is None else (output,))))
         layers.append(f"{contraction.layer}: {', '.join(operands)}")
     graph, moving, fixed = nnx.split(view, Ranges, ...)
 
@@ -184,23 +186,23 @@ def check_calibrated(model: nnx.Module) -> None:
 
 def _is_observed(contraction: Contraction) -> bool:
     """Return whether a layer has a calibrator. A converted layer has none."""
-    activation = contraction.operands[1]
-    is_observed = activation is not None and isinstance(activation.source, Observed)
-    return is_observed and contraction.activation_range is not None
+    return any(
+        isinstance(operand.source, Observed) and getattr(contraction, f"{operand.role}_range") is not None
+        for operand in contraction.list_operands()
+    )
 
 
 def _check_observed(contraction: Contraction) -> None:
-    """Raise ContractValueError unless the observed range of a layer has seen data, all of it finite."""
-    activation = contraction.operands[1]
-    assert activation is not None
-    state = {"state": contraction.activation_range.get_value(), "batches": contraction.activation_batches[...]}
+    """Raise ContractValueError unless the observed ranges of a layer have seen data, all of it finite."""
     remedy = "jaxquant.flax.nnx.calibrate(model, batches) finds it"
-    _observed.check_observed(_CHECK, activation, state, remedy)
+    for operand in contraction.list_operands():
+        if isinstance(operand.source, Observed):
+            _observed.check_observed(_CHECK, operand, contraction.read_state(operand.role), remedy)
 
 
 def _check_learned(function: str, contraction: Contraction) -> None:
     """Raise ContractValueError unless the scales and zero points of a layer are finite."""
-    for name in ("weight_scale", "weight_zero_point", "activation_scale", "activation_zero_point"):
+    for name in (f"{role}_{part}" for role in ("weight", "activation", "output") for part in ("scale", "zero_point")):
         variable = getattr(contraction, name)
         holds = variable is None or _learned.is_finite(variable[...])
         expected = "finite numbers: jaxquant.flax.nnx.start(model, batch) starts it"

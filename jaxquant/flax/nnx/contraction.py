@@ -19,6 +19,7 @@ from ..._training.backward import Int8Backward
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
+from .._run_to_codes import make_stand_in, run_to_codes
 from ..linen.contraction import ROUNDING
 from ..linen.contraction import promote_dtype as promote_linen_dtype
 from ..ranges import Dynamic, Observed
@@ -81,7 +82,12 @@ class Contraction(nnx.Module):
         weight_zero_point: the learned zero point of the weights, or None.
         activation_scale: the scale of the activations if it is learned or converted, or None.
         activation_zero_point: the zero point of the activations if it is learned or converted, or None.
+        output_range: the state of the calibrator of the result, or None.
+        output_batches: the number of batches that it has seen, or None.
+        output_scale: the scale of the result if it is learned or converted, or None.
+        output_zero_point: the zero point of the result if it is learned or converted, or None.
         converted_specs: a text of the specs with which the layer was converted, or None.
+        quantization: Static. The arguments of the layer.
 
     Raises:
         TypeError: At construction: an argument has a wrong type.
@@ -100,7 +106,8 @@ class Contraction(nnx.Module):
             if features is not None:
                 weight = _operations.resolve_features(weight, features)
             self.layer, self.operands = layer, (weight, activation)
-            self.backward = quantization.backward
+            self.backward, self.quantization = quantization.backward, quantization
+            self._relay: Any = None
             self.kernel_shape = None if kernel_shape is None else tuple(kernel_shape)
             self.use_running_average, self.is_starting = bool(use_running_average), False
             self.calibrating = False
@@ -113,9 +120,13 @@ class Contraction(nnx.Module):
             self.weight_zero_point: Any = nnx.data(None)
             self.activation_scale: Any = nnx.data(None)
             self.activation_zero_point: Any = nnx.data(None)
+            self.output_range: Any = nnx.data(None)
+            self.output_batches: Any = nnx.data(None)
+            self.output_scale: Any = nnx.data(None)
+            self.output_zero_point: Any = nnx.data(None)
             self.converted_specs: Any = nnx.data(None)
-            for operand in self.operands:
-                if operand is not None and not isinstance(operand.source, Dynamic):
+            for operand in self.list_operands():
+                if not isinstance(operand.source, Dynamic):
                     self._make_variables(operand, kernel)
 
     def __call__(self, *operands: Any, out_sharding: Any = None, **arguments: Any) -> jax.Array:
@@ -125,6 +136,13 @@ class Contraction(nnx.Module):
     def run(self, operation: Operation, *operands: Any, out_sharding: Any = None, **arguments: Any) -> jax.Array:
         """Return the result of an operation on this module's variables, with the sharding that is given."""
         call = operation.bind(*operands, **arguments)
+        relay = self._relay
+        if relay is not None:
+            result = run_to_codes(
+                operation, self, self.quantization, self.backward, relay.insert_codes(call), relay.bias
+            )
+            relay.result = result
+            return make_stand_in(result)
         y = _operations.run_operation(operation, self, self.backward, call)
         # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
@@ -143,7 +161,13 @@ class Contraction(nnx.Module):
 
     def describe_specs(self) -> StaticText:
         """Return a description of what must not change once the layer is converted."""
-        return StaticText("; ".join(map(_layer_operand.describe_converted, self.operands)))
+        output = self.quantization.find_output()
+        operands = (*self.operands, *(() if output is None else (output,)))
+        return StaticText("; ".join(map(_layer_operand.describe_converted, operands)))
+
+    def list_operands(self) -> list[LayerOperand]:
+        """Return the weights, the activations and the result, as far as they are quantized."""
+        return [o for o in (*self.operands, self.quantization.find_output()) if o is not None]
 
     def find_place(self) -> str:
         """Return the name of the layer, for errors."""
@@ -177,8 +201,8 @@ class Contraction(nnx.Module):
         return self._observe_range(operand, x) if isinstance(operand.source, Observed) else self._learn(operand, x)
 
     def read_constants(self, operand: LayerOperand) -> tuple[jax.Array, Any]:
-        """Return the scale and the zero point that `convert` stored for the activations."""
-        scale, zero_point = self.activation_scale, self.activation_zero_point
+        """Return the scale and the zero point that `convert` stored for the activations, or for the result."""
+        scale, zero_point = (getattr(self, f"{operand.role}_{name}") for name in ("scale", "zero_point"))
         expected = "its scale, which jaxquant.flax.nnx.convert makes of a range"
         checks.require(isinstance(scale, Ranges), _NAME, operand.role, expected, "none")
         return scale[...], None if zero_point is None else zero_point[...]
@@ -202,7 +226,8 @@ class Contraction(nnx.Module):
             # One range for the whole array has the same state for every shape.
             like = jax.ShapeDtypeStruct((1, 1), dtype)
             state = _observed.make_state(operand, like)  # type: ignore[arg-type]
-            self.activation_range, self.activation_batches = Ranges(state["state"]), Ranges(state["batches"])
+            setattr(self, f"{operand.role}_range", Ranges(state["state"]))
+            setattr(self, f"{operand.role}_batches", Ranges(state["batches"]))
             return
         if operand.role == "weight" and self.kernel_shape is not None and kernel is not None:
             dtype = kernel[...].dtype
@@ -220,7 +245,7 @@ class Contraction(nnx.Module):
     def _find_shape(self, operand: LayerOperand) -> tuple[int, ...]:
         """Return a shape whose range has the shape of an operand's range, and check that it is known."""
         is_single = _observed.is_per_tensor(operand)
-        if operand.role == "activation":
+        if operand.role != "weight":
             expected = "PerTensor(), or activation_range=Dynamic(): an NNX variable has one shape for all inputs"
             checks.require(is_single, _NAME, operand.argument, expected, operand.spec)
             return (1,)
@@ -234,15 +259,19 @@ class Contraction(nnx.Module):
 
     def _observe_range(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
         """Return the scale and the zero point of an observed range, updated by x unless it is only read."""
-        state = {"state": self.activation_range.get_value(), "batches": self.activation_batches[...]}
+        state = self.read_state(operand.role)
         if self.calibrating or not self.use_running_average:
             # A range for the whole array does not depend on the rank of x, so its variables have a fixed shape.
             state = _observed.update_state(operand, state, _flatten_rows(sharding.place_whole(x)))
-            self.activation_range.set_value(state["state"])
-            self.activation_batches.set_value(state["batches"])
+            getattr(self, f"{operand.role}_range").set_value(state["state"])
+            getattr(self, f"{operand.role}_batches").set_value(state["batches"])
         expected = "a range: call jaxquant.flax.nnx.calibrate(model, batches), or the model after model.train()"
         checks.require(_observed.has_data(state["batches"]), _NAME, operand.role, expected, "no data")
         return _observed.finalize_state(operand, state, x.shape)
+
+    def read_state(self, role: str) -> dict[str, Any]:
+        """Return the state of a calibrator and the number of its batches."""
+        return {"state": getattr(self, f"{role}_range").get_value(), "batches": getattr(self, f"{role}_batches")[...]}
 
     def _learn(self, operand: LayerOperand, x: jax.Array) -> tuple[jax.Array, Any]:
         """Return a learned scale and zero point; under `start`, set them from x first."""

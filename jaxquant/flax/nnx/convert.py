@@ -280,7 +280,9 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
     depth = _converted.count_leading_axes(_CONVERT, layer.kernel, kernel, shape, "nnx.vmap")
     weight = _find_weight(layer, len(shape))
     # As in `run_operation`: a float contraction keeps the layout that it has in training.
-    stored_axes = () if layer.contraction.operands[1] is None else _find_stored_axes(layer.module, len(shape))
+    contraction = layer.contraction
+    is_integer = contraction.operands[1] is not None or contraction.quantization.output_spec is not None
+    stored_axes = _find_stored_axes(layer.module, len(shape)) if is_integer else ()
     parts = _read_learned(layer.contraction, weight)
     q = _converted.quantize_kernel(_CONVERT, weight, kernel, parts, depth, stored_axes)
     # Metadata, such as the sharding, stays with the converted kernel.
@@ -296,14 +298,16 @@ def _quantize_kernel(layer: _Layer, variable: nnx.Variable) -> Any:
 
 def _freeze_ranges(contraction: Contraction) -> None:
     """Replace the variables that find ranges by the constants that they found."""
-    activation = contraction.operands[1]
-    if activation is not None and not isinstance(activation.source, Dynamic):
-        scale, zero_point = _find_constants(contraction, activation)
-        contraction.activation_scale = Ranges(scale)
-        contraction.activation_zero_point = nnx.data(None if zero_point is None else Ranges(zero_point))
+    for operand in contraction.list_operands():
+        if operand.role != "weight" and not isinstance(operand.source, Dynamic):
+            scale, zero_point = _find_constants(contraction, operand)
+            setattr(contraction, f"{operand.role}_scale", Ranges(scale))
+            point = nnx.data(None if zero_point is None else Ranges(zero_point))
+            setattr(contraction, f"{operand.role}_zero_point", point)
     # The layer compares this description when it serves.
     contraction.converted_specs = Ranges(contraction.describe_specs())
-    for name in ("activation_range", "activation_batches", "weight_scale", "weight_zero_point", "rngs"):
+    ranges = ("activation_range", "activation_batches", "output_range", "output_batches")
+    for name in (*ranges, "weight_scale", "weight_zero_point", "rngs"):
         setattr(contraction, name, nnx.data(None))
 
 
@@ -312,10 +316,10 @@ def _find_constants(contraction: Contraction, activation: LayerOperand) -> tuple
     if not isinstance(activation.source, Observed):
         parts = _read_learned(contraction, activation)
         return _converted.find_constants(_CONVERT, activation, parts, parts[0].ndim - 1)
-    batches = contraction.activation_batches[...]
+    state = contraction.read_state(activation.role)
+    batches = state["batches"]
     expected = "a range: call jaxquant.flax.nnx.calibrate(model, batches), or the model after model.train()"
     checks.require(_observed.has_data(batches), _CONVERT, activation.role, expected, "no data")
-    state = {"state": contraction.activation_range.get_value(), "batches": batches}
     return _converted.find_constants(_CONVERT, activation, state, batches.ndim, (1,))
 
 
@@ -334,6 +338,6 @@ def _read_learned(contraction: Contraction, operand: LayerOperand) -> tuple[jax.
 
 def _list_learned(contraction: Contraction) -> list[str]:
     """Return the names of the variables that a layer learns. A converted layer learns none."""
-    operands = [o for o in contraction.operands if o is not None and isinstance(o.source, Learned)]
+    operands = [operand for operand in contraction.list_operands() if isinstance(operand.source, Learned)]
     names = [name for operand in operands for name in _learned.list_names(operand)]
     return [name for name in names if getattr(contraction, name) is not None]

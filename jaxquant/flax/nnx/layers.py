@@ -16,6 +16,7 @@ from ..._core import checks
 from ..._training.backward import Backward, FloatBackward
 from .. import _operations
 from .._layer_operand import Quantization
+from .._run_to_codes import Relay, is_codes, make_stand_in, needs_codes
 from ..ranges import Dynamic, Observed, Source
 from .contraction import Contraction, ConvGeneralDilated, DotGeneral, Product, Table, promote_dtype
 from .convert import find_feature_axes
@@ -36,13 +37,16 @@ class _QuantizedLayer(nnx.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a layer the signature of flax's layer with the added arguments, for `help` and completion."""
         super().__init_subclass__(**options)
-        if _QuantizedLayer not in cls.__bases__:  # a user's subclass has its own
+        bases = [base for base in cls.__bases__ if base in _QuantizedLayer.__subclasses__() or base is _QuantizedLayer]
+        if not bases or len(cls.__bases__) < 2:  # a user's subclass has its own
             return
-        flax_layer = cls.__bases__[cls.__bases__.index(_QuantizedLayer) + 1]
+        flax_layer = cls.__bases__[cls.__bases__.index(bases[0]) + 1]
         hidden = ("self", "mask", *_RESERVED)
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
         added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
         names = {p.name for p in parameters}
+        if bases[0] is _QuantizedLayer:  # a layer that gives floats
+            names |= {"output_spec", "output_range", "output_relu", "integer_bias"}
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
         parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
@@ -51,13 +55,20 @@ class _QuantizedLayer(nnx.Module):
     def __init__(
         self, *sizes: Any, weight_spec: QuantSpec, activation_spec: QuantSpec | None = None,
         weight_range: Source = Dynamic(), activation_range: Source = Observed(), backward: Backward = FloatBackward(),
-        use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
+        output_spec: QuantSpec | None = None, output_range: Source = Observed(), output_relu: bool = False,
+        integer_bias: bool = False, use_running_average: bool = False, rngs: nnx.Rngs, **arguments: Any,
     ) -> None:  # fmt: skip
         _check_arguments(self, arguments)
         if self._contraction is not Table:
             arguments["promote_dtype"] = promote_dtype
         super().__init__(*sizes, rngs=rngs, **arguments)  # type: ignore[call-arg]
-        quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward)
+        output = (output_spec, output_range, output_relu, integer_bias)
+        quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward, *output)
+        if not isinstance(self, _CodesLayer):
+            with checks.prefix_errors(type(self).__name__):
+                expected = "no value, because this layer gives floats"
+                is_float = output_spec is None and not integer_bias
+                checks.require(is_float, _NAME, "output_spec, integer_bias", expected, "one")
         kernel = getattr(self, self._kernel)
         shape = tuple(kernel[...].shape)
         features = find_feature_axes(self, len(shape))
@@ -65,6 +76,36 @@ class _QuantizedLayer(nnx.Module):
         place = f"{type(self).__name__}{shape}"
         contraction = self._contraction(place, quantization, use_running_average, rngs, kernel, shape, features)
         setattr(self, self._field, nnx.data(contraction))
+
+
+class _CodesLayer(_QuantizedLayer):
+    """A quantized layer that takes and gives codes. A base class in front of flax's layer."""
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
+        """Return the result of the layer.
+
+        Args:
+            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
+            out_sharding: Static. The sharding of a float result, or None.
+
+        Returns:
+            Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
+            FakeQuantizedArray.
+        """
+        layer, contraction = super(), getattr(self, self._field)
+        # A user may have replaced the contraction by another function.
+        quantization = getattr(contraction, "quantization", None)
+        if quantization is None or not needs_codes(quantization, inputs):
+            return layer.__call__(inputs, out_sharding)  # type: ignore[misc]
+        variable: Any = self.bias  # type: ignore[attr-defined]
+        relay = Relay(inputs if is_codes(inputs) else None, None if variable is None else variable[...])
+        # flax's layer gets floats of the same shape. What it computes with its result is not used.
+        object.__setattr__(contraction, "_relay", relay)
+        try:
+            y = layer.__call__(make_stand_in(inputs))  # type: ignore[misc]
+        finally:
+            object.__setattr__(contraction, "_relay", None)
+        return relay.find_result(y, quantization)
 
 
 def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
@@ -77,7 +118,7 @@ def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
         checks.require(arguments.get("mask") is None, _NAME, "mask", expected, "an array")
 
 
-class Linear(_QuantizedLayer, nnx.Linear):
+class Linear(_CodesLayer, nnx.Linear):
     """`flax.nnx.Linear` with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -102,6 +143,13 @@ class Linear(_QuantizedLayer, nnx.Linear):
             learned ranges must be `PerTensor()`, because an NNX variable has one shape for all inputs.
         backward: `jq.FloatBackward()` contracts gradients in floats. `jq.Int8Backward()` contracts them in integers,
             and with `stochastic_rounding=True` rounds them with keys from the stream "rounding" of rngs.
+        output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None gives floats. The layer
+            then gives codes: a `QuantizedArray` if its kernel is converted, and in training a `FakeQuantizedArray`,
+            with the same codes and a gradient. A layer with activation_spec=None takes both as its inputs. The bias is
+            rounded to int32, in steps of the product of the scales. Not for `Einsum` and `Embed`.
+        output_range: `Observed()` or `Learned()`, as in activation_range.
+        output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
+        integer_bias: Whether the bias is rounded to int32 although the result is float.
         use_running_average: Whether ranges are only read, not updated.
         rngs: Random keys, as in flax's layer.
         **arguments: Other arguments of flax's layer.
@@ -138,7 +186,7 @@ class Linear(_QuantizedLayer, nnx.Linear):
     _contraction = DotGeneral
 
 
-class LinearGeneral(_QuantizedLayer, nnx.LinearGeneral):
+class LinearGeneral(_CodesLayer, nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral`, a Linear layer over several axes, with a quantized kernel and quantized inputs.
 
     y = dot_general(quantize(x), quantize(kernel)) + bias
@@ -181,7 +229,7 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
         super().__init__(einsum_str, *shapes, **arguments)
 
 
-class Conv(_QuantizedLayer, nnx.Conv):
+class Conv(_CodesLayer, nnx.Conv):
     """`flax.nnx.Conv` with a quantized kernel and quantized inputs.
 
     y = conv_general_dilated(quantize(x), quantize(kernel)) + bias
