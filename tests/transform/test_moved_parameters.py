@@ -96,10 +96,14 @@ def _move(params: Any, x: jax.Array, images: jax.Array) -> Any:
     ]  # fmt: skip
 
 
-def test_parameters_are_followed(rng: np.random.Generator) -> None:
-    layers = [{"w": _sample(rng, 16, 16), "b": _sample(rng, 16)} for _ in range(3)]
-    params = {"w": _sample(rng, 16, 16), "pair": _sample(rng, 2, 16, 16), "filters": _sample(rng, 2, 3, 3, 4, 8)}
-    params, inputs = {**params, "layers": layers}, (4 * _sample(rng, 4, 16), _sample(rng, 2, 5, 5, 4))
+def test_parameters_are_followed(fixed_rng: np.random.Generator) -> None:
+    layers = [{"w": _sample(fixed_rng, 16, 16), "b": _sample(fixed_rng, 16)} for _ in range(3)]
+    params = {
+        "w": _sample(fixed_rng, 16, 16),
+        "pair": _sample(fixed_rng, 2, 16, 16),
+        "filters": _sample(fixed_rng, 2, 3, 3, 4, 8),
+    }
+    params, inputs = {**params, "layers": layers}, (4 * _sample(fixed_rng, 4, 16), _sample(fixed_rng, 2, 5, 5, 4))
     prepared = jq.prepare(_move, params, *inputs, rules=STATIC, strict=True)
     assert count_rows(prepared.coverage) == count_contractions(_move, params, *inputs)
     assert not prepared.coverage.floats
