@@ -110,8 +110,8 @@ def _run(table: Table, options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.quick:
         rows = _quick(rows)
     if options.sample and options.sample < len(rows):
-        chosen = random.Random(os.environ.get("JAXQUANT_SEED", "0")).sample(range(len(rows)), options.sample)
-        rows = [rows[place] for place in sorted(chosen)]
+        places = random.Random(os.environ.get("JAXQUANT_SEED", "0")).sample(range(len(rows)), options.sample)
+        rows = [rows[place] for place in sorted(places)]
     if rows:
         print(f"\n### {table.title}\n")
         _print_line(_head(opponents, throughput))
@@ -183,8 +183,8 @@ def _cells(record: dict[str, Any], opponents: Sequence[str], throughput: str) ->
     cells = [record["name"], record["shape"]]
     for kind in _KINDS:
         medians = {name: t[kind]["median_ms"] for name, t in record["timings"].items()}
-        shown = (JAXQUANT, *opponents)
-        cells += [f"{medians[n]:.3g}" if n in medians else record["missing"][n] for n in shown]
+        columns = (JAXQUANT, *opponents)
+        cells += [f"{medians[n]:.3g}" if n in medians else record["missing"][n] for n in columns]
         cells += [f"{medians[JAXQUANT] / medians[n]:.2f}" if n in medians else "" for n in opponents]
     if throughput:
         per_second = 1e3 / record["timings"][JAXQUANT]["queued"]["median_ms"]

@@ -91,8 +91,8 @@ class Network(nn.Module):
         """Return the outputs of the last layer."""
         dense: Any = nn.Dense
         if self.weight is not None:
-            given = {"weight_spec": self.weight, "activation_spec": jq.QuantSpec(jnp.uint8)}
-            dense = functools.partial(qnn.Dense, **given, weight_range=self.ranges[0], activation_range=self.ranges[1])
+            specs = {"weight_spec": self.weight, "activation_spec": jq.QuantSpec(jnp.uint8)}
+            dense = functools.partial(qnn.Dense, **specs, weight_range=self.ranges[0], activation_range=self.ranges[1])
         for features in self.widths[:-1]:
             x = nn.relu(dense(features)(x))
         return dense(self.widths[-1])(x)
@@ -114,33 +114,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_line(["---"] * len(heads))
     wrong = []
     for task in _TASKS:
-        found = [_one_seed(task, seed) for seed in range(_FIRST_SEED, _FIRST_SEED + options.seeds)]
-        scores = {key: np.array([seed[key] for seed in found]) for key in found[0]}
+        seed_scores = [_score_seed(task, seed) for seed in range(_FIRST_SEED, _FIRST_SEED + options.seeds)]
+        scores = {key: np.array([seed[key] for seed in seed_scores]) for key in seed_scores[0]}
         changed = int(scores.pop(("changed", "")).sum())
         wrong += [f"{task.name}: converting changed {changed} outputs"] if changed else []
-        wrong += [line for weights in _WEIGHTS for line in _judged(task, weights, scores)]
+        wrong += [line for weights in _WEIGHTS for line in _judge_weights(task, weights, scores)]
     print(f"\n{time.perf_counter() - began:.0f} s")
     print("missed: " + "; ".join(wrong) if wrong else "every target met; converting to integers changed no output")
     return 1 if wrong else 0
 
 
-def _judged(task: _Task, weights: str, scores: dict[tuple[str, str], np.ndarray]) -> list[str]:
+def _judge_weights(task: _Task, weights: str, scores: dict[tuple[str, str], np.ndarray]) -> list[str]:
     """Print a row, and return descriptions of the targets that it misses."""
     full, after = scores[_FLOAT, ""], scores[_TRAINED, weights]
     before = max((scores[kind, weights] for kind in _POST_TRAINING), key=np.mean)
-    (lost, lost_error), (gained, gained_error) = _mean(full - before), _mean(after - before)
+    (loss, loss_error), (gain, gain_error) = _mean(full - before), _mean(after - before)
     columns = [full, *(scores[kind, weights] for kind in _POST_TRAINING), after]
     spread = [f"{np.mean(s):.2f} ± {_deviation(s):.2f}" for s in columns]
-    differences = [f"{mean:+.2f} ± {error:.2f}" for mean, error in ((-lost, lost_error), (gained, gained_error))]
-    target, is_measured = _TARGETS.get(weights), lost > _ERRORS * lost_error
-    share = f"{100 * gained / lost:.0f} %" if target and lost > 0 else ""
-    wanted, wrong = "not worse", []
+    differences = [f"{mean:+.2f} ± {error:.2f}" for mean, error in ((-loss, loss_error), (gain, gain_error))]
+    target, is_measured = _TARGETS.get(weights), loss > _ERRORS * loss_error
+    share = f"{100 * gain / loss:.0f} %" if target and loss > 0 else ""
+    goal, wrong = "not worse", []
     if target and is_measured:
-        wanted, wrong = f"{100 * target:.0f} %", [f"{share} recovered"] if gained < target * lost else []
+        goal, wrong = f"{100 * target:.0f} %", [f"{share} recovered"] if gain < target * loss else []
     elif target:
-        wanted += ", the loss may be chance"
-    wrong += [f"{gained:+.2f} against post-training"] if gained < -_ERRORS * gained_error else []
-    _print_line([task.name, task.measure, weights, *spread, *differences, share, wanted, "MISSED" if wrong else "met"])
+        goal += ", the loss may be chance"
+    wrong += [f"{gain:+.2f} against post-training"] if gain < -_ERRORS * gain_error else []
+    _print_line([task.name, task.measure, weights, *spread, *differences, share, goal, "MISSED" if wrong else "met"])
     return [f"{task.name} {weights}: {failure}" for failure in wrong]
 
 
@@ -153,40 +153,40 @@ def _deviation(scores: np.ndarray) -> float:
     return float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0
 
 
-def _one_seed(task: _Task, seed: int) -> dict[tuple[str, str], float]:
+def _score_seed(task: _Task, seed: int) -> dict[tuple[str, str], float]:
     """Return the score of each network on the test split, and the number of outputs that conversion changed."""
     train, validation, test = _splits(task, seed)
     key = jax.random.key(seed)
     network = Network(task.widths)
     variables = network.init(key, train[0])
-    trained = _trained(task, network, task.plan, variables, train, validation, key)
-    found = {(_FLOAT, ""): _score(task, _apply(network, trained, test[0]), test[1]), ("changed", ""): 0.0}
-    softened = (train[0], _softened(task, _apply(network, trained, train[0]), train[1]))
+    trained = _train(task, network, task.plan, variables, train, validation, key)
+    scores = {(_FLOAT, ""): _score(task, _apply(network, trained, test[0]), test[1]), ("changed", ""): 0.0}
+    softened = (train[0], _soften_targets(task, _apply(network, trained, train[0]), train[1]))
     for name, spec in _WEIGHTS.items():
         for kind, ranges in {**_POST_TRAINING, _TRAINED: _LEARNED}.items():
             quantized = Network(task.widths, spec, ranges)
-            state = _started(quantized, trained["params"], train[0])
+            state = _start_ranges(quantized, trained["params"], train[0])
             if kind == _TRAINED:
                 plan = task.plan_on[0], task.plan_on[1] * _RATES[name]
-                state = _trained(task, quantized, plan, state, softened, validation, key)
+                state = _train(task, quantized, plan, state, softened, validation, key)
             outputs = _apply(quantized, jqf.convert(quantized, state), test[0])
-            found[kind, name] = _score(task, outputs, test[1])
-            found["changed", ""] += float((outputs != _apply(quantized, state, test[0])).sum())
-    return found
+            scores[kind, name] = _score(task, outputs, test[1])
+            scores["changed", ""] += float((outputs != _apply(quantized, state, test[0])).sum())
+    return scores
 
 
 _apply = jax.jit(lambda network, variables, x: network.apply(variables, x), static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _started(network: Network, params: Any, x: jax.Array) -> Any:
+def _start_ranges(network: Network, params: Any, x: jax.Array) -> Any:
     """Return the variables of a quantized network with the weights of a float network and ranges or scales from x."""
-    _, found = network.apply({"params": params}, x, mutable=["ranges", "scales"])
-    return {"params": params, **found}
+    _, state = network.apply({"params": params}, x, mutable=["ranges", "scales"])
+    return {"params": params, **state}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _trained(
+def _train(
     task: _Task, network: Network, plan: tuple[int, float], variables: Any, train: Split, validation: Split, key: Any
 ) -> Any:
     """Return the variables with the least validation loss, at the start or after an epoch."""
@@ -221,21 +221,21 @@ def _trained(
     return {**best, **fixed}
 
 
-def _loss(task: _Task, outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+def _loss(task: _Task, outputs: jax.Array, targets: jax.Array) -> jax.Array:
     if task.is_classes:
-        return optax.softmax_cross_entropy(outputs, wanted).mean()
-    return jnp.mean((outputs - wanted) ** 2)
+        return optax.softmax_cross_entropy(outputs, targets).mean()
+    return jnp.mean((outputs - targets) ** 2)
 
 
-def _softened(task: _Task, outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+def _soften_targets(task: _Task, outputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Return the mean of the data's targets and the float network's outputs."""
-    return (wanted + (jax.nn.softmax(outputs / _TEMPERATURE) if task.is_classes else outputs)) / 2
+    return (targets + (jax.nn.softmax(outputs / _TEMPERATURE) if task.is_classes else outputs)) / 2
 
 
-def _score(task: _Task, outputs: jax.Array, wanted: jax.Array) -> float:
+def _score(task: _Task, outputs: jax.Array, targets: jax.Array) -> float:
     if task.is_classes:
-        return 100 * float((outputs.argmax(axis=1) == wanted.argmax(axis=1)).mean())
-    return 100 * float(jnp.mean(1 - jnp.mean((outputs - wanted) ** 2, axis=0) / jnp.var(wanted, axis=0)))
+        return 100 * float((outputs.argmax(axis=1) == targets.argmax(axis=1)).mean())
+    return 100 * float(jnp.mean(1 - jnp.mean((outputs - targets) ** 2, axis=0) / jnp.var(targets, axis=0)))
 
 
 def _print_line(cells: Sequence[str]) -> None:
@@ -251,14 +251,14 @@ def _splits(task: _Task, seed: int) -> list[Split]:
     order = np.random.default_rng(seed).permutation(len(x))
     half, rest = len(x) // 2, 7 * len(x) // 10
     parts = [order[:half], order[half:rest], order[rest:]]
-    x = _standardized(x, parts[0])
-    y = y if task.is_classes else _standardized(y, parts[0])
+    x = _standardize(x, parts[0])
+    y = y if task.is_classes else _standardize(y, parts[0])
     return [(jnp.asarray(x[part], jnp.float32), jnp.asarray(y[part], jnp.float32)) for part in parts]
 
 
-def _standardized(values: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    deviation = values[seen].std(axis=0)
-    return (values - values[seen].mean(axis=0)) / np.where(deviation == 0, 1, deviation)
+def _standardize(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    deviation = values[rows].std(axis=0)
+    return (values - values[rows].mean(axis=0)) / np.where(deviation == 0, 1, deviation)
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:

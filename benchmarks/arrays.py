@@ -86,8 +86,8 @@ def _contest(
     a: Any, b: Codes, ours: Callable[..., Any], opponents: dict[str, Call | Missing], expected: Call, **rest: Any
 ) -> Contest:
     """Return the contest of jitted contractions of `a`, quantized or not, with `b`."""
-    held = a.array if isinstance(a, Codes) else jax.device_put(a)
-    return Contest(partial(jax.jit(ours), held, b.array), opponents, expected, a.nbytes + b.nbytes, **rest)
+    operand = a.array if isinstance(a, Codes) else jax.device_put(a)
+    return Contest(partial(jax.jit(ours), operand, b.array), opponents, expected, a.nbytes + b.nbytes, **rest)
 
 
 def _jitted(work: Callable[..., Any], *operands: Any) -> Call:
@@ -150,8 +150,8 @@ def _blocked(shape: tuple[int, ...]) -> Contest:
     parts = [slice(_BLOCK * i, _BLOCK * (i + 1)) for i in range(blocks)]
 
     def raw(a: tuple[Any, ...], b: tuple[Any, ...]) -> jax.Array:
-        cut = (a[0].reshape(m, blocks, _BLOCK), b[0].reshape(blocks, _BLOCK, n))
-        acc = jq.integer.dot_general(*cut, (((2,), (1,)), ((1,), (0,))))
+        operands = (a[0].reshape(m, blocks, _BLOCK), b[0].reshape(blocks, _BLOCK, n))
+        acc = jq.integer.dot_general(*operands, (((2,), (1,)), ((1,), (0,))))
         return (acc.astype(jnp.float32) * (a[1].T[:, :, None] * b[1][:, None, :])).sum(axis=0)
 
     def expected() -> np.ndarray:
@@ -250,25 +250,25 @@ def _quantize(size: int, axes: tuple[int, ...] | None, block: int | None = None,
     spec = jq.QuantSpec(jnp.int8, granularity)
 
     def plain(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cut = x.reshape(size, -1, block) if block else x
-        scale = jnp.max(jnp.abs(cut), axis=-1 if block else axes, keepdims=True) / 127
-        steps = jnp.clip(jnp.round(cut / scale), -127, 127).astype(jnp.int8)
+        blocks = x.reshape(size, -1, block) if block else x
+        scale = jnp.max(jnp.abs(blocks), axis=-1 if block else axes, keepdims=True) / 127
+        steps = jnp.clip(jnp.round(blocks / scale), -127, 127).astype(jnp.int8)
         return steps.reshape(size, size), scale.reshape(size, -1) if block else scale
 
     def expected() -> tuple[np.ndarray, np.ndarray]:
-        cut = x.reshape(size, -1, block) if block else x
-        scale = np.abs(cut).max(axis=-1 if block else axes, keepdims=True) / np.float32(127)
-        steps = np.clip(np.rint(cut / scale), -127, 127).astype(np.int8)
+        blocks = x.reshape(size, -1, block) if block else x
+        scale = np.abs(blocks).max(axis=-1 if block else axes, keepdims=True) / np.float32(127)
+        steps = np.clip(np.rint(blocks / scale), -127, 127).astype(np.int8)
         return steps.reshape(size, size), scale.reshape(size, -1) if block else scale
 
-    held = jax.device_put(x)
+    operand = jax.device_put(x)
     ours = partial(jq.quantize, spec=spec)
     opponents = {
-        PLAIN: partial(jax.jit(plain), held),
+        PLAIN: partial(jax.jit(plain), operand),
         FLOAT32: _NONE,
         QWIX: qwix_calls.quantize(x, spec.granularity),
     }
-    return Contest(partial(jax.jit(ours) if jitted else ours, held), opponents, expected, x.nbytes, _QWIX_IS_UNLIKE)
+    return Contest(partial(jax.jit(ours) if jitted else ours, operand), opponents, expected, x.nbytes, _QWIX_IS_UNLIKE)
 
 
 def _dequantize(size: int, dtype: Any, scales: tuple[int, ...]) -> Contest:
@@ -289,15 +289,15 @@ def _dequantize(size: int, dtype: Any, scales: tuple[int, ...]) -> Contest:
 
 
 def _rows(
-    name: str, shapes: list[tuple[int, ...]], compiled: int, build: Callable[..., Contest], *given: Any
+    name: str, shapes: list[tuple[int, ...]], compiled: int, build: Callable[..., Contest], *arguments: Any
 ) -> list[Row]:
     """Return a row per shape. `compiled` is the index of the row whose compilation is timed."""
     timed = shapes[compiled]
-    return [Row(name, shape, partial(build, shape, *given), shape == timed) for shape in shapes]
+    return [Row(name, shape, partial(build, shape, *arguments), shape == timed) for shape in shapes]
 
 
-def _sized(name: str, build: Callable[..., Contest], *given: Any) -> list[Row]:
-    return [Row(name, (size, size), partial(build, size, *given), size == 1024) for size in (1024, 4096)]
+def _sized(name: str, build: Callable[..., Contest], *arguments: Any) -> list[Row]:
+    return [Row(name, (size, size), partial(build, size, *arguments), size == 1024) for size in (1024, 4096)]
 
 
 _CUBES = [(256,) * 3, (1024,) * 3, (2048,) * 3]

@@ -41,8 +41,8 @@ def _extremes(size: tuple[int, int], axes: _Axes, name: str) -> Contest:
         return (-largest, largest) if name == "absmax" else (low, high)
 
     reductions = [models.single_node(f"Reduce{end}", {"x": x}, {}, axes=axes) for end in ("Min", "Max")]
-    both = [call for call in reductions if not isinstance(call, Missing)]
-    onnx = (lambda: [call() for call in both]) if len(both) == 2 else Missing("not installed")
+    calls = [call for call in reductions if not isinstance(call, Missing)]
+    onnx = (lambda: [call() for call in calls]) if len(calls) == 2 else Missing("not installed")
     calibrator = getattr(jq, name)(_spec(axes))
     return _contest(calibrator, x, axes, onnx, expected, calibrator.finalize)
 
@@ -65,8 +65,8 @@ def _contest(
     first, second = jax.device_put((x, x[::-1]))
     update = jax.jit(calibrator.update)
     state = jax.block_until_ready(update(calibrator.init(first), first))
-    read = partial(jax.jit(lambda x: jnp.max(x, axis=axes)), second)
-    opponents: dict[str, Call | Missing] = {_ONE_READ: read, ONNX_RUNTIME: onnx}
+    find_max = partial(jax.jit(lambda x: jnp.max(x, axis=axes)), second)
+    opponents: dict[str, Call | Missing] = {_ONE_READ: find_max, ONNX_RUNTIME: onnx}
     return Contest(partial(update, state, second), opponents, expected, x.nbytes, _UNLIKE, compared)
 
 
@@ -100,11 +100,11 @@ def _collector(name: str, x: np.ndarray, axes: _Axes) -> Call | Missing:
     return partial(see, {"x": x[::-1]})
 
 
-def _rows(title: str, sizes: Sequence[tuple[int, int]], build: Callable[..., Contest], *given: Any) -> list[Row]:
-    found = []
+def _rows(title: str, sizes: Sequence[tuple[int, int]], build: Callable[..., Contest], *arguments: Any) -> list[Row]:
+    rows = []
     for kind, axes in (("per tensor", _PER_TENSOR), ("per channel", _PER_CHANNEL)):
-        found += [Row(f"{title} {kind}", size, partial(build, size, axes, *given), size == _LARGE) for size in sizes]
-    return found
+        rows += [Row(f"{title} {kind}", size, partial(build, size, axes, *arguments), size == _LARGE) for size in sizes]
+    return rows
 
 
 _SMALL, _LARGE = (256, 1024), (4096, 1024)

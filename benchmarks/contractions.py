@@ -73,8 +73,8 @@ def _matmul_integer(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Conte
     floats = a.astype(np.float32), b.astype(np.float32)
     opponents = {ONNX_RUNTIME: onnx, **_floats(jnp.matmul, *floats), QWIX: qwix_calls.matmul(*floats)}
     ours = partial(jq.matmul_integer, *jax.device_put((a, b, *zero_points)))
-    read = a.nbytes + b.nbytes
-    return Contest(ours, opponents, onnx, read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
+    bytes_read = a.nbytes + b.nbytes
+    return Contest(ours, opponents, onnx, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
 
 
 def _against_bare(shape: tuple[int, ...]) -> Contest:
@@ -100,8 +100,8 @@ def _dynamic_dense(shape: tuple[int, ...], constant: bool = False) -> Contest:
         QWIX: qwix_calls.matmul(*floats),
     }
     ours = _ours(jq.dynamic_quantize_matmul, a, *weights.values(), constant=constant)
-    read = a.nbytes + b.nbytes + b_scale.nbytes + bias.nbytes
-    return Contest(ours, opponents, onnx, read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
+    bytes_read = a.nbytes + b.nbytes + b_scale.nbytes + bias.nbytes
+    return Contest(ours, opponents, onnx, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
 
 
 def _qlinear_conv(shape: tuple[int, ...], work: _Conv, constant: bool = False) -> Contest:
@@ -131,7 +131,7 @@ def _narrow_depthwise(shape: tuple[int, ...]) -> Contest:
         "feature_group_count": channels,
     }
     convolve = jax.jit(partial(jq.integer.conv_general_dilated, **layout))
-    held, narrow, wide = jax.device_put((x, w, w.astype(np.int8)))
+    images, narrow, wide = jax.device_put((x, w, w.astype(np.int8)))
 
     def expected() -> np.ndarray:
         edge, steps = kernel // 2, w.astype(np.int32)
@@ -142,9 +142,11 @@ def _narrow_depthwise(shape: tuple[int, ...]) -> Contest:
                 acc += padded[:, i : i + height, j : j + width] * steps[i, j, 0]
         return acc
 
-    opponents = {ONNX_RUNTIME: _NO_OPERATOR, FLOAT32: partial(convolve, held, wide), QWIX: Missing("none")}
+    opponents = {ONNX_RUNTIME: _NO_OPERATOR, FLOAT32: partial(convolve, images, wide), QWIX: Missing("none")}
     multiply_adds = n * height * width * w.size
-    return Contest(partial(convolve, held, narrow), opponents, expected, x.nbytes + w.size, multiply_adds=multiply_adds)
+    return Contest(
+        partial(convolve, images, narrow), opponents, expected, x.nbytes + w.size, multiply_adds=multiply_adds
+    )
 
 
 def _conv_constants(work: _Conv) -> dict[str, np.ndarray]:
@@ -185,8 +187,8 @@ def _blocked_scales(shape: tuple[int, ...]) -> Contest:
         QWIX: qwix_calls.matmul(*floats, block_size=_BLOCK),
     }
     ours = partial(jq.matmul_integer_to_float, *jax.device_put((a, b, a_scale, b_scale)))
-    read = a.nbytes + b.nbytes + b_scale.nbytes
-    return Contest(ours, opponents, expected, read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
+    bytes_read = a.nbytes + b.nbytes + b_scale.nbytes
+    return Contest(ours, opponents, expected, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
 
 
 def _nbits(shape: tuple[int, ...], constant: bool = False) -> Contest:
@@ -209,31 +211,33 @@ def _nbits(shape: tuple[int, ...], constant: bool = False) -> Contest:
         QWIX: qwix_calls.int4_weights(a, w, _NIBBLE_BLOCK),
     }
     ours = _ours(partial(jq.matmul_nbits, **attributes), a, b, scales, constant=constant)
-    read = a.nbytes + b.nbytes + scales.nbytes
+    bytes_read = a.nbytes + b.nbytes + scales.nbytes
     all_close = partial(np.ones, (m, n), bool)
-    return Contest(ours, opponents, all_close, read, unlike=_UNLIKE, compared=close, multiply_adds=math.prod(shape))
+    return Contest(
+        ours, opponents, all_close, bytes_read, unlike=_UNLIKE, compared=close, multiply_adds=math.prod(shape)
+    )
 
 
 def _ours(operator: Callable[..., jax.Array], x: np.ndarray, *weights: np.ndarray | None, constant: bool) -> Call:
-    x_there, held = jax.device_put((x, weights))
-    return partial(jax.jit(lambda x: operator(x, *held)), x_there) if constant else partial(operator, x_there, *held)
+    array, arrays = jax.device_put((x, weights))
+    return partial(jax.jit(lambda x: operator(x, *arrays)), array) if constant else partial(operator, array, *arrays)
 
 
 def _floats(work: Callable[..., jax.Array], *operands: np.ndarray) -> dict[str, Call | Missing]:
     """Return calls that do the same work in float32, and in bfloat16 if the backend has units for it."""
     jitted = jax.jit(work)
-    found: dict[str, Call | Missing] = {FLOAT32: partial(jitted, *jax.device_put(operands))}
+    calls: dict[str, Call | Missing] = {FLOAT32: partial(jitted, *jax.device_put(operands))}
     if jax.default_backend() != "cpu":
-        found[BFLOAT16] = partial(jitted, *(jnp.asarray(array, jnp.bfloat16) for array in operands))
-    return found
+        calls[BFLOAT16] = partial(jitted, *(jnp.asarray(array, jnp.bfloat16) for array in operands))
+    return calls
 
 
 def _products(
-    name: str, shapes: list[tuple[int, ...]], compiled: int, build: Callable[..., Contest], *given: Any
+    name: str, shapes: list[tuple[int, ...]], compiled: int, build: Callable[..., Contest], *arguments: Any
 ) -> list[Row]:
     """Return a row per shape. `compiled` is the index of the row whose compilation is timed."""
     timed = shapes[compiled]
-    return [Row(name, shape, partial(build, shape, *given), shape == timed) for shape in shapes]
+    return [Row(name, shape, partial(build, shape, *arguments), shape == timed) for shape in shapes]
 
 
 def _convs(name: str, work: _Conv, *sizes: tuple[int, int], constant: bool = False) -> list[Row]:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.case:
-        print(json.dumps(_measured(json.loads(options.case))))
+        print(json.dumps(_measure(json.loads(options.case))))
         return 0
     size = options.megabytes * _MEGABYTE if options.megabytes else _fitting()
     missed = _calibration(size) + _quantization(size)
@@ -67,11 +67,11 @@ def _calibration(size: int) -> list[str]:
     missed = []
     for name in _CALIBRATORS:
         for granularity, ranges in ((_PER_TENSOR, "1"), (_PER_CHANNEL, f"{_CHANNELS}")):
-            found = _in_process({"calibrator": name, "granularity": granularity, "batches": batches})
-            met = found["state"] < _STATE_LIMIT
-            peak = f"{found['peak'] / 1e6:.0f}"
-            _print_line([name, ranges, f"{found['state']:,}", "met" if met else "MISSED", peak])
-            missed += [] if met else [f"{name} {ranges}"]
+            sizes = _in_process({"calibrator": name, "granularity": granularity, "batches": batches})
+            is_small = sizes["state"] < _STATE_LIMIT
+            peak = f"{sizes['peak'] / 1e6:.0f}"
+            _print_line([name, ranges, f"{sizes['state']:,}", "met" if is_small else "MISSED", peak])
+            missed += [] if is_small else [f"{name} {ranges}"]
     return missed
 
 
@@ -83,33 +83,33 @@ def _quantization(size: int) -> list[str]:
     missed = []
     for granularity in _GRANULARITIES:
         title = f"{granularity[0]}({', '.join(map(str, granularity[1:]))})"
-        cells, over = [title], []
+        cells, failures = [title], []
         for jitted in (False, True):
             for dtype in _DTYPES:
                 case = {"quantize": dtype, "granularity": granularity, "jitted": jitted, "size": size}
                 peak = _in_process(case)["peak"] / size
                 cells.append(f"{peak:.2f}")
-                over += [f"{title} {dtype}{' under jit' * jitted}"] if peak >= _PEAK_LIMIT else []
-        _print_line([*cells, "MISSED" if over else "met"])
-        missed += over
+                failures += [f"{title} {dtype}{' under jit' * jitted}"] if peak >= _PEAK_LIMIT else []
+        _print_line([*cells, "MISSED" if failures else "met"])
+        missed += failures
     return missed
 
 
 def _in_process(case: dict[str, Any]) -> dict[str, int]:
     command = [sys.executable, "-m", "benchmarks.memory", "--case", json.dumps(case)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(process.stdout)
 
 
-def _measured(case: dict[str, Any]) -> dict[str, int]:
+def _measure(case: dict[str, Any]) -> dict[str, int]:
     import jaxquant as jq
 
-    name, *given = case["granularity"]
-    granularity = getattr(jq, name)(*given)
-    return _calibrated(case, granularity) if "calibrator" in case else _quantized(case, granularity)
+    name, *arguments = case["granularity"]
+    granularity = getattr(jq, name)(*arguments)
+    return _measure_calibration(case, granularity) if "calibrator" in case else _measure_quantization(case, granularity)
 
 
-def _calibrated(case: dict[str, Any], granularity: Any) -> dict[str, int]:
+def _measure_calibration(case: dict[str, Any], granularity: Any) -> dict[str, int]:
     import jax
     import jax.numpy as jnp
 
@@ -118,18 +118,18 @@ def _calibrated(case: dict[str, Any], granularity: Any) -> dict[str, int]:
     spec = jq.QuantSpec(jnp.int8, granularity)
     calibrator = getattr(jq, case["calibrator"])(spec, *((99.9,) if case["calibrator"] == "percentile" else ()))
     grown = jax.jit(lambda x, i: x * (i + 1.0))  # the batches have increasing ranges, so that histograms grow too
-    first = _made((_BATCH_BYTES // _FLOAT_BYTES // _CHANNELS, _CHANNELS))
+    first = _make_floats((_BATCH_BYTES // _FLOAT_BYTES // _CHANNELS, _CHANNELS))
     jax.block_until_ready(grown(first, 0.0))
     update = jax.jit(calibrator.update)
-    before = _peak()
+    initial_peak = _peak()
     state = calibrator.init(first)
     for i in range(case["batches"]):
         state = jax.block_until_ready(update(state, grown(first, float(i))))
     calibrator.finalize(state)
-    return {"state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "peak": _peak() - before}
+    return {"state": sum(leaf.nbytes for leaf in jax.tree.leaves(state)), "peak": _peak() - initial_peak}
 
 
-def _quantized(case: dict[str, Any], granularity: Any) -> dict[str, int]:
+def _measure_quantization(case: dict[str, Any], granularity: Any) -> dict[str, int]:
     import jax
     import jax.numpy as jnp
 
@@ -140,14 +140,14 @@ def _quantized(case: dict[str, Any], granularity: Any) -> dict[str, int]:
     def quantize(x: jax.Array) -> jq.QuantizedArray:
         return jq.quantize(x, spec)
 
-    _made((8, 8))
-    before = _peak()
-    x = _made((case["size"] // _FLOAT_BYTES // 2**14, 2**14))
+    _make_floats((8, 8))
+    initial_peak = _peak()
+    x = _make_floats((case["size"] // _FLOAT_BYTES // 2**14, 2**14))
     jax.block_until_ready((jax.jit(quantize) if case["jitted"] else quantize)(x))
-    return {"peak": _peak() - before}
+    return {"peak": _peak() - initial_peak}
 
 
-def _made(shape: tuple[int, int]) -> Any:
+def _make_floats(shape: tuple[int, int]) -> Any:
     """Return pseudorandom float32 from -1 to 1, without temporary memory."""
     import jax
     import jax.numpy as jnp

@@ -45,7 +45,7 @@ def matmul(
         y = qwix.dot_general(qwix.quantize(a, jnp.int8, channelwise_axes=range(last)), b, _contracted(last))
         return y if bias is None else y + bias
 
-    return _tried(partial(product, *jax.device_put((a, weights, bias))))
+    return _try_call(partial(product, *jax.device_put((a, weights, bias))))
 
 
 def int4_weights(a: np.ndarray, b: np.ndarray, block_size: int) -> Call | Missing:
@@ -60,7 +60,7 @@ def weight_only(a: np.ndarray, b: np.ndarray, dtype: Any, block_size: int | None
     import qwix
 
     product = jax.jit(lambda a, b: qwix.dot_general(a, b, _contracted(a.ndim - 1)))
-    return _tried(partial(product, jax.device_put(a), _weights(b, dtype, block_size)))
+    return _try_call(partial(product, jax.device_put(a), _weights(b, dtype, block_size)))
 
 
 def einsum(subscripts: str, a: np.ndarray, b: np.ndarray) -> Call | Missing:
@@ -69,9 +69,9 @@ def einsum(subscripts: str, a: np.ndarray, b: np.ndarray) -> Call | Missing:
         return _NOT_INSTALLED
     import qwix
 
-    held = jax.block_until_ready(qwix.quantize(jnp.asarray(b), jnp.int8))
+    right = jax.block_until_ready(qwix.quantize(jnp.asarray(b), jnp.int8))
     product = jax.jit(lambda a, b: qwix.einsum(subscripts, qwix.quantize(a, jnp.int8), b))
-    return _tried(partial(product, jax.device_put(a), held))
+    return _try_call(partial(product, jax.device_put(a), right))
 
 
 def quantize(x: np.ndarray, granularity: Any) -> Call | Missing:
@@ -85,7 +85,7 @@ def quantize(x: np.ndarray, granularity: Any) -> Call | Missing:
         shared = {"channelwise_axes": (granularity.axis,)}
     elif isinstance(granularity, jq.Blocked):
         shared = {"channelwise_axes": (0,), "tiled_axes": {1: granularity.size}}
-    return _tried(partial(jax.jit(lambda x: qwix.quantize(x, jnp.int8, **shared)), jax.device_put(x)))
+    return _try_call(partial(jax.jit(lambda x: qwix.quantize(x, jnp.int8, **shared)), jax.device_put(x)))
 
 
 def conv(
@@ -109,7 +109,7 @@ def conv(
         return qwix.conv_general_dilated(qwix.quantize(x, jnp.int8, channelwise_axes=(0,)), w, **attributes) + bias
 
     weights = qwix.quantize(jnp.asarray(w), jnp.int8, channelwise_axes=(feature_axis,))
-    return _tried(partial(convolved, jax.device_put(x), weights, jax.device_put(bias)))
+    return _try_call(partial(convolved, jax.device_put(x), weights, jax.device_put(bias)))
 
 
 def _weights(b: np.ndarray, dtype: Any, block_size: int | None) -> Any:
@@ -126,7 +126,7 @@ def _contracted(last: int) -> Any:
     return ((last,), (last - 1,)), (batch, batch)
 
 
-def _tried(call: Call) -> Call | Missing:
+def _try_call(call: Call) -> Call | Missing:
     """Return a call that has run once, or its error: XLA does not have every integer kernel on every backend."""
     try:
         jax.block_until_ready(call())

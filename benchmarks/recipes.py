@@ -103,14 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     costs = {name: [_measure_recipes(name, seed) for seed in range(options.seeds)] for name in _NETWORKS}
     print(f"Python {platform.python_version()}, jax {jax.__version__}, {options.seeds} seeds\n")
-    units = ("top-1 %", "SQNR dB", "kB", "of float32's time")
-    heads = ["recipe", *(f"{name}: {unit}" for name in _NETWORKS for unit in units)]
-    _print_line(heads)
-    _print_line(["---", *["--:"] * (len(heads) - 1)])
-    for recipe in (_FLOAT, *_RECIPES):
-        _print_line([recipe, *(cell for name in _NETWORKS for cell in _format_cost(costs[name], recipe))])
+    for name, seeds in costs.items():
+        print(f"### {name}\n")
+        _print_line(["recipe", "top-1 %", "SQNR dB", "kB", "of float32's time"])
+        _print_line(["---", "--:", "--:", "--:", "--:"])
+        for recipe in (_FLOAT, *_RECIPES):
+            _print_line([recipe, *_format_cost(seeds, recipe)])
+        print()
     missed = [line for name in _NETWORKS for recipe in _RECIPES for line in _list_faults(costs[name], name, recipe)]
-    print(f"\n{time.perf_counter() - began:.0f} s")
+    print(f"{time.perf_counter() - began:.0f} s")
     print("missed: " + "; ".join(missed) if missed else "each target is met")
     return 1 if missed else 0
 

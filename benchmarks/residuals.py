@@ -28,11 +28,11 @@ _SHAPES = {"mlp": (1024, 1024), "cnn": (16, 32, 32, 64)}
 
 def _bytes(model: Any, variables: Any, shape: tuple[int, ...], policy: Any) -> int:
     """Return the bytes that one batch adds."""
-    trained, others = training._split(variables)
+    trained, state = training._split_variables(variables)
 
-    def back(trained: Any, x: jax.Array) -> Any:
+    def pull_back(trained: Any, x: jax.Array) -> Any:
         def apply(trained: Any, x: jax.Array) -> Any:
-            return model.apply({**trained, **others}, x)
+            return model.apply({**trained, **state}, x)
 
         run = apply if policy is None else jax.checkpoint(apply, policy=policy)
         return jax.vjp(run, trained, x)[1]
@@ -40,7 +40,7 @@ def _bytes(model: Any, variables: Any, shape: tuple[int, ...], policy: Any) -> i
     sizes = []
     for images in (shape[0] // 2, shape[0]):
         x = jax.ShapeDtypeStruct((images, *shape[1:]), jnp.float32)
-        analysis: Any = jax.jit(back).lower(trained, x).compile().memory_analysis()
+        analysis: Any = jax.jit(pull_back).lower(trained, x).compile().memory_analysis()
         sizes.append(analysis.output_size_in_bytes)
     return 2 * (sizes[1] - sizes[0])
 
@@ -73,18 +73,18 @@ class Deep(nn.Module):
 
 def _per_layer(specs: Any, policy: Any) -> float:
     """Return the MiB that one more layer adds to the temporary memory of a gradient."""
-    found = []
+    sizes = []
     for depth in (4, 12):
         model = Deep(depth, None if specs is None else tuple(specs.items()), policy)
         x = jax.ShapeDtypeStruct((_DEEP[0], _DEEP[1]), jnp.float32)
-        trained, others = training._split(jax.eval_shape(model.init, jax.random.key(0), x))
+        trained, state = training._split_variables(jax.eval_shape(model.init, jax.random.key(0), x))
 
-        def loss(trained: Any, others: Any, x: jax.Array, model: nn.Module = model) -> jax.Array:
-            return jnp.square(model.apply({**trained, **others}, x)).mean()  # type: ignore[arg-type]
+        def loss(trained: Any, state: Any, x: jax.Array, model: nn.Module = model) -> jax.Array:
+            return jnp.square(model.apply({**trained, **state}, x)).mean()  # type: ignore[arg-type]
 
-        analysis: Any = jax.jit(jax.grad(loss)).lower(trained, others, x).compile().memory_analysis()
-        found.append(analysis.temp_size_in_bytes)
-    return (found[1] - found[0]) / 8 / 2**20
+        analysis: Any = jax.jit(jax.grad(loss)).lower(trained, state, x).compile().memory_analysis()
+        sizes.append(analysis.temp_size_in_bytes)
+    return (sizes[1] - sizes[0]) / 8 / 2**20
 
 
 def _print_deep() -> float:
@@ -118,10 +118,10 @@ def main() -> int:
         plain = _bytes(training.plain(network, shape[-1]), {"params": params}, shape, None)
         for label, specs in (("int8, observed", training._INT8), ("int8, dynamic", training._DYNAMIC)):
             model = training.quantized(network, shape[-1], **specs)
-            variables = training._started(model, params, x)
-            found = [_bytes(model, variables, shape, policy) for policy in (None, jq.save_codes)]
-            cells = (f"{n / 2**20:.2f}" for n in (plain, *found))
-            ratios = [n / plain for n in found]
+            variables = training._start_ranges(model, params, x)
+            sizes = [_bytes(model, variables, shape, policy) for policy in (None, jq.save_codes)]
+            cells = (f"{n / 2**20:.2f}" for n in (plain, *sizes))
+            ratios = [n / plain for n in sizes]
             worst = max(worst, ratios[1])
             print(f"| {network} {'x'.join(map(str, shape))} | {label} | {' | '.join(cells)} | "
                   f"{ratios[0]:.2f} | {ratios[1]:.2f} |")  # fmt: skip

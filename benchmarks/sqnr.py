@@ -53,34 +53,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"The network classifies {right:.1%} of unseen digits correctly.\n")
     _print_line(["data", "scale", "dtype", *_COLUMNS, "mse - minmax", "mse - minmax, data seen"])
     _print_line(["---"] * (len(_COLUMNS) + 5))
-    wrong = [line for data in (*network, *_drawn()) for dtype in _DTYPES for line in _judged(data, dtype)]
+    wrong = [line for data in (*network, *_draw_heavy_tails()) for dtype in _DTYPES for line in _judge(data, dtype)]
     print("\nmse is worse than minmax: " + "; ".join(wrong) if wrong else "\nmse is never worse than minmax")
     return 1 if wrong else 0
 
 
-def _judged(data: _Data, dtype: Any) -> list[str]:
+def _judge(data: _Data, dtype: Any) -> list[str]:
     """Print a row, and return a description of each failure."""
     spec = jq.QuantSpec(dtype, data.granularity)
     ranges = {name: _range(name, spec, data.batches) for name in _COLUMNS if name != "entropy" or dtype in _INTEGERS}
     held_out = jnp.asarray(data.held_out)
     sqnr = {n: float(jq.quantization_error(held_out, jq.quantize(held_out, spec, *r))[0]) for n, r in ranges.items()}
-    seen = np.concatenate(data.batches)
+    calibration_data = np.concatenate(data.batches)
     unseen_gain, seen_gain = (
         _gain(*(_noise(x, jq.quantize(jnp.asarray(x), spec, *ranges[name])) for name in ("minmax", "mse")))
-        for x in (data.held_out, seen)
+        for x in (data.held_out, calibration_data)
     )
-    shown = [f"{sqnr[name]:.2f}" if name in sqnr else "" for name in _COLUMNS]
+    cells = [f"{sqnr[name]:.2f}" if name in sqnr else "" for name in _COLUMNS]
     kind = "per tensor" if isinstance(data.granularity, jq.PerTensor) else "per column"
     label = [data.name, kind, np.dtype(dtype).name]
-    _print_line([*label, *shown, f"{unseen_gain:+.3f}", f"{seen_gain:+.3f}"])
+    _print_line([*label, *cells, f"{unseen_gain:+.3f}", f"{seen_gain:+.3f}"])
     title = " ".join(label)
     wrong = [f"{title}, data seen: {seen_gain:+.4f} dB"] if seen_gain < 0 else []
     return wrong + ([f"{title}: {unseen_gain:+.4f} dB"] if unseen_gain < -_SLACK else [])
 
 
 def _range(name: str, spec: jq.QuantSpec, batches: Sequence[np.ndarray]) -> Any:
-    kind, *given = name.split()
-    calibrator = getattr(jq, kind)(spec, *map(float, given))
+    kind, *arguments = name.split()
+    calibrator = getattr(jq, kind)(spec, *map(float, arguments))
     state = calibrator.init(batches[0])
     for batch in batches:
         state = calibrator.update(state, jnp.asarray(batch))
@@ -108,16 +108,16 @@ def _network() -> tuple[list[_Data], float]:
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     halves = order[:_HALF], order[_HALF : 2 * _HALF]
-    seen, held_out = ((images[half] / 16).astype(np.float32) for half in halves)
-    weights = _trained(seen, labels[halves[0]])
-    layers = [[np.asarray(x) for x in _layers(weights, images)] for images in (seen, held_out)]
-    found = []
+    calibration_images, held_out = ((images[half] / 16).astype(np.float32) for half in halves)
+    weights = _train(calibration_images, labels[halves[0]])
+    layers = [[np.asarray(x) for x in _layers(weights, images)] for images in (calibration_images, held_out)]
+    data = []
     for name, x, y in zip(("images", "hidden 1, after ReLU", "hidden 2, after ReLU"), *layers, strict=False):
-        found.append(_Data(f"digits: {name}", jq.PerTensor(), np.split(x, _HALF // _BATCH), y))
+        data.append(_Data(f"digits: {name}", jq.PerTensor(), np.split(x, _HALF // _BATCH), y))
     for granularity in (jq.PerTensor(), jq.PerAxis(1)):
         for i, (w, _) in enumerate(weights, 1):
-            found.append(_Data(f"digits: weights {i}", granularity, [np.asarray(w)], np.asarray(w)))
-    return found, float(np.mean(np.argmax(layers[1][-1], axis=1) == labels[halves[1]]))
+            data.append(_Data(f"digits: weights {i}", granularity, [np.asarray(w)], np.asarray(w)))
+    return data, float(np.mean(np.argmax(layers[1][-1], axis=1) == labels[halves[1]]))
 
 
 def _layers(weights: Any, x: Any) -> list[jax.Array]:
@@ -129,7 +129,7 @@ def _layers(weights: Any, x: Any) -> list[jax.Array]:
     return [*inputs, inputs[-1] @ w + b]
 
 
-def _trained(images: np.ndarray, labels: np.ndarray) -> Any:
+def _train(images: np.ndarray, labels: np.ndarray) -> Any:
     """Return the layers (weights, bias) after plain gradient descent. Each step uses all images."""
     rng = np.random.default_rng(1)
     widths = (_WIDTH, _WIDTH, _WIDTH, 10)
@@ -151,7 +151,7 @@ def _trained(images: np.ndarray, labels: np.ndarray) -> Any:
 # Heavy tails.
 
 
-def _drawn() -> Iterator[_Data]:
+def _draw_heavy_tails() -> Iterator[_Data]:
     rng = np.random.default_rng(2)
     shape = _DRAWN_BATCH
     families = {

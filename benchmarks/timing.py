@@ -64,8 +64,8 @@ def measure(calls: Mapping[str, Call], rounds: int, seconds: float) -> dict[str,
     gc.collect()
     gc.disable()
     try:
-        for done in range(rounds):
-            if done >= _LEAST_ROUNDS and time.perf_counter() > deadline:
+        for index in range(rounds):
+            if index >= _LEAST_ROUNDS and time.perf_counter() > deadline:
                 break
             shuffle(order)
             for name in order:

@@ -48,9 +48,9 @@ def _array(shape: _Shape, dtype: Any, scales: _Shape) -> jq.QuantizedArray:
 def _matmul(shape: _Shape, dtype: Any, per_column: bool) -> Contest:
     m, k, n = shape
 
-    def operands(make: Callable[..., Any], more: int) -> tuple[Any, ...]:
-        scales = (1, n + more) if per_column else (1, 1)
-        return make((m + more, k), dtype, (1, 1)), make((k, n + more), jnp.int8, scales)
+    def operands(make: Callable[..., Any], extra: int) -> tuple[Any, ...]:
+        scales = (1, n + extra) if per_column else (1, 1)
+        return make((m + extra, k), dtype, (1, 1)), make((k, n + extra), jnp.int8, scales)
 
     return _contest(
         partial(_trace, jq.matmul, partial(operands, _array)),
@@ -62,8 +62,8 @@ def _matmul(shape: _Shape, dtype: Any, per_column: bool) -> Contest:
 def _weight_only(shape: _Shape) -> Contest:
     m, k, n = shape
 
-    def operands(make: Callable[..., Any], more: int) -> tuple[Any, ...]:
-        return _struct((m, k)), make((k, n + more), jnp.int8, (1, n + more))
+    def operands(make: Callable[..., Any], extra: int) -> tuple[Any, ...]:
+        return _struct((m, k)), make((k, n + extra), jnp.int8, (1, n + extra))
 
     def plain(a: jax.Array, w: tuple[Any, ...]) -> jax.Array:
         return a @ (w[0].astype(jnp.float32) * w[1])
@@ -78,8 +78,8 @@ def _weight_only(shape: _Shape) -> Contest:
 def _quantize(shape: _Shape) -> Contest:
     spec = jq.QuantSpec(jnp.int8, jq.PerAxis(1))
 
-    def larger(more: int) -> tuple[Any, ...]:
-        return (_struct((shape[0], shape[1] + more)),)
+    def larger(extra: int) -> tuple[Any, ...]:
+        return (_struct((shape[0], shape[1] + extra)),)
 
     def plain(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) / 127
@@ -90,8 +90,8 @@ def _quantize(shape: _Shape) -> Contest:
 
 
 def _dequantize(shape: _Shape) -> Contest:
-    def operands(make: Callable[..., Any], more: int) -> tuple[Any, ...]:
-        larger = (shape[0], shape[1] + more)
+    def operands(make: Callable[..., Any], extra: int) -> tuple[Any, ...]:
+        larger = (shape[0], shape[1] + extra)
         return (make(larger, jnp.uint8, (1, 1)),)
 
     def plain(q: tuple[Any, ...]) -> jax.Array:
@@ -104,8 +104,8 @@ def _dequantize(shape: _Shape) -> Contest:
     )
 
 
-def _row(name: str, shape: _Shape, build: Callable[..., Contest], *given: Any) -> Row:
-    return Row(name, shape, partial(build, shape, *given))
+def _row(name: str, shape: _Shape, build: Callable[..., Contest], *arguments: Any) -> Row:
+    return Row(name, shape, partial(build, shape, *arguments))
 
 
 ROWS = [

@@ -88,29 +88,29 @@ def step(model: nn.Module, mutable: bool, rngs: dict[str, Any] | None = None) ->
     """Return a jitted training step, from variables and a batch to the logits and new variables."""
 
     @jax.jit
-    def run(trained: Any, others: Any, x: jax.Array) -> Any:
+    def run(trained: Any, state: Any, x: jax.Array) -> Any:
         def loss(trained: Any) -> Any:
-            more: dict[str, Any] = {"mutable": list(others)} if mutable else {}
-            found: Any = model.apply({**trained, **others}, x, rngs=rngs, **more)
-            logits, seen = found if mutable else (found, others)
-            return jnp.square(logits).mean(), (logits, seen)
+            keywords: dict[str, Any] = {"mutable": list(state)} if mutable else {}
+            output: Any = model.apply({**trained, **state}, x, rngs=rngs, **keywords)
+            logits, new_state = output if mutable else (output, state)
+            return jnp.square(logits).mean(), (logits, new_state)
 
-        gradient, (logits, seen) = jax.grad(loss, has_aux=True)(trained)
+        gradient, (logits, new_state) = jax.grad(loss, has_aux=True)(trained)
         updates, _ = _OPTIMIZER.update(gradient, _OPTIMIZER.init(trained))
-        return logits, optax.apply_updates(trained, updates), seen
+        return logits, optax.apply_updates(trained, updates), new_state
 
     return run
 
 
-def _split(variables: Any) -> tuple[Any, Any]:
+def _split_variables(variables: Any) -> tuple[Any, Any]:
     trained = {name: part for name, part in variables.items() if name in ("params", "scales")}
     return trained, {name: part for name, part in variables.items() if name not in trained}
 
 
-def _started(model: nn.Module, params: Any, x: jax.Array) -> Any:
+def _start_ranges(model: nn.Module, params: Any, x: jax.Array) -> Any:
     """Return the variables of a quantized network with these parameters and ranges and scales from x."""
-    _, found = model.apply({"params": params}, x, mutable=["ranges", "scales"])
-    return {"params": params, **found}
+    _, state = model.apply({"params": params}, x, mutable=["ranges", "scales"])
+    return {"params": params, **state}
 
 
 def _params(network: str, shape: tuple[int, ...], x: jax.Array) -> Any:
@@ -121,8 +121,8 @@ def _training(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
     x = batch(network, shape)
     params = _params(network, shape, x)
     model = quantized(network, _width(shape), **specs)
-    trained, others = _split(_started(model, params, x))
-    ours = step(model, bool(others))
+    trained, state = _split_variables(_start_ranges(model, params, x))
+    ours = step(model, bool(state))
     floats = step(plain(network, _width(shape)), False)
     opponents: dict[str, Call | Missing] = {
         FLOAT32: functools.partial(floats, {"params": params}, {}, x),
@@ -131,12 +131,12 @@ def _training(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
     }
 
     def expected() -> Any:  # the network converted after this batch: the integers of the step's forward pass
-        _, _, seen = ours(trained, others, x)
-        return jax.jit(model.apply)(jqf.convert(model, {**trained, **others, **seen}), x)
+        _, _, new_state = ours(trained, state, x)
+        return jax.jit(model.apply)(jqf.convert(model, {**trained, **state, **new_state}), x)
 
     return Contest(
-        functools.partial(ours, trained, others, x), opponents, expected, x.nbytes,
-        unlike=frozenset(opponents), compared=lambda found: found[0],
+        functools.partial(ours, trained, state, x), opponents, expected, x.nbytes,
+        unlike=frozenset(opponents), compared=lambda result: result[0],
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _serving(network: str, specs: _Layers, shape: tuple[int, ...]) -> Contest:
     x = batch(network, shape)
     params = _params(network, shape, x)
     model = quantized(network, _width(shape), **specs)
-    variables = _started(model, params, x)
+    variables = _start_ranges(model, params, x)
     serving = jqf.convert(model, variables)
     float_model = plain(network, _width(shape))
     opponents: dict[str, Call | Missing] = {
@@ -181,7 +181,7 @@ def _raw(network: str, serving: Any, x: jax.Array) -> Call | Missing:
 # qwix and aqt.
 
 
-def _tried(make: Callable[[], Call]) -> Call | Missing:
+def _try_call(make: Callable[[], Call]) -> Call | Missing:
     """Return a call that runs, or why there is none."""
     try:
         call = make()
@@ -201,7 +201,7 @@ def _qwix_step(network: str, shape: tuple[int, ...], params: Any, x: jax.Array) 
         model = qwix.quantize_model(plain(network, _width(shape)), qwix.QtProvider([rule]))
         return functools.partial(step(model, False), {"params": params}, {}, x)
 
-    return _tried(make)
+    return _try_call(make)
 
 
 def _qwix_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array) -> Call | Missing:
@@ -216,7 +216,7 @@ def _qwix_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Arra
         codes = qwix.quantize_params(params, like)
         return functools.partial(jax.jit(model.apply), {"params": codes}, x)
 
-    return _tried(make)
+    return _try_call(make)
 
 
 def _aqt(**modes: Any) -> Callable[..., Any]:
@@ -236,7 +236,7 @@ def _aqt_step(network: str, shape: tuple[int, ...], params: Any, x: jax.Array) -
         model = plain(network, _width(shape), _aqt())
         return functools.partial(step(model, False, {"params": jax.random.key(1)}), {"params": params}, {}, x)
 
-    return _tried(make) if network == "mlp" else Missing("dense layers only")
+    return _try_call(make) if network == "mlp" else Missing("dense layers only")
 
 
 def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array) -> Call | Missing:
@@ -253,11 +253,11 @@ def _aqt_serving(network: str, shape: tuple[int, ...], params: Any, x: jax.Array
             plain(network, _width(shape), _aqt(rhs_quant_mode=quant, **mode))
             for quant in (utils.QuantMode.CONVERT, utils.QuantMode.SERVE)
         )
-        found: Any = convert.apply({"params": params}, x, rngs=key, mutable=True)
+        output: Any = convert.apply({"params": params}, x, rngs=key, mutable=True)
         run = jax.jit(lambda variables, x: serve.apply(variables, x, rngs=key))
-        return functools.partial(run, found[1], x)
+        return functools.partial(run, output[1], x)
 
-    return _tried(make) if network == "mlp" else Missing("dense layers only")
+    return _try_call(make) if network == "mlp" else Missing("dense layers only")
 
 
 _INT8 = {"weight_spec": _WEIGHTS, "activation_spec": _SIGNED}

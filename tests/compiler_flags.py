@@ -61,9 +61,9 @@ def drawn_values(rng: np.random.Generator, scale: np.ndarray, point: np.ndarray,
     x = inputs.near_ties(rng, wide, onnx_text.expand(point, SHAPE, 1, 0).astype(np.int64), (-128, 127), scale.dtype)
     x = np.where(np.isfinite(x.astype(np.float32)) & (np.abs(x.astype(np.float32)) < 1e30), x, wide)
     special = {"numbers": np.nan, "infinities": np.inf, "NaN": np.nan}[kind]
-    put = (rng.random(SHAPE) < 0.02) & (kind != "numbers")
+    is_special = (rng.random(SHAPE) < 0.02) & (kind != "numbers")
     signed = np.where(rng.random(SHAPE) < 0.5, special, -special).astype(scale.dtype)
-    return np.where(put, signed, x)
+    return np.where(is_special, signed, x)
 
 
 def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
@@ -72,9 +72,14 @@ def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
     x = drawn_values(rng, scale, point, kind)
     codes = onnx_text.quantize_linear(x, scale, point, "int8")
     yield "quantize_linear", jq.quantize_linear, (x, scale, point), codes
-    one, first = scale[0], point[0]
-    same = drawn_values(rng, scale[:1], point[:1], kind)
-    yield "quantize_linear", jq.quantize_linear, (same, one, first), onnx_text.quantize_linear(same, one, first, "int8")
+    first_scale, first_point = scale[0], point[0]
+    values = drawn_values(rng, scale[:1], point[:1], kind)
+    yield (
+        "quantize_linear",
+        jq.quantize_linear,
+        (values, first_scale, first_point),
+        onnx_text.quantize_linear(values, first_scale, first_point, "int8"),
+    )
     floats = onnx_text.quantize_linear(x, scale, None, "float8_e4m3fn")
     to_float8 = lambda x, s: jq.quantize_linear(x, s, output_dtype=jnp.float8_e4m3fn)  # noqa: E731
     yield "quantize_linear float8", to_float8, (x, scale), floats
@@ -86,8 +91,8 @@ def list_checks(rng: np.random.Generator, kind: str) -> Iterator[Check]:
     yield from list_half_precision_checks(rng, kind)
     for rows in (1, 32):  # XLA reduces 4096 elements and more differently
         part = np.ascontiguousarray(x[:rows])
-        y, found, start = onnx_text.dynamic_quantize_linear(part)
-        want = y.astype(np.uint8), np.float32(found), np.uint8(start)
+        y, step, start = onnx_text.dynamic_quantize_linear(part)
+        want = y.astype(np.uint8), np.float32(step), np.uint8(start)
         yield "dynamic_quantize_linear", lambda x: tuple(jq.dynamic_quantize_linear(x)), (part,), want
     for dtype in ("int8", "uint8"):
         yield ("quantize", *check_of_spec(x, dtype))
@@ -134,9 +139,9 @@ def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
     exact = contraction_text.matmul_integer(a, b, left, right)
     yield "matmul_integer", jq.matmul_integer, (a, b, left, right), exact
     bias = rng.normal(size=40).astype(np.float32)
-    given = (a, b, a_scale, b_scale, left, right, bias)
-    want = contraction_text.matmul_integer_to_float(*given)
-    yield "matmul_integer_to_float", jq.matmul_integer_to_float, given, want
+    operands = (a, b, a_scale, b_scale, left, right, bias)
+    want = contraction_text.matmul_integer_to_float(*operands)
+    yield "matmul_integer_to_float", jq.matmul_integer_to_float, operands, want
     requantized = (a, a_scale[0], left, b, b_scale, np.zeros(40, np.int8) + right, np.float32(90), np.uint8(7))
     yield "qlinear_matmul", jq.qlinear_matmul, requantized, contraction_text.qlinear_matmul(*requantized)
     blocks = jq.QuantSpec("int4", jq.Blocked(0, 8))
@@ -153,21 +158,21 @@ def list_contraction_checks(rng: np.random.Generator) -> Iterator[Check]:
 
 def count_mismatches(seed: int) -> dict[str, dict[str, int]]:
     """Return the number of elements that differ from numpy's, by kind of input and by operator."""
-    found: dict[str, dict[str, int]] = {}
+    counts_by_kind: dict[str, dict[str, int]] = {}
     for kind in KINDS:
-        counts = found.setdefault(kind, {})
-        for name, op, args, want in list_checks(np.random.default_rng([seed, KINDS.index(kind)]), kind):
+        counts = counts_by_kind.setdefault(kind, {})
+        for name, op, args, expected in list_checks(np.random.default_rng([seed, KINDS.index(kind)]), kind):
             fixed = lambda x, op=op, rest=args[1:]: op(x, *rest)  # noqa: E731
-            for got in (op(*args), jax.jit(fixed)(args[0])):  # also with constant scales
-                wrong = transforms.mismatches(got, want)
+            for actual in (op(*args), jax.jit(fixed)(args[0])):  # also with constant scales
+                wrong = transforms.mismatches(actual, expected)
                 counts[name] = counts.get(name, 0) + wrong
-    return {kind: {name: n for name, n in counts.items() if n} for kind, counts in found.items()}
+    return {kind: {name: n for name, n in counts.items() if n} for kind, counts in counts_by_kind.items()}
 
 
 def measure(flags: tuple[str, ...], seed: int) -> dict[str, dict[str, int]] | str:
     """Return the counts of a process with these flags, or its error."""
-    own = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    environment = {**os.environ, **own}
+    variables = {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = {**os.environ, **variables}
     command = [sys.executable, "-m", "tests.compiler_flags", "--measure", "--seed", str(seed)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if ran.returncode:
@@ -181,14 +186,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    given = parser.parse_args()
-    if given.measure:
-        print(json.dumps(count_mismatches(given.seed)))
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(count_mismatches(options.seed)))
         return
-    print(f"jax {jax.__version__}, seed {given.seed}\n\n| XLA_FLAGS | {' | '.join(KINDS)} |\n|---|---|---|---|")
+    print(f"jax {jax.__version__}, seed {options.seed}\n\n| XLA_FLAGS | {' | '.join(KINDS)} |\n|---|---|---|---|")
     for flags in FLAGS:
-        found = measure(flags, given.seed)
-        cells = [found] if isinstance(found, str) else [describe_counts(found[kind]) for kind in KINDS]
+        counts = measure(flags, options.seed)
+        cells = [counts] if isinstance(counts, str) else [describe_counts(counts[kind]) for kind in KINDS]
         print(f"| {' '.join(f'`{flag}`' for flag in flags) or 'none'} | {' | '.join(cells)} |", flush=True)
 
 

@@ -288,12 +288,12 @@ def _resolve_shape(q: QuantizedArray, shape: tuple[Any, ...]) -> tuple[int, ...]
         checks.check_integer(_RESHAPE, "shape", n)
     new = tuple(int(n) for n in lengths)
     expected = f"a shape of {q.size} elements with at most one dimension of -1"
-    known = math.prod(n for n in new if n != -1)
+    known_size = math.prod(n for n in new if n != -1)
     checks.require(new.count(-1) <= 1 and min(new, default=0) >= -1, _RESHAPE, "shape", expected, new)
     # If the other lengths had a product of 0, the length for -1 would be undetermined.
     if -1 in new:
-        checks.require(known > 0 and q.size % known == 0, _RESHAPE, "shape", expected, new)
-        new = tuple(q.size // known if n == -1 else n for n in new)
+        checks.require(known_size > 0 and q.size % known_size == 0, _RESHAPE, "shape", expected, new)
+        new = tuple(q.size // known_size if n == -1 else n for n in new)
     checks.require(math.prod(new) == q.size, _RESHAPE, "shape", expected, new)
     return new
 
@@ -312,7 +312,7 @@ def _plan_reshape(
         return [(1, n) for n in new] if math.prod(entries) == 1 else None
     # Dimensions of length 1 do not affect which elements share an entry: leave them out and insert the new ones later.
     long = [i for i, n in enumerate(old) if n != 1]
-    entries, sizes, old = (tuple(each[i] for i in long) for each in (entries, sizes, old))
+    entries, sizes, old = (tuple(values[i] for i in long) for values in (entries, sizes, old))
     plan = _plan_long_reshape(entries, sizes, old, tuple(n for n in new if n != 1))
     if plan is None:
         return None

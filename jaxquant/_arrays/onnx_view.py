@@ -73,11 +73,11 @@ def onnx_view(q: QuantizedArray) -> OnnxView:
     assert scale is not None
     # The scale is a scalar if no axis has several entries, 1-D if one axis has an entry per index, and otherwise of x's
     # rank.
-    kept = [a for a, n in enumerate(entries) if n != 1]
-    if not kept:
+    axes = [a for a, n in enumerate(entries) if n != 1]
+    if not axes:
         flat, axis, block_size = (), 1, 0
-    elif len(kept) == 1 and entries[kept[0]] == q.shape[kept[0]]:
-        flat, axis, block_size = (entries[kept[0]],), kept[0], 0
+    elif len(axes) == 1 and entries[axes[0]] == q.shape[axes[0]]:
+        flat, axis, block_size = (entries[axes[0]],), axes[0], 0
     else:
         flat, axis = entries, next((a for a, size in enumerate(sizes) if size > 1), 0)
         block_size = sizes[axis]
@@ -97,8 +97,8 @@ def _find_common_sizes(q: QuantizedArray) -> tuple[int, ...]:
         sizes.append(least if all(s == n or s % least == 0 for s in lengths) else 1)
     blocked = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if 1 < size < n]
     shared = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size == n and n > 1]
-    kept = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
-    if len(kept) <= 1 and not blocked:
+    divided_axes = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
+    if len(divided_axes) <= 1 and not blocked:
         return tuple(sizes)
     # ONNX has blocks along one axis only, and a shared axis counts as one block. Every other axis gets an entry per
     # index.

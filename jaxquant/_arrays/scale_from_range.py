@@ -75,8 +75,8 @@ def find_stored_block_size(function: str, spec: QuantSpec, shape: tuple[int, ...
 
 def _list_block_sizes(spec: QuantSpec) -> list[int]:
     """Return the block sizes of those of the scale and the zero point that have blocks, the scale first."""
-    both = (spec.granularity, spec.zero_point_granularity)
-    return [granularity.size for granularity in both if isinstance(granularity, granularities.Blocked)]
+    pair = (spec.granularity, spec.zero_point_granularity)
+    return [granularity.size for granularity in pair if isinstance(granularity, granularities.Blocked)]
 
 
 def find_scale_and_zero_point(

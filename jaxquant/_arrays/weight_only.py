@@ -134,7 +134,7 @@ def contract_in_chunks(
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
     for start in range(0, length, rows):
-        wait = functools.partial(_delay_scale, done=products[-1] if products else None)
+        wait = functools.partial(_delay_scale, predecessor=products[-1] if products else None)
         chunk = Chunk(start, min(rows, length - start))
         weights = config.dequantize_chunk(codes, scale, zero_point, chunk, wait)
         # The barrier keeps XLA from fusing the dequantization into the contraction, whose fast kernel reads its
@@ -146,12 +146,12 @@ def contract_in_chunks(
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
 
 
-def _delay_scale(scale: jax.Array, done: jax.Array | None) -> jax.Array:
-    """Return the scale, and on a CPU make it wait for `done`.
+def _delay_scale(scale: jax.Array, predecessor: jax.Array | None) -> jax.Array:
+    """Return the scale, and on a CPU make it wait for `predecessor`.
 
     The dequantization then waits too. The scale is the smallest of its operands, so delaying it costs the least.
     """
-    if done is None:
+    if predecessor is None:
         return scale
     bits = lax.bitcast_convert_type(scale, jnp.dtype(f"int{8 * scale.dtype.itemsize}"))
-    return lax.bitcast_convert_type(barriers.wait_for(bits, done), scale.dtype)
+    return lax.bitcast_convert_type(barriers.wait_for(bits, predecessor), scale.dtype)

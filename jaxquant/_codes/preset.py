@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from .._arrays.spec import QuantSpec
 from .._core.granularity import PerFeature
 
+
+class LayerSpecs(TypedDict):
+    """The arguments of a layer that say how it quantizes."""
+
+    weight_spec: QuantSpec
+    activation_spec: QuantSpec
+    output_spec: QuantSpec
+
+
 # Symmetric weights need no correction of the sums. ONNX Runtime has no integer convolution of int8 activations for
 # x86-64, and codes with the zero point 0 for positive values make a relu part of the quantization.
-RUNTIME: Mapping[str, Any] = types.MappingProxyType(
-    {
-        "weight_spec": QuantSpec("int8", PerFeature()),
-        "activation_spec": QuantSpec("uint8"),
-        "output_spec": QuantSpec("uint8"),
-    }
-)
+RUNTIME: LayerSpecs = {
+    "weight_spec": QuantSpec("int8", PerFeature()),
+    "activation_spec": QuantSpec("uint8"),
+    "output_spec": QuantSpec("uint8"),
+}
+"""The arguments of layers that ONNX Runtime fuses to integer kernels on x86-64.
+
+The weights are int8 with one scale for each output feature, symmetric. The activations and the results are uint8,
+asymmetric. With an `output_spec`, a layer's bias is int32. Use it as `qnn.Conv(64, (3, 3), **jq.RUNTIME)`.
+"""

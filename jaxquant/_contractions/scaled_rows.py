@@ -6,25 +6,30 @@ The XLA of jax 0.10 does not vectorize it; there the other forms of a weight-onl
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray
-from .._core import dtypes, granularity, packed_codes, small_floats
+from .._arrays.weight_only import Chunk
+from .._core import barriers, dtypes, granularity, packed_codes, small_floats
 from ..integer.dot_general import Role
 from . import dot_integer, float_digits
 
 # The number of rows that one loop adds up: enough to use the vector registers of a CPU, without spilling them.
 _TERMS = (32, 16, 8)
-# The selections that decode a codebook need registers too.
-_DECODED_TERMS = (16, 8)
-# From this number of codes of 8 bits on, loops of fewer rows are faster. With fewer codes they are not: XLA:CPU then
-# waits for a second thread.
-_BYTE_TERMS, _MANY_BYTES = (16, 8), 2**18
+# From this number of codes on, or if they are decoded by selections, loops of fewer rows are faster. With fewer codes
+# they are not: XLA:CPU then waits for a second thread.
+_MANY_TERMS, _MANY = (16, 8), 2**18
+# The numbers of codes that are handled together, of less than 8 bits and of 8 bits, and the largest number of chunks,
+# which is limited because the program contains the operations of every chunk.
+_CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**24, 2**26, 16
 # If the products of the elements of a row and the scales are at least this large or 0, and so are the elements, then
 # their products with levels of a codebook of at least _SMALLEST_LEVEL are normal float32 numbers.
 _SMALLEST, _SMALLEST_LEVEL = 2.0**-100, 2.0**-20
@@ -52,12 +57,11 @@ def find_terms(q: QuantizedArray, role: Role) -> int | None:
             runs.append(sizes[0])
     if any(q.shape[0] % run for run in runs):
         return None
-    is_wide = dtypes.find_width(q.codes.dtype) == 8 and q.size >= _MANY_BYTES
-    terms = _BYTE_TERMS if is_wide else _TERMS
-    if q.codebook is not None:
-        if not all(level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in q.codebook.levels):
-            return None
-        terms = _DECODED_TERMS
+    if q.codebook is not None and not all(
+        level == 0 or _SMALLEST_LEVEL <= abs(level) <= 1 / _SMALLEST_LEVEL for level in q.codebook.levels
+    ):
+        return None
+    terms = _MANY_TERMS if q.codebook is not None or q.size >= _MANY else _TERMS
     return next((n for n in terms if all(run % n == 0 for run in runs)), None)
 
 
@@ -76,10 +80,7 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tup
     Returns:
         float32 [...]; a bool.
     """
-    depth, kept = q.shape[0], q.shape[1:]
-    columns = math.prod(kept)
-    scale = _spread_entries(q, small_floats.scale_as_float32(q.scale), role, depth // terms)
-    point = None if q.zero_point is None else _spread_entries(q, q.zero_point.astype(jnp.int32), role, depth // terms)
+    kept = q.shape[1:]
     # The row is scaled to magnitudes of about 1: a product with a code must not overflow before the scale reduces it.
     factor, unit = float_digits.find_powers(jnp.max(jnp.abs(x)), 0)
     scaled = x * factor
@@ -88,37 +89,82 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tup
     least = jnp.min(jnp.where(x == 0, np.float32(4), jnp.where(size <= 4, size, np.float32(0))))
     least_product = least * float_digits.find_least_scale(q.scale)
     is_exact = (least >= np.float32(_SMALLEST)) & (least_product >= np.float32(_SMALLEST))
-    factors = scaled.reshape(depth // terms, terms)
-    matrix = q.codes.reshape(depth, columns)
-    count = packed_codes.count_planes(matrix)
-    groups = packed_codes.read_bytes(matrix).reshape(depth // terms, terms, -1)
+    parts: list[jax.Array] = []
+    for chunk in _cut_rows(q, terms):
+        piece = _take_rows(q, role, chunk)
+        factors = scaled if chunk.length == q.shape[0] else chunk.take(scaled, 0)
+        parts.append(_contract_rows(factors, *piece, parts[-1] if parts else None, q.codebook, terms))
+    return functools.reduce(jnp.add, parts).T.reshape(kept) * unit, is_exact
+
+
+def _cut_rows(q: QuantizedArray, terms: int) -> list[Chunk]:
+    """Return the chunks of rows whose bytes, and whose sums of `terms` rows, stay in the cache of a CPU.
+
+    They also keep these arrays below the size from which malloc maps new pages in each call.
+    """
+    depth = q.shape[0]
+    most = _CHUNK if dtypes.find_width(q.codes.dtype) < 8 else _BYTE_CHUNK
+    runs = [depth // part.shape[0] for part in (q.scale, q.zero_point) if part is not None and part.shape[0] != 1]
+    step = math.lcm(terms, *runs)
+    count = min(-(-q.size // most), _MOST_CHUNKS, depth // step)
+    length = -(-depth // (step * count)) * step
+    return [Chunk(start, min(length, depth - start)) for start in range(0, depth, length)]
+
+
+def _take_rows(q: QuantizedArray, role: Role, chunk: Chunk) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the codes of a chunk, [K, columns], their scale and zero point, [entries, 1] or [entries, columns]."""
+    columns = math.prod(q.shape[1:])
+
+    def take(part: jax.Array) -> jax.Array:
+        expanded = dot_integer.expand_side(q, part, role.free)
+        if any(n != 1 for n in expanded.shape[1:]):
+            expanded = jnp.broadcast_to(expanded, (expanded.shape[0], *q.shape[1:]))
+        flat = expanded.reshape(expanded.shape[0], -1)
+        is_whole = flat.shape[0] == 1 or chunk.length == q.shape[0]
+        return flat if is_whole else chunk.take(flat, 0, q.shape[0] // flat.shape[0])
+
+    # XLA:CPU cuts codes of which a byte holds several fast only at indices that it knows.
+    codes = lax.slice_in_dim(q.codes.reshape(-1, columns), chunk.start, chunk.start + chunk.length)
+    scale = take(small_floats.scale_as_float32(q.scale))
+    return codes, scale, None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+
+
+# A jit whose trace JAX keeps, because chunks of the same length have the same operations.
+@functools.partial(jax.jit, inline=True, static_argnames=("codebook", "terms"))
+def _contract_rows(
+    x: jax.Array, codes: jax.Array, scale: jax.Array, point: Any, done: Any, codebook: Codebook | None, terms: int
+) -> jax.Array:
+    """Return the contraction of the rows of a chunk, computed after `done`: [planes, columns / planes]."""
+    groups, count = codes.shape[0] // terms, packed_codes.count_planes(codes)
+    stored = packed_codes.read_bytes(codes)
+    if done is not None:
+        stored = barriers.wait_for(stored, done)
+    factors, rows = x.reshape(groups, terms), stored.reshape(groups, terms, -1)
+    scale = _spread_entries(scale, groups)
+    point = None if point is None else _spread_entries(point, groups)
     sums = []
     for place in range(count):
         plane_scale = _take_plane(scale, place, count)
         plane_point = None if point is None else _take_plane(point, place, count)
         products = None
         for i in range(terms):
-            if q.codebook is not None:
-                weights = q.codebook.decode(groups[:, i], place * 8 // count)
+            if codebook is not None:
+                weights = codebook.decode(rows[:, i], place * 8 // count)
             else:
-                steps = packed_codes.read_plane(groups[:, i], np.dtype(q.codes.dtype), place, count)
+                steps = packed_codes.read_plane(rows[:, i], np.dtype(codes.dtype), place, count)
                 weights = (steps if plane_point is None else steps - plane_point).astype(jnp.float32)
             product = factors[:, i, None] * weights
             products = product if products is None else products + product
         assert products is not None
         # The barrier keeps XLA from fusing this reduction with the loop of products.
         sums.append(jnp.sum(lax.optimization_barrier(products * plane_scale), axis=0))
-    return jnp.stack(sums, axis=-1).reshape(kept) * unit, is_exact
+    return jnp.stack(sums)
 
 
-def _spread_entries(q: QuantizedArray, part: jax.Array, role: Role, rows: int) -> jax.Array:
-    """Return a scale or zero point as [rows, 1] or [rows, columns], with an entry for each group of rows."""
-    expanded = dot_integer.expand_side(q, part, role.free)
-    entries, kept = expanded.shape[0], expanded.shape[1:]
-    if any(n != 1 for n in kept):
-        kept = q.shape[1:]
-    flat = jnp.broadcast_to(expanded, (entries, *kept)).reshape(entries, 1, math.prod(kept))
-    return jnp.broadcast_to(flat, (entries, rows // entries, flat.shape[2])).reshape(rows, flat.shape[2])
+def _spread_entries(part: jax.Array, groups: int) -> jax.Array:
+    """Return a scale or zero point of [entries, columns] as [groups, columns], an entry for each group of rows."""
+    entries, columns = part.shape
+    return jnp.broadcast_to(part[:, None], (entries, groups // entries, columns)).reshape(groups, columns)
 
 
 def _take_plane(part: jax.Array, place: int, count: int) -> jax.Array:

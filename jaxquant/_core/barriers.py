@@ -126,23 +126,23 @@ def _split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tu
     return _split(value), True
 
 
-def wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
-    """Return an integer array unchanged, and make XLA:CPU compute `done` before it.
+def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
+    """Return an integer array unchanged, and make XLA:CPU compute `predecessor` before it.
 
     This orders the chunks of a computation whose intermediate results should stay in the cache. Without the order
     XLA:CPU computes the intermediate results of all chunks before it uses the first, which has then left the cache.
     A loop would order them too, but XLA:CPU runs element-wise work in the body of a loop on one thread.
     """
-    return lax.platform_dependent(value, done, cpu=_wait_for, default=sharding.vary_like)
+    return lax.platform_dependent(value, predecessor, cpu=_wait_for, default=sharding.vary_like)
 
 
-def _wait_for(value: jax.Array, done: jax.Array) -> jax.Array:
-    if done.size == 0:
+def _wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
+    if predecessor.size == 0:
         return value
-    first = lax.slice(done, (0,) * done.ndim, (1,) * done.ndim).reshape(())
+    first = lax.slice(predecessor, (0,) * predecessor.ndim, (1,) * predecessor.ndim).reshape(())
     bits = lax.bitcast_convert_type(first, jnp.int32)
     # Without the sign bit the integer is never negative, so the minimum is always 0 and the exclusive or changes
-    # nothing. XLA cannot deduce that, and therefore has to compute `done` first.
+    # nothing. XLA cannot deduce that, and therefore has to compute `predecessor` first.
     zero = jnp.minimum(bits & 0x7FFFFFFF, 0).astype(value.dtype)
     return value ^ jnp.broadcast_to(zero, value.shape)
 

@@ -98,9 +98,11 @@ def narrow_to_int32(function: str, argument: str, value: Any) -> Any:
     if not is_wide:
         return value
     narrow = value.astype(np.int32)
-    lost = np.asarray(value)[narrow != value]
-    if lost.size:
-        checks.require(False, function, argument, "integers that int32 can hold", f"{lost.flat[0]} ({value.dtype})")
+    overflows = np.asarray(value)[narrow != value]
+    if overflows.size:
+        checks.require(
+            False, function, argument, "integers that int32 can hold", f"{overflows.flat[0]} ({value.dtype})"
+        )
     return narrow
 
 

@@ -211,10 +211,10 @@ def resolve_onnx(
         "a scalar, a 1-D array (squeeze the dimensions of 1), or a block_size for an array of x's rank",
         f"shape {scale.shape} with block_size=0",
     )
-    kept = checks.check_axis(function, axis, len(shape))
+    dimension = checks.check_axis(function, axis, len(shape))
     reason = f"x has shape {shape}, axis={axis}"
-    checks.check_shape(function, argument, scale, (shape[kept],), reason)
-    return PerAxis(kept)
+    checks.check_shape(function, argument, scale, (shape[dimension],), reason)
+    return PerAxis(dimension)
 
 
 def _resolve_blocked(
@@ -225,12 +225,12 @@ def _resolve_blocked(
     axis: int,
     block_size: int,
 ) -> Blocked:
-    kept = checks.check_axis(function, axis, len(shape))
-    blocks = -(-shape[kept] // block_size)
-    expected = (*shape[:kept], blocks, *shape[kept + 1 :])
+    dimension = checks.check_axis(function, axis, len(shape))
+    blocks = -(-shape[dimension] // block_size)
+    expected = (*shape[:dimension], blocks, *shape[dimension + 1 :])
     reason = f"x has shape {shape}, axis={axis}, block_size={block_size}"
     checks.check_shape(function, argument, scale, expected, reason)
-    return Blocked(kept, int(block_size))
+    return Blocked(dimension, int(block_size))
 
 
 def check_matching(function: str, argument: str, zero_point: jax.Array, scale: jax.Array, scale_name: str) -> None:
@@ -248,8 +248,8 @@ def find_slices(function: str, axis: int | None, shape: tuple[int, ...]) -> Gran
 
 def find_reduced_axes(granularity: Granularity, rank: int) -> tuple[int, ...]:
     """Return the axes that share one scale under a per-tensor or per-axis granularity."""
-    kept = _list_axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
-    return tuple(axis for axis in range(rank) if axis not in kept)
+    indexed_axes = _list_axes(granularity.axis) if isinstance(granularity, PerAxis) else ()
+    return tuple(axis for axis in range(rank) if axis not in indexed_axes)
 
 
 def sum_to_scale(granularity: Granularity, values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -52,38 +52,38 @@ def check_positive(
         allow_overflow: whether NaN and infinity are accepted.
         is_awaited: whether to wait for an accelerator.
     """
-    known = find_known(scale, is_awaited=is_awaited)
-    if known is None:
+    values = find_known(scale, is_awaited=is_awaited)
+    if values is None:
         return
     # The usual case, a positive float32 scale, is tested first, because every eager call with a scale pays for it.
-    is_positive = known.dtype == dtypes.FLOAT32 and known.size and np.minimum.reduce(known, axis=None) > 0
-    if is_positive and (allow_overflow or np.maximum.reduce(known, axis=None) < np.inf):
+    is_positive = values.dtype == dtypes.FLOAT32 and values.size and np.minimum.reduce(values, axis=None) > 0
+    if is_positive and (allow_overflow or np.maximum.reduce(values, axis=None) < np.inf):
         return
-    if known.dtype not in (*dtypes.FLOATS, dtypes.E8M0, np.float64):  # the check of the dtype raises
+    if values.dtype not in (*dtypes.FLOATS, dtypes.E8M0, np.float64):  # the check of the dtype raises
         return
-    known = known.astype(np.float32, copy=False)  # JAX reads a float64 as float32, where it may become 0
-    if known.size and known.min() > 0 and known.max() < np.inf:
+    values = values.astype(np.float32, copy=False)  # JAX reads a float64 as float32, where it may become 0
+    if values.size and values.min() > 0 and values.max() < np.inf:
         return
-    wrong = known <= 0 if allow_overflow else ~((known > 0) & (known < np.inf))
+    wrong = values <= 0 if allow_overflow else ~((values > 0) & (values < np.inf))
     if wrong.any():
         expected = "positive numbers" if allow_overflow else "finite positive numbers"
-        checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")
+        checks.require(False, function, argument, expected, f"{values[wrong].ravel()[0]}")
 
 
 def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int, int]) -> None:
     """Raise ContractValueError if a known element of a float zero point does not round to a code in `bounds`."""
     if getattr(zero_point, "dtype", None) != dtypes.FLOAT32:
         return
-    known = find_known(zero_point)
-    if known is None:
+    values = find_known(zero_point)
+    if values is None:
         return
-    steps = np.rint(known)
+    steps = np.rint(values)
     wrong = ~((steps >= bounds[0]) & (steps <= bounds[1]))
     if wrong.any():
         expected = (
             f"numbers that round to a code in [{bounds[0]}, {bounds[1]}] (a traced zero point is clipped to this range)"
         )
-        checks.require(False, function, argument, expected, f"{known[wrong].ravel()[0]}")
+        checks.require(False, function, argument, expected, f"{values[wrong].ravel()[0]}")
 
 
 def check_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
@@ -91,7 +91,7 @@ def check_float_zero_point(function: str, argument: str, zero_point: Any) -> Non
     is_array = isinstance(zero_point, jax.Array | np.ndarray | np.generic)
     if not is_array or zero_point.dtype not in dtypes.SMALL_FLOATS or checks.is_traced(zero_point):
         return
-    known = np.asarray(zero_point).astype(np.float32)
-    if np.any(known):
+    values = np.asarray(zero_point).astype(np.float32)
+    if np.any(values):
         expected = f"0, the only zero point of {zero_point.dtype}"
-        checks.require(False, function, argument, expected, known.tolist())
+        checks.require(False, function, argument, expected, values.tolist())

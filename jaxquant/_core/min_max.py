@@ -46,8 +46,8 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
 def find_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return (min(x, 0), max(x, 0)) over `axes` as float32 arrays: NaN where x has a NaN, 0 where x has no elements."""
     shape = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
-    kept = tuple(length for axis, length in enumerate(x.shape) if axis not in axes)
-    low, high = (keys.reshape(kept) for keys in _find_slice_keys(x, shape, None))
+    lengths = tuple(length for axis, length in enumerate(x.shape) if axis not in axes)
+    low, high = (keys.reshape(lengths) for keys in _find_slice_keys(x, shape, None))
     return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
@@ -199,5 +199,5 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
     ends = lax.fori_loop(0, -(-table.shape[1] // rows_per_step), read_rows, (first, first))
     low, high = (keys.reshape(before, joined, after) for keys in ends)
     low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
-    kept, others = (*outer, after), axes[:-1]
-    return lax.reduce_min(low.reshape(kept), others), lax.reduce_max(high.reshape(kept), others)
+    slice_shape, outer_axes = (*outer, after), axes[:-1]
+    return lax.reduce_min(low.reshape(slice_shape), outer_axes), lax.reduce_max(high.reshape(slice_shape), outer_axes)

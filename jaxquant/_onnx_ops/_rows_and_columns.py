@@ -17,15 +17,19 @@ from ..integer.dot_general import Role, contract_roles, determines_sharding
 
 def read_per_row(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
     """Return a scale or zero point of a, a single one or one per row, with a's rank and length 1 for its columns."""
-    return _read(function, argument, value, (*shapes.a[:-1], 1), len(shapes.a) - 2, "row of a")
+    return _read_parameter(function, argument, value, (*shapes.a[:-1], 1), len(shapes.a) - 2, "row of a")
 
 
 def read_per_column(function: str, argument: str, value: jax.Array, shapes: Shapes) -> jax.Array:
     """Return a scale or zero point of b, a single one or one per column, with b's rank and length 1 for its rows."""
-    return _read(function, argument, value, (*shapes.b[:-2], 1, shapes.b[-1]), len(shapes.b) - 1, "column of b")
+    return _read_parameter(
+        function, argument, value, (*shapes.b[:-2], 1, shapes.b[-1]), len(shapes.b) - 1, "column of b"
+    )
 
 
-def _read(function: str, argument: str, value: jax.Array, full: tuple[int, ...], axis: int, per: str) -> jax.Array:
+def _read_parameter(
+    function: str, argument: str, value: jax.Array, full: tuple[int, ...], axis: int, per: str
+) -> jax.Array:
     # ONNX allows both () and [1] for a value that all rows or columns share.
     if value.ndim <= 1 and value.size == 1:
         return value.reshape((1,) * len(full))

@@ -99,9 +99,9 @@ def check_backward(function: str, backward: Any, key: Any, specs: Sequence[Any])
     checks.require(len(specs) == 2 and None not in specs, function, "backward", expected, "Int8Backward()")
 
 
-def quantize_gradient(g: jax.Array, kept: tuple[int, ...], key: Any) -> QuantizedArray:
+def quantize_gradient(g: jax.Array, axes: tuple[int, ...], key: Any) -> QuantizedArray:
     """Return g as int8 with a scale for each index of the kept dimensions, rounded stochastically if there is a key."""
-    spec = QuantSpec(jnp.int8, PerAxis(kept) if kept else PerTensor())
+    spec = QuantSpec(jnp.int8, PerAxis(axes) if axes else PerTensor())
     q = quantize(g, spec)
     if key is None:
         return q
@@ -147,7 +147,7 @@ def fold_scale_into_gradient(
 
 def find_operand_cotangent(
     function: str,
-    which: int,
+    index: int,
     terms: Sequence[Labels],
     out: Labels,
     qs: Sequence[QuantizedArray],
@@ -158,26 +158,26 @@ def find_operand_cotangent(
 
     Args:
         function: the name of the public function, for errors.
-        which: 0 for the first operand, 1 for the second.
+        index: 0 for the first operand, 1 for the second.
         terms: the labels of the dimensions of both operands.
         out: the labels of the dimensions of the result.
         qs: the quantized operands.
         g: the cotangent of the result.
         key: the key of the stochastic rounding, or None.
     """
-    labels, partner_labels = terms[which], terms[1 - which]
-    operand, partner = qs[which], qs[1 - which]
+    labels, partner_labels = terms[index], terms[1 - index]
+    operand, partner = qs[index], qs[1 - index]
     summed = [a for a, label in enumerate(partner_labels) if label not in labels]
     places = [out.index(label) if label in out else None for label in partner_labels]
     partner, g = fold_scale_into_gradient(function, partner, summed, g.astype(jnp.float32), places)
     # These dimensions of g survive the contraction, so each of their indices can have its own scale.
-    kept = tuple(a for a, label in enumerate(out) if label in labels)
+    scaled_axes = tuple(a for a, label in enumerate(out) if label in labels)
     # Labels are strings of any length; einsum takes one letter for each.
     letters = dict(zip(dict.fromkeys((*labels, *partner_labels, *out)), string.ascii_letters, strict=False))
     # An index that only this operand has, and that the result lacks, was summed: its cotangent is broadcast below.
     contracted = tuple(label for label in labels if label in out or label in partner_labels)
     texts = ["".join(letters[label] for label in term) for term in (out, partner_labels, contracted)]
-    pair = (quantize_gradient(g, kept, key), partner)
+    pair = (quantize_gradient(g, scaled_axes, key), partner)
     out_sharding = None
     if sharding.is_placed(operand.codes):  # a cotangent is sharded like its operand
         partition = sharding.find_partition(operand.codes)

@@ -72,8 +72,8 @@ class Operation(Protocol):
         """Return the contraction of floats of one dtype."""
         ...
 
-    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Return the float32 cotangent of the operand `which`, 0 or 1, computed by an integer contraction."""
+    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `index`, 0 or 1, computed by an integer contraction."""
         ...
 
 
@@ -196,20 +196,20 @@ def _contract_fwd(product: Product, operands: Any, key: Any) -> tuple[jax.Array,
     operands = _quantize_operands(product, values)
     qs = [jax.tree.map(_name_codes, q) if isinstance(q, QuantizedArray) else q for q in operands]
     y = product.operation.contract_quantized(*qs)
-    kept = [_keep_residuals(*part) for part in zip(product.sides, values, is_needed, qs, strict=True)]
-    return y, (kept, None if key is None else key.value)
+    side_residuals = [_keep_residuals(*part) for part in zip(product.sides, values, is_needed, qs, strict=True)]
+    return y, (side_residuals, None if key is None else key.value)
 
 
 def _contract_bwd(product: Product, residuals: Any, g: Any) -> tuple[Any, Any]:
-    kept, key = residuals
+    side_residuals, key = residuals
     # A symbolic zero: the differentiated function does not depend on the result, so no contraction is needed.
     if isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return tuple((None,) * 4 for _ in kept), None
+        return tuple((None,) * 4 for _ in side_residuals), None
     # If one program contains both passes, XLA would share a division or dequantization between them and keep its floats
     # in memory. The barrier makes the backward pass wait for g. It does not accept keys, so they stay outside.
-    arrays, g = lax.optimization_barrier(([(k.q, k.mask, k.x, k.parameters[:2]) for k in kept], g))
+    arrays, g = lax.optimization_barrier(([(k.q, k.mask, k.x, k.parameters[:2]) for k in side_residuals], g))
     waiting = []
-    for (q, mask, x, parameters), k in zip(arrays, kept, strict=True):
+    for (q, mask, x, parameters), k in zip(arrays, side_residuals, strict=True):
         waiting.append(_Kept(q, mask, x, (*parameters, k.parameters[2])))
     cotangents = _find_operand_cotangents(product, [k.q for k in waiting], g, key)
     sides = zip(product.sides, waiting, cotangents, strict=True)
@@ -317,17 +317,17 @@ def _find_operand_cotangents(product: Product, values: Sequence[Any], g: jax.Arr
     return cotangents
 
 
-def _pull_through_rounding(side: Side, kept: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
+def _pull_through_rounding(side: Side, residuals: _Kept, d: jax.Array) -> tuple[Any, Any, Any, Any]:
     """Return the cotangents of (x, scale, zero_point, key), given the cotangent of the dequantized operand."""
     if side.config is None:
-        return d.astype(kept.q.dtype), None, None, None
+        return d.astype(residuals.q.dtype), None, None, None
     # The dtype of an empty array tells which residuals were kept.
-    if kept.x.dtype != np.bool_:
-        scale, zero_point, key = kept.parameters
-        return (*find_cotangents(side.config, kept.x, scale, zero_point, key, d), None)
-    if kept.mask.dtype != np.int8:
-        d = jnp.where(_unpack_mask(kept.mask, d.shape), d, jnp.zeros((), d.dtype))
-    return d.astype(kept.q.dtype), None, None, None
+    if residuals.x.dtype != np.bool_:
+        scale, zero_point, key = residuals.parameters
+        return (*find_cotangents(side.config, residuals.x, scale, zero_point, key, d), None)
+    if residuals.mask.dtype != np.int8:
+        d = jnp.where(_unpack_mask(residuals.mask, d.shape), d, jnp.zeros((), d.dtype))
+    return d.astype(residuals.q.dtype), None, None, None
 
 
 def _pack_mask(mask: jax.Array) -> jax.Array:

@@ -145,9 +145,9 @@ class Conv(NamedTuple):
         lhs, rhs = operands
         return convolve_floats(lhs, rhs, self.plan, self.precision)
 
-    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Return the float32 cotangent of the operand `which`, computed by integer contractions."""
-        return (_find_image_cotangent, _find_kernel_cotangent)[which](
+    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `index`, computed by integer contractions."""
+        return (_find_image_cotangent, _find_kernel_cotangent)[index](
             self.plan, qs[0], qs[1], g.astype(jnp.float32), key
         )
 

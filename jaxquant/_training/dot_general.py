@@ -133,10 +133,10 @@ class Dot(NamedTuple):
         lhs, rhs = operands
         return lax.dot_general(lhs, rhs, self.numbers, self.precision, out_sharding=self.out_sharding)
 
-    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Return the float32 cotangent of the operand `which`, computed by an integer contraction."""
+    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = self._label_dimensions(qs)
-        return find_operand_cotangent(self.function, which, terms, out, qs, g, key)
+        return find_operand_cotangent(self.function, index, terms, out, qs, g, key)
 
     def _label_dimensions(self, qs: Sequence[QuantizedArray]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         """Return the labels of the dimensions of both operands and of the result, as an einsum would name them."""

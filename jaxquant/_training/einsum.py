@@ -121,8 +121,8 @@ class Einsum(NamedTuple):
         """Return the contraction of floats."""
         return jnp.einsum(self.subscripts, *operands, precision=self.precision, out_sharding=self.out_sharding)
 
-    def find_integer_cotangent(self, which: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
-        """Return the float32 cotangent of the operand `which`, computed by an integer contraction."""
+    def find_integer_cotangent(self, index: int, qs: Sequence[QuantizedArray], g: jax.Array, key: Any) -> jax.Array:
+        """Return the float32 cotangent of the operand `index`, computed by an integer contraction."""
         terms, out = parse_subscripts(_NAME, self.subscripts, [q.ndim for q in qs])
         # An integer contraction does not broadcast a dimension of 1.
         sizes: dict[str, int] = {}
@@ -130,4 +130,4 @@ class Einsum(NamedTuple):
             for label, n in zip(labels, q.shape, strict=True):
                 expected = 'FloatBackward(), because a dimension of size 1 is broadcast under "..."'
                 checks.require(sizes.setdefault(label, n) == n, _NAME, "backward", expected, "Int8Backward()")
-        return find_operand_cotangent(_NAME, which, terms, out, qs, g, key)
+        return find_operand_cotangent(_NAME, index, terms, out, qs, g, key)

@@ -180,13 +180,13 @@ def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int)
     # Q: the counts of each run of bins, spread evenly over the bins that are not empty in P.
     edges = start + (lax.iota(jnp.int32, levels + 1) * n + (levels - 1)) // levels
     lower, upper = edges[:-1], edges[1:]
-    held = _sum_between(bins, lower, upper)
+    run_counts = _sum_between(bins, lower, upper)
     filled = bins.filled[upper] - bins.filled[lower]
     for edge, beyond in ((start, left), (end - 1, right)):
         # A bin that has only counts from outside the range is not empty in P, but `bins.filled` does not include it.
         was_empty = (bins.counts[jnp.minimum(edge, size - 1)] == 0) & (beyond > 0)
         filled = filled + (was_empty & (lower <= edge) & (edge < upper)).astype(jnp.int32)
-    even = held / jnp.maximum(filled, 1).astype(jnp.float32)
+    even = run_counts / jnp.maximum(filled, 1).astype(jnp.float32)
     # This is offset * levels // n. Float arithmetic gives the same integers for so few bins, and XLA vectorizes it.
     part = (offset * levels).astype(jnp.float32) + np.float32(0.5)
     run = jnp.clip((part / n.astype(jnp.float32)).astype(jnp.int32), 0, levels - 1)
@@ -197,7 +197,7 @@ def _find_divergence(bins: _Bins, start: jax.Array, end: jax.Array, levels: int)
     # nothing cancels.
     ratio = jnp.where(inside, q / jnp.where(inside, p, np.float32(1)), np.float32(1))
     terms = p * (ratio - 1 - jnp.log(ratio))
-    return jnp.where(jnp.sum(held) > 0, jnp.sum(terms), np.float32(np.inf))
+    return jnp.where(jnp.sum(run_counts) > 0, jnp.sum(terms), np.float32(np.inf))
 
 
 def _sum_between(bins: _Bins, start: jax.Array, end: jax.Array) -> jax.Array:
@@ -212,5 +212,5 @@ def _smooth(counts: jax.Array, inside: jax.Array) -> jax.Array:
     total = jnp.maximum(jnp.sum(counts), np.float32(1))
     empties = jnp.sum(empty, dtype=jnp.int32).astype(jnp.float32)
     added = jnp.minimum(_EPSILON * empties, total / 2)  # at most half of the counts, if there are few elements
-    each = added / jnp.maximum(empties, np.float32(1))
-    return jnp.where(empty, each, counts * (1 - added / total)) / total
+    share = added / jnp.maximum(empties, np.float32(1))
+    return jnp.where(empty, share, counts * (1 - added / total)) / total

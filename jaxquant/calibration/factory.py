@@ -79,9 +79,9 @@ def _find_unexpected_argument(factory: Callable[..., Any]) -> str | None:
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
     # The first positional parameter receives the spec.
-    others = [*positional[1:], *(p for p in required if p.kind is p.KEYWORD_ONLY)]
-    if others:
-        return others[0].name
+    further_parameters = [*positional[1:], *(p for p in required if p.kind is p.KEYWORD_ONLY)]
+    if further_parameters:
+        return further_parameters[0].name
     try:
         # Optional parameters are fine, as long as one positional argument is accepted.
         signature.bind(None)

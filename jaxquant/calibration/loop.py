@@ -172,27 +172,27 @@ def _iterate_positions(
         batches: the batches.
         path: the file to resume from, or None.
     """
-    position, index, done, pending = start, -1, 0, None
+    position, index, batch_count, pending = start, -1, 0, None
     for index, batch in enumerate(batches):
         arguments = split_arguments(step, index, batch)
         # The first batch gives the shapes with which the file is compared.
         if index == 0 and path is not None and path.exists():
             target = jax.eval_shape(step.run, start.state, *arguments)[0]
             position = _load(path, step, target)
-            done = position.batches
+            batch_count = position.batches
         # The batches that the file already counts are read and ignored, so that an iterator advances past them.
-        if index < done:
+        if index < batch_count:
             continue
         # A batch is checked only after the next one has been read, so that the device computes while the host reads.
         if pending is not None:
             position = _check_finite(step, *pending)
             yield position
         pending = (index, *step.run(position.state, *arguments))
-    expected = f"the {done} batches that {path} counts, and perhaps more; delete it to start again"
-    checks.require(index + 1 >= done, step.function, "batches", expected, f"{index + 1}")
+    expected = f"the {batch_count} batches that {path} counts, and perhaps more; delete it to start again"
+    checks.require(index + 1 >= batch_count, step.function, "batches", expected, f"{index + 1}")
     if pending is not None:
         yield _check_finite(step, *pending)
-    elif done:
+    elif batch_count:
         yield position
 
 

@@ -80,8 +80,8 @@ def mse(spec: QuantSpec, *, bins: int = 2048, grid: int = 100, every: int = 1) -
     checks.check_integer(_NAME, "grid", grid)
     checks.require(0 < grid <= 2**16, _NAME, "grid", "an int in [1, 65536]", grid)
     expected = "the granularity of the scale, because each slice is measured with one scale and one zero point"
-    same = spec.zero_point_granularity == spec.granularity
-    checks.require(same, _NAME, "spec.zero_point_granularity", expected, spec.zero_point_granularity)
+    is_shared = spec.zero_point_granularity == spec.granularity
+    checks.require(is_shared, _NAME, "spec.zero_point_granularity", expected, spec.zero_point_granularity)
     finish = functools.partial(_finish, spec=spec, grid=int(grid))
     return histogram.build_histogram_calibrator(Settings(_NAME, spec, bins, every, True), finish)
 
@@ -139,11 +139,11 @@ def _list_intervals(state: HistogramState) -> _Intervals:
     assert state.most is not None
     half = histogram.find_bins(state) // 2
     per_width = histogram.divide_by_width(state)[..., None]
-    near, far = (lax.bitcast_convert_type(v, jnp.float32) * per_width for v in (state.least, state.most))
-    below = lax.broadcasted_iota(jnp.int32, near.shape, near.ndim - 1) < half
+    low, high = (lax.bitcast_convert_type(v, jnp.float32) * per_width for v in (state.least, state.most))
+    below = lax.broadcasted_iota(jnp.int32, low.shape, low.ndim - 1) < half
     count = uint64.to_float32(state.counts)
     has_elements = count > 0
-    ends = (jnp.where(below, -far, near), jnp.where(below, -near, far))
+    ends = (jnp.where(below, -high, low), jnp.where(below, -low, high))
     # The magnitudes of an empty bin are placeholders; 0 keeps them from overflowing.
     start, end = (jnp.where(has_elements, v, np.float32(0)) for v in ends)
     zero_count = uint64.to_float32(state.zeros)[..., None]
@@ -163,22 +163,22 @@ def _find_error(
     # plus gap**3 / 12 for each gap between two codes on the way. The difference of two cubes is computed from its
     # factors, so that large cubes do not cancel.
     square = rest_a * rest_a + rest_a * rest_b + rest_b * rest_b
-    same, length = sum_a == sum_b, end - start
-    passed = (sum_b - sum_a) + (rest_b - rest_a) * square / 3
+    is_single, length = sum_a == sum_b, end - start
+    integral = (sum_b - sum_a) + (rest_b - rest_a) * square / 3
     ends = (rest_a * rest_a + rest_b * rest_b) / 2
-    mean = jnp.where(length < _SHORT, ends, passed / jnp.maximum(length, _SHORT))
+    mean = jnp.where(length < _SHORT, ends, integral / jnp.maximum(length, _SHORT))
     # In an interval with a single nearest code the length cancels, so even a short one is integrated exactly.
-    mean = jnp.maximum(jnp.where(same, square / 3, mean), 0)
+    mean = jnp.maximum(jnp.where(is_single, square / 3, mean), 0)
     # The two ends of an interval are elements of the data; only the elements between them are estimated.
-    known = jnp.minimum(intervals.count, 2)
-    between = intervals.count - known
+    end_count = jnp.minimum(intervals.count, 2)
+    inner_count = intervals.count - end_count
     total = jnp.maximum(jnp.sum(intervals.count, axis=-1), np.float32(1))
     # The variance of the squared error of one such element is the smaller of two estimates: for an interval much
     # shorter than a step, and for one that spans many steps.
     variance = jnp.minimum(length * length / 3, np.float32(1.25) * mean) * mean
-    variance_of_mean = jnp.sum(variance * between, axis=-1) / total / total
+    variance_of_mean = jnp.sum(variance * inner_count, axis=-1) / total / total
     unit = scale[..., 0] * scale[..., 0]
-    return jnp.sum(mean * between + ends * known, axis=-1) / total * unit, variance_of_mean * unit * unit
+    return jnp.sum(mean * inner_count + ends * end_count, axis=-1) / total * unit, variance_of_mean * unit * unit
 
 
 def _round_to_levels(spec: QuantSpec, steps: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:

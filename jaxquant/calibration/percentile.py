@@ -95,7 +95,7 @@ def _finish(state: HistogramState, *, q: float, symmetric: bool) -> tuple[jax.Ar
 def _cut_pieces(state: HistogramState, symmetric: bool) -> tuple[Words, jax.Array, jax.Array]:
     """Return the counts of adjacent intervals in ascending order, and the starts and lengths of these, in bins."""
     half = histogram.find_bins(state) // 2
-    below, above = (jax.tree.map(lambda v, cut=cut: v[..., cut], state.counts) for cut in _split_halves(half))
+    below, above = (jax.tree.map(lambda v, part=part: v[..., part], state.counts) for part in _split_halves(half))
     zeros = jax.tree.map(lambda v: v[..., None], state.zeros)
     start = np.arange(half, dtype=np.float32)
     if symmetric:  # the percentile of |x|: mirror the negative bins
@@ -117,12 +117,12 @@ def _find_value(counts: Words, start: jax.Array, span: jax.Array, share: Fractio
     """Return numpy's percentile, in bins, where the elements of a bin are assumed to be spread evenly over it."""
     reached = uint64.sum_cumulatively(counts)
     total = jax.tree.map(lambda v: v[..., -1], reached)
-    one = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
+    unit = jax.tree.map(lambda v, n: jnp.full_like(v, n), total, Words(1, 0))  # type: ignore[arg-type]
     # total - 1 wraps around for a slice without data, whose last rank is set to 0.
-    last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, one), 0, v), uint64.subtract(total, one))
+    last = jax.tree.map(lambda v: jnp.where(uint64.is_less(total, unit), 0, v), uint64.subtract(total, unit))
     rank, rest = uint64.find_share(last, share)
     # numpy interpolates between this rank and the next one, which must not exceed the last.
-    next_rank = uint64.add(rank, one)
+    next_rank = uint64.add(rank, unit)
     next_rank = jax.tree.map(lambda n, v: jnp.where(uint64.is_less(last, next_rank), v, n), next_rank, last)
     first, second = (_find_element(counts, reached, start, span, r) for r in (rank, next_rank))
     return first + rest * (second - first)
@@ -132,14 +132,14 @@ def _find_element(counts: Words, reached: Words, start: jax.Array, span: jax.Arr
     """Return the position of the element of a rank, in bins; the least element has the rank 0."""
     # The element is in the first interval at whose end the cumulative count exceeds the rank.
     ranks = jax.tree.map(lambda v, like: jnp.broadcast_to(v[..., None], like.shape), rank, reached)
-    after = uint64.is_less(ranks, reached)
-    index = jnp.minimum(jnp.sum(~after, axis=-1, dtype=jnp.int32), after.shape[-1] - 1)
+    is_beyond = uint64.is_less(ranks, reached)
+    index = jnp.minimum(jnp.sum(~is_beyond, axis=-1, dtype=jnp.int32), is_beyond.shape[-1] - 1)
 
     def pick(words: Words) -> Words:
         return jax.tree.map(lambda v: jnp.take_along_axis(v, index[..., None], axis=-1)[..., 0], words)
 
-    held = pick(counts)
-    within = uint64.to_float32(uint64.subtract(rank, uint64.subtract(pick(reached), held)))
+    bin_count = pick(counts)
+    position = uint64.to_float32(uint64.subtract(rank, uint64.subtract(pick(reached), bin_count)))
     # Of n elements that are spread evenly over an interval, element i is at (i + 1/2) / n of its length.
-    share = (within + np.float32(0.5)) / jnp.maximum(uint64.to_float32(held), np.float32(1))
+    share = (position + np.float32(0.5)) / jnp.maximum(uint64.to_float32(bin_count), np.float32(1))
     return start[index] + span[index] * share

@@ -24,16 +24,16 @@ def arrange_slices(x: jax.Array, shape: tuple[int, ...], block: int | None, fill
     """
     # Each dimension is split into a kept one, with an index for each range, and a reduced one within the range.
     lengths: list[int] = []
-    kept: list[bool] = []
+    kept_flags: list[bool] = []
     padding = []
     for size, entries, n in zip(find_slice_sizes(x, shape, block), shape, x.shape, strict=True):
         padding.append((0, size * entries - n, 0))
         lengths += [entries, size]
-        kept += [True, False]
+        kept_flags += [True, False]
     if any(high for _, high, _ in padding):
         x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
     # Dimensions of length 1 would only separate kept dimensions that are in fact adjacent.
-    dimensions = [(n, is_kept) for n, is_kept in zip(lengths, kept, strict=True) if n != 1]
+    dimensions = [(n, is_kept) for n, is_kept in zip(lengths, kept_flags, strict=True) if n != 1]
     x = x.reshape([n for n, _ in dimensions])
     flags = [is_kept for _, is_kept in dimensions]
     first = flags.index(True) if any(flags) else 0

@@ -38,11 +38,11 @@ def check_servable(function: str, operand: LayerOperand, scale: jax.Array) -> No
     """Raise ContractValueError unless a known scale is finite and, if it was learned, positive."""
     if checks.is_traced(scale):
         return
-    known = np.asarray(small_floats.scale_as_float32(scale))
+    values = np.asarray(small_floats.scale_as_float32(scale))
     argument = f"scale of the {operand.role}"
-    checks.require(bool(np.isfinite(known).all()), function, argument, "finite numbers", "NaN or an infinity")
+    checks.require(bool(np.isfinite(values).all()), function, argument, "finite numbers", "NaN or an infinity")
     # `read_learned` replaces a scale of 0 by the least scale, so that is the value to look for.
-    least = float(known.min(initial=1))
+    least = float(values.min(initial=1))
     holds = least > float(scale_from_range.find_least_scale(scale.dtype)) or not isinstance(operand.source, Learned)
     checks.require(holds, function, argument, "a positive scale (training drove it to 0)", least)
 

@@ -98,8 +98,8 @@ def _check_variance(var: jax.Array, epsilon: float) -> None:
     """Raise ContractValueError unless known variances are finite, and positive once epsilon is added."""
     if checks.is_traced(var) or not var.is_fully_addressable:
         return
-    argument, known = 'stats["var"]', np.asarray(var)
-    least, most = float(known.min(initial=1)), float(known.max(initial=1))
+    argument, values = 'stats["var"]', np.asarray(var)
+    least, most = float(values.min(initial=1)), float(values.max(initial=1))
     expected = "numbers that are not negative"
     checks.require(least >= 0, _NAME, argument, expected, "NaN" if np.isnan(least) else least)
     checks.require(most < np.inf, _NAME, argument, "finite numbers", most)

@@ -67,5 +67,5 @@ def is_finite(value: Any) -> bool:
     """Return whether all known elements are finite; traced elements and those of other hosts are not known."""
     if checks.is_traced(value):
         return True
-    known = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
-    return all(bool(np.isfinite(np.asarray(part)).all()) for part in known)
+    parts = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
+    return all(bool(np.isfinite(np.asarray(part)).all()) for part in parts)

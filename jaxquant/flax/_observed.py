@@ -44,8 +44,8 @@ def update_state(operand: LayerOperand, state: dict[str, Any], x: jax.Array) -> 
         return {"state": updated, "batches": batches + 1}
     # The count may be traced, so the choice is a `where` and not an `if`.
     is_open = batches < source.freeze_after
-    kept = jax.tree.map(lambda new, old: jnp.where(is_open, new, old), updated, state["state"])
-    return {"state": kept, "batches": batches + is_open.astype(jnp.int32)}
+    calibrator_state = jax.tree.map(lambda new, old: jnp.where(is_open, new, old), updated, state["state"])
+    return {"state": calibrator_state, "batches": batches + is_open.astype(jnp.int32)}
 
 
 def finalize_state(

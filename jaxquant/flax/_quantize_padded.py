@@ -46,12 +46,12 @@ def quantize_kernel(kernel: Any, spec: QuantSpec, stored_axes: Sequence[int]) ->
 
     order = parts.move_axes_last("quantize", "stored_last", stored_axes, values.ndim)
 
-    def cut(part: jax.Array, kept: int, shape: tuple[int, ...], order: parts.StoredOrder = None) -> jax.Array:
-        host = np.asarray(part)[:kept, : columns if part.shape[1] > 1 else 1].reshape(shape)
+    def trim(part: jax.Array, row_count: int, shape: tuple[int, ...], order: parts.StoredOrder = None) -> jax.Array:
+        host = np.asarray(part)[:row_count, : columns if part.shape[1] > 1 else 1].reshape(shape)
         return jax.device_put(np.array(parts.store_codes(host, order), order="C"))
 
-    zero_point = None if q.zero_point is None else cut(q.zero_point, 1, point_shape)
-    stored, scale = cut(q.codes, rows, values.shape, order), cut(q.scale, 1, scale_shape)
+    zero_point = None if q.zero_point is None else trim(q.zero_point, 1, point_shape)
+    stored, scale = trim(q.codes, rows, values.shape, order), trim(q.scale, 1, scale_shape)
     return QuantizedArray.tree_unflatten((q.dtype, None, q.codebook, order), (stored, scale, zero_point))
 
 

@@ -85,8 +85,8 @@ def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, win
     # No GPU library convolves int8 into int32. Every backend other than a CPU therefore contracts patches.
     if window.form != "direct":  # one form for every backend
         return forms[window.form](x, w, x_steps, w_steps, window=window)
-    cpu, other = (functools.partial(forms[form], window=window) for form in ("direct", "patches"))
-    return lax.platform_dependent(x, w, x_steps, w_steps, cpu=cpu, default=other)
+    cpu, default = (functools.partial(forms[form], window=window) for form in ("direct", "patches"))
+    return lax.platform_dependent(x, w, x_steps, w_steps, cpu=cpu, default=default)
 
 
 def _sum_shifted_products(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:

@@ -12,8 +12,8 @@ from .._core import barriers
 
 def is_moving(permutation: Sequence[int], shape: Sequence[int]) -> bool:
     """Return whether a transpose moves elements in memory; the position of a dimension of 1 does not matter."""
-    kept = [axis for axis in permutation if shape[axis] != 1]
-    return kept != sorted(kept)
+    axes = [axis for axis in permutation if shape[axis] != 1]
+    return axes != sorted(axes)
 
 
 def transpose_in_memory(x: jax.Array, permutation: Sequence[int]) -> jax.Array:

@@ -162,10 +162,10 @@ def contract_roles(
         lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
     contract = functools.partial(_contract_signed, left=left, right=right)
-    cut = functools.partial(_planes.contract_planes, contract=contract, left=left, right=right)
+    contract_planes = functools.partial(_planes.contract_planes, contract=contract, left=left, right=right)
     for side in (1, 0):
         if _planes.is_cut((lhs, rhs), (lhs_steps, rhs_steps), (left, right), side):
-            on_cpu = functools.partial(cut, side=side)
+            on_cpu = functools.partial(contract_planes, side=side)
             return lax.platform_dependent(lhs, rhs, lhs_steps, rhs_steps, cpu=on_cpu, default=contract)
     return contract(lhs, rhs, lhs_steps, rhs_steps)
 
@@ -247,9 +247,9 @@ def _move_outward(value: jax.Array, x: jax.Array, *, role: Role, places: tuple[i
     if value.ndim == 0:
         return granularity.PerTensor().expand(value, like)
     # Move the batch and free dimensions to the front, and drop the contracted ones, which have length 1, from the end.
-    kept = lax.transpose(value, (*role.batch, *role.free, *role.contracted))
-    kept = lax.squeeze(kept, tuple(range(len(places), value.ndim)))
-    full = jnp.broadcast_to(kept, tuple(x.shape[a] for a in (*role.batch, *role.free)))
+    outer = lax.transpose(value, (*role.batch, *role.free, *role.contracted))
+    outer = lax.squeeze(outer, tuple(range(len(places), value.ndim)))
+    full = jnp.broadcast_to(outer, tuple(x.shape[a] for a in (*role.batch, *role.free)))
     return sharding.place_like(lax.broadcast_in_dim(full, like.shape, places), like)
 
 

@@ -26,10 +26,10 @@ def find_granularity(
         if zps is not None and zps.shape != ():
             checks.check_shape(function, "zps", zps, (1,), 'one element, qtype="per_tensor"')
         return PerTensor()
-    kept = checks.check_axis(function, axis, src.ndim)
+    dimension = checks.check_axis(function, axis, src.ndim)
     reason = f'src has shape {src.shape}, qtype="per_channel", axis={axis}'
-    check_shapes(function, scales, zps, (src.shape[kept],), reason)
-    return PerAxis(kept)
+    check_shapes(function, scales, zps, (src.shape[dimension],), reason)
+    return PerAxis(dimension)
 
 
 def check_shapes(function: str, scales: jax.Array, zps: jax.Array | None, shape: tuple[int, ...], reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence, Set
@@ -41,7 +42,7 @@ class Signature:
         self._places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
         self._leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
         self.arrays = [paths[place][1] for place in self._places]
-        self.names = tuple(_name_path(paths[place][0]) for place in self._places)
+        self.names = _name_paths([paths[place][0] for place in self._places])
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Return the tree with other arrays."""
@@ -67,7 +68,17 @@ def _name_path(path: Sequence[Any]) -> str:
     # A variable of Flax holds its array as `.value`.
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/") or "params"
+
+
+def _name_paths(paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
+    """Return the names of leaves; those that would have one name in common have keys in brackets."""
+    names = [_name_path(path) for path in paths]
+    counts = collections.Counter(names)
+    return tuple(
+        name if counts[name] == 1 else jax.tree_util.keystr(tuple(path))
+        for name, path in zip(names, paths, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +148,12 @@ def trace_call(
     ]
     try:
         trace = jaxpr.trace(call, described, arguments.arrays)
-    except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.NonConcreteBooleanIndexError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
         error.add_note(
             "jaxquant traces the function, and treats all arrays and Python floats in its arguments as traced values. "
             "Ints, bools, strings and other objects are static: pass what decides on the program as one of those."

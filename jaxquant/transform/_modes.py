@@ -19,7 +19,7 @@ from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
 from ._programs.interpret import Records
-from ._programs.sites import Site
+from ._programs.sites import Address, Site
 
 _NAME = "Prepared.apply"
 
@@ -46,6 +46,10 @@ class ObserveMode:
             states[name] = calibrator.update(states[name], lax.stop_gradient(operands[operand.place]))
         (result,) = jaxpr.evaluate(site.equation, operands)
         return result, {**records, plan.record: states}
+
+    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+        """Return the name of a site's record, and the scans with an entry for each iteration."""
+        return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
 
     def is_parameter(self, value: Any) -> bool:
         """Return False: parameters are plain arrays."""
@@ -94,10 +98,14 @@ class IntegerMode:
         plan, codes = self.plan.sites[site.name], list(operands)
         for operand in plan.activations:
             x = operations.refuse_gradient(operands[operand.place])
-            part = records[plan.record][str(operand.place)] if plan.record in records else None
+            part = None if operand.calibrator is None else records[plan.record][str(operand.place)]
             scale, zero_point = find_scale(operand.spec, x, part)
             codes[operand.place] = make_array(Config(operand.spec), x, scale, zero_point, None)
         return operations.make_operation(site.equation).contract_quantized(*codes), records
+
+    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+        """Return the name of a site's record, and the scans with an entry for each iteration."""
+        return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a quantized parameter."""
@@ -158,22 +166,25 @@ class TrainMode:
         plan = self.plan.sites[site.name]
         twins = [x if isinstance(x, Twin) else Twin(x, x) for x in operands]
         for operand in plan.activations:
-            x, record = operands[operand.place], records.get(plan.record)
-            twins[operand.place] = self.make_twin(operand, x, record)
+            part = None if operand.calibrator is None else records[plan.record][str(operand.place)]
+            twins[operand.place] = self.make_twin(operand, operands[operand.place], part)
         operation = operations.make_operation(site.equation)
         floats, codes = zip(*twins, strict=True)
         return operations.contract_with_gradient(operation, floats, codes), records
 
-    def make_twin(self, operand: OperandPlan, x: jax.Array, record: Any) -> Twin:
+    def make_twin(self, operand: OperandPlan, x: jax.Array, part: Any) -> Twin:
         """Return activations as floats with a gradient, and as codes."""
         rule: Rule = StraightThrough()
-        if record is not None and isinstance(record[str(operand.place)], LearnedScale):
+        if isinstance(part, LearnedScale):
             rule = self.estimator
             if isinstance(rule, LSQ | LSQPlus) and rule.elements is None:
                 # The paper counts the elements of one example.
                 rule = dataclasses.replace(rule, elements=max(math.prod(x.shape[1:]), 1))
-        part = None if record is None else record[str(operand.place)]
         return make_twin(operand.spec, x, part, rule)
+
+    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+        """Return the name of a site's record, and the scans with an entry for each iteration."""
+        return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter in both forms."""
@@ -187,6 +198,9 @@ class TrainMode:
         """Return the results of an equation on both forms."""
         floats = jaxpr.evaluate(equation, [x.floats if isinstance(x, Twin) else x for x in operands])
         codes = restructure.move_elements(equation, [x.codes if isinstance(x, Twin) else x for x in operands])
+        if jaxpr.find_name(equation) == "optimization_barrier":
+            # It has a result for each operand, and some operands may be activations.
+            return [c if isinstance(c, jax.Array) else Twin(f, c) for f, c in zip(floats, codes, strict=True)]
         return [Twin(*pair) for pair in zip(floats, codes, strict=True)]
 
     def convert_to_array(self, parameter: Any) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
@@ -12,7 +12,7 @@ from .._core.granularity import Blocked, PerAxis, PerTensor
 from ..calibration.factory import Factory
 from ._programs import views
 from ._programs.analysis import UNUSED, Analysis
-from ._programs.sites import Site, find_contracted
+from ._programs.sites import Address, Site, find_contracted
 from .rules import Activation, Rule, SiteView, Weight
 
 _NAME = "prepare"
@@ -40,6 +40,7 @@ class SitePlan(NamedTuple):
         weight: the spec of its parameter, or None.
         activations: how its activations are quantized; empty if they stay in floats.
         record: the name of its static range.
+        layers: the addresses of the scans of which each iteration has a static range of its own.
         reason: why it stays in floats, or "".
         is_wanted: whether a rule asked for codes.
     """
@@ -48,6 +49,7 @@ class SitePlan(NamedTuple):
     weight: QuantSpec | None
     activations: tuple[OperandPlan, ...]
     record: str
+    layers: tuple[Address, ...]
     reason: str
     is_wanted: bool
 
@@ -58,10 +60,12 @@ class LeafPlan(NamedTuple):
     Attributes:
         spec: the spec, on the axes of the parameter.
         stored_last: the axes that the codes hold last in memory.
+        shape: the shape of the parameter.
     """
 
     spec: QuantSpec
     stored_last: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 class Plan(NamedTuple):
@@ -104,7 +108,10 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
         chosen[site.name] = next((rule for rule in rules if rule.matches(view)), None)
     wanted = [site for site in analysis.sites.values() if _is_replaceable(site, chosen[site.name])]
     leaves = _plan_leaves(wanted, chosen, names, shapes)
-    sites = {site.name: _plan_site(site, chosen[site.name], leaves, names) for site in analysis.sites.values()}
+    records = _plan_records(analysis.sites.values(), chosen, names)
+    sites = {
+        site.name: _plan_site(site, chosen[site.name], leaves, *records[site.name]) for site in analysis.sites.values()
+    }
     used = {id(rule) for rule in chosen.values()}
     return Plan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
 
@@ -136,7 +143,7 @@ def _plan_leaves(
     for leaf, (weight, _) in weights.items():
         spec = _make_weight_spec(weight, contracted[leaf], shapes[leaf])
         (order, *others) = set(orders[leaf])
-        plans[leaf] = LeafPlan(spec, () if others else order)
+        plans[leaf] = LeafPlan(spec, () if others else order, tuple(shapes[leaf]))
     return plans
 
 
@@ -164,14 +171,39 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
     return QuantSpec(weight.dtype, PerAxis(kept) if is_split else PerTensor(), **options)
 
 
-def _plan_site(site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names: Sequence[str]) -> SitePlan:
-    stem = "+".join(names[leaf] for leaf in site.leaves)
-    record = stem if rule is not None and rule.shared and stem else site.name
+def _plan_records(
+    sites: Collection[Site], chosen: dict[str, Rule | None], names: Sequence[str]
+) -> dict[str, tuple[str, tuple[Address, ...]]]:
+    """Return the name of each site's static range, and the scans of which each iteration has one of its own."""
+    records: dict[str, str] = {}
+    sharing: dict[str, list[Site]] = {}
+    for site in sites:
+        rule = chosen[site.name]
+        is_shared = rule is not None and rule.shared and site.leaves
+        records[site.name] = "+".join(names[leaf] for leaf in site.leaves) if is_shared else site.name
+        if _is_replaceable(site, rule):
+            sharing.setdefault(records[site.name], []).append(site)
+    for record, users in sharing.items():
+        # Ranges have the rank of the activations.
+        ranks = {
+            tuple(len(v.aval.shape) for v in site.equation.invars[:2]) for site in users if site.operation != "take"
+        }
+        expected = f"operands of the same rank in all uses of {record}, because a rule has shared=True"
+        got = ", ".join(site.describe() for site in users)
+        checks.require(len(ranks) < 2, _NAME, "rules", expected, got)
+    # Uses in other loops than the first one have no iterations in common with it.
+    layered = {record for record, users in sharing.items() if len({site.lengths for site in users}) == 1}
+    return {site.name: (records[site.name], site.layers if records[site.name] in layered else ()) for site in sites}
+
+
+def _plan_site(
+    site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], record: str, layers: tuple[Address, ...]
+) -> SitePlan:
     if rule is None or rule.keep is not None:
         reason = site.reason or _explain_float(site, rule)
-        return SitePlan(False, None, (), record, reason, False)
+        return SitePlan(False, None, (), record, layers, reason, False)
     if site.reason:
-        return SitePlan(False, None, (), record, site.reason, site.reason not in (UNUSED, "integers already"))
+        return SitePlan(False, None, (), record, layers, site.reason, site.reason not in (UNUSED, "integers already"))
     weight = leaves[site.views[0].leaf].spec if site.views else None
     activations = []
     if rule.activation is not None and site.operation != "take":
@@ -179,7 +211,7 @@ def _plan_site(site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names
             if place != site.weight:
                 spec = _make_activation_spec(site, place, rule.activation)
                 activations.append(OperandPlan(place, spec, rule.activation.range))
-    return SitePlan(True, weight, tuple(activations), record, "", True)
+    return SitePlan(True, weight, tuple(activations), record, layers, "", True)
 
 
 def _explain_float(site: Site, rule: Rule | None) -> str:

@@ -69,7 +69,12 @@ def prepare(
     call = trace_call(function, rules, params, args, kwargs, frozenset())
     names = call.parameters.names
     has_floats = any(getattr(x, "dtype", None) in dtypes.FLOATS for x in call.parameters.arrays)
-    checks.require_type(has_floats, _NAME, "params", "a pytree with float arrays", ", ".join(names[:4]) or "no arrays")
+    dtype_names = [
+        f"{name} of {getattr(x, 'dtype', type(x).__name__)}"
+        for name, x in zip(names, call.parameters.arrays, strict=True)
+    ]
+    expected = "a pytree with arrays of float32, bfloat16 or float16"
+    checks.require_type(has_floats, _NAME, "params", expected, ", ".join(dtype_names[:4]) or "no arrays")
     for rule in call.plan.unmatched:
         paths = sorted({path for site in call.analysis.sites.values() for path in _list_paths(site, names)})
         got = f"{rule.path!r}, which matches none of {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"

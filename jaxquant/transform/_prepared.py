@@ -83,7 +83,7 @@ class Prepared:
         """Return the states of the calibrators, updated by the activations of one call in floats."""
         _ranges.check_tree("Prepared.observe", self.static_ranges, state)
         call = self._trace("observe", params, args, kwargs)
-        self._check_floats("observe", call)
+        self._check_floats("observe", call.parameters)
         self._check_records("observe", "state", call, state)
         return self._interpret(_modes.ObserveMode(call.plan), call, call.parameters.arrays, state)[1]
 
@@ -168,27 +168,27 @@ class Prepared:
             params: the parameters of the function, in floats.
             scales: scales that were trained, as `learned` returns them. Ranges may be passed, too; weights need none.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
-                floats and one array of codes at most. The arrays of `params` cannot be used any more.
+                floats and one array of codes at most. These arrays of `params` cannot be used any more. An array that
+                `params` holds under another path without codes, too, is kept.
 
         Returns:
             The same tree, with codes.
 
         Raises:
-            TypeError: delete is not True or False.
-            ValueError: the parameters have other paths than those of `prepare`, or are quantized already.
+            TypeError: delete is not True or False, or scales are none.
+            ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already; or
+                the scales belong to other parameters.
         """
         checks.check_flag("Prepared.convert", "delete", delete)
-        signature = Signature(params)
-        check_names("Prepared.convert", self.names, signature.names)
-        learned = scales.weights if isinstance(scales, LearnedScales) else {}
+        signature = self._read_parameters("convert", params)
+        learned = self._read_learned("convert", scales).weights
         converted = list(signature.arrays)
         for place, plan in self.leaves.items():
             name, w = self.names[place], converted[place]
-            expected = f"floats at {name}"
-            checks.require(not is_quantized(w), "Prepared.convert", "params", expected, "a quantized array")
             with checks.prefix_errors(name):
                 converted[place] = jax.block_until_ready(_quantize_weight(w, plan, learned.get(name)))
-            if delete and isinstance(w, jax.Array):
+            # An array with a second path is still needed.
+            if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 w.delete()
         return signature.rebuild(converted)
 
@@ -213,8 +213,7 @@ class Prepared:
             ValueError: with the name of the weight or contraction in front: there is no range; a spec has scales that
                 are powers of two; or the estimator keeps the zero point at 0 and the values are not all positive.
         """
-        signature = Signature(params)
-        check_names("Prepared.learned", self.names, signature.names)
+        signature = self._read_parameters("learned", params)
         parameters = {self.names[place]: (signature.arrays[place], plan) for place, plan in self.leaves.items()}
         records = self._read_records("learned", "ranges", ranges)
         return make_scales(parameters, self.static_ranges, records, estimator)
@@ -235,9 +234,9 @@ class Prepared:
             ValueError: the parameters were not converted or have other paths; a range is missing; or the rules quantize
                 a weight in another way at these arguments than at those of `prepare`.
         """
+        records = self._read_records("apply", "ranges", ranges)
         call = self._trace("apply", params, args, kwargs)
         self._check_converted(call)
-        records = self._read_records("apply", "ranges", ranges)
         self._check_records("apply", "ranges", call, records)
         return self._interpret(_modes.IntegerMode(call.plan), call, call.parameters.arrays, records)[0]
 
@@ -256,11 +255,11 @@ class Prepared:
         Raises:
             ValueError: as for `apply`; the parameters must be floats.
         """
-        call = self._trace("fake_apply", params, args, kwargs)
-        self._check_floats("fake_apply", call)
         records = self._read_records("fake_apply", "scales", scales)
+        learned = self._read_learned("fake_apply", scales)
+        call = self._trace("fake_apply", params, args, kwargs)
+        self._check_floats("fake_apply", call.parameters)
         self._check_records("fake_apply", "scales", call, records)
-        learned = scales if isinstance(scales, LearnedScales) else LearnedScales({}, {}, StraightThrough())
         mode = _modes.TrainMode(call.plan, learned.estimator)
         parameters = list(call.parameters.arrays)
         for place, plan in self.leaves.items():
@@ -278,8 +277,9 @@ class Prepared:
 
     def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> Call:
         function = f"Prepared.{method}"
+        # Before the function is traced, which may read a path that is missing.
+        check_names(function, self.names, Signature(params).names)
         call = trace_call(self.function, self.rules, params, args, kwargs, self.leaves.keys())
-        check_names(function, self.names, call.parameters.names)
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
         for place, plan in call.plan.leaves.items():
@@ -289,9 +289,35 @@ class Prepared:
             checks.require(planned is not None and planned.spec == plan.spec, function, "args", expected, got)
         return call
 
-    def _check_floats(self, method: str, call: Call) -> None:
+    def _read_parameters(self, method: str, params: Any) -> Signature:
+        """Return the parameters, which must have the paths and the shapes that `prepare` saw, in floats."""
+        signature = Signature(params)
+        check_names(f"Prepared.{method}", self.names, signature.names)
+        self._check_floats(method, signature)
+        for place, plan in self.leaves.items():
+            shape = tuple(signature.arrays[place].shape)
+            expected = f"the shape {plan.shape} at {self.names[place]}, as in prepare"
+            checks.require(shape == plan.shape, f"Prepared.{method}", "params", expected, shape)
+        return signature
+
+    def _read_learned(self, method: str, scales: Any) -> LearnedScales:
+        """Return scales that were trained, or none if there are only ranges."""
+        function = f"Prepared.{method}"
+        expected = "scales as learned returns them, ranges or None"
+        holds = scales is None or isinstance(scales, LearnedScales | Mapping)
+        checks.require_type(holds, function, "scales", expected, checks.describe_value(scales))
+        if not isinstance(scales, LearnedScales):
+            return LearnedScales({}, {}, StraightThrough())
+        # PACT trains no scales of weights.
+        names = {self.names[place] for place in self.leaves}
+        differing = sorted(names ^ set(scales.weights)) if scales.weights else []
+        expected = "scales of the weights of this prepared function"
+        checks.require(not differing, function, "scales", expected, f"others at {', '.join(differing[:4])}")
+        return scales
+
+    def _check_floats(self, method: str, parameters: Signature) -> None:
         for place in self.leaves:
-            is_float = not is_quantized(call.parameters.arrays[place])
+            is_float = not is_quantized(parameters.arrays[place])
             expected = f"floats at {self.names[place]}"
             checks.require(is_float, f"Prepared.{method}", "params", expected, "a quantized array, as for apply")
 
@@ -326,6 +352,10 @@ class Prepared:
         expected = "the contractions that prepare saw; Rule(shared=True) gives all uses of a parameter one range"
         got = f"no range for {', '.join(missing[:4])}"
         checks.require(not missing, f"Prepared.{method}", argument, expected, got)
+        for name, entries in needed.items():
+            lengths, planned = (part[0].lengths for part in (entries, self.static_ranges[name]))
+            expected = f"scans of lengths {planned} around {name}, as in prepare"
+            checks.require(lengths == planned, f"Prepared.{method}", "args", expected, lengths)
 
 
 def _read_part(function: str, argument: str, name: str, record: Any, entry: _ranges.StaticRange) -> Any:
@@ -337,7 +367,8 @@ def _read_part(function: str, argument: str, name: str, record: Any, entry: _ran
     if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
         part = Range(part["lo"], part["hi"])
     expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
-    holds = isinstance(part, tuple) and len(part) == 2
+    # The state of a calibrator is a named tuple, too.
+    holds = (isinstance(part, Range) or type(part) is tuple) and len(part) == 2
     checks.require_type(holds, function, argument, expected, checks.describe_value(record))
     return part
 

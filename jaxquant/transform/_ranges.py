@@ -58,7 +58,8 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
             if operand.calibrator is not None:
                 shape = tuple(site.equation.invars[operand.place].aval.shape)
                 is_constant = isinstance(site.origins[operand.place], Constant)
-                entries.append(StaticRange(operand, shape, site.lengths, is_constant))
+                lengths = site.lengths if planned.layers else ()
+                entries.append(StaticRange(operand, shape, lengths, is_constant))
         if entries:
             ranges.setdefault(planned.record, tuple(entries))
     return ranges

@@ -38,8 +38,9 @@ def w8a8_dynamic() -> tuple[Rule, ...]:
     """
     return (
         Rule(operation="conv_general_dilated", weight=Weight("int8"), activation=Activation("uint8", per="image")),
-        Rule(operation="dot_general", weight=Weight("int8"), activation=Activation("uint8", per="row")),
         Rule(operation="take", weight=Weight("int8")),
+        # Operations without a form on codes match, too, so that strict=True lists them.
+        Rule(weight=Weight("int8"), activation=Activation("uint8", per="row")),
     )
 
 
@@ -59,8 +60,9 @@ def w4a8() -> tuple[Rule, ...]:
     """Return rules for int4 weights, one scale for each output feature, and uint8 activations with dynamic ranges."""
     return (
         Rule(operation="conv_general_dilated", weight=Weight("int4"), activation=Activation("uint8", per="image")),
-        Rule(operation="dot_general", weight=Weight("int4"), activation=Activation("uint8", per="row")),
         Rule(operation="take", weight=Weight("int8")),
+        # Operations without a form on codes match, too, so that strict=True lists them.
+        Rule(weight=Weight("int4"), activation=Activation("uint8", per="row")),
     )
 
 

@@ -124,7 +124,8 @@ class Rule:
         operands: "weight" to match contractions of activations with parameters, and lookups of parameters;
             "activations" to match contractions of two activations, both of which are then quantized.
         shared: whether all uses of a parameter share one static range. It is needed if the number of uses differs
-            between calls, as in a Python loop over time.
+            between calls, as in a Python loop over time. Each layer of a scan over stacked layers has a range of its
+            own, unless another use of the parameter is outside of such a scan.
         keep: "float" leaves the contractions that match in floats.
 
     Raises:

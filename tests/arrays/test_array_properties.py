@@ -79,6 +79,7 @@ def test_half_a_step_at_most(data: st.DataObject, shape: tuple[int, ...], seed: 
     assert (beyond <= scale * slack).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.data(), shapes, seeds)
 def test_quantizing_again_gives_the_same(data: st.DataObject, shape: tuple[int, ...], seed: int) -> None:
@@ -87,10 +88,10 @@ def test_quantizing_again_gives_the_same(data: st.DataObject, shape: tuple[int, 
     x = values(seed, shape)
     low, high = F32(-1.5), F32(2.75)
     q = jq.quantize(x, spec, low, high)
-    again = jq.quantize(q.dequantize(), spec, low, high)
-    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(q), strict=True):
-        assert transforms.mismatches(np.asarray(got), np.asarray(want)) == 0
-    assert jax.tree.structure(again) == jax.tree.structure(q)
+    requantized = jq.quantize(q.dequantize(), spec, low, high)
+    for actual, expected in zip(jax.tree.leaves(requantized), jax.tree.leaves(q), strict=True):
+        assert transforms.mismatches(np.asarray(actual), np.asarray(expected)) == 0
+    assert jax.tree.structure(requantized) == jax.tree.structure(q)
 
 
 @st.composite
@@ -114,7 +115,7 @@ def arrays(draw: Any) -> tuple[jq.QuantizedArray, np.ndarray]:
     return q, array_text.values(codes, wide(scale, q), steps, F32)
 
 
-def told(q: jq.QuantizedArray) -> np.ndarray:
+def find_values(q: jq.QuantizedArray) -> np.ndarray:
     """What an array stands for, in numpy: to compile each shape would tell no more."""
     point = None if q.zero_point is None else wide(q.zero_point, q)
     return array_text.values(np.asarray(q.codes), wide(q.scale, q), point, F32)
@@ -143,9 +144,9 @@ def indices(draw: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
             items.append(slice(draw(ends), draw(ends), draw(st.sampled_from([None, 1, 2, -1, -2]))))
     if draw(st.booleans()):
         items.insert(draw(st.integers(0, len(items))), Ellipsis)
-        after = len(items) - next(n for n, i in enumerate(items) if i is Ellipsis) - 1
-        taken = sum(i is not None for i in items[len(items) - after :])
-        if taken and len(shape) > len([i for i in items if i is not None]) - 1:
+        count_after = len(items) - next(n for n, i in enumerate(items) if i is Ellipsis) - 1
+        index_count = sum(i is not None for i in items[len(items) - count_after :])
+        if index_count and len(shape) > len([i for i in items if i is not None]) - 1:
             items = [i for i in items if i is not Ellipsis]  # what follows the dots was drawn for other dimensions
     return tuple(items)
 
@@ -153,46 +154,47 @@ def indices(draw: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data(), arrays())
-def test_any_index_is_numpy_s(data: st.DataObject, made: tuple[jq.QuantizedArray, np.ndarray]) -> None:
-    q, want = made
+def test_any_index_is_numpy_s(data: st.DataObject, pair: tuple[jq.QuantizedArray, np.ndarray]) -> None:
+    q, expected = pair
     index = data.draw(indices(q.shape))
     try:
-        picked = want[index]
+        picked = expected[index]
     except IndexError:  # several arrays that do not broadcast
         return
-    got = q[index]
-    assert got.shape == picked.shape
-    assert transforms.mismatches(told(got), picked) == 0
-    if got.size:
-        assert transforms.mismatches(told(got[..., None]), picked[..., None]) == 0
+    actual = q[index]
+    assert actual.shape == picked.shape
+    assert transforms.mismatches(find_values(actual), picked) == 0
+    if actual.size:
+        assert transforms.mismatches(find_values(actual[..., None]), picked[..., None]) == 0
 
 
 @pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.data(), arrays())
-def test_shapes_commute_with_values(data: st.DataObject, made: tuple[jq.QuantizedArray, np.ndarray]) -> None:
-    q, want = made
+def test_shapes_commute_with_values(data: st.DataObject, pair: tuple[jq.QuantizedArray, np.ndarray]) -> None:
+    q, expected = pair
     order = tuple(data.draw(st.permutations(range(q.ndim))))
     turned = q.transpose(order)
-    assert transforms.mismatches(told(turned), want.transpose(order)) == 0
+    assert transforms.mismatches(find_values(turned), expected.transpose(order)) == 0
     divisors = [d for d in range(1, q.size + 1) if q.size % d == 0]
     first = data.draw(st.sampled_from(divisors))
     second = data.draw(st.sampled_from([d for d in divisors if q.size // first % d == 0]))
     new = (first, second, q.size // first // second)
-    for array, plain in ((q, want), (turned, want.transpose(order))):
+    for array, plain in ((q, expected), (turned, expected.transpose(order))):
         try:
-            got = array.reshape(new)
+            actual = array.reshape(new)
         except ValueError as error:
             assert "elements that share an entry stay adjacent" in str(error)  # noqa: PT017
             continue
-        assert transforms.mismatches(told(got), plain.reshape(new)) == 0
-        assert transforms.mismatches(told(got.reshape(array.shape)), plain) == 0  # and back again
+        assert transforms.mismatches(find_values(actual), plain.reshape(new)) == 0
+        assert transforms.mismatches(find_values(actual.reshape(array.shape)), plain) == 0  # and back again
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(arrays())
-def test_values_by_the_library(made: tuple[jq.QuantizedArray, np.ndarray]) -> None:
-    q, want = made
+def test_values_by_the_library(pair: tuple[jq.QuantizedArray, np.ndarray]) -> None:
+    q, want = pair
     assert transforms.mismatches(np.asarray(q.dequantize()), want) == 0
     assert transforms.mismatches(np.asarray(q[..., ::-1].T.dequantize()), want[..., ::-1].T) == 0
 
@@ -202,11 +204,11 @@ def test_values_by_the_library(made: tuple[jq.QuantizedArray, np.ndarray]) -> No
 @given(st.data(), st.lists(st.integers(1, 5), min_size=2, max_size=3).map(tuple), seeds)
 def test_vmap_is_a_loop(data: st.DataObject, shape: tuple[int, ...], seed: int) -> None:
     """Over any axis, in and out."""
-    axis, out = (data.draw(st.integers(0, len(shape) - 1)) for _ in range(2))
+    axis, out_axis = (data.draw(st.integers(0, len(shape) - 1)) for _ in range(2))
     spec = data.draw(specs(len(shape) - 1))
     x = values(seed, shape)
-    got = jax.vmap(lambda x: jq.quantize(x, spec), in_axes=axis, out_axes=out)(x)
+    actual = jax.vmap(lambda x: jq.quantize(x, spec), in_axes=axis, out_axes=out_axis)(x)
     loop = [jq.quantize(np.take(x, b, axis), spec) for b in range(shape[axis])]
-    want = np.stack([np.asarray(each.dequantize()) for each in loop], out)
-    assert math.prod(got.shape) == x.size
-    assert transforms.mismatches(told(got), want) == 0
+    expected = np.stack([np.asarray(element.dequantize()) for element in loop], out_axis)
+    assert math.prod(actual.shape) == x.size
+    assert transforms.mismatches(find_values(actual), expected) == 0

@@ -36,7 +36,7 @@ def test_nf4_is_the_table_of_the_paper() -> None:
     assert (jq.nf4.levels[0], jq.nf4.levels[7], jq.nf4.levels[-1]) == (-1.0, 0.0, 1.0)
 
 
-def drawn(rng: np.random.Generator, book: jq.Codebook, scale: np.ndarray) -> np.ndarray:
+def sample(rng: np.random.Generator, book: jq.Codebook, scale: np.ndarray) -> np.ndarray:
     """Entries, values half way between two and one float to either side of that, times the scale; and the rest."""
     middles = np.array([(a + b) / 2 for a, b in itertools.pairwise(book.levels)])
     picked = rng.choice(np.concatenate([middles, middles, book.levels]), scale.shape)
@@ -47,10 +47,11 @@ def drawn(rng: np.random.Generator, book: jq.Codebook, scale: np.ndarray) -> np.
     return np.where(rng.random(scale.shape) < 0.2, anywhere, x).astype(F32)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
     """Exactly: with a scale of 4 or 1 a tie in x is a tie of the table, and its neighbours are none."""
     for book in (jq.nf4, TERNARY, jq.Codebook("all", tuple(range(-100, 156)))):
-        x = drawn(rng, book, np.full(500, 4.0)) if book.levels[-1] == 1 else drawn(rng, book, np.full(500, 1.0))
+        x = sample(rng, book, np.full(500, 4.0)) if book.levels[-1] == 1 else sample(rng, book, np.full(500, 1.0))
         span = 4.0 if book.levels[-1] == 1 else 155.0
         spec = jq.QuantSpec(book)
         for q in (jq.quantize(x, spec, -span, span), jax.jit(lambda x, s=spec, e=span: jq.quantize(x, s, -e, e))(x)):
@@ -70,10 +71,10 @@ def test_blocks_of_nf4(rng: np.random.Generator, scale_dtype: str) -> None:
     x[0, :16] = 0
     x[1, 20] = np.nan
     spec = jq.QuantSpec(jq.nf4, jq.Blocked(1, 16), scale_dtype=onnx_text.dtype(scale_dtype))
-    each = (1, 16)
-    low, high = array_text.extremes(x, each)
+    sizes = (1, 16)
+    low, high = array_text.extremes(x, sizes)
     scale, _ = array_text.parameters(low, high, "nf4", True, False, scale_dtype, levels=1.0)
-    wide = array_text.spread(scale, each, x.shape).astype(F32)
+    wide = array_text.spread(scale, sizes, x.shape).astype(F32)
     codes = array_text.nearest_level(onnx_text.quotient(x, wide, np.dtype(F32)), jq.nf4.levels)
     values = np.asarray(jq.nf4.levels, F32)[codes] * wide
     loop = jax.jit(lambda x: jax.lax.scan(lambda c, row: (c, jq.quantize(row[None], spec)), None, x)[1])(x)
@@ -104,9 +105,9 @@ def test_equal_books_are_one_static_value() -> None:
     assert other == TERNARY
     assert hash(other) == hash(TERNARY)
     x = jnp.array([0.1, 1.0])
-    one, two = (jq.quantize(x, jq.QuantSpec(book)) for book in (other, TERNARY))
-    assert jax.tree.structure(one) == jax.tree.structure(two)
-    assert jax.tree.structure(one) != jax.tree.structure(jq.quantize(x, jq.QuantSpec("uint2", symmetric=True)))
+    first, second = (jq.quantize(x, jq.QuantSpec(book)) for book in (other, TERNARY))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert jax.tree.structure(first) != jax.tree.structure(jq.quantize(x, jq.QuantSpec("uint2", symmetric=True)))
 
 
 ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
@@ -127,6 +128,6 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str]] = [
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].replace(" ", "_") for row in ROWS])
 def test_refusals(row: tuple[str, Any, type[Exception], str, str, str]) -> None:
-    _, call, error, argument, wanted, got = row
-    with pytest.raises(error, match=rf"jaxquant\.Codebook: {argument}: expected .*{wanted}.*, got .*{got}"):
+    _, call, error, argument, expected, actual = row
+    with pytest.raises(error, match=rf"jaxquant\.Codebook: {argument}: expected .*{expected}.*, got .*{actual}"):
         call()

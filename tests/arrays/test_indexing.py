@@ -22,7 +22,7 @@ F32 = np.float32
 P: Any = functools.partial
 
 
-def made(
+def make_array(
     rng: np.random.Generator,
     shape: tuple[int, ...],
     scale: tuple[int, ...],
@@ -38,20 +38,20 @@ def made(
     return q, array_text.values(codes, wide[0], wide[1], F32)
 
 
-def same(got: jq.QuantizedArray, want: np.ndarray) -> None:
-    values = np.asarray(got.dequantize())
-    assert values.shape == want.shape == got.shape
-    assert transforms.mismatches(values, want) == 0
+def check_values(actual: jq.QuantizedArray, expected: np.ndarray) -> None:
+    values = np.asarray(actual.dequantize())
+    assert values.shape == expected.shape == actual.shape
+    assert transforms.mismatches(values, expected) == 0
 
 
-def told(got: jq.QuantizedArray, want: np.ndarray) -> None:
+def check_in_numpy(actual: jq.QuantizedArray, expected: np.ndarray) -> None:
     """The same of the parts, spread in numpy: what so many shapes would take to compile tells no more."""
-    codes = np.asarray(got.codes)
-    assert codes.shape == want.shape
-    parts = [None if p is None else np.asarray(p) for p in (got.scale, got.zero_point)]
-    wide = [None if p is None else array_text.aligned(p, codes.shape, got.block_size) for p in parts]
+    codes = np.asarray(actual.codes)
+    assert codes.shape == expected.shape
+    parts = [None if p is None else np.asarray(p) for p in (actual.scale, actual.zero_point)]
+    wide = [None if p is None else array_text.aligned(p, codes.shape, actual.block_size) for p in parts]
     assert wide[0] is not None
-    assert transforms.mismatches(array_text.values(codes, wide[0], wide[1], F32), want) == 0
+    assert transforms.mismatches(array_text.values(codes, wide[0], wide[1], F32), expected) == 0
 
 
 # shape, scale, zero point, block_size
@@ -99,91 +99,96 @@ INDICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_an_index_picks_what_numpy_picks(rng: np.random.Generator, layout: str) -> None:
-    q, want = made(rng, *LAYOUTS[layout])
+    q, want = make_array(rng, *LAYOUTS[layout])
     for index in INDICES.values():
         plain = tuple(np.asarray(i) if isinstance(i, jax.Array) else i for i in index) if index else index
-        told(q[index], want[plain])
-    same(q[:, 1:4], want[:, 1:4])
-    same(q[2], want[2])
-    same(q[MASK], want[MASK])
-    same(q[1:3][:, ::2][0], want[1:3][:, ::2][0])  # what was picked is picked from again
+        check_in_numpy(q[index], want[plain])
+    check_values(q[:, 1:4], want[:, 1:4])
+    check_values(q[2], want[2])
+    check_values(q[MASK], want[MASK])
+    check_values(q[1:3][:, ::2][0], want[1:3][:, ::2][0])  # what was picked is picked from again
     for row, w in zip(q, want, strict=True):
-        same(row, w)
+        check_values(row, w)
 
 
+@pytest.mark.slow
 def test_rank_0_and_empty(rng: np.random.Generator) -> None:
-    q, want = made(rng, (), (), (), None)
-    same(q[...], want[...])
-    same(q[()], want)
-    same(q[None], want[None])
-    q, want = made(rng, (0, 6), (1, 3), (0, 1), 2)
+    q, want = make_array(rng, (), (), (), None)
+    check_values(q[...], want[...])
+    check_values(q[()], want)
+    check_values(q[None], want[None])
+    q, want = make_array(rng, (0, 6), (1, 3), (0, 1), 2)
     for index in (I[:], I[:, 3:], I[..., -1], I[None, :, ::2], I[:, np.array([5, 1])]):
-        same(q[index], want[index])
+        check_values(q[index], want[index])
 
 
-def test_what_is_whole_stays_in_blocks(rng: np.random.Generator) -> None:
+def test_slices_of_whole_blocks_keep_the_blocks(rng: np.random.Generator) -> None:
     """A slice along block bounds keeps the blocks; any other gets an entry per index, and no more dimensions do."""
-    q, _ = made(rng, (4, 12), (4, 4), (4, 1), 3)
+    q, _ = make_array(rng, (4, 12), (4, 4), (4, 1), 3)
     assert q[:, 3:9].scale.shape == (4, 2)
     assert q[1:, 9:].scale.shape == (3, 1)
     assert q[:, 2:9].scale.shape == (4, 7)
     assert q[:, 2:9].zero_point.shape == (4, 1)
     assert q[0].scale.shape == (4,)
-    short, _ = made(rng, (4, 11), (4, 4), None, 3)
+    short, _ = make_array(rng, (4, 11), (4, 4), None, 3)
     assert short[:, 6:].scale.shape == (4, 2)
     assert short[:, 6:].block_size == 3
     assert short[:, 3:8].scale.shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_a_traced_index(rng: np.random.Generator) -> None:
-    q, want = made(rng, (4, 6, 5), (4, 3, 1), (1, 6, 1), 2)
-    got = jax.jit(lambda q, i, j: q[i, :, j])(q, jnp.array([3, -1]), jnp.array([[0], [4]]))
-    same(got, want[np.array([3, -1]), :, np.array([[0], [4]])])
-    same(jax.jit(lambda q, i: q[:, i])(q, 5), want[:, 5])
-    same(jax.vmap(lambda q, i: q[i], in_axes=(None, 0))(q, jnp.array([1, 0, 3])), want[np.array([1, 0, 3])])
-    stack, want = made(rng, (4, 6, 5), (4, 3, 1), (4, 1, 5), 2)
-    same(jax.vmap(lambda q: q[1:, 2])(stack), want[:, 1:, 2])
+    q, expected = make_array(rng, (4, 6, 5), (4, 3, 1), (1, 6, 1), 2)
+    actual = jax.jit(lambda q, i, j: q[i, :, j])(q, jnp.array([3, -1]), jnp.array([[0], [4]]))
+    check_values(actual, expected[np.array([3, -1]), :, np.array([[0], [4]])])
+    check_values(jax.jit(lambda q, i: q[:, i])(q, 5), expected[:, 5])
+    check_values(jax.vmap(lambda q, i: q[i], in_axes=(None, 0))(q, jnp.array([1, 0, 3])), expected[np.array([1, 0, 3])])
+    stack, expected = make_array(rng, (4, 6, 5), (4, 3, 1), (4, 1, 5), 2)
+    check_values(jax.vmap(lambda q: q[1:, 2])(stack), expected[:, 1:, 2])
 
 
-def test_beyond_the_ends_as_jax_has_it(rng: np.random.Generator) -> None:
+def test_indices_out_of_range_are_clamped_as_in_jax(rng: np.random.Generator) -> None:
     """JAX takes the nearest element for an array's index out of range; the scale must be that element's."""
-    q, _ = made(rng, (4, 9), (4, 3), (1, 9), 3)
-    want = q.dequantize()
+    q, _ = make_array(rng, (4, 9), (4, 3), (1, 9), 3)
+    expected = q.dequantize()
     for index in (np.array([99, -99, 9, -10]), np.array([8, -9])):
-        got = np.asarray(q[:, index].dequantize())
-        np.testing.assert_array_equal(got, want[:, jnp.asarray(index)])
+        actual = np.asarray(q[:, index].dequantize())
+        np.testing.assert_array_equal(actual, expected[:, jnp.asarray(index)])
 
 
+@pytest.mark.slow
 def test_indices_of_every_integer_dtype(rng: np.random.Generator) -> None:
     """The codes and the scale are of the same row, whatever the dtype of the index; uint32 counts to its end."""
-    q, want = made(rng, (9,), (3,), (9,), 3)
+    q, want = make_array(rng, (9,), (3,), (9,), 3)
     for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
         largest = min(np.iinfo(dtype).max, 2**31 - 1) if dtype.endswith("64") else np.iinfo(dtype).max
         index = np.array([0, 8, 4, largest], dtype)
-        told(q[index], want[[0, 8, 4, 8]])
-        told(q[index[1]], want[8])
-        told(q[[index[1], index[2]]], want[[8, 4]])
+        check_in_numpy(q[index], want[[0, 8, 4, 8]])
+        check_in_numpy(q[index[1]], want[8])
+        check_in_numpy(q[[index[1], index[2]]], want[[8, 4]])
     index = jnp.array([2**32 - 1, 2**31 + 2, 4], jnp.uint32)
-    told(q[index], want[[8, 8, 4]])
-    same(jax.jit(lambda q, i: q[i])(q, index), want[[8, 8, 4]])
+    check_in_numpy(q[index], want[[8, 8, 4]])
+    check_values(jax.jit(lambda q, i: q[i])(q, index), want[[8, 8, 4]])
 
 
+@pytest.mark.slow
 def test_transposes(rng: np.random.Generator) -> None:
-    q, want = made(rng, (4, 6, 5), (4, 3, 1), (1, 6, 5), 2)
+    q, want = make_array(rng, (4, 6, 5), (4, 3, 1), (1, 6, 5), 2)
     for axes in itertools.permutations(range(3)):
-        same(q.transpose(*axes), want.transpose(axes))
-        same(q.transpose(axes), want.transpose(axes))
-        same(q.transpose(*(a - 3 for a in axes)), want.transpose(axes))
-    same(q.T, want.T)
-    same(q.transpose(), want.T)
-    same(q.transpose(None), want.T)
-    same(q.mT, want.mT)
-    same(q.mT[:, 1:, ::2].T, want.mT[:, 1:, ::2].T)
-    same(jax.jit(lambda q: q.transpose(2, 0, 1))(q), want.transpose(2, 0, 1))
-    same(q[0, 0].T, want[0, 0].T)
+        check_values(q.transpose(*axes), want.transpose(axes))
+        check_values(q.transpose(axes), want.transpose(axes))
+        check_values(q.transpose(*(a - 3 for a in axes)), want.transpose(axes))
+    check_values(q.T, want.T)
+    check_values(q.transpose(), want.T)
+    check_values(q.transpose(None), want.T)
+    check_values(q.mT, want.mT)
+    check_values(q.mT[:, 1:, ::2].T, want.mT[:, 1:, ::2].T)
+    check_values(jax.jit(lambda q: q.transpose(2, 0, 1))(q), want.transpose(2, 0, 1))
+    check_values(q[0, 0].T, want[0, 0].T)
 
 
 RESHAPES: list[tuple[tuple[int, ...], tuple[int, ...], int | None, tuple[int, ...], tuple[int, ...] | None]] = [
@@ -220,66 +225,66 @@ RESHAPES: list[tuple[tuple[int, ...], tuple[int, ...], int | None, tuple[int, ..
 ]
 
 
-@pytest.mark.parametrize(("shape", "scale", "size", "new", "wanted"), RESHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "scale", "size", "new", "entries"), RESHAPES, ids=str)
 def test_reshapes(
-    rng: np.random.Generator, shape: Any, scale: Any, size: int | None, new: Any, wanted: tuple[int, ...] | None
+    rng: np.random.Generator, shape: Any, scale: Any, size: int | None, new: Any, entries: tuple[int, ...] | None
 ) -> None:
-    q, want = made(rng, shape, scale, (1,) * len(shape), size)
-    if wanted is None:
+    q, expected = make_array(rng, shape, scale, (1,) * len(shape), size)
+    if entries is None:
         message = r"reshape: shape: expected a shape in which elements that share an entry stay adjacent, or q.dequantize\(\).reshape"
         with pytest.raises(ValueError, match=message):
             q.reshape(new)
         return
-    for got in (q.reshape(new), q.reshape(*new), q.reshape(list(new))):
-        assert got.scale.shape == wanted
-        same(got, want.reshape(new))
-    same(jax.jit(lambda q: q.reshape(new))(q), want.reshape(new))
+    for actual in (q.reshape(new), q.reshape(*new), q.reshape(list(new))):
+        assert actual.scale.shape == entries
+        check_values(actual, expected.reshape(new))
+    check_values(jax.jit(lambda q: q.reshape(new))(q), expected.reshape(new))
     if new and 0 not in shape:
-        same(q.reshape(-1, *new[1:]), want.reshape(new))
+        check_values(q.reshape(-1, *new[1:]), expected.reshape(new))
 
 
 def test_a_reshape_that_leaves_two_block_sizes(rng: np.random.Generator) -> None:
     """One block size is stored: with a short last block a second one cannot be stored, whichever part has it."""
-    q, want = made(rng, (4, 2, 4), (2, 2, 1), (1, 2, 1), 2)
-    same(q.reshape(4, 8), want.reshape(4, 8))
+    q, want = make_array(rng, (4, 2, 4), (2, 2, 1), (1, 2, 1), 2)
+    check_values(q.reshape(4, 8), want.reshape(4, 8))
     for scale, point in (((2, 1, 1), (1, 2, 1)), ((1, 2, 1), (2, 1, 1)), ((2, 2, 1), None)):
-        q, _ = made(rng, (5, 2, 4), scale, point, 3)
+        q, _ = make_array(rng, (5, 2, 4), scale, point, 3)
         with pytest.raises(ValueError, match="elements that share an entry stay adjacent"):
             q.reshape(5, 8)
 
 
 def layouts(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], int | None]]:
     """Every scale that an array of this shape can have, with the block size that it needs."""
-    found = []
+    pairs = []
     for size in (None, *range(2, max(shape, default=1))):
         dims = []
         for n in shape:
             blocks = [d for d in range(1, n) if n % d == 0] if size is None else [-(-n // size)]
             dims.append(sorted({1, n, *blocks}))
-        found += [(scale, size) for scale in itertools.product(*dims)]
-    return found
+        pairs += [(scale, size) for scale in itertools.product(*dims)]
+    return pairs
 
 
 def can_be_told(groups: np.ndarray, new: tuple[int, ...]) -> bool:
     """Whether some scale in the new shape tells apart what `groups` does, entry for entry, and no more."""
-    wanted, count = groups.reshape(new), len(np.unique(groups))
+    expected, count = groups.reshape(new), len(np.unique(groups))
     for scale, size in layouts(new):
         if math.prod(scale) != count:
             continue
         entries = array_text.aligned(np.arange(math.prod(scale)).reshape(scale), new, size)
-        if np.array_equal(entries, wanted):
+        if np.array_equal(entries, expected):
             return True
     return False
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 3, 4), (12,), (5, 2), (2, 5)], ids=str)
 def test_a_reshape_is_refused_only_where_no_scale_says_it(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """Every scale into every shape of up to three dimensions, against a search through all scales there are."""
     total = math.prod(shape)
     divisors = [d for d in range(1, total + 1) if total % d == 0]
     targets = [s for k in (1, 2, 3) for s in itertools.product(divisors, repeat=k) if math.prod(s) == total]
-    taken = refused = 0
+    reshaped = refused = 0
     for scale, size in layouts(shape):
         if size is not None and size > 4:
             continue
@@ -289,15 +294,15 @@ def test_a_reshape_is_refused_only_where_no_scale_says_it(rng: np.random.Generat
         groups = array_text.aligned(np.arange(math.prod(scale)).reshape(scale), shape, size)
         for new in [targets[i] for i in rng.permutation(len(targets))[:8]]:
             try:
-                got = q.reshape(new)
+                actual = q.reshape(new)
             except ValueError:
                 assert not can_be_told(groups, new), (scale, size, new)
                 refused += 1
                 continue
-            entries = array_text.aligned(np.asarray(got.scale), new, got.block_size)
+            entries = array_text.aligned(np.asarray(actual.scale), new, actual.block_size)
             np.testing.assert_array_equal(entries, groups.reshape(new) + 1)
-            taken += 1
-    assert taken
+            reshaped += 1
+    assert reshaped
     assert refused
 
 
@@ -315,8 +320,8 @@ ROWS: list[tuple[str, Any, type[Exception], str]] = [
     ("two dots", lambda: Q[..., 0, ...], ValueError, r"__getitem__: index: expected at most one ellipsis"),
     *[
         (f"64 bits {i}", P(Q.__getitem__, index), ValueError,
-         rf"__getitem__: index: expected integers that int32 can hold, got {got}")
-        for i, (index, got) in enumerate([
+         rf"__getitem__: index: expected integers that int32 can hold, got {value_text}")
+        for i, (index, value_text) in enumerate([
             (np.array([2**32 + 1]), "4294967297 \\(int64\\)"),
             (np.array([[0, -(2**31) - 1]]), "-2147483649 \\(int64\\)"),
             (np.array(2**31), "2147483648 \\(int64\\)"),
@@ -381,6 +386,6 @@ def test_packed_codes_are_picked_as_others(rng: np.random.Generator) -> None:
     q = jq.QuantizedArray(codes, scale, block_size=3)
     want = array_text.values(codes, array_text.spread(scale, (1, 3), (6, 7)), None, F32)
     for index in (I[2:5], I[::2, 1:6], I[np.array([5, 0])], I[..., 3]):
-        same(q[index], want[index])
-    same(q.T, want.T)
-    same(q.reshape(2, 3, 7), want.reshape(2, 3, 7))
+        check_values(q[index], want[index])
+    check_values(q.T, want.T)
+    check_values(q.reshape(2, 3, 7), want.reshape(2, 3, 7))

@@ -31,28 +31,28 @@ UNARY: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def check_refusal(call: Callable[[], Any], wanted: str, got: str) -> None:
+def check_refusal(call: Callable[[], Any], expected: str, actual: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     text = str(raised.value)
     assert text.startswith("jaxquant.QuantizedArray"), text
-    assert f"expected {wanted}, got {got}" in text, text
+    assert f"expected {expected}, got {actual}" in text, text
     assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"
 
 
 @pytest.mark.parametrize("symbol", [*BINARY, *COMPARISONS])
 def test_binary_operators(symbol: str) -> None:
     ask = {**BINARY, **COMPARISONS}[symbol]
-    for other, got in ((1, "1"), (2.5, "2.5"), (X, "ArrayImpl"), ([1], "list"), (Q, repr(Q))):
+    for other, actual in ((1, "1"), (2.5, "2.5"), (X, "ArrayImpl"), ([1], "list"), (Q, repr(Q))):
         right = "p.dequantize()" if other is Q else "x"
-        check_refusal(P(ask, Q, other), f"q.dequantize() {symbol} {right}", f"{Q!r} {symbol} {got}")
+        check_refusal(P(ask, Q, other), f"q.dequantize() {symbol} {right}", f"{Q!r} {symbol} {actual}")
     with pytest.raises(TypeError, match=r"QuantizedArray.*expected q\.dequantize\(\)"):
         ask(np.ones((4, 4), np.float32), Q)
     with pytest.raises(TypeError, match=r"QuantizedArray.*expected q\.dequantize\(\)"):
         jax.eval_shape(lambda q, x: ask(q, x), Q, X)
     if symbol in BINARY:
-        for other, got in ((1, "1"), (X, "ArrayImpl")):
-            check_refusal(P(ask, other, Q), f"x {symbol} q.dequantize()", f"{got} {symbol} {Q!r}")
+        for other, actual in ((1, "1"), (X, "ArrayImpl")):
+            check_refusal(P(ask, other, Q), f"x {symbol} q.dequantize()", f"{actual} {symbol} {Q!r}")
         with pytest.raises(TypeError, match=r"QuantizedArray.*expected x .* q\.dequantize\(\)"):
             jax.eval_shape(lambda q, x: ask(x, q), Q, X)
 
@@ -125,17 +125,17 @@ def test_other_types_may_have_operators() -> None:
 def test_equality_is_identity() -> None:
     """It is what sets, dicts and static comparisons take; nothing of the contents is compared."""
     other = copy.copy(Q)
-    for same in (operator.eq, lambda left, right: not left != right):  # noqa: SIM202
-        assert same(Q, Q)
+    for is_equal in (operator.eq, lambda left, right: not left != right):  # noqa: SIM202
+        assert is_equal(Q, Q)
         for right in (other, 1, X, None):
-            assert not same(Q, right)
-        assert not same(X, Q)
+            assert not is_equal(Q, right)
+        assert not is_equal(X, Q)
     assert len({Q, other, Q}) == 2
     assert {Q: 1}[Q] == 1
     assert jax.tree.structure(Q) == jax.tree.structure(other)
 
 
-def test_the_class_is_otherwise_as_any() -> None:
+def test_the_class_pickles_copies_and_subclasses() -> None:
     assert not isinstance(Q, jax.Array)
     assert not hasattr(Q, "__jax_array__")
     assert not hasattr(Q, "__dict__")

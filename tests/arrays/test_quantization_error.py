@@ -69,11 +69,11 @@ def test_the_measures(name: str, rng: np.random.Generator) -> None:
     x[0, :3] = -3.5, 3.5, 0
     reach = float(np.abs(x).max()) * share
     q = jq.quantize(x, spec, -reach, reach)
-    got = jq.quantization_error(x, q)
-    assert all(v.dtype == jnp.float32 and v.shape == () for v in got)
-    want = oracle(x, q, spec)
-    np.testing.assert_allclose(np.asarray(got), want, rtol=2e-6, atol=1e-5)
-    assert 0 < want[3] < 1, "the largest saturates, 0 does not"
+    actual = jq.quantization_error(x, q)
+    assert all(v.dtype == jnp.float32 and v.shape == () for v in actual)
+    expected = oracle(x, q, spec)
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=2e-6, atol=1e-5)
+    assert 0 < expected[3] < 1, "the largest saturates, 0 does not"
 
 
 def test_under_jit_and_vmap(rng: np.random.Generator) -> None:
@@ -83,16 +83,17 @@ def test_under_jit_and_vmap(rng: np.random.Generator) -> None:
     def measured(x: jax.Array) -> jq.QuantizationError:
         return jq.quantization_error(x, jq.quantize(x, spec, -0.5, 1.25))
 
-    each = jax.jit(jax.vmap(measured))(x)
-    want = [oracle(one, jq.quantize(one, spec, -0.5, 1.25), spec) for one in x]
-    np.testing.assert_allclose(np.stack(each, axis=1), want, rtol=2e-6, atol=1e-5)
+    measures = jax.jit(jax.vmap(measured))(x)
+    want = [oracle(row, jq.quantize(row, spec, -0.5, 1.25), spec) for row in x]
+    np.testing.assert_allclose(np.stack(measures, axis=1), want, rtol=2e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_at_the_ends_of_the_range() -> None:
     """Half a step beyond the last code is still rounded to it; one float more is saturated. A code inside never is."""
     spec = jq.QuantSpec(jnp.int8, narrow_range=False)
-    up, down = (np.nextafter(F32(v), F32(v * 2)) for v in (127.5, -128.5))
-    for x, saturated in (([127.5, -128.5], 0), ([up, down], 2), ([up, -128.5], 1), ([np.inf, -np.inf], 2), ([0.5], 0)):
+    hi, lo = (np.nextafter(F32(v), F32(v * 2)) for v in (127.5, -128.5))
+    for x, saturated in (([127.5, -128.5], 0), ([hi, lo], 2), ([hi, -128.5], 1), ([np.inf, -np.inf], 2), ([0.5], 0)):
         q = jq.QuantizedArray(np.clip(np.rint(floats(x)), -128, 127).astype(np.int8), np.ones(1, F32))
         assert jq.quantization_error(floats(x), q).saturated == F32(saturated) / len(x)
     narrow = jq.QuantizedArray(np.array([-127, -127, -126], np.int8), np.ones(1, F32))
@@ -105,6 +106,7 @@ def test_at_the_ends_of_the_range() -> None:
     assert spec.bounds == (-128, 127)
 
 
+@pytest.mark.slow
 def test_where_a_ratio_has_no_value() -> None:
     spec = jq.QuantSpec(jnp.int8)
     exact = jq.quantization_error(floats([-127, 3, 127]), jq.quantize(floats([-127, 3, 127]), spec))
@@ -112,9 +114,9 @@ def test_where_a_ratio_has_no_value() -> None:
     assert abs(exact.cosine - 1) < 1e-6
     for shape in ((4,), (0, 3), ()):
         nothing = np.zeros(shape, F32)
-        found = jq.quantization_error(nothing, jq.quantize(nothing, spec))
+        errors = jq.quantization_error(nothing, jq.quantize(nothing, spec))
         used = 0 if 0 in shape else 1 / 256
-        assert tuple(map(float, found)) == (np.inf, 0, 1, 0, used)
+        assert tuple(map(float, errors)) == (np.inf, 0, 1, 0, used)
     ones = jq.QuantizedArray(np.ones(4, np.int8), np.ones(1, F32))
     assert tuple(jq.quantization_error(np.zeros(4, F32), ones))[:3] == (-np.inf, 1, 0)
     zeros = ones.replace(codes=np.zeros(4, np.int8))
@@ -122,9 +124,9 @@ def test_where_a_ratio_has_no_value() -> None:
     for wrong in (np.nan, np.inf, -np.inf):
         x = np.ones(5000, F32)  # XLA's own maximum loses a NaN in so many
         x[4321] = wrong
-        found = jq.quantization_error(x, ones.replace(codes=np.ones(5000, np.int8)))
-        assert np.isnan([found.sqnr_db, found.cosine]).all()
-        assert np.isnan(found.max_abs) if np.isnan(wrong) else found.max_abs == np.inf
+        errors = jq.quantization_error(x, ones.replace(codes=np.ones(5000, np.int8)))
+        assert np.isnan([errors.sqnr_db, errors.cosine]).all()
+        assert np.isnan(errors.max_abs) if np.isnan(wrong) else errors.max_abs == np.inf
         spoilt = jq.QuantizedArray(np.ones(2, np.int8), np.full(1, wrong, F32)) if wrong != -np.inf else None
         assert spoilt is None or np.isnan(jq.quantization_error(np.ones(2, F32), spoilt).sqnr_db)
 
@@ -132,13 +134,13 @@ def test_where_a_ratio_has_no_value() -> None:
 def test_tiny_and_huge(rng: np.random.Generator) -> None:
     """Squares that float32 does not have."""
     x = rng.standard_normal(4096).astype(F32)
-    want = jq.quantization_error(x, jq.quantize(x, jq.QuantSpec(jnp.int16)))
+    expected = jq.quantization_error(x, jq.quantize(x, jq.QuantSpec(jnp.int16)))
     for power in (-90, 120):
         scaled = x * F32(2.0**power)
-        got = jq.quantization_error(scaled, jq.quantize(scaled, jq.QuantSpec(jnp.int16)))
-        assert abs(got.sqnr_db - want.sqnr_db) < 1e-3
-        assert (got.cosine, got.used_codes) == (want.cosine, want.used_codes)
-        assert got.max_abs == want.max_abs * F32(2.0**power)
+        actual = jq.quantization_error(scaled, jq.quantize(scaled, jq.QuantSpec(jnp.int16)))
+        assert abs(actual.sqnr_db - expected.sqnr_db) < 1e-3
+        assert (actual.cosine, actual.used_codes) == (expected.cosine, expected.used_codes)
+        assert actual.max_abs == expected.max_abs * F32(2.0**power)
 
 
 def test_sums_of_ten_million(rng: np.random.Generator) -> None:
@@ -147,13 +149,13 @@ def test_sums_of_ten_million(rng: np.random.Generator) -> None:
     x *= x
     q = jq.quantize(x, jq.QuantSpec(jnp.int8))
     y = np.asarray(q.dequantize())
-    signal, noise, size, both = (
+    signal, noise, size, product = (
         np.einsum("ij,ij->", a, b, dtype=np.float64) for a, b in ((x, x), (x - y, x - y), (y, y), (x, y))
     )
-    found = jq.quantization_error(x, q)
-    ratio = 10 ** (float(found.sqnr_db) / 10)
+    errors = jq.quantization_error(x, q)
+    ratio = 10 ** (float(errors.sqnr_db) / 10)
     assert abs(ratio / (signal / noise) - 1) < 1e-5
-    assert abs(float(found.cosine) - both / math.sqrt(signal * size)) < 1e-6
+    assert abs(float(errors.cosine) - product / math.sqrt(signal * size)) < 1e-6
 
 
 def test_no_gradient(rng: np.random.Generator) -> None:

@@ -51,21 +51,21 @@ def test_the_fixed_zero_point_is_the_middle_code() -> None:
 
 
 def test_equal_however_they_were_written() -> None:
-    one = S("int8", jq.PerAxis((1,)), symmetric=True, narrow_range=1, power_of_two=0)  # type: ignore[arg-type]
-    other = S(np.int8, jq.PerAxis(1), scale_dtype="float32", zero_point_granularity=jq.PerAxis(1))
-    assert one == other
-    assert hash(one) == hash(other)
-    assert len({one, other, S(jnp.int8, jq.PerAxis([1]))}) == 1  # type: ignore[arg-type]
+    first = S("int8", jq.PerAxis((1,)), symmetric=True, narrow_range=1, power_of_two=0)  # type: ignore[arg-type]
+    second = S(np.int8, jq.PerAxis(1), scale_dtype="float32", zero_point_granularity=jq.PerAxis(1))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert len({first, second, S(jnp.int8, jq.PerAxis([1]))}) == 1  # type: ignore[arg-type]
     assert S("int8", scale_dtype=jnp.float8_e8m0fnu) == S("int8", scale_dtype=jnp.float8_e8m0fnu, power_of_two=True)
     assert S("int8", jq.PerAxis(0)) != S("int8", jq.PerAxis(1))
     assert S(jq.nf4) == S(jq.nf4, jq.PerTensor())
     assert S(jq.nf4) != S("uint4")
-    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one)), dataclasses.replace(one)):
-        assert copied == one
-        assert hash(copied) == hash(one)
+    for copied in (copy.deepcopy(first), pickle.loads(pickle.dumps(first)), dataclasses.replace(first)):
+        assert copied == first
+        assert hash(copied) == hash(first)
 
 
-def test_it_is_static_and_immutable() -> None:
+def test_a_spec_is_static_and_immutable() -> None:
     compiled = jax.jit(lambda x, spec: jq.quantize(x, spec).codes, static_argnames="spec")
     x = jnp.array([1.0, -2.0])
     np.testing.assert_array_equal(compiled(x, spec=S("int8")), [64, -127])
@@ -128,8 +128,8 @@ ROWS: list[tuple[str, Any, type[Exception], str, str, str, str]] = [
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].replace(" ", "_") for row in ROWS])
 def test_refusals(row: tuple[str, Any, type[Exception], str, str, str, str]) -> None:
-    _, call, error, function, argument, wanted, got = row
-    text = rf"jaxquant\.({function}): {argument}: expected .*{wanted}.*, got .*{got}"
+    _, call, error, function, argument, expected, actual = row
+    text = rf"jaxquant\.({function}): {argument}: expected .*{expected}.*, got .*{actual}"
     with pytest.raises(error, match=text) as raised:
         call()
     assert isinstance(raised.value, AssertionError), "chex's readers look for AssertionError"

@@ -31,9 +31,9 @@ def words(numbers: list[int]) -> uint64.Words:
     return uint64.Words(*(jnp.asarray([n >> s & 0xFFFFFFFF for n in numbers], jnp.uint32) for s in (0, 32)))
 
 
-def same(a: Any, b: Any) -> None:
-    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+def check_equal(a: Any, b: Any) -> None:
+    for actual, expected in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def holds(state: Any, slices: list[np.ndarray], bins: int, every: int = 1) -> None:
@@ -62,15 +62,16 @@ def holds(state: Any, slices: list[np.ndarray], bins: int, every: int = 1) -> No
 
 def batches(rng: np.random.Generator, shape: tuple[int, ...], n: int) -> list[np.ndarray]:
     """Of magnitudes far apart, with exact zeros, powers of two and their negatives, which lie on edges."""
-    found = []
+    parts = []
     for _ in range(n):
         x = rng.normal(size=shape) * np.exp2(rng.integers(-40, 40, (shape[0], 1)))
         x = np.where(rng.uniform(size=shape) < 0.2, 0, x)
         edges = np.exp2(rng.integers(-20, 20, shape)) * rng.choice([-1, 1], shape)
-        found.append(np.where(rng.uniform(size=shape) < 0.2, edges, x).astype(np.float32))
-    return found
+        parts.append(np.where(rng.uniform(size=shape) < 0.2, edges, x).astype(np.float32))
+    return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_ends", [False, True])
 def test_the_order_changes_no_bit(rng: np.random.Generator, has_ends: bool) -> None:
     """Any order of batches, split anywhere, merged in any tree: the histogram of all the data at once."""
@@ -84,14 +85,15 @@ def test_the_order_changes_no_bit(rng: np.random.Generator, has_ends: bool) -> N
         in_order = cal.init(data[0])
         for i in order:
             in_order = cal.update(in_order, data[i])
-        same(in_order, want)
+        check_equal(in_order, want)
         states = [cal.update(cal.init(x), x) for x in np.split(rng.permutation(whole, axis=1), 12, axis=1)]
         while len(states) > 1:
             a, b = (states.pop(int(rng.integers(len(states)))) for _ in range(2))
             states.append(cal.merge(a, b) if rng.integers(2) else cal.merge(b, cal.merge(cal.init(whole), a)))
-        same(states[0], want)
+        check_equal(states[0], want)
 
 
+@pytest.mark.slow
 def test_from_the_least_to_the_largest_number() -> None:
     info = np.finfo(np.float32)
     cal = jq.mse(jq.QuantSpec(jnp.int8), bins=BINS)
@@ -135,7 +137,7 @@ THIRDS = ("chunks and a rest", "columns", "blocks")
 COVERS = [(name, every) for name in LAYOUTS for every in (1, 3)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "every"), mark_others_full(COVERS, [(n, e) for n, e in COVERS if e == 1 or n in THIRDS])
 )
@@ -149,6 +151,7 @@ def test_every_layout(rng: np.random.Generator, name: str, every: int) -> None:
     assert state.low.shape == jq.quantize(jnp.asarray(x), jq.QuantSpec(jnp.int8, granularity)).scale.shape
 
 
+@pytest.mark.slow
 def test_a_bad_slice_spoils_no_other(rng: np.random.Generator) -> None:
     cal = jq.mse(SPEC, bins=BINS)
     x = rng.normal(size=(3, 100)).astype(np.float32)
@@ -158,7 +161,7 @@ def test_a_bad_slice_spoils_no_other(rng: np.random.Generator) -> None:
         spoiled[1, 7] = value
         state = cal.merge(cal.update(cal.init(x), spoiled), cal.init(x))
         for row in (0, 2):
-            same(jax.tree.map(lambda v, row=row: v[row], state), jax.tree.map(lambda v, row=row: v[row], want))
+            check_equal(jax.tree.map(lambda v, row=row: v[row], state), jax.tree.map(lambda v, row=row: v[row], want))
         assert not np.isfinite(np.asarray(state.low) - np.asarray(state.high))[1, 0]
 
 
@@ -167,22 +170,25 @@ def test_counts_beyond_32_bits(rng: np.random.Generator) -> None:
     """States merged with themselves until a slice has seen 2**45 elements; and summed over eight more."""
     cal = jq.percentile(SPEC, 90, bins=BINS)
     x = batches(rng, (2, 2**12), 1)[0]
-    one = cal.update(cal.init(x), x)
-    many = one
+    state = cal.update(cal.init(x), x)
+    total = state
     for _ in range(33):
-        many = cal.merge(many, many)
+        total = cal.merge(total, total)
     for part in ("counts", "zeros", "seen"):
-        np.testing.assert_array_equal(number(getattr(many, part)), number(getattr(one, part)) * 2**33)
-    np.testing.assert_allclose(cal.finalize(many).hi, cal.finalize(one).hi, rtol=0, atol=float(np.max(widths(one))))
-    stacked = jax.tree.map(lambda v: jnp.stack([v] * 8), many)
+        np.testing.assert_array_equal(number(getattr(total, part)), number(getattr(state, part)) * 2**33)
+    np.testing.assert_allclose(
+        cal.finalize(total).hi, cal.finalize(state).hi, rtol=0, atol=float(np.max(widths(state)))
+    )
+    stacked = jax.tree.map(lambda v: jnp.stack([v] * 8), total)
     summed = jax.vmap(lambda s: cal.all_reduce(s, "d"), axis_name="d")(stacked)
-    np.testing.assert_array_equal(number(summed.counts)[3], number(one.counts) * 2**36)
+    np.testing.assert_array_equal(number(summed.counts)[3], number(state.counts) * 2**36)
 
 
 def widths(state: Any) -> np.ndarray:
     return np.ldexp(1.0, np.asarray(state.exponent)) / (state.counts.low.shape[-1] // 2)
 
 
+@pytest.mark.slow
 def test_sixty_four_bits_in_two_words(rng: np.random.Generator) -> None:
     """Against Python's integers, at the edges of a word and of a 16-bit limb."""
     edges = [0, 1, 2**16 - 1, 2**16, 2**31, 2**32 - 1, 2**32, 2**33 - 1, 2**48, 2**63 - 1]
@@ -200,18 +206,18 @@ def test_sixty_four_bits_in_two_words(rng: np.random.Generator) -> None:
     assert number(uint64.sum_cumulatively(full))[-1] == 0xFFFF * 2**16
     for share in (Fraction(0), Fraction(1, 2), Fraction(99.99) / 100, 1 - Fraction(1, 2**60), Fraction(1, 3)):
         whole, rest = uint64.find_share(words(numbers), share)
-        for n, found, part in zip(numbers, number(whole), np.asarray(rest), strict=True):
-            error = Fraction(int(found)) + Fraction(float(part)) - n * share
+        for n, quotient, part in zip(numbers, number(whole), np.asarray(rest), strict=True):
+            error = Fraction(int(quotient)) + Fraction(float(part)) - n * share
             assert abs(error) < Fraction(1, 2**20) + Fraction(n, 2**64), (n, share)
             assert 0 <= part <= 1
 
 
 def test_a_state_has_the_size_that_is_said() -> None:
     example = jax.ShapeDtypeStruct((1024, 3), jnp.float32)
-    for cal, each in ((jq.percentile(SPEC, 99), 8), (jq.mse(SPEC), 16)):
+    for cal, bytes_per_bin in ((jq.percentile(SPEC, 99), 8), (jq.mse(SPEC), 16)):
         state = jax.eval_shape(lambda cal=cal: cal.init(example))
         size = sum(math.prod(v.shape) * v.dtype.itemsize for v in jax.tree.leaves(state))
-        assert 0 <= size - each * 2048 * 1024 <= 64 * 1024
+        assert 0 <= size - bytes_per_bin * 2048 * 1024 <= 64 * 1024
         assert size < 50 * 2**20
 
 
@@ -220,11 +226,11 @@ def test_sixty_four_bits_change_nothing() -> None:
     x = np.random.default_rng(3).normal(size=(3, 5)).astype(np.float32)
     spec = jq.QuantSpec("int8", jq.PerAxis(1))
     for calibrator in (jq.mse(spec), jq.entropy(spec), jq.percentile(spec, 99.0)):
-        want = calibrator.update(calibrator.init(x), x)
+        expected = calibrator.update(calibrator.init(x), x)
         with jax.enable_x64(True):
-            got = calibrator.update(calibrator.init(x), x)
-            found = calibrator.finalize(got)
-        pair = (jax.tree.leaves(tree) for tree in ((got, found), (want, calibrator.finalize(want))))
+            state = calibrator.update(calibrator.init(x), x)
+            ranges = calibrator.finalize(state)
+        pair = (jax.tree.leaves(tree) for tree in ((state, ranges), (expected, calibrator.finalize(expected))))
         for a, b in zip(*pair, strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)

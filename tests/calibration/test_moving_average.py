@@ -20,17 +20,17 @@ INT4 = jq.QuantSpec(jnp.int4)
 COLUMNS = jq.QuantSpec(jnp.int8, jq.PerAxis(-1))
 
 
-def over(cal: jq.Calibrator, *batches: Any) -> Any:
+def feed(cal: jq.Calibrator, *batches: Any) -> Any:
     state = cal.init(batches[0])
     for batch in batches:
         state = cal.update(state, batch)
     return state
 
 
-def same(a: Any, b: Any) -> None:
-    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+def check_equal(a: Any, b: Any) -> None:
+    for actual, expected in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -46,31 +46,31 @@ def test_every_operation_is_rounded_once(rng: np.random.Generator) -> None:
     for batch in batches[1:]:
         weight = F32(0.9) * weight + share
         low, high = (m + share / weight * (end - m) for m, end in zip((low, high), columns(batch), strict=True))
-    state = over(cal, *batches)
-    same(tuple(state), (low, high, np.full_like(low, weight)))
-    found = cal.finalize(state)
-    same(tuple(found), (low, high))
+    state = feed(cal, *batches)
+    check_equal(tuple(state), (low, high, np.full_like(low, weight)))
+    ranges = cal.finalize(state)
+    check_equal(tuple(ranges), (low, high))
     weights = 0.9 ** np.arange(19.0, -1, -1)
-    for got, ends in zip(found, zip(*map(columns, batches), strict=True), strict=True):
-        want = np.average(np.stack(ends).astype(np.float64), axis=0, weights=weights)
+    for actual, ends in zip(ranges, zip(*map(columns, batches), strict=True), strict=True):
+        expected = np.average(np.stack(ends).astype(np.float64), axis=0, weights=weights)
         # A step makes five roundings of numbers below 2, and what it is given fades.
-        np.testing.assert_allclose(got, want, rtol=0, atol=20 * 5 * 2.0**-24 * 2)
-    same(cal.update(state, np.zeros((0, 5, 6), F32)), state)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=20 * 5 * 2.0**-24 * 2)
+    check_equal(cal.update(state, np.zeros((0, 5, 6), F32)), state)
 
 
 def test_the_first_batch_counts_no_more_than_others() -> None:
     cal = jq.moving_average(INT4)
-    zero, one = np.zeros(4, F32), np.array([-1, 1], F32)
-    lo, hi = cal.finalize(over(cal, zero, one, one, one))
+    zero, batch = np.zeros(4, F32), np.array([-1, 1], F32)
+    lo, hi = cal.finalize(feed(cal, zero, batch, batch, batch))
     # Nearly 3 / 4: the weights are 0.99**3, 0.99**2, 0.99 and 1. Not 1 - 0.99**3, as if all began with zeros.
     want = 1 - 0.99**3 / sum(0.99**n for n in range(4))
     np.testing.assert_allclose([-lo[0], hi[0]], want, rtol=1e-6)
-    for x in (one, np.array([-0.0, 1e-40], F32), np.array([0.1, 3e38], F32)):
-        same(tuple(cal.finalize(over(cal, x))), (x[:1], x[1:]))  # one batch: its own extremes, to the bit
+    for x in (batch, np.array([-0.0, 1e-40], F32), np.array([0.1, 3e38], F32)):
+        check_equal(tuple(cal.finalize(feed(cal, x))), (x[:1], x[1:]))  # one batch: its own extremes, to the bit
     last = jq.moving_average(INT4, decay=0.0)
-    assert float(last.finalize(over(last, np.array([1, 9], F32), np.array([2, 3], F32))).hi[0]) == 3
+    assert float(last.finalize(feed(last, np.array([1, 9], F32), np.array([2, 3], F32))).hi[0]) == 3
     long = jq.moving_average(INT4, decay=1 - 1e-9)  # a plain mean
-    ends = [float(long.finalize(over(long, *(one * n for n in range(1, last + 1)))).hi[0]) for last in (2, 3, 7)]
+    ends = [float(long.finalize(feed(long, *(batch * n for n in range(1, last + 1)))).hi[0]) for last in (2, 3, 7)]
     np.testing.assert_allclose(ends, [1.5, 2, 4], rtol=1e-6)
 
 
@@ -78,29 +78,29 @@ def test_merging_adds_the_weights(rng: np.random.Generator) -> None:
     """Each batch keeps the weight that it has in its own state: in any order, and so over a mapped axis."""
     cal = jq.moving_average(INT4, decay=0.5)
     batches = rng.uniform(1, 2, (4, 10)).astype(F32)
-    a, b, none = over(cal, *batches[:3]), over(cal, batches[3]), cal.init(batches[0])
-    both = cal.merge(a, b)
+    a, b, empty = feed(cal, *batches[:3]), feed(cal, batches[3]), cal.init(batches[0])
+    merged = cal.merge(a, b)
     weights = [0.125, 0.25, 0.5, 0.5]
-    np.testing.assert_allclose(both.weight, [sum(weights)], rtol=0)
-    for got, ends in zip(both[:2], (batches.min(axis=1), batches.max(axis=1)), strict=True):
-        np.testing.assert_allclose(got, [np.average(ends.astype(np.float64), weights=weights)], rtol=1e-6)
-    same(cal.merge(b, a), both)
-    same(cal.merge(a, none), a)
-    same(cal.merge(none, none), none)
-    after = cal.update(both, batches[0])
+    np.testing.assert_allclose(merged.weight, [sum(weights)], rtol=0)
+    for actual, ends in zip(merged[:2], (batches.min(axis=1), batches.max(axis=1)), strict=True):
+        np.testing.assert_allclose(actual, [np.average(ends.astype(np.float64), weights=weights)], rtol=1e-6)
+    check_equal(cal.merge(b, a), merged)
+    check_equal(cal.merge(a, empty), a)
+    check_equal(cal.merge(empty, empty), empty)
+    updated = cal.update(merged, batches[0])
     weights = [w / 2 for w in weights] + [0.5]
-    want = np.average([*batches.max(axis=1), batches[0].max()], weights=weights)
-    np.testing.assert_allclose(after.high, [want], rtol=1e-6)
-    stacked = jax.tree.map(lambda *v: jnp.stack(v), a, b, none)
+    expected = np.average([*batches.max(axis=1), batches[0].max()], weights=weights)
+    np.testing.assert_allclose(updated.high, [expected], rtol=1e-6)
+    stacked = jax.tree.map(lambda *v: jnp.stack(v), a, b, empty)
     mapped = jax.vmap(lambda s: cal.all_reduce(s, "d"), axis_name="d")(stacked)
-    for got, want in zip(mapped, both, strict=True):
-        np.testing.assert_allclose(got, np.stack([want] * 3), rtol=1e-6)
+    for actual, expected in zip(mapped, merged, strict=True):
+        np.testing.assert_allclose(actual, np.stack([expected] * 3), rtol=1e-6)
 
 
 def test_an_infinity_stays_one() -> None:
     cal = jq.moving_average(INT4)
     batches = [np.array(x, F32) for x in ([1, np.inf], [1, 2], [-np.inf, 0])]
-    for state in (over(cal, *batches), cal.merge(over(cal, batches[0]), over(cal, *batches[1:]))):
+    for state in (feed(cal, *batches), cal.merge(feed(cal, batches[0]), feed(cal, *batches[1:]))):
         with pytest.raises(ValueError, match="an infinity"):
             cal.finalize(state)
 

@@ -64,13 +64,13 @@ def matmul_integer_cases() -> Iterator[Case]:
     name, text = "matmul_integer", contraction_text.matmul_integer
     kernel = from_runtime("MatMulInteger", text, np.int32)
     for a, b in PAIRS:
-        shown = f"{a} {b}"
+        label = f"{a} {b}"
         for shapes, point in ((SMALL, (9,)), (LARGE, ())):
             draw = draw_operands((a, shapes[0], ()), (b, shapes[1], point))
-            variant = f"{shown} {list(shapes[0])} {'per column' if point else 'per tensor'}"
+            variant = f"{label} {list(shapes[0])} {'per column' if point else 'per tensor'}"
             yield Case(name, BYTES, variant, "ONNX Runtime", call(name), draw, kernel)
         draw = draw_operands((a, WIDE[0], (5,)), (b, WIDE[1], (33,)))
-        yield Case(name, BYTES, f"{shown} per row and column", NUMPY, call(name), draw, text)
+        yield Case(name, BYTES, f"{label} per row and column", NUMPY, call(name), draw, text)
     draw = draw_codes(("uint8", (2, 1, 5, 7)), ("int8", (3, 7, 9)))
     yield Case(name, BYTES, "uint8 int8 broadcast, no zero points", "ONNX Runtime", call(name), draw, kernel)
     for a, b, variant in (
@@ -86,9 +86,9 @@ def qlinear_matmul_cases() -> Iterator[Case]:
     batched = ((2, 5, 7), (2, 7, 9))
     for names in KERNELS:
         kernel = from_runtime("QLinearMatMul", text, np.dtype(names[2]))
-        for shapes, scales, shown in ((WIDE, (), "per tensor"), (LARGE, (67,), "per column")):
+        for shapes, scales, label in ((WIDE, (), "per tensor"), (LARGE, (67,), "per column")):
             draw = Requantized(names, shapes, ((), scales, ()))
-            variant = f"{' '.join(names)} {list(shapes[0])} {shown}"
+            variant = f"{' '.join(names)} {list(shapes[0])} {label}"
             yield Case(name, BYTES, variant, "ONNX Runtime", call(name), draw, kernel)
     for names in OTHERS:
         draw = Requantized(names, WIDE, ((), (33,), ()))
@@ -127,32 +127,32 @@ def convolution_shapes() -> Iterator[tuple[str, Shape, Shape, dict[str, Any]]]:
 def conv_integer_cases() -> Iterator[Case]:
     """Yield cases of ConvInteger: ONNX Runtime for one zero point of w, the text for one per output channel."""
     name, text = "conv_integer", contraction_text.conv_integer
-    for i, (shown, x, w, attributes) in enumerate(convolution_shapes()):
-        for known, pairs in ((True, PAIRS if i == 0 else PAIRS[i % 4 : i % 4 + 1]), (False, [PAIRS[-1 - i % 4]])):
-            for pair in pairs if known or i < 5 else ():
+    for i, (label, x, w, attributes) in enumerate(convolution_shapes()):
+        for is_scalar, pairs in ((True, PAIRS if i == 0 else PAIRS[i % 4 : i % 4 + 1]), (False, [PAIRS[-1 - i % 4]])):
+            for pair in pairs if is_scalar or i < 5 else ():
                 kernel = from_runtime("ConvInteger", text, np.int32, **attributes)
-                draw = draw_operands((pair[0], x, ()), (pair[1], w, () if known else w[:1]))
-                want = kernel if known else functools.partial(text, **attributes)
-                variant = f"{' '.join(pair)} {shown}" + ("" if known else ", per channel")
-                source = "ONNX Runtime" if known else NUMPY
+                draw = draw_operands((pair[0], x, ()), (pair[1], w, () if is_scalar else w[:1]))
+                want = kernel if is_scalar else functools.partial(text, **attributes)
+                variant = f"{' '.join(pair)} {label}" + ("" if is_scalar else ", per channel")
+                source = "ONNX Runtime" if is_scalar else NUMPY
                 yield Case(name, BYTES, variant, source, call(name, **attributes), draw, want)
 
 
 def qlinear_conv_cases() -> Iterator[Case]:
     """Yield cases of QLinearConv: ONNX Runtime for its dtypes, the text for others and zero points per channel."""
     name, text = "qlinear_conv", contraction_text.qlinear_conv
-    for i, (shown, x, w, attributes) in enumerate(convolution_shapes()):
+    for i, (label, x, w, attributes) in enumerate(convolution_shapes()):
         for names in KERNELS if i == 0 else KERNELS[i % 3 : i % 3 + 1]:
             scale = w[:1] if i % 2 == 0 else ()
             # ONNX Runtime requires zero points of 0 for signed filters, and equal zero points for unsigned ones.
             options: dict[str, Any] = {"zero_weights": names[1] == "int8" or bool(scale), "bias": i != 1}
             draw = Requantized(names, (x, w), ((), scale, ()), convolution=attributes, **options)
             want = from_runtime("QLinearConv", text, np.dtype(names[2]), **attributes)
-            variant = f"{' '.join(names)} {shown}"
+            variant = f"{' '.join(names)} {label}"
             yield Case(name, BYTES, variant, "ONNX Runtime", call(name, **attributes), draw, want)
         if i < len(OTHERS):
             draw = Requantized(OTHERS[i], (x, w), ((), w[:1], ()), convolution=attributes, bias=i != 1)
-            want, variant = functools.partial(text, **attributes), f"{' '.join(OTHERS[i])} {shown}, per channel"
+            want, variant = functools.partial(text, **attributes), f"{' '.join(OTHERS[i])} {label}, per channel"
             yield Case(name, BYTES, variant, NUMPY, call(name, **attributes), draw, want)
 
 
@@ -175,12 +175,12 @@ def float_cases() -> Iterator[Case]:
         yield Case(name, BYTES, f"{' '.join(pair)} per column, bias", "ONNX Runtime", call(name), draw, kernel)
     draw = draw_scaled(PAIRS[1], LARGE, ((), ()))
     yield Case(name, BYTES, "uint8 int8 per tensor, no zero points", "ONNX Runtime", call(name), draw, kernel)
-    for shown, draw in (
+    for label, draw in (
         ("int8 uint8 per row and column", draw_scaled(PAIRS[2], WIDE, ((5,), (33,)), ((5,), (33,)), (33,))),
         ("int8 int8 4 blocks", draw_scaled(PAIRS[3], ((5, 64), (64, 9)), ((), (4, 9)), ((), (4, 9)), (9,))),
         ("uint8 int8 3 blocks, per row", draw_scaled(PAIRS[1], ((5, 12), (12, 33)), ((5,), (3, 33)))),
     ):
-        yield Case(name, BYTES, shown, NUMPY, call(name), draw, text)
+        yield Case(name, BYTES, label, NUMPY, call(name), draw, text)
 
 
 def dot_general_cases() -> Iterator[Case]:
@@ -249,8 +249,8 @@ def contraction_cases() -> Iterator[Case]:
 
     Tracing and compiling is what takes the time, and the dtypes and shapes of one operator take the same paths.
     """
-    seen: set[tuple[str, str, str]] = set()
+    lines: set[tuple[str, str, str]] = set()
     for case in every_contraction():
         line = (case.operator, case.dtype, case.oracle)
-        yield dataclasses.replace(case, transforms=FEW) if line in seen else case
-        seen.add(line)
+        yield dataclasses.replace(case, transforms=FEW) if line in lines else case
+        lines.add(line)

@@ -107,8 +107,8 @@ class Requantized:
 
     def exact(self, total: np.ndarray, a_scale: np.ndarray, b_scale: np.ndarray) -> np.ndarray:
         """Return the real numbers that the sums represent, in float64."""
-        own = b_scale.astype(np.float64)
-        spread = self.columns(own) if self.convolution is None else own.reshape(-1, *[1] * (total.ndim - 2))
+        scales = b_scale.astype(np.float64)
+        spread = self.columns(scales) if self.convolution is None else scales.reshape(-1, *[1] * (total.ndim - 2))
         return total * (contraction_text.per_row(a_scale).astype(np.float64) * spread)
 
     def outputs(self) -> Shape:
@@ -152,13 +152,13 @@ class Requantized:
         a, b = integers(rng, a_name, a_shape), stepped(rng, self.columns(bz), b_shape, self.outputs())
         scales = self.aimed(rng, a, az, b, bz) if index == 2 else self.tied(rng, rational=index != 1)
         a_scale, b_scale, y_scale = (np.asarray(s).astype(self.dtype) for s in scales)
-        found = (a, a_scale, az, b, b_scale, bz, y_scale, yz)
+        arrays = (a, a_scale, az, b, b_scale, bz, y_scale, yz)
         if not self.bias:
-            return found
+            return arrays
         # Multiples of STEP and a few other numbers. The first one wraps around.
         bias = STEP * rng.integers(-500, 500, b_shape[0]) + rng.integers(0, 2, b_shape[0])
         bias[0] = rng.choice([2**31 - 1, -(2**31), 7])
-        return *found, bias.astype(np.int32)
+        return *arrays, bias.astype(np.int32)
 
     def __call__(self, rng: np.random.Generator) -> Arrays:
         """Sample the whole batch."""
@@ -176,10 +176,10 @@ def draw_float8(names: tuple[str, str, str], scales: tuple[Shape, Shape, Shape],
 
     def draw(rng: np.random.Generator) -> Arrays:
         a, b = (codes(rng, name, shape) for name, shape in zip(names, shapes, strict=False))
-        drawn = [np.exp2(rng.integers(-2, 3, (BATCH, *s))).astype(np.float32) for s in scales]
-        drawn[2][2] = np.exp(rng.uniform(-6, 3, scales[2]))
+        factors = [np.exp2(rng.integers(-2, 3, (BATCH, *s))).astype(np.float32) for s in scales]
+        factors[2][2] = np.exp(rng.uniform(-6, 3, scales[2]))
         zeros = [np.zeros((BATCH, *s), onnx_text.dtype(n)) for s, n in zip(scales, names, strict=True)]
-        return a, drawn[0], zeros[0], b, drawn[1], zeros[1], drawn[2], zeros[2]
+        return a, factors[0], zeros[0], b, factors[1], zeros[1], factors[2], zeros[2]
 
     return draw
 
@@ -192,8 +192,8 @@ def draw_dynamic(name: str, shapes: tuple[Shape, Shape], scale: Shape, point: Sh
         for _ in range(BATCH):
             low, high = sorted(rng.normal(0, 1, 2) * np.exp(rng.uniform(-4, 6)))
             a = (rng.uniform(low, high, shapes[0]) + rng.choice([0.0, low, -low])).astype(np.float32)
-            _, own, _ = onnx_text.dynamic_quantize_linear(a)
-            tie = ((rng.integers(-255, 256, a.shape) + 0.5) * np.float64(own)).astype(np.float32)
+            _, a_scale, _ = onnx_text.dynamic_quantize_linear(a)
+            tie = ((rng.integers(-255, 256, a.shape) + 0.5) * np.float64(a_scale)).astype(np.float32)
             inside = (tie > a.min()) & (tie < a.max()) & (rng.random(a.shape) < 0.5)
             members.append(np.where(inside, tie, a))
         parts = [np.stack(members), integers(rng, name, (BATCH, *shapes[1]))]

@@ -59,7 +59,7 @@ def draw_floats(x_dtype: np.dtype, scale_dtype: np.dtype, name: str, layout: Lay
     return draw
 
 
-def trusted(x: np.ndarray, scale: np.ndarray, name: str, layout: Layout) -> np.ndarray:
+def is_trusted(x: np.ndarray, scale: np.ndarray, name: str, layout: Layout) -> np.ndarray:
     """Return where ONNX Runtime's QuantizeLinear is correct.
 
     It converts to int32 before it clips for float16, for 2 bits, for an odd last element of 4 bits and for blocks
@@ -83,9 +83,9 @@ def quantize_cases() -> Iterator[Case]:
             def want(x, s, z, name=name, layout=layout, keywords=keywords, opset=opset):
                 feeds = {"x": x, "s": s, "z": z}
                 attributes: dict[str, Any] = keywords if layout.block else {"axis": layout.axis}
-                (found,) = onnx_runtime.run("QuantizeLinear", feeds, {"y": z.dtype}, opset, **attributes)
+                (codes,) = onnx_runtime.run("QuantizeLinear", feeds, {"y": z.dtype}, opset, **attributes)
                 text = onnx_text.quantize_linear(x, s, z, name, axis=layout.axis, block=layout.block)
-                return np.where(trusted(x, s, name, layout), found, text)
+                return np.where(is_trusted(x, s, name, layout), codes, text)
 
             def op(x, s, z, keywords=keywords):
                 return jq.quantize_linear(x, s, z, **keywords)
@@ -111,9 +111,9 @@ def half_cases() -> Iterator[Case]:
             yield Case("quantize_linear", name, f"{x_dtype.name} per-axis 1", "numpy (text)", op, draw, text)
 
         def runtime_half(x, s, z, name=name):
-            (found,) = onnx_runtime.run("QuantizeLinear", {"x": x, "s": s, "z": z}, {"y": z.dtype}, 21, axis=1)
+            (codes,) = onnx_runtime.run("QuantizeLinear", {"x": x, "s": s, "z": z}, {"y": z.dtype}, 21, axis=1)
             wide = onnx_text.quantize_linear(x, s, z, name, precision=np.float32)
-            return np.where(trusted(x, s, name, layout), found, wide)
+            return np.where(is_trusted(x, s, name, layout), codes, wide)
 
         def precise(x, s, z):
             return jq.quantize_linear(x, s, z, precision=jnp.float32)
@@ -179,9 +179,9 @@ def draw_small_floats(name: str, layout: Layout) -> Callable[..., Arrays]:
         picked = rng.choice(pool, (BATCH, *SHAPE))
         with np.errstate(all="ignore"):
             moved = np.nextafter(picked, rng.choice(np.array([-np.inf, np.inf], np.float32), picked.shape))
-            near = np.where(rng.random(picked.shape) < 0.5, picked, moved)
-            own = np.stack([onnx_text.expand(s, SHAPE, layout.axis, layout.block) for s in scale])
-            x = (near * np.where(rng.random(picked.shape) < 0.5, own, own[:1])).astype(np.float32)
+            candidates = np.where(rng.random(picked.shape) < 0.5, picked, moved)
+            wide_scale = np.stack([onnx_text.expand(s, SHAPE, layout.axis, layout.block) for s in scale])
+            x = (candidates * np.where(rng.random(picked.shape) < 0.5, wide_scale, wide_scale[:1])).astype(np.float32)
         # XLA:CPU flushes subnormal float32 numbers to 0. Bit equality is promised for normal numbers.
         return np.where(np.abs(x) < 1e-30, np.float32(0), x), scale
 
@@ -216,8 +216,8 @@ def power_cases() -> Iterator[Case]:
     def draw(rng: np.random.Generator) -> Arrays:
         scale = rng.integers(110, 140, (BATCH, 6, 11, 4)).astype(np.uint8)
         k = rng.integers(-300, 300, (BATCH, *SHAPE)) + 0.5
-        own = np.stack([onnx_text.expand(s.view(power).astype(np.float32), SHAPE, 2, 16) for s in scale])
-        x = (k * np.where(rng.random(k.shape) < 0.5, own, own[:1])).astype(np.float32)
+        wide_scale = np.stack([onnx_text.expand(s.view(power).astype(np.float32), SHAPE, 2, 16) for s in scale])
+        x = (k * np.where(rng.random(k.shape) < 0.5, wide_scale, wide_scale[:1])).astype(np.float32)
         return np.where(rng.random(k.shape) < 0.5, x, np.nextafter(x, np.float32(np.inf))), scale.view(power)
 
     def want(x, s):
@@ -318,10 +318,10 @@ def dynamic_cases() -> Iterator[Case]:
     def slices(x, name, axis):
         bounds = (0, 255) if name == "uint8" else (-127, 127)
         moved = [x] if axis is None else list(np.moveaxis(x, axis, 0))
-        found = [onnx_text.dynamic_quantize_linear(part, bounds) for part in moved]
-        y = found[0][0] if axis is None else np.moveaxis(np.stack([f[0] for f in found]), 0, axis)
-        scale, point = (np.array([f[i] for f in found]) for i in (1, 2))
-        shape = () if axis is None else (len(found),)
+        results = [onnx_text.dynamic_quantize_linear(part, bounds) for part in moved]
+        y = results[0][0] if axis is None else np.moveaxis(np.stack([f[0] for f in results]), 0, axis)
+        scale, point = (np.array([f[i] for f in results]) for i in (1, 2))
+        shape = () if axis is None else (len(results),)
         return y.astype(name), scale.astype(np.float32).reshape(shape), point.astype(name).reshape(shape)
 
     for name, axis, shape in (
@@ -335,13 +335,13 @@ def dynamic_cases() -> Iterator[Case]:
         def op(x, name=name, axis=axis):
             return tuple(jq.dynamic_quantize_linear(x, dtype=name, axis=axis))
 
-        known = (name, axis) == ("uint8", None)
+        is_onnx = (name, axis) == ("uint8", None)
 
-        def want(x, name=name, axis=axis, known=known):
-            return whole(x) if known else slices(x, name, axis)
+        def want(x, name=name, axis=axis, is_onnx=is_onnx):
+            return whole(x) if is_onnx else slices(x, name, axis)
 
         variant = f"{'per-tensor' if axis is None else f'per-axis {axis}'} {list(shape)}"
-        source = "ONNX Runtime" if known else "numpy (text)"
+        source = "ONNX Runtime" if is_onnx else "numpy (text)"
         yield Case("dynamic_quantize_linear", name, variant, source, op, draw_ranges(shape), want)
 
 

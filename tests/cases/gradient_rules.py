@@ -44,7 +44,7 @@ def spec_of(case: str) -> jq.QuantSpec:
     return jq.QuantSpec(BOOKS.get(name) or onnx_text.dtype(name), GRANULARITIES[granularity][0], **options)
 
 
-class Drawn(NamedTuple):
+class Problem(NamedTuple):
     """A problem, also in the oracle's form. `learned` rounds to `point`; both are None if the zero point is fixed."""
 
     x: np.ndarray
@@ -62,17 +62,17 @@ def _with_both(x: np.ndarray, scale: np.ndarray, beyond: float) -> np.ndarray:
     return x
 
 
-def drawn(rng: np.random.Generator, case: str) -> Drawn:
+def draw_problem(rng: np.random.Generator, case: str) -> Problem:
     name, granularity, _ = CASES[case]
     spec = spec_of(case)
-    each = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
-    entries = array_text.entries(SHAPE, each)
+    sizes = array_text.sizes(SHAPE, GRANULARITIES[granularity][1])
+    entries = array_text.entries(SHAPE, sizes)
     # With a power of two, a bound and its neighbors are exact.
     scale = np.where(
         rng.random(entries) < 0.5, np.exp2(rng.integers(-9, 3, entries)), inputs.scales(rng, entries, np.dtype(F32))
     )
     scale = scale.astype(F32)
-    wide = array_text.spread(scale, each, SHAPE)
+    wide = array_text.spread(scale, sizes, SHAPE)
     point = learned = steps = None
     if not spec.symmetric:
         low, high = (int(b) for b in spec.bounds)
@@ -81,42 +81,42 @@ def drawn(rng: np.random.Generator, case: str) -> Drawn:
         learned = (point + rng.choice([-0.5, -0.3, 0.0, 0.3, 0.5], entries)).astype(F32)
         learned = np.where(np.clip(np.rint(learned), low, high - 1) == point, learned, point).astype(F32)
         point = point.astype(onnx_text.dtype(name))
-        steps = array_text.spread(point.astype(np.int64), each, SHAPE)
+        steps = array_text.spread(point.astype(np.int64), sizes, SHAPE)
     elif spec.fixed_zero_point:
         steps = np.full(SHAPE, spec.fixed_zero_point)
     narrow = bool(spec.narrow_range)
     if name in BOOKS:
         x = _with_both(rules.table_edges(rng, wide, BOOKS[name].levels), wide, 2 * BOOKS[name].largest)
-        found = rules.steps(x, wide, None, name, levels=BOOKS[name].levels)
+        rule_steps = rules.steps(x, wide, None, name, levels=BOOKS[name].levels)
     else:
         x = _with_both(rules.on_edges(rng, wide, steps, name, narrow), wide, 4 * float(spec.bounds[1]))
-        found = rules.steps(x, wide, steps, name, narrow)
-    return Drawn(x, scale, point, learned, rng.normal(size=SHAPE).astype(F32), each, found)
+        rule_steps = rules.steps(x, wide, steps, name, narrow)
+    return Problem(x, scale, point, learned, rng.normal(size=SHAPE).astype(F32), sizes, rule_steps)
 
 
 def pull(spec: jq.QuantSpec, rule: Any, x: Any, scale: Any, point: Any, g: Any) -> tuple[Any, Any]:
     """Return (y, (dx, ds, dz))."""
-    y, back = jax.vjp(lambda x, s, z: jq.fake_quantize(x, spec, s, z, gradient=rule), x, scale, point)
-    return y, back(g)
+    y, vjp = jax.vjp(lambda x, s, z: jq.fake_quantize(x, spec, s, z, gradient=rule), x, scale, point)
+    return y, vjp(g)
 
 
-def summed(got: Any, terms: np.ndarray, each: array_text.Sizes, of: np.ndarray) -> None:
+def check_sum(actual: Any, terms: np.ndarray, sizes: array_text.Sizes, parameter: np.ndarray) -> None:
     """Check a float32 sum up to 16 times half of float32's epsilon of the sum of the magnitudes of its terms."""
-    assert got.shape == of.shape
-    assert got.dtype == of.dtype
-    tolerance = rules.collected(np.abs(terms), each) * 2.0**-20
-    error = np.abs(np.asarray(got, np.float64) - rules.collected(terms, each))
-    assert (error <= tolerance).all(), (got, rules.collected(terms, each), tolerance)
+    assert actual.shape == parameter.shape
+    assert actual.dtype == parameter.dtype
+    tolerance = rules.collected(np.abs(terms), sizes) * 2.0**-20
+    error = np.abs(np.asarray(actual, np.float64) - rules.collected(terms, sizes))
+    assert (error <= tolerance).all(), (actual, rules.collected(terms, sizes), tolerance)
 
 
-def agrees(got: tuple[Any, Any], want: rules.Cotangents, d: Drawn, point: np.ndarray | None) -> None:
-    y, (dx, ds, dz) = got
+def check_cotangents(actual: tuple[Any, Any], expected: rules.Cotangents, d: Problem, point: np.ndarray | None) -> None:
+    y, (dx, ds, dz) = actual
     np.testing.assert_array_equal(y, rules.values(d.steps, d.x.dtype))
-    np.testing.assert_array_equal(dx, want[0].astype(F32))
-    summed(ds, want[1], d.each, d.scale)
+    np.testing.assert_array_equal(dx, expected[0].astype(F32))
+    check_sum(ds, expected[1], d.each, d.scale)
     if point is None:
         assert dz is None
     elif point.dtype == F32:
-        summed(dz, want[2], d.each, point)
+        check_sum(dz, expected[2], d.each, point)
     else:
         assert dz.dtype == jax.dtypes.float0

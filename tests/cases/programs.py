@@ -78,10 +78,10 @@ def example(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that adds a function to `PROGRAMS`."""
     shapes = {name: _read_shapes(value) for name, value in params.items()}
-    read = tuple(x if isinstance(x, Ids) else Shape(x) for x in inputs)
+    arguments = tuple(x if isinstance(x, Ids) else Shape(x) for x in inputs)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        PROGRAMS[function.__name__] = Example(function, shapes, read, forms, is_differentiable)
+        PROGRAMS[function.__name__] = Example(function, shapes, arguments, forms, is_differentiable)
         return function
 
     return register

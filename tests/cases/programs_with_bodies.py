@@ -256,7 +256,7 @@ def scan_over_reshaped_weights(params, x):
     return lax.scan(lambda x, w: (x @ w.T, None), x, params["w"].reshape(3, 16, 16).swapaxes(1, 2))[0]
 
 
-@example({"a": (16, 16), "b": (16, 16)}, (6, 16), forms="f")
+@example({"a": (16, 16), "b": (16, 16)}, (6, 16), forms="i")
 def weights_stacked_in_program(params, x):
     return lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, jnp.stack([params["a"], params["b"]]))[0]
 

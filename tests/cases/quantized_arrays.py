@@ -27,20 +27,20 @@ def spec_of(name: str, granularity: str, **options: Any) -> jq.QuantSpec:
     return jq.QuantSpec(onnx_text.dtype(name), GRANULARITIES[granularity][0], **options)
 
 
-def expected(x: np.ndarray, spec: jq.QuantSpec, each: tuple[int, ...]) -> tuple[Any, Any, np.ndarray]:
+def expected(x: np.ndarray, spec: jq.QuantSpec, sizes: tuple[int, ...]) -> tuple[Any, Any, np.ndarray]:
     """Return (scale, zero point, codes) by the text, of x's rank."""
     name, narrow = spec.dtype.name, bool(spec.narrow_range)
-    low, high = array_text.extremes(x, each)
+    low, high = array_text.extremes(x, sizes)
     scale, point = array_text.parameters(
         low, high, name, bool(spec.symmetric), narrow, np.dtype(spec.scale_dtype).name, spec.power_of_two
     )
-    wide = array_text.spread(scale, each, x.shape)
-    steps = None if point is None else array_text.spread(point, each, x.shape)
+    wide = array_text.spread(scale, sizes, x.shape)
+    steps = None if point is None else array_text.spread(point, sizes, x.shape)
     values = array_text.codes(x, wide, steps, name, narrow)
     return scale, None if point is None else point.astype(onnx_text.dtype(name)), values
 
 
-def drawn(
+def draw_inputs(
     rng: np.random.Generator, spec: jq.QuantSpec, granularity: str, dtype: Any = F32, lead: int = 0
 ) -> np.ndarray:
     """Return values with a known range, so that most of them can be at or next to ties. Some slices are zeros, and
@@ -49,45 +49,45 @@ def drawn(
     kind = GRANULARITIES[granularity][1]
     if lead and kind[0] != "tensor":
         kind = (kind[0], tuple(a + 1 for a in kind[1]), *kind[2:])
-    each = array_text.sizes(shape, kind)
-    each = (1, *each[1:]) if lead else each
-    size = np.exp(rng.uniform(-4, 4, array_text.entries(shape, each)))
-    first = rng.normal(rng.normal(), 1, shape) * array_text.spread(size, each, shape)
+    sizes = array_text.sizes(shape, kind)
+    sizes = (1, *sizes[1:]) if lead else sizes
+    size = np.exp(rng.uniform(-4, 4, array_text.entries(shape, sizes)))
+    first = rng.normal(rng.normal(), 1, shape) * array_text.spread(size, sizes, shape)
     if spec.symmetric is False and rng.random() < 0.3:
         first = np.abs(first)
     first = first.astype(dtype).astype(F32)
-    low, high = array_text.extremes(first, each)
-    scale, point, _ = expected(first, spec, each)
-    wide = array_text.spread(scale, each, shape).astype(F32)
-    steps = 0 if point is None else array_text.spread(point, each, shape).astype(np.int64)
+    low, high = array_text.extremes(first, sizes)
+    scale, point, _ = expected(first, spec, sizes)
+    wide = array_text.spread(scale, sizes, shape).astype(F32)
+    steps = 0 if point is None else array_text.spread(point, sizes, shape).astype(np.int64)
     limits = onnx_text.BOUNDS.get(spec.dtype.name, (-9, 9))
     ties = inputs.near_ties(rng, wide, steps, limits, np.dtype(F32))
-    bound = tuple(array_text.spread(b, each, shape) for b in (low, high))
+    bound = tuple(array_text.spread(b, sizes, shape) for b in (low, high))
     is_extreme = (first == bound[0]) | (first == bound[1])
     x = np.where(is_extreme | ~np.isfinite(ties), first, np.clip(ties, *bound))
-    zero = array_text.spread(rng.random(low.shape) < 0.1, each, shape)
+    zero = array_text.spread(rng.random(low.shape) < 0.1, sizes, shape)
     chances = [0.85, 0.05, 0.05, 0.05] if low.size > 3 or rng.random() < 0.3 else [1, 0, 0, 0]
-    odd = array_text.spread(rng.choice([0, np.nan, np.inf, -np.inf], low.shape, p=chances), each, shape)
+    odd = array_text.spread(rng.choice([0, np.nan, np.inf, -np.inf], low.shape, p=chances), sizes, shape)
     x = np.where(zero, 0, np.where((rng.random(shape) < 0.2) & ~(odd == 0), odd, x))
     with np.errstate(over="ignore"):
         return x.astype(dtype)
 
 
-def same(got: Any, want: Any) -> None:
-    got, want = np.asarray(got), np.asarray(want)
-    assert transforms.mismatches(got, want) == 0, (got, want)
+def check_equal(actual: Any, exact: Any) -> None:
+    actual, exact = np.asarray(actual), np.asarray(exact)
+    assert transforms.mismatches(actual, exact) == 0, (actual, exact)
 
 
-def agrees(q: jq.QuantizedArray, x: np.ndarray, spec: jq.QuantSpec, granularity: str) -> np.ndarray:
+def check_parts(q: jq.QuantizedArray, x: np.ndarray, spec: jq.QuantSpec, granularity: str) -> np.ndarray:
     """Compare an array with the text, and return the values that it represents by the text."""
-    each = array_text.sizes(x.shape, GRANULARITIES[granularity][1])
-    scale, point, codes = expected(x, spec, each)
-    same(q.scale, scale)
+    sizes = array_text.sizes(x.shape, GRANULARITIES[granularity][1])
+    scale, point, codes = expected(x, spec, sizes)
+    check_equal(q.scale, scale)
     assert (q.zero_point is None) == (point is None)
     if point is not None:
-        same(q.zero_point, point)
-    same(q.codes, codes)
-    wide = [None if p is None else array_text.spread(p, each, x.shape) for p in (scale, point)]
+        check_equal(q.zero_point, point)
+    check_equal(q.codes, codes)
+    wide = [None if p is None else array_text.spread(p, sizes, x.shape) for p in (scale, point)]
     assert wide[0] is not None
     assert q.dtype == x.dtype
     return array_text.values(codes, wide[0], wide[1], x.dtype)

@@ -28,8 +28,8 @@ def quarters(rng: np.random.Generator, spec: jq.QuantSpec, scale: Any, point: in
     inner = rng.integers(4 * low, 4 * high + 1, shape) / 4
     at_ends = rng.choice([low, high], shape) + rng.integers(-3, 4, shape) / 4
     beyond = rng.choice([low - 2, high + 2], shape)
-    which = rng.random(shape)
-    steps = np.where(which < 0.125, beyond, np.where(which < 0.25, at_ends, inner))
+    chance = rng.random(shape)
+    steps = np.where(chance < 0.125, beyond, np.where(chance < 0.25, at_ends, inner))
     return (steps * scale).astype(F32)
 
 
@@ -53,26 +53,26 @@ def both_ways(
     def rebuilt(leaves: Any) -> list[Any]:
         return [None if p is None else jax.tree.unflatten(p[1], v) for p, v in zip(parts, leaves, strict=True)]
 
-    def one(xs: Any, leaves: Any) -> Any:
+    def contract(xs: Any, leaves: Any) -> Any:
         return quantized(*xs, *rebuilt(leaves))
 
-    def other(xs: Any, leaves: Any) -> Any:
+    def contract_floats(xs: Any, leaves: Any) -> Any:
         return floats(*(faked(q, x) for q, x in zip(rebuilt(leaves), xs, strict=True)))
 
-    found = []
-    for way in (one, other):
+    results = []
+    for way in (contract, contract_floats):
         y, pull = jax.vjp(way, list(xs), leaves)
-        found.append((y, pull(jnp.asarray(g, y.dtype))))
-    return found[0], found[1]
+        results.append((y, pull(jnp.asarray(g, y.dtype))))
+    return results[0], results[1]
 
 
-def same(got: Any, want: Any) -> None:
+def check_equal(actual: Any, expected: Any) -> None:
     """Compare dtypes, shapes and bits, except the sign of 0. Integers and keys have float0 cotangents."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        if one.dtype != jax.dtypes.float0:
-            np.testing.assert_array_equal(np.asarray(one, F32), np.asarray(other, F32))
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (leaf.dtype, leaf.shape) == (expected_leaf.dtype, expected_leaf.shape)
+        if leaf.dtype != jax.dtypes.float0:
+            np.testing.assert_array_equal(np.asarray(leaf, F32), np.asarray(expected_leaf, F32))
 
 
 def rules(rng: np.random.Generator) -> dict[str, Any]:

@@ -40,17 +40,17 @@ JUNK: list[Any] = [
 ]  # fmt: skip
 
 
-def find_places(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def find_places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yields the way to every value in a description, but for all levels of a table beyond the third."""
     yield path
-    pairs = found.items() if isinstance(found, dict) else list(enumerate(found))[:3] if isinstance(found, list) else ()
+    pairs = node.items() if isinstance(node, dict) else list(enumerate(node))[:3] if isinstance(node, list) else ()
     for key, value in pairs:
         yield from find_places(value, (*path, key))
 
 
-def change(found: Any, path: tuple[Any, ...], edit: Callable[[Any, Any], None]) -> Any:
+def change(document: Any, path: tuple[Any, ...], edit: Callable[[Any, Any], None]) -> Any:
     """Returns a description in which one value is edited, by its container and its key there."""
-    box = [copy.deepcopy(found)]
+    box = [copy.deepcopy(document)]
     target: Any = box
     for key in (0, *path)[:-1]:
         target = target[key]
@@ -58,21 +58,21 @@ def change(found: Any, path: tuple[Any, ...], edit: Callable[[Any, Any], None]) 
     return box[0] if box else None
 
 
-def describe_damage(found: Any) -> Iterator[Any]:
+def describe_damage(document: Any) -> Iterator[Any]:
     """Yields a description with each value replaced by junk, deleted, or beside a name that does not belong there."""
-    for path in find_places(found):
+    for path in find_places(document):
         for junk in JUNK:
-            yield change(found, path, lambda box, key, junk=junk: box.__setitem__(key, junk))
+            yield change(document, path, lambda box, key, junk=junk: box.__setitem__(key, junk))
         if path:
-            yield change(found, path, lambda box, key: box.__delitem__(key))
-        yield change(found, path, lambda box, key: box[key].update(more=1) if isinstance(box[key], dict) else None)
+            yield change(document, path, lambda box, key: box.__delitem__(key))
+        yield change(document, path, lambda box, key: box[key].update(more=1) if isinstance(box[key], dict) else None)
 
 
-def write(found: Any) -> bytes:
-    return json.dumps(found).encode()
+def write(document: Any) -> bytes:
+    return json.dumps(document).encode()
 
 
-def cut(text: bytes) -> Iterator[bytes]:
+def truncate(text: bytes) -> Iterator[bytes]:
     """Yields a text that ends early, is nested without end, names a thing twice, or is no text."""
     yield from (text[:n] for n in range(0, len(text), 7))
     for opening in (
@@ -92,9 +92,9 @@ def load(function: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except (ValueError, TypeError) as error:
-        caught = error
-    assert str(caught).startswith(f"jaxquant.{function}: "), repr(caught)[:500]
-    assert isinstance(caught, AssertionError), repr(caught)[:500]
+        failure = error
+    assert str(failure).startswith(f"jaxquant.{function}: "), repr(failure)[:500]
+    assert isinstance(failure, AssertionError), repr(failure)[:500]
     return None
 
 
@@ -113,9 +113,9 @@ def check(loaded: Any, name: str) -> None:
 @pytest.mark.parametrize("name", STORED)
 def test_descriptions(name: str) -> None:
     text = STORED[name][KEY].tobytes()
-    found = json.loads(text)
+    document = json.loads(text)
     loaded = 0
-    for damaged in (*map(write, describe_damage(found)), *cut(text)):
+    for damaged in (*map(write, describe_damage(document)), *truncate(text)):
         tree = {"w": {**STORED[name], KEY: np.frombuffer(damaged, np.uint8)}}
         result = load("checkpoint.from_arrays", lambda tree=tree: checkpoint.from_arrays(tree)["w"])
         check(result, name)
@@ -127,7 +127,7 @@ def test_descriptions_in_saved_programs() -> None:
     static = {"dtype": "float32", "block_size": 4, "codebook": {"name": "nf4", "levels": list(jq.nf4.levels)}}
     text = write(static)
     assert serialization.decode_saved_program(text) == (np.dtype(F32), 4, jq.nf4, None)
-    for damaged in (*map(write, describe_damage(static)), *cut(text)):
+    for damaged in (*map(write, describe_damage(static)), *truncate(text)):
         load("QuantizedArray", lambda damaged=damaged: serialization.decode_saved_program(damaged))
     q = QUANTIZED["uint8"]
     saved = bytes(export.export(jax.jit(lambda q: q))(q).serialize())
@@ -148,19 +148,19 @@ ARRAYS: list[Any] = [
 def test_arrays(name: str) -> None:
     """Arrays that are missing, are others, or are none."""
     for key in STORED[name]:
-        without = {k: v for k, v in STORED[name].items() if k != key}
+        remaining = {k: v for k, v in STORED[name].items() if k != key}
         for replacement in (*ARRAYS, *(a[..., :-1] for a in [STORED[name][key]]), STORED[name][key].tobytes()):
-            for tree in ({**without, key: replacement}, {**without, key: replacement, "more": 1}):
+            for tree in ({**remaining, key: replacement}, {**remaining, key: replacement, "more": 1}):
                 check(load("checkpoint.from_arrays", lambda tree=tree: checkpoint.from_arrays([tree])[0]), name)
-        check(load("checkpoint.from_arrays", lambda tree=without: checkpoint.from_arrays(tree)), name)
+        check(load("checkpoint.from_arrays", lambda tree=remaining: checkpoint.from_arrays(tree)), name)
     for key in (1, None, ("a", 1)):
         load("checkpoint.from_arrays", lambda key=key: checkpoint.from_arrays([{**STORED[name], key: 1}]))
 
 
 def test_errors_name_the_place() -> None:
-    found = json.loads(STORED["int4"][KEY].tobytes())
-    found["parts"]["scale"]["dtype"] = "float33"
-    tree = {"layers": [{"w": {**STORED["int4"], KEY: np.frombuffer(write(found), np.uint8)}}]}
+    document = json.loads(STORED["int4"][KEY].tobytes())
+    document["parts"]["scale"]["dtype"] = "float33"
+    tree = {"layers": [{"w": {**STORED["int4"], KEY: np.frombuffer(write(document), np.uint8)}}]}
     place = r"tree\['layers'\]\[0\]\['w'\]"
     text = rf"checkpoint\.from_arrays: {place}\['{KEY}'\]\['parts'\]\['scale'\]\['dtype'\]: expected the name of a dtype.*33"
     with pytest.raises(ValueError, match=text):
@@ -192,15 +192,15 @@ def test_safetensors(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
     for n in (0, 3, 8, 20, size, size + 8, size + 9, len(whole) - 1):
         path.write_bytes(whole[:n])
         assert load_file() is None
-    found = json.loads(header)
-    for damaged in (*list(map(write, describe_damage(found)))[::11], *list(cut(header))[::5]):
+    fields = json.loads(header)
+    for damaged in (*list(map(write, describe_damage(fields)))[::11], *list(truncate(header))[::5]):
         write_safetensors(path, damaged, data)
         load_file()
-    bits = json.loads(found["__metadata__"]["jaxquant.QuantizedArray"])
+    bits = json.loads(fields["__metadata__"]["jaxquant.QuantizedArray"])
     assert bits
-    for damaged in (*map(write, describe_damage(bits)), *cut(write(bits))):
-        found["__metadata__"]["jaxquant.QuantizedArray"] = damaged.decode(errors="replace")
-        write_safetensors(path, write(found), data)
+    for damaged in (*map(write, describe_damage(bits)), *truncate(write(bits))):
+        fields["__metadata__"]["jaxquant.QuantizedArray"] = damaged.decode(errors="replace")
+        write_safetensors(path, write(fields), data)
         load_file()
     for place in rng.integers(8, len(whole), 200):
         flipped = bytearray(whole)
@@ -229,10 +229,10 @@ def test_safetensors_names(tmp_path: pathlib.Path) -> None:
 def test_orbax(tmp_path: pathlib.Path) -> None:
     import orbax.checkpoint as ocp
 
-    found = json.loads(STORED["int4"][KEY].tobytes())
-    found["static"]["dtype"] = "float33"
+    document = json.loads(STORED["int4"][KEY].tobytes())
+    document["static"]["dtype"] = "float33"
     damage: dict[str, dict[str, Any]] = {
-        "description": {**STORED["int4"], KEY: np.frombuffer(write(found), np.uint8)},
+        "description": {**STORED["int4"], KEY: np.frombuffer(write(document), np.uint8)},
         "bytes": {**STORED["int4"], "codes": STORED["int4"]["codes"][:-1]},
         "part": {k: v for k, v in STORED["int4"].items() if k != "scale"},
     }
@@ -249,5 +249,5 @@ def test_damaged_texts() -> None:
     for value in junk:
         with pytest.raises((TypeError, ValueError), match=r"^jaxquant\.checkpoint\.from_arrays: tree\['a'\]\['static_"):
             checkpoint.from_arrays({"a": {"static_text": value}})
-    kept = {"a": {"static_text": np.zeros(2, np.uint8), "b": np.ones(1)}}  # a tree that only has such a name
-    assert checkpoint.from_arrays(kept)["a"]["b"] is kept["a"]["b"]
+    tree = {"a": {"static_text": np.zeros(2, np.uint8), "b": np.ones(1)}}  # a tree that only has such a name
+    assert checkpoint.from_arrays(tree)["a"]["b"] is tree["a"]["b"]

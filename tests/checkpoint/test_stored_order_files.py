@@ -25,11 +25,12 @@ def make_tree(rng: np.random.Generator) -> dict[str, jq.QuantizedArray]:
     return {"int8": q, "uint4": packed, "nf4": jq.quantize(x, QuantSpec(jq.nf4, jq.Blocked(1, 3)), stored_last=1)}
 
 
-def assert_same(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+def assert_same(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.slow
 def test_round_trips(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     tree = make_tree(rng)
     arrays = checkpoint.to_arrays(tree)
@@ -83,6 +84,7 @@ def test_damaged_orders(order: Any) -> None:
         checkpoint.from_arrays(write(arrays, text))
 
 
+@pytest.mark.slow
 def test_a_folder_in_the_logical_order(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """Orbax's folders from before there were stored orders, loaded for arrays that have one."""
     tree = {

@@ -28,6 +28,7 @@ KERNELS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(KERNELS))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_integers_are_those_of_numpy(name: str, groups: int, rng: np.random.Generator) -> None:
@@ -60,11 +61,12 @@ def test_integers_are_those_of_numpy(name: str, groups: int, rng: np.random.Gene
     for convolve in (first, last):
         np.testing.assert_array_equal(convolve(jnp.asarray(x), jnp.asarray(w)), want)
     images, kernels = jnp.stack([x, x ^ 255]), jnp.stack([w, w])
-    both = jax.jit(jax.vmap(last))(images, kernels)
-    np.testing.assert_array_equal(both[0], want)
-    np.testing.assert_array_equal(both[1], last(images[1], kernels[1]))
+    results = jax.jit(jax.vmap(last))(images, kernels)
+    np.testing.assert_array_equal(results[0], want)
+    np.testing.assert_array_equal(results[1], last(images[1], kernels[1]))
 
 
+@pytest.mark.slow
 def test_patches_are_stacked_in_two_steps_and_the_kernel_is_not_copied() -> None:
     """A stack of 9 slices would be a loop for each of them, and a kernel in HWIO layout needs no transpose."""
     x = jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.uint8)

@@ -18,7 +18,7 @@ from ..support.hlo import Program
 from ..support.quantized_arrays import product, wide
 
 
-def drawn(
+def draw_operand(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: tuple[int, ...], **rest: Any
 ) -> QuantizedArray:
     """Codes over all of the dtype, extremes often, with scales and (unless `point` is None) odd zero points."""
@@ -60,25 +60,26 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 def case(rng: np.random.Generator, name: str) -> tuple[QuantizedArray, QuantizedArray, Any, int | None]:
     left, l_dtype, l_scale, l_rest, right, r_dtype, r_scale, r_rest, numbers, length = CASES[name]
-    lhs = drawn(rng, left, l_dtype, l_scale, **l_rest)
-    return lhs, drawn(rng, right, r_dtype, r_scale, **r_rest), numbers, length
+    lhs = draw_operand(rng, left, l_dtype, l_scale, **l_rest)
+    return lhs, draw_operand(rng, right, r_dtype, r_scale, **r_rest), numbers, length
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_then_scales(name: str, rng: np.random.Generator) -> None:
     lhs, rhs, numbers, length = case(rng, name)
-    wanted = product(lhs, rhs, numbers, length) if name != "outer" else None
-    if wanted is None:
+    expected = product(lhs, rhs, numbers, length) if name != "outer" else None
+    if expected is None:
         left, right = (np.asarray(q.codes).astype(int) - np.asarray(q.zero_point).astype(int) for q in (lhs, rhs))
         scale = np.multiply.outer(np.asarray(lhs.scale), np.asarray(rhs.scale))
-        wanted = np.multiply.outer(left, right).astype(np.float32) * scale
+        expected = np.multiply.outer(left, right).astype(np.float32) * scale
     dot = functools.partial(jq.dot_general, dimension_numbers=numbers)
-    np.testing.assert_array_equal(dot(lhs, rhs), wanted)
-    np.testing.assert_array_equal(jax.jit(dot)(lhs, rhs), wanted)
-    np.testing.assert_array_equal(jax.jit(lambda: dot(lhs, rhs))(), wanted)  # everything constant
+    np.testing.assert_array_equal(dot(lhs, rhs), expected)
+    np.testing.assert_array_equal(jax.jit(dot)(lhs, rhs), expected)
+    np.testing.assert_array_equal(jax.jit(lambda: dot(lhs, rhs))(), expected)  # everything constant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows by columns", "short last block", "batch, transposed"])
 def test_transforms(name: str, rng: np.random.Generator) -> None:
     """vmap over both, over one, and scan give what a loop gives."""
@@ -86,9 +87,9 @@ def test_transforms(name: str, rng: np.random.Generator) -> None:
     pairs = [case(rng, name)[:2] for _ in range(3)]
     dot = functools.partial(jq.dot_general, dimension_numbers=numbers)
     left, right = (jax.tree.map(lambda *parts: jnp.stack(parts), *(pair[i] for pair in pairs)) for i in (0, 1))
-    wanted = np.stack([product(*pair, numbers, length) for pair in pairs])
-    np.testing.assert_array_equal(jax.vmap(dot)(left, right), wanted)
-    np.testing.assert_array_equal(lax.scan(lambda c, xs: (c, dot(*xs)), None, (left, right))[1], wanted)
+    expected = np.stack([product(*pair, numbers, length) for pair in pairs])
+    np.testing.assert_array_equal(jax.vmap(dot)(left, right), expected)
+    np.testing.assert_array_equal(lax.scan(lambda c, xs: (c, dot(*xs)), None, (left, right))[1], expected)
     shared = np.stack([product(pair[0], pairs[0][1], numbers, length) for pair in pairs])
     np.testing.assert_array_equal(jax.jit(jax.vmap(dot, in_axes=(0, None)))(left, pairs[0][1]), shared)
     shared = np.stack([product(pairs[0][0], pair[1], numbers, length) for pair in pairs])
@@ -113,24 +114,24 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_matmul_has_numpy_s_shapes(shapes: Any, rng: np.random.Generator) -> None:
-    sides = [drawn(rng, shape, dtype, (1,) * len(shape)) for shape, dtype in zip(shapes, (U8, I8), strict=True)]
+    sides = [draw_operand(rng, shape, dtype, (1,) * len(shape)) for shape, dtype in zip(shapes, (U8, I8), strict=True)]
     exact = []
     for q in sides:
         exact.append(np.asarray(q.codes).astype(np.int64) - np.asarray(q.zero_point).astype(np.int64))
     scale = np.float32(sides[0].scale.reshape(()) * sides[1].scale.reshape(()))
-    wanted = np.matmul(*exact).astype(np.float32) * scale
-    np.testing.assert_array_equal(jq.matmul(*sides), wanted)
-    np.testing.assert_array_equal(sides[0] @ sides[1], wanted)
+    expected = np.matmul(*exact).astype(np.float32) * scale
+    np.testing.assert_array_equal(jq.matmul(*sides), expected)
+    np.testing.assert_array_equal(sides[0] @ sides[1], expected)
     floats = [np.asarray(q.dequantize()) for q in sides]
     for mixed in ((sides[0], floats[1]), (floats[0], sides[1]), (jnp.asarray(floats[0]), sides[1])):
         np.testing.assert_allclose(jq.matmul(*mixed), np.matmul(*floats), rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(jnp.asarray(floats[0]) @ sides[1], np.matmul(*floats), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, PerAxis(1)), QuantSpec(jnp.uint4, Blocked(0, 32)), QuantSpec(jnp.float8_e4m3fn, PerAxis(1)),
     QuantSpec(jq.nf4, Blocked(0, 64)), QuantSpec(jnp.int16), QuantSpec(jnp.float4_e2m1fn, Blocked(0, 32), scale_dtype=jnp.float8_e8m0fnu),
@@ -145,14 +146,15 @@ def test_weight_only(spec: QuantSpec, rng: np.random.Generator) -> None:
     g = rng.normal(size=(6, 30)).astype(np.float32)
     np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(jq.matmul(x, q) * g))(x), g @ real.T, rtol=1e-3, atol=1e-3)
     if spec.scale_dtype == jnp.float32:
-        found = jax.grad(lambda s: jnp.sum(jq.matmul(x, q.replace(scale=s)) * g))(q.scale)
-        each = (x.astype(np.float64).T @ g) * (real / wide(np.asarray(q.scale, np.float64), q.shape, q.block_size))
+        gradient = jax.grad(lambda s: jnp.sum(jq.matmul(x, q.replace(scale=s)) * g))(q.scale)
+        terms = (x.astype(np.float64).T @ g) * (real / wide(np.asarray(q.scale, np.float64), q.shape, q.block_size))
         for axis, (n, entries) in enumerate(zip(q.shape, q.scale.shape, strict=True)):
             size = n if entries == 1 else 1 if entries == n else getattr(spec.granularity, "size", n)
-            each = np.add.reduceat(each, np.arange(0, n, size), axis=axis)
-        np.testing.assert_allclose(found, each, rtol=1e-3, atol=1e-3)
+            terms = np.add.reduceat(terms, np.arange(0, n, size), axis=axis)
+        np.testing.assert_allclose(gradient, terms, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_large_weights_are_dequantized_in_pieces(rng: np.random.Generator) -> None:
     """The same result, the same gradient, and no float copy of the weights in memory."""
     k, n = 1000, 4500
@@ -189,11 +191,11 @@ def test_gradients_of_scales(name: str, rng: np.random.Generator) -> None:
         )
     (a, sa), (b, sb) = codes
     each_a, each_b = (g @ (b * sb).T) * a, ((a * sa).T @ g) * b
-    for found, each, q in ((da, each_a, lhs), (db, each_b, rhs)):
+    for gradient, terms, q in ((da, each_a, lhs), (db, each_b, rhs)):
         for axis, (n, entries) in enumerate(zip(q.shape, q.scale.shape, strict=True)):
             size = n if entries == 1 else 1 if entries == n else q.block_size
-            each = np.add.reduceat(each, np.arange(0, n, size), axis=axis)
-        np.testing.assert_allclose(found, each, rtol=1e-3, atol=1e-2)
+            terms = np.add.reduceat(terms, np.arange(0, n, size), axis=axis)
+        np.testing.assert_allclose(gradient, terms, rtol=1e-3, atol=1e-2)
 
 
 def test_dtypes(rng: np.random.Generator) -> None:
@@ -214,12 +216,13 @@ def test_weight_only_sums_in_float32() -> None:
     np.testing.assert_allclose(y, np.full(2, 3 * 256 * 100 * 300.0), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_forward_mode(rng: np.random.Generator) -> None:
     """Small weight-only contractions and integer ones can be differentiated either way, and twice."""
     x = rng.normal(size=(2, 8)).astype(np.float32)
     q = jq.quantize(rng.normal(size=(8, 4)).astype(np.float32), QuantSpec(jnp.int8, PerAxis(1)))
-    _, found = jax.jvp(lambda x: jq.matmul(x, q), (x,), (x,))
-    np.testing.assert_allclose(found, jq.matmul(x, q), rtol=1e-5)
+    _, tangent = jax.jvp(lambda x: jq.matmul(x, q), (x,), (x,))
+    np.testing.assert_allclose(tangent, jq.matmul(x, q), rtol=1e-5)
     hessian = jax.hessian(lambda s: jnp.sum(jq.matmul(x, q.replace(scale=s)) ** 2))(q.scale)
     assert np.isfinite(np.asarray(hessian)).all()
 
@@ -249,10 +252,10 @@ def test_the_program_stays_int8(spec: QuantSpec) -> None:
     # x has more elements than what `barriers.split_small_fusion` splits, which writes one wide buffer.
     x, w = jax.ShapeDtypeStruct((37, 2048), jnp.float32), jax.ShapeDtypeStruct((2048, 53), jnp.float32)
     shapes = x, jax.eval_shape(lambda w: jq.quantize(w, spec), w)
-    found = Program(program, *shapes)
-    kinds = {(left[0], right[0], c.result[0]) for c in found.contractions() for left, right in [c.operands]}
+    compiled = Program(program, *shapes)
+    kinds = {(left[0], right[0], c.result[0]) for c in compiled.contractions() for left, right in [c.operands]}
     assert kinds == {("s8", "s8", "s32")}
-    assert found.widest() < 37 * 2048 // 2
+    assert compiled.widest() < 37 * 2048 // 2
 
 
 Q, F = QuantizedArray(jnp.ones((4, 6), I8), jnp.ones((1, 1))), jnp.ones((6, 4))

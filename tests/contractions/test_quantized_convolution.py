@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Side, Side, tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def drawn(name: str, rng: np.random.Generator) -> tuple[jq.QuantizedArray, jq.QuantizedArray]:
+def draw_pair(name: str, rng: np.random.Generator) -> tuple[jq.QuantizedArray, jq.QuantizedArray]:
     left, right = CASES[name][:2]
     lhs = quantized(rng, *left[:3], (1,) * len(left[1]) if left[3] else None)
     return lhs, quantized(rng, *right[:3], right[2] if right[3] else None)
@@ -100,33 +100,33 @@ def drawn(name: str, rng: np.random.Generator) -> tuple[jq.QuantizedArray, jq.Qu
 def scales(lhs: jq.QuantizedArray, rhs: jq.QuantizedArray, name: str) -> np.ndarray:
     """float32(lhs.scale * rhs.scale) before the result is laid out: [images, features]."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, CASES[name][3].get("dimension_numbers"))
-    each = []
+    factors = []
     for q, spec in ((lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec)):
         first = tuple(slice(None) if a == spec[0] else 0 for a in range(q.ndim))
-        each.append(expanded(q.scale, (*q.shape,), None)[first])
+        factors.append(expanded(q.scale, (*q.shape,), None)[first])
     groups = CASES[name][3].get("batch_group_count", 1)
-    images = each[0].reshape(groups, len(each[0]) // groups).T
-    return np.repeat(images, len(each[1]) // groups, axis=1) * each[1]
+    images = factors[0].reshape(groups, len(factors[0]) // groups).T
+    return np.repeat(images, len(factors[1]) // groups, axis=1) * factors[1]
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_quantized_arrays(name: str, rng: np.random.Generator) -> None:
     """The sums are those of jax.lax over int32; the scales are multiplied first, both products rounded once."""
-    lhs, rhs = drawn(name, rng)
+    lhs, rhs = draw_pair(name, rng)
     _, _, positional, keywords = CASES[name]
     call = functools.partial(jq.conv_general_dilated, window_strides=positional[0], padding=positional[1], **keywords)
     acc = plain(steps(lhs), steps(rhs), *positional, **keywords)
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, keywords.get("dimension_numbers"))
     acc = np.transpose(acc, numbers.out_spec)
     factors = scales(lhs, rhs, name)
-    want = acc.astype(np.float32) * factors.reshape(*factors.shape, *(1,) * (acc.ndim - 2))
-    want = np.ascontiguousarray(np.transpose(want, np.argsort(numbers.out_spec)))
-    same_bits(call(lhs, rhs), want)
-    same_bits(jax.jit(call)(lhs, rhs), want)  # zero points unknown
+    expected = acc.astype(np.float32) * factors.reshape(*factors.shape, *(1,) * (acc.ndim - 2))
+    expected = np.ascontiguousarray(np.transpose(expected, np.argsort(numbers.out_spec)))
+    same_bits(call(lhs, rhs), expected)
+    same_bits(jax.jit(call)(lhs, rhs), expected)  # zero points unknown
     if name == "NHWC, asymmetric":
-        got = call(lhs, rhs, preferred_element_type=jnp.bfloat16)
-        same_bits(got, want.astype(ml_dtypes.bfloat16))
+        actual = call(lhs, rhs, preferred_element_type=jnp.bfloat16)
+        same_bits(actual, expected.astype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.sample(3)
@@ -135,47 +135,47 @@ def test_zero_point_for_each_image(name: str, rng: np.random.Generator) -> None:
     """Each image is padded with its own zero point, and computed as it is alone."""
     left, _, positional, keywords = CASES[name]
     first = (left[1][0], *(1,) * (len(left[1]) - 1))
-    lhs, rhs = quantized(rng, left[0], left[1], first, first), drawn(name, rng)[1]
+    lhs, rhs = quantized(rng, left[0], left[1], first, first), draw_pair(name, rng)[1]
     call = jax.jit(functools.partial(jq.conv_general_dilated, **keywords), static_argnums=(2, 3))
     padding = positional[1] if isinstance(positional[1], str) else tuple(positional[1])
-    got = call(lhs, rhs, positional[0], padding)
+    actual = call(lhs, rhs, positional[0], padding)
     units = [q.replace(scale=np.ones_like(q.scale)) for q in (lhs, rhs)]
-    want = plain(steps(units[0]), steps(units[1]), *positional, **keywords)
-    np.testing.assert_array_equal(call(*units, positional[0], padding), want.astype(np.float32))
+    expected = plain(steps(units[0]), steps(units[1]), *positional, **keywords)
+    np.testing.assert_array_equal(call(*units, positional[0], padding), expected.astype(np.float32))
     for image in range(lhs.shape[0]):
-        same_bits(call(lhs[image : image + 1], rhs, positional[0], padding), np.asarray(got)[image : image + 1])
+        same_bits(call(lhs[image : image + 1], rhs, positional[0], padding), np.asarray(actual)[image : image + 1])
 
 
 @pytest.mark.parametrize("name", ["NHWC, asymmetric", "depthwise"])
 def test_integers_are_exact(name: str, rng: np.random.Generator) -> None:
     """Scales of 1: nothing but the integers."""
-    lhs, rhs = (q.replace(scale=np.ones((1,) * q.ndim, np.float32)) for q in drawn(name, rng))
+    lhs, rhs = (q.replace(scale=np.ones((1,) * q.ndim, np.float32)) for q in draw_pair(name, rng))
     _, _, positional, keywords = CASES[name]
-    want = plain(steps(lhs), steps(rhs), *positional, **keywords)
-    got = jq.conv_general_dilated(lhs, rhs, *positional, **keywords)
-    np.testing.assert_array_equal(got, want)
+    expected = plain(steps(lhs), steps(rhs), *positional, **keywords)
+    actual = jq.conv_general_dilated(lhs, rhs, *positional, **keywords)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["NCHW", "a scale for each image", "groups of images"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_weight_only(name: str, which: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("side", [0, 1])
+def test_weight_only(name: str, side: int, rng: np.random.Generator) -> None:
     """One side as floats: jax.lax's convolution of the dequantized arrays, in any format and sharing of entries."""
-    sides: list[Any] = list(drawn(name, rng))
+    sides: list[Any] = list(draw_pair(name, rng))
     _, _, positional, keywords = CASES[name]
-    if which:
+    if side:
         sides[1] = jq.quantize(dequantized(sides[1]), jq.QuantSpec(jq.nf4, jq.PerAxis((0, 1))))
     else:
         sides[0] = jq.quantize(dequantized(sides[0]), jq.QuantSpec(jnp.int16, jq.PerAxis(1)))
     tables = [dequantized(q) for q in sides]
-    sides[1 - which] = tables[1 - which]
-    want = plain(*tables, *positional, **keywords)
-    np.testing.assert_allclose(jq.conv_general_dilated(*sides, *positional, **keywords), want, rtol=1e-5, atol=1e-5)
-    sides[1 - which] = jnp.asarray(tables[1 - which], jnp.bfloat16)
-    got = jq.conv_general_dilated(*sides, *positional, **keywords)
-    assert got.dtype == jnp.float32
-    both = [q.astype(jnp.bfloat16) for q in sides]
-    assert jq.conv_general_dilated(*both, *positional, **keywords).dtype == jnp.bfloat16
+    sides[1 - side] = tables[1 - side]
+    expected = plain(*tables, *positional, **keywords)
+    np.testing.assert_allclose(jq.conv_general_dilated(*sides, *positional, **keywords), expected, rtol=1e-5, atol=1e-5)
+    sides[1 - side] = jnp.asarray(tables[1 - side], jnp.bfloat16)
+    actual = jq.conv_general_dilated(*sides, *positional, **keywords)
+    assert actual.dtype == jnp.float32
+    arrays = [q.astype(jnp.bfloat16) for q in sides]
+    assert jq.conv_general_dilated(*arrays, *positional, **keywords).dtype == jnp.bfloat16
 
 
 def test_scales_of_other_dtypes(rng: np.random.Generator) -> None:
@@ -186,8 +186,8 @@ def test_scales_of_other_dtypes(rng: np.random.Generator) -> None:
     acc = plain(steps(lhs), steps(rhs), (1,), "SAME").astype(np.float32)
     factors = np.asarray(lhs.scale).astype(np.float32)[0, 0, 0] * np.asarray(rhs.scale).astype(np.float32)
     same_bits(jq.conv_general_dilated(lhs, rhs, (1,), "SAME"), (acc * factors.reshape(1, 4, 1)).astype(np.float16))
-    got = jq.conv_general_dilated(lhs.astype(jnp.float32), rhs, (1,), "SAME")
-    same_bits(got, acc * factors.reshape(1, 4, 1))
+    actual = jq.conv_general_dilated(lhs.astype(jnp.float32), rhs, (1,), "SAME")
+    same_bits(actual, acc * factors.reshape(1, 4, 1))
 
 
 def test_blocks_of_features_with_a_short_one(rng: np.random.Generator) -> None:
@@ -201,11 +201,12 @@ def test_blocks_of_features_with_a_short_one(rng: np.random.Generator) -> None:
     same_bits(jq.conv_general_dilated(lhs, rhs, (1,), "VALID"), acc * factors.reshape(1, 7, 1))
 
 
+@pytest.mark.slow
 def test_under_vmap_and_sharded(rng: np.random.Generator) -> None:
-    lhs, rhs = drawn("depthwise", rng)
+    lhs, rhs = draw_pair("depthwise", rng)
     _, _, positional, keywords = CASES["depthwise"]
     call = functools.partial(jq.conv_general_dilated, window_strides=positional[0], padding=positional[1], **keywords)
-    stack = [drawn("depthwise", rng)[0].replace(scale=lhs.scale) for _ in range(3)]
+    stack = [draw_pair("depthwise", rng)[0].replace(scale=lhs.scale) for _ in range(3)]
     want = [np.asarray(call(q, rhs)) for q in stack]
     batched = jax.tree.map(lambda *parts: jnp.stack(parts), *stack)
     same_bits(jax.vmap(call, in_axes=(0, None))(batched, rhs), np.stack(want))
@@ -219,16 +220,16 @@ def test_under_vmap_and_sharded(rng: np.random.Generator) -> None:
 
 def test_cotangents_of_both_scales(rng: np.random.Generator) -> None:
     """dscale = sum of g * acc * the other scale, over what shares it."""
-    lhs, rhs = drawn("groups of images", rng)
+    lhs, rhs = draw_pair("groups of images", rng)
     _, _, positional, keywords = CASES["groups of images"]
 
-    def out(lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+    def convolve(lhs_scale: Any, rhs_scale: Any) -> jax.Array:
         sides = (lhs.replace(scale=lhs_scale), rhs.replace(scale=rhs_scale))
         return jq.conv_general_dilated(*sides, *positional, **keywords)
 
-    y, pull = jax.vjp(out, jnp.asarray(lhs.scale), jnp.asarray(rhs.scale))
+    y, pull = jax.vjp(convolve, jnp.asarray(lhs.scale), jnp.asarray(rhs.scale))
     g = rng.standard_normal(y.shape).astype(np.float32)
-    found = pull(jnp.asarray(g))
+    cotangents = pull(jnp.asarray(g))
     acc = plain(steps(lhs), steps(rhs), *positional, **keywords).astype(np.float64)
     sums = (g * acc).sum(axis=(2, 3))  # [2 images of a group, 6 features, 3 of each group]
     of_images, of_features = np.float64(lhs.scale).reshape(2, 2), np.float64(rhs.scale).reshape(2, 3)
@@ -236,8 +237,8 @@ def test_cotangents_of_both_scales(rng: np.random.Generator) -> None:
     d_images = np.einsum("igf,gf->gi", sums, of_features).reshape(lhs.scale.shape)
     d_features = np.einsum("igf,gi->gf", sums, of_images).reshape(rhs.scale.shape)
     size = np.abs(sums).max()
-    np.testing.assert_allclose(found[0], d_images, rtol=1e-5, atol=1e-6 * size)
-    np.testing.assert_allclose(found[1], d_features, rtol=1e-5, atol=1e-6 * size)
+    np.testing.assert_allclose(cotangents[0], d_images, rtol=1e-5, atol=1e-6 * size)
+    np.testing.assert_allclose(cotangents[1], d_features, rtol=1e-5, atol=1e-6 * size)
 
 
 def test_cotangents_of_weight_only(rng: np.random.Generator) -> None:
@@ -267,8 +268,8 @@ def parts(q: jq.QuantizedArray, name: str, shape: Shape) -> jq.QuantizedArray:
 
 def long(terms: int) -> tuple[jq.QuantizedArray, jq.QuantizedArray]:
     """The two sides of a sum of so many products: 255 * 255 each, and as much below 0."""
-    one, shape = np.ones((1, 1, 1), np.float32), (1, terms, 1)
-    q = jq.QuantizedArray(np.full(shape, 255, np.uint8), one, np.zeros((1, 1, 1), np.uint8))
+    scale, shape = np.ones((1, 1, 1), np.float32), (1, terms, 1)
+    q = jq.QuantizedArray(np.full(shape, 255, np.uint8), scale, np.zeros((1, 1, 1), np.uint8))
     return q, q.replace(codes=np.zeros(shape, np.uint8), zero_point=np.full((1, 1, 1), 255, np.uint8))
 
 

@@ -29,15 +29,15 @@ SPECS = {
 }
 
 
-def taken(table: np.ndarray, indices: np.ndarray, axis: int, mode: str | None) -> np.ndarray:
+def take_rows(table: np.ndarray, indices: np.ndarray, axis: int, mode: str | None) -> np.ndarray:
     """numpy's take, with the modes that JAX has for floats."""
     n = table.shape[axis]
     inside = (indices >= -n) & (indices < n)
     if mode in ("clip", "wrap"):
         return np.take(table, indices, axis=axis, mode=mode)
     rows = np.take(table, np.where(inside, indices, 0), axis=axis)
-    before = axis % table.ndim
-    wide = inside.reshape(*(1,) * before, *inside.shape, *(1,) * (table.ndim - before - 1))
+    leading_rank = axis % table.ndim
+    wide = inside.reshape(*(1,) * leading_rank, *inside.shape, *(1,) * (table.ndim - leading_rank - 1))
     return np.where(wide, rows, np.asarray(np.nan, rows.dtype))
 
 
@@ -53,12 +53,13 @@ def test_the_slices_of_the_table(name: str, rng: np.random.Generator) -> None:
     for axis, mode, shape in ((0, None, (2, 3)), (-1, "clip", (7,)), (1, "wrap", ()), (-2, "fill", (1, 4))):
         length = table.shape[axis]
         indices = rng.integers(-2 * length, 2 * length, shape).astype(np.int32)
-        want = taken(table, indices, axis, mode)
+        want = take_rows(table, indices, axis, mode)
         same_bits(jq.take(q, indices, axis, mode=mode), want)
         if mode is None:
             same_bits(jax.jit(jq.take)(q, jnp.asarray(indices)), want)
 
 
+@pytest.mark.slow
 def test_jax_takes_the_same(rng: np.random.Generator) -> None:
     """jnp.take of the dequantized table, narrow and unsigned indices included: int8 cannot count to 200."""
     q = jq.quantize(rng.standard_normal((200, 3)).astype(np.float32), SPECS["int4 in blocks of rows"])
@@ -102,11 +103,11 @@ def test_under_vmap(rng: np.random.Generator) -> None:
     indices = rng.integers(-7, 7, (3, 5)).astype(np.int32)
     spec = jq.QuantSpec(jnp.uint4, jq.Blocked(-1, 4))
     q = jax.vmap(lambda x: jq.quantize(x, spec))(tables)
-    each = [jq.quantize(x, spec) for x in tables]
-    want = np.stack([taken(dequantized(one), i, 0, None) for one, i in zip(each, indices, strict=True)])
+    arrays = [jq.quantize(x, spec) for x in tables]
+    want = np.stack([take_rows(dequantized(array), i, 0, None) for array, i in zip(arrays, indices, strict=True)])
     same_bits(jax.vmap(jq.take)(q, indices), want)
-    shared = np.stack([taken(dequantized(each[0]), i, 1, "clip") for i in indices])
-    same_bits(jax.vmap(lambda i: jq.take(each[0], i, 1, mode="clip"))(indices), shared)
+    shared = np.stack([take_rows(dequantized(arrays[0]), i, 1, "clip") for i in indices])
+    same_bits(jax.vmap(lambda i: jq.take(arrays[0], i, 1, mode="clip"))(indices), shared)
 
 
 def test_the_cotangent_of_the_scale(rng: np.random.Generator) -> None:
@@ -129,9 +130,9 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
     q = jq.quantize(rng.standard_normal((16, 8)).astype(np.float32), SPECS["int8 per row"])
     indices = rng.integers(-16, 17, 12).astype(np.int32)
-    want = taken(dequantized(q), indices, 0, None)
-    for cut in ((None, "d"), ("d", None))[: 2 if kind == AxisType.Auto else 1]:
-        place = NamedSharding(mesh, PartitionSpec(*cut))
+    want = take_rows(dequantized(q), indices, 0, None)
+    for partition in ((None, "d"), ("d", None))[: 2 if kind == AxisType.Auto else 1]:
+        place = NamedSharding(mesh, PartitionSpec(*partition))
         placed = q.replace(
             codes=jax.device_put(q.codes, place), scale=jax.device_put(q.scale, NamedSharding(mesh, PartitionSpec()))
         )

@@ -73,7 +73,7 @@ def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(
     "name", mark_others_full(SPECS, ["uint8", "int4", "uint4 in blocks", "blocks in both", "int16"])
@@ -88,6 +88,7 @@ def test_every_form(name: str, arrangement: str, rng: np.random.Generator) -> No
             assert find_error(multiply(x, q, arrangement), x, real) < LIMIT, (depth, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", [FIRST, LAST, LEFT])
 def test_large_weights(arrangement: str, rng: np.random.Generator) -> None:
@@ -169,6 +170,35 @@ def test_digits_at_their_bounds() -> None:
         assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["int4", "uint2", "int8 in blocks", "blocks in both", "one uint8 zero point", "nf4"])
+def test_a_row_in_chunks(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of equal length, or a shorter last one, which end where blocks end."""
+    for constant in ("_CHUNK", "_BYTE_CHUNK"):
+        monkeypatch.setattr(scaled_rows, constant, 80_000)
+    q = jq.quantize(rng.normal(size=(576, 256)).astype(np.float32), SPECS[name])
+    role = Role((), (1,), (0,))
+    terms = scaled_rows.find_terms(q, role)
+    assert terms is not None
+    assert len(scaled_rows._cut_rows(q, terms)) == 2
+    x = rng.normal(size=(1, 576)).astype(np.float32)
+    y, is_exact = jax.jit(scaled_rows.contract_row, static_argnums=(2, 3))(x[0], q, role, terms)
+    assert is_exact
+    assert find_error(y[None], x, decode(q)) < LIMIT
+
+
+@pytest.mark.skipif(not scaled_rows.IS_VECTORIZED, reason="the form is off")
+def test_chunks_of_a_row_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_rows, "_CHUNK", 2**18)
+    q = QuantizedArray(jnp.ones((1024, 2048), jnp.int4), jnp.ones((1, 2048)))
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    contract = jax.jit(lambda x, q: scaled_rows.contract_row(x, q, Role((), (1,), (0,)), 16)[0])
+    memory = contract.lower(x, q).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < q.size // 4  # all bytes take q.size // 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint4, jq.nf4], ids=["int8", "uint4", "nf4"])
 def test_short_last_blocks(dtype: Any, rows: int, rng: np.random.Generator) -> None:
@@ -215,7 +245,7 @@ def test_empty_contraction_with_blocks() -> None:
     np.testing.assert_array_equal(y, np.zeros((2, 3), np.float32))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -234,6 +264,7 @@ def test_infinities_and_nan(name: str, arrangement: str, rng: np.random.Generato
             assert np.isfinite(got[:-1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the digits are a CPU's")
 def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     """Sums of digits are exact: the same bits with other rows, under vmap, and with the depth reversed."""
@@ -246,7 +277,7 @@ def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> None:
@@ -272,7 +303,7 @@ def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> No
     assert find_error(nested.reshape(6, columns), x.reshape(6, depth), reals[0]) < LIMIT
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
 @pytest.mark.parametrize("rows", mark_others_full([1, 3], [3]))
@@ -304,6 +335,7 @@ def test_derivatives(rows: int, name: str, arrangement: str, rng: np.random.Gene
     close(per_row, jax.vjp(contract_floats, x, q.scale)[1](g)[0])
 
 
+@pytest.mark.slow
 def test_half_dtypes(rng: np.random.Generator) -> None:
     """16-bit activations are widened; a 16-bit array dequantizes to its dtype first, as documented."""
     w = rng.normal(size=(96, 16)).astype(np.float32)
@@ -319,6 +351,7 @@ def test_half_dtypes(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
     for name in ("int4", "nf4"):
         q = jq.quantize(rng.normal(size=(64, 12)).astype(np.float32), SPECS[name])

@@ -70,11 +70,11 @@ def spoil(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return x
 
 
-def assert_same_bits(result: jax.Array, want: np.ndarray) -> None:
-    got = np.asarray(result)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    held = ~np.isnan(want)
-    np.testing.assert_array_equal(got[held].view(np.int32), want[held].view(np.int32))
+def assert_same_bits(result: jax.Array, expected: np.ndarray) -> None:
+    actual = np.asarray(result)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(actual[is_number].view(np.int32), expected[is_number].view(np.int32))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,8 +83,8 @@ def test_extremes_have_the_bits_of_numpys(name: str) -> None:
     find = jax.jit(lambda x: min_max.find_extremes(x, ranges, block))
     for seed in range(3):
         x = spoil(shape, seed)
-        for got, want in zip(find(x), expect(x, ranges, block), strict=True):
-            assert_same_bits(got, want)
+        for actual, expected in zip(find(x), expect(x, ranges, block), strict=True):
+            assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("special", SPECIAL)
@@ -92,9 +92,9 @@ def test_one_special_value_among_many(special: float) -> None:
     for shape, ranges in (((3000,), (1,)), ((300, 8), (1, 8)), ((8, 300), (8, 1))):
         x = np.full(shape, np.float32(special))
         x.reshape(-1)[: math.prod(shape) // 2] = 0.0
-        for got, want in zip(jax.jit(min_max.find_extremes, static_argnums=(1, 2))(x, ranges, None),
+        for actual, expected in zip(jax.jit(min_max.find_extremes, static_argnums=(1, 2))(x, ranges, None),
                              expect(x, ranges, None), strict=True):  # fmt: skip
-            assert_same_bits(got, want)
+            assert_same_bits(actual, expected)
 
 
 def test_min_max_includes_zero() -> None:

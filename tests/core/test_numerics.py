@@ -27,7 +27,7 @@ def operands(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     return x, s
 
 
-def test_plain_division_is_why(operands: tuple[np.ndarray, np.ndarray]) -> None:
+def test_plain_division_is_not_exact(operands: tuple[np.ndarray, np.ndarray]) -> None:
     """If XLA stops multiplying by reciprocals, the reason for this library's quotient is gone."""
     x, _ = operands
     plain = np.asarray(jax.jit(lambda x: x / jnp.float32(0.037))(x))
@@ -72,18 +72,18 @@ def test_quotients_of_broadcast_operands(name: str, operands: tuple[np.ndarray, 
 
     want = np.asarray(BROADCASTS[name](x / s))
     same_bits(divide_repeated(x, s), want)
-    few = s[:5]
-    want = np.stack([np.asarray(BROADCASTS[name](x / one)) for one in few])
-    same_bits(repeat_and_divide(x, few), want)
+    divisors = s[:5]
+    want = np.stack([np.asarray(BROADCASTS[name](x / divisor)) for divisor in divisors])
+    same_bits(repeat_and_divide(x, divisors), want)
 
 
 def test_quotient_of_a_quotient(operands: tuple[np.ndarray, np.ndarray]) -> None:
     """XLA reassociates (a / b) / s and a / (b / c); the operands are shielded from both sides."""
     x, s = operands
     b = np.roll(s, 1)
-    got = jax.jit(lambda x, b, s: division.divide(x / b, s))(x, b, s)
+    actual = jax.jit(lambda x, b, s: division.divide(x / b, s))(x, b, s)
     inner = np.asarray(jax.jit(lambda x, b: division.divide(x, b))(x, b))
-    np.testing.assert_array_equal(np.asarray(got), inner / s)
+    np.testing.assert_array_equal(np.asarray(actual), inner / s)
     scale = jax.jit(lambda x, m: division.divide(x, jnp.broadcast_to(m / jnp.float32(127), x.shape)))
     m = np.float32(3.3)
     quotient = np.asarray(jax.jit(lambda m: m / jnp.float32(127))(m))
@@ -97,8 +97,8 @@ def test_correction_restores_the_quotient(operands: tuple[np.ndarray, np.ndarray
     exact = x / s
     usable = np.abs(exact) > 1e-30
     approximate = np.where(usable, ulps(exact, error), exact)
-    got = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
-    np.testing.assert_array_equal(got, exact)
+    actual = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
+    np.testing.assert_array_equal(actual, exact)
 
 
 def test_correction_around_powers_of_two(rng: np.random.Generator) -> None:
@@ -108,8 +108,8 @@ def test_correction_around_powers_of_two(rng: np.random.Generator) -> None:
     x = ulps(s * power, rng.integers(-3, 4, s.shape))
     exact = x / s
     approximate = ulps(exact, rng.integers(-3, 4, s.shape))
-    got = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
-    np.testing.assert_array_equal(got, exact)
+    actual = np.asarray(jax.jit(division.correct_quotient)(approximate, x, s))
+    np.testing.assert_array_equal(actual, exact)
 
 
 def test_correction_leaves_the_rest_alone() -> None:
@@ -117,8 +117,8 @@ def test_correction_leaves_the_rest_alone() -> None:
     s = np.array([0, 0, 2, 1, 5, np.inf, 1e-9, 3e38], np.float32)
     with np.errstate(all="ignore"):
         native = x / s
-    got = np.asarray(jax.jit(division.correct_quotient)(native, x, s))
-    assert transforms.mismatches(got, native) == 0
+    actual = np.asarray(jax.jit(division.correct_quotient)(native, x, s))
+    assert transforms.mismatches(actual, native) == 0
 
 
 def test_the_cpu_program_divides() -> None:
@@ -134,8 +134,8 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
     a, b, c = (rng.normal(size=100_000).astype(np.float32) for _ in range(3))
     plain = jax.jit(lambda a, b, c: a * b + c)(a, b, c)
     assert (np.asarray(plain) != a * b + c).any(), "XLA no longer fuses: this canary has nothing to watch"
-    got = jax.jit(lambda a, b, c: barriers.round_result(a * b) + c)(a, b, c)
-    np.testing.assert_array_equal(np.asarray(got), a * b + c)
+    actual = jax.jit(lambda a, b, c: barriers.round_result(a * b) + c)(a, b, c)
+    np.testing.assert_array_equal(np.asarray(actual), a * b + c)
     loop = jax.jit(lambda a, b, c: lax.map(lambda t: barriers.round_result(t[0] * t[1]) + t[2], (a, b, c)))
     rows = tuple(v.reshape(10, -1) for v in (a, b, c))
     np.testing.assert_array_equal(np.asarray(loop(*rows)).ravel(), a * b + c)
@@ -143,7 +143,7 @@ def test_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None
     np.testing.assert_array_equal(np.asarray(by_scalar(a, c)), a * np.float32(0.037) + c)
 
 
-def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> None:
+def test_round_result_and_its_gradient_are_the_identity(rng: np.random.Generator) -> None:
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 3e38, -3e38, 1e-38], np.float32)
     x = np.concatenate([special, rng.integers(0, 2**32, 100_000).astype(np.uint32).view(np.float32)])
     assert transforms.mismatches(np.asarray(jax.jit(barriers.round_result)(x)), x) == 0
@@ -155,12 +155,12 @@ def test_rounded_is_its_argument_and_its_gradient(rng: np.random.Generator) -> N
 
 def test_constants_are_added_one_after_the_other(rng: np.random.Generator) -> None:
     x = rng.uniform(-1e-3, 1e-3, 10_000).astype(np.float32)
-    got = jax.jit(lambda x: barriers.round_result(x + jnp.float32(1)) + jnp.float32(2**20))(x)
-    np.testing.assert_array_equal(np.asarray(got), (x + np.float32(1)) + np.float32(2**20))
+    actual = jax.jit(lambda x: barriers.round_result(x + jnp.float32(1)) + jnp.float32(2**20))(x)
+    np.testing.assert_array_equal(np.asarray(actual), (x + np.float32(1)) + np.float32(2**20))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_to_grid_is_a_conversion_that_stays(name: str, rng: np.random.Generator) -> None:
+def test_round_to_dtype_is_not_removed(name: str, rng: np.random.Generator) -> None:
     dtype = onnx_text.dtype(name)
     every = np.arange(65536, dtype=np.uint16).view(dtype).astype(np.float32)
     every = every[np.isfinite(every) & ((every == 0) | (np.abs(every) > 1e-37))]
@@ -175,12 +175,12 @@ def test_integer_quotient_is_exact(rng: np.random.Generator) -> None:
     x, s = np.meshgrid(edge, edge)
     x = np.concatenate([x.ravel(), rng.integers(-(2**31), 2**31, 50_000), rng.integers(-999, 999, 50_000)])
     s = np.concatenate([s.ravel(), rng.integers(-(2**20), 2**20, 50_000), rng.integers(-20, 20, 50_000)])
-    got = np.asarray(jax.jit(division.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
+    actual = np.asarray(jax.jit(division.divide_integers)(x.astype(np.int32), s.astype(np.int32)))
     with np.errstate(all="ignore"):
-        want = np.rint(x.astype(np.float64) / s)
-    finite = np.isfinite(want)
-    np.testing.assert_array_equal(got[finite], np.clip(want[finite], -(2**20), 2**20))
-    np.testing.assert_array_equal(got[~finite], want[~finite])
+        expected = np.rint(x.astype(np.float64) / s)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[finite], np.clip(expected[finite], -(2**20), 2**20))
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
 
 
 @pytest.mark.parametrize("name", list(onnx_text.BOUNDS))
@@ -189,9 +189,9 @@ def test_encode_at_every_tie(name: str) -> None:
     for point in {low, high, 0, (low + high) // 2 | 1}:
         k = np.arange(low - 2, high + 2) - point
         middle = (k + 0.5).astype(np.float32)
-        down, up = (np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf))
-        x = np.concatenate([middle, down, up, np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)])
+        below, above = (np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf))
+        x = np.concatenate([middle, below, above, np.array([np.nan, -np.nan, np.inf, -np.inf], np.float32)])
         z = jnp.full(x.shape, point, jnp.int32)
-        got = jax.jit(lambda x, z: rounding.encode_steps(x, z, onnx_text.dtype(name)))(x, z)
-        want = onnx_text.codes(x.astype(np.float64), point, (low, high))
-        np.testing.assert_array_equal(np.asarray(got).astype(np.int64), want)
+        actual = jax.jit(lambda x, z: rounding.encode_steps(x, z, onnx_text.dtype(name)))(x, z)
+        expected = onnx_text.codes(x.astype(np.float64), point, (low, high))
+        np.testing.assert_array_equal(np.asarray(actual).astype(np.int64), expected)

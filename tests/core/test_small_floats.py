@@ -35,6 +35,6 @@ def test_encode_every_code_and_every_half_way(name: str, rng: np.random.Generato
     special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -3e38, 1e-30], np.float32)
     x = np.concatenate([values.astype(np.float32), middle, *sides, random, special])
     with np.errstate(all="ignore"):
-        want = x.astype(onnx_text.dtype(name))
-    got = jax.jit(lambda x: small_floats.encode_small_float(x, onnx_text.dtype(name), saturate=False))(x)
-    assert transforms.mismatches(np.asarray(got), want) == 0
+        expected = x.astype(onnx_text.dtype(name))
+    actual = jax.jit(lambda x: small_floats.encode_small_float(x, onnx_text.dtype(name), saturate=False))(x)
+    assert transforms.mismatches(np.asarray(actual), expected) == 0

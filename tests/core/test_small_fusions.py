@@ -27,12 +27,12 @@ N = 64
 MOST = 2**16 - 1  # the largest number of elements that is split
 
 
-def of(dtype: Any, *shape: Any) -> jax.ShapeDtypeStruct:
+def aval(dtype: Any, *shape: Any) -> jax.ShapeDtypeStruct:
     """An array that nothing has to fill."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-X, SCALE, ROW = of(F, N, N), of(F), of(F, N)
+X, SCALE, ROW = aval(F, N, N), aval(F), aval(F, N)
 Operation = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 
 
@@ -42,20 +42,20 @@ def quantizations(dtype: Any) -> dict[str, Operation]:
     shapes: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
         "per tensor": ((), {}), "axis=0": ((N,), {"axis": 0}), "axis=1": ((N,), {"axis": 1}), "blocks": blocks,
     }  # fmt: skip
-    found: dict[str, Operation] = {}
+    operations: dict[str, Operation] = {}
     for name, (shape, options) in shapes.items():
-        parameters = of(F, *shape), of(dtype, *shape)
-        found[f"quantize_linear {name}"] = (
+        parameters = aval(F, *shape), aval(dtype, *shape)
+        operations[f"quantize_linear {name}"] = (
             lambda x, s, z, o=options: jq.quantize_linear(x, s, z, **o),
             (X, *parameters),
         )
-        found[f"dequantize_linear {name}"] = (
-            lambda x, s, z, o=options: jq.dequantize_linear(x, s, z, **o), (of(dtype, N, N), *parameters)
+        operations[f"dequantize_linear {name}"] = (
+            lambda x, s, z, o=options: jq.dequantize_linear(x, s, z, **o), (aval(dtype, N, N), *parameters)
         )  # fmt: skip
     specs = (jq.QuantSpec(dtype, g) for g in (jq.PerTensor(), jq.PerAxis(1), jq.Blocked(0, 32)))
     for spec in specs:
-        found[f"quantize {spec.granularity}"] = (lambda x, spec=spec: jq.quantize(x, spec), (X,))
-    return {f"{name} {np.dtype(dtype)}": operation for name, operation in found.items()}
+        operations[f"quantize {spec.granularity}"] = (lambda x, spec=spec: jq.quantize(x, spec), (X,))
+    return {f"{name} {np.dtype(dtype)}": operation for name, operation in operations.items()}
 
 
 def gradient(function: Callable[..., jax.Array], argnums: Any) -> Callable[..., Any]:
@@ -75,32 +75,32 @@ def learned(x: Any, scale: Any) -> jax.Array:
 
 OPERATIONS: dict[str, Operation] = {
     **{name: operation for dtype in (I8, U8, jnp.int4, jnp.int16) for name, operation in quantizations(dtype).items()},
-    "float16": (jq.quantize_linear, (of(jnp.float16, N, N), of(jnp.float16), of(I8))),
-    "bfloat16": (jq.quantize_linear, (of(jnp.bfloat16, N, N), of(jnp.bfloat16), of(I8))),
-    "to float16": (jq.dequantize_linear, (of(I8, N, N), of(jnp.float16), of(I8))),
-    "to bfloat16": (jq.dequantize_linear, (of(I8, N, N), of(jnp.bfloat16), of(I8))),
+    "float16": (jq.quantize_linear, (aval(jnp.float16, N, N), aval(jnp.float16), aval(I8))),
+    "bfloat16": (jq.quantize_linear, (aval(jnp.bfloat16, N, N), aval(jnp.bfloat16), aval(I8))),
+    "to float16": (jq.dequantize_linear, (aval(I8, N, N), aval(jnp.float16), aval(I8))),
+    "to bfloat16": (jq.dequantize_linear, (aval(I8, N, N), aval(jnp.bfloat16), aval(I8))),
     "dynamic_quantize_linear": (jq.dynamic_quantize_linear, (X,)),
     "dynamic_quantize_linear axis=1": (lambda x: jq.dynamic_quantize_linear(x, axis=1), (X,)),
-    "fake_quantize_linear": (fake, (X, SCALE, of(I8))),
-    "gradient of x": (gradient(fake, 0), (X, SCALE, of(I8))),
-    "gradient of x and scale": (gradient(fake, (0, 1)), (X, SCALE, of(I8))),
+    "fake_quantize_linear": (fake, (X, SCALE, aval(I8))),
+    "gradient of x": (gradient(fake, 0), (X, SCALE, aval(I8))),
+    "gradient of x and scale": (gradient(fake, (0, 1)), (X, SCALE, aval(I8))),
     "LSQ": (learned, (X, SCALE)),
     "gradient of LSQ": (gradient(learned, (0, 1)), (X, SCALE)),
     "dynamic_fake_quantize_linear": (gradient(jq.dynamic_fake_quantize_linear, 0), (X,)),
     "qlinear_matmul": (
-        lambda a, b, s: jq.qlinear_matmul(a, 0.5, 3, b, s, 5, 4.0, 7), (of(U8, N, N), of(I8, N, N), ROW)
+        lambda a, b, s: jq.qlinear_matmul(a, 0.5, 3, b, s, 5, 4.0, 7), (aval(U8, N, N), aval(I8, N, N), ROW)
     ),
     "matmul_integer_to_float": (
         lambda a, b, s, bias: jq.matmul_integer_to_float(a, b, 0.5, s, 3, 5, bias=bias),
-        (of(U8, N, N), of(I8, N, N), ROW, ROW),
+        (aval(U8, N, N), aval(I8, N, N), ROW, ROW),
     ),
-    "dynamic_quantize_matmul": (jq.dynamic_quantize_matmul, (X, of(I8, N, N), ROW)),
+    "dynamic_quantize_matmul": (jq.dynamic_quantize_matmul, (X, aval(I8, N, N), ROW)),
     "qlinear_conv": (
         lambda x, w, s, b: jq.qlinear_conv(x, 0.5, 3, w, s, 0, 4.0, 7, b, pads=(1, 1, 1, 1)),
-        (of(U8, 1, 16, 16, 16), of(I8, 16, 16, 3, 3), of(F, 16), of(jnp.int32, 16)),
+        (aval(U8, 1, 16, 16, 16), aval(I8, 16, 16, 3, 3), aval(F, 16), aval(jnp.int32, 16)),
     ),
-    "onednn.quantize": (jq.onednn.quantize, (X, of(F, 1), of(U8, 1))),
-    "onednn.dequantize": (jq.onednn.dequantize, (of(U8, N, N), of(F, 1), of(U8, 1))),
+    "onednn.quantize": (jq.onednn.quantize, (X, aval(F, 1), aval(U8, 1))),
+    "onednn.dequantize": (jq.onednn.dequantize, (aval(U8, N, N), aval(F, 1), aval(U8, 1))),
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_small_programs_run_on_one_thread(name: str) -> None:
 @on_cpu
 def test_a_large_program_is_one_fusion() -> None:
     for n in (MOST + 1, 2**20):
-        text = jax.jit(jq.quantize_linear).lower(of(F, n), SCALE, of(I8)).compile().as_text() or ""
+        text = jax.jit(jq.quantize_linear).lower(aval(F, n), SCALE, aval(I8)).compile().as_text() or ""
         assert text.count(" fusion(") == 1
 
 
@@ -130,7 +130,7 @@ def test_a_large_program_is_one_fusion() -> None:
 def test_vmap_counts_the_elements_of_the_batch() -> None:
     def count_fusions(batch: int, size: int) -> int:
         function = jax.vmap(jq.quantize_linear, (0, None, None))
-        text = jax.jit(function).lower(of(F, batch, size), SCALE, of(I8)).compile().as_text() or ""
+        text = jax.jit(function).lower(aval(F, batch, size), SCALE, aval(I8)).compile().as_text() or ""
         # Those that only write a row or a column of constants do not count.
         return sum(" fusion(" in line and "wrapped_broadcast" not in line.split("=")[0] for line in text.splitlines())
 
@@ -140,7 +140,7 @@ def test_vmap_counts_the_elements_of_the_batch() -> None:
 
 def test_the_size_may_be_symbolic() -> None:
     (n,) = export.symbolic_shape("n")
-    exported = export.export(jax.jit(lambda x: jq.quantize_linear(x, 0.5, output_dtype=I8)))(of(F, n, 64))
+    exported = export.export(jax.jit(lambda x: jq.quantize_linear(x, 0.5, output_dtype=I8)))(aval(F, n, 64))
     x = np.arange(-64 * 50, 64 * 50, dtype=np.float32).reshape(100, 64) / 4
     np.testing.assert_array_equal(exported.call(x), np.clip(np.rint(x * 2), -128, 127))
 
@@ -185,6 +185,7 @@ def test_extreme_zero_points_and_nan() -> None:
             np.testing.assert_array_equal(np.asarray(codes).astype(np.int64), want)
 
 
+@pytest.mark.slow
 def test_a_small_product_is_rounded_before_an_addition(rng: np.random.Generator) -> None:
     for size in (1, 1000, 4096, MOST + 1):
         a, b, c = (rng.normal(size=size).astype(np.float32) for _ in range(3))

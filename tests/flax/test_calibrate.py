@@ -59,9 +59,9 @@ def arrays_of(tree: Any) -> list[np.ndarray]:
     return [np.asarray(v).copy() for v in leaves]
 
 
-def assert_same(got: Any, want: Any) -> None:
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -71,12 +71,13 @@ def range_of(batches: list[Any], variance: float = 1.0) -> tuple[float, float]:
     return float(x.min()), float(x.max())
 
 
+@pytest.mark.slow
 def test_linen_finds_the_ranges_of_what_is_served() -> None:
     batches, module = draw_batches(), Net()
     variables = module.init(jax.random.key(0), batches[0])
     calibrated = qflax.calibrate(module, variables, batches)
-    before = {name: value for name, value in variables.items() if name != "ranges"}
-    assert_same(arrays_of({name: calibrated[name] for name in before}), arrays_of(before))
+    originals = {name: value for name, value in variables.items() if name != "ranges"}
+    assert_same(arrays_of({name: calibrated[name] for name in originals}), arrays_of(originals))
     state = calibrated["ranges"]["Dense_0"]["DotGeneral_0"]["activation"]
     assert int(state["batches"]) == 5
     lo, hi = jq.minmax(A).finalize(state["state"])
@@ -85,17 +86,17 @@ def test_linen_finds_the_ranges_of_what_is_served() -> None:
     np.testing.assert_array_equal(module.apply(serving, batches[0]), module.apply(calibrated, batches[0]))
     # A second call goes on, and a mapping or a tuple passes several arguments.
     named = qflax.calibrate(module, variables, [{"x": batches[0]}, (batches[1],), *batches[2:4]], train=False)
-    again = qflax.calibrate(module, named, batches[4:])
-    assert_same(arrays_of(again["ranges"]), arrays_of(calibrated["ranges"]))
+    recalibrated = qflax.calibrate(module, named, batches[4:])
+    assert_same(arrays_of(recalibrated["ranges"]), arrays_of(calibrated["ranges"]))
 
 
 def test_nnx_finds_the_ranges_of_what_is_served() -> None:
     batches, model = draw_batches(), Model()
     model.train()
-    others = nnx.state(model, nnx.Not(qnnx.Ranges))
-    before = arrays_of(others)
+    state = nnx.state(model, nnx.Not(qnnx.Ranges))
+    originals = arrays_of(state)
     qnnx.calibrate(model, batches)
-    assert_same(arrays_of(nnx.state(model, nnx.Not(qnnx.Ranges))), before)
+    assert_same(arrays_of(nnx.state(model, nnx.Not(qnnx.Ranges))), originals)
     assert not model.dropout.deterministic, "the model keeps its mode"
     contraction = model.layer.dot_general
     assert int(contraction.activation_batches[...]) == 5
@@ -116,9 +117,9 @@ def test_nnx_finds_the_ranges_of_what_is_served() -> None:
     np.testing.assert_allclose([lo.item(), hi.item()], 3 * np.asarray(range_of(batches[:1])), rtol=1e-5)
 
 
-def interrupted(batches: list[Any], after: int) -> Iterator[Any]:
+def interrupted(batches: list[Any], count: int) -> Iterator[Any]:
     for index, batch in enumerate(batches):
-        if index == after:
+        if index == count:
             raise KeyboardInterrupt
         yield batch
 
@@ -130,13 +131,13 @@ def test_an_interrupted_calibration_resumes(tmp_path: Any, library: str) -> None
         module = Net()
         variables = module.init(jax.random.key(0), batches[0])
         run = functools.partial(qflax.calibrate, module, variables, checkpoint=path)
-        want = arrays_of(qflax.calibrate(module, variables, batches)["ranges"])
+        expected = arrays_of(qflax.calibrate(module, variables, batches)["ranges"])
         other = {**variables, "params": jax.tree.map(lambda p: p + 1, variables["params"])}
         rerun = functools.partial(qflax.calibrate, module, other, batches, checkpoint=path)
     else:
         whole, model = Model(), Model()
         qnnx.calibrate(whole, batches)
-        want = arrays_of(nnx.state(whole, qnnx.Ranges))
+        expected = arrays_of(nnx.state(whole, qnnx.Ranges))
         run = functools.partial(qnnx.calibrate, model, checkpoint=path)
         other = Model()
         other.layer.kernel[...] += 1
@@ -144,18 +145,18 @@ def test_an_interrupted_calibration_resumes(tmp_path: Any, library: str) -> None
     with pytest.raises(KeyboardInterrupt):
         run(interrupted(batches, 3))
     assert path.exists()
-    read: list[int] = []
+    indices: list[int] = []
 
     def noted() -> Iterator[Any]:
         for index, batch in enumerate(batches):
-            read.append(index)
+            indices.append(index)
             yield batch if index >= 2 else jnp.full_like(batch, 1e6)  # batches that were seen are passed over
 
     for _ in range(2):  # and once more, with nothing left to do
         result: Any = run(noted())
-        got = arrays_of(result["ranges"] if library == "linen" else nnx.state(model, qnnx.Ranges))
-        assert_same(got, want)
-    assert read == [*range(5)] * 2
+        actual = arrays_of(result["ranges"] if library == "linen" else nnx.state(model, qnnx.Ranges))
+        assert_same(actual, expected)
+    assert indices == [*range(5)] * 2
     with pytest.raises(ValueError, match=r"checkpoint: expected a file written for these weights.*delete it to start"):
         rerun()
     path.write_bytes(b"something else")
@@ -182,6 +183,7 @@ def test_a_batch_that_is_not_finite_is_named() -> None:
     assert int(model.layer.dot_general.activation_batches[...]) == 1, "the ranges are as before it"
 
 
+@pytest.mark.slow
 def test_learned_scales_are_started() -> None:
     batches, module = draw_batches(2), Net(activation_range=Learned(jq.LSQPlus()))
     params = module.init(jax.random.key(0), batches[0])
@@ -197,10 +199,10 @@ def test_progress_is_shown_when_it_is_asked_for(capsys: Any, monkeypatch: pytest
     monkeypatch.setattr(loop, "_SHOW_SECONDS", 0.0)
     batches, module = draw_batches(3), Net()
     variables = module.init(jax.random.key(0), batches[0])
-    for progress, shown in ((False, False), (None, False), (True, True)):  # None: here is no terminal
+    for progress, is_shown in ((False, False), (None, False), (True, True)):  # None: here is no terminal
         qflax.calibrate(module, variables, batches, progress=progress)
         output = capsys.readouterr()
-        assert ("3/3" in output.err, output.out) == (shown, "")
+        assert ("3/3" in output.err, output.out) == (is_shown, "")
 
 
 def test_what_cannot_be_calibrated() -> None:
@@ -259,16 +261,16 @@ def test_attention_that_cannot_be_converted_is_refused_first() -> None:
     attention: Any = nn.MultiHeadDotProductAttention(2, qkv_dot_general=dot, out_dot_general=dot)
     variables = attention.init(jax.random.key(0), x)
     text = r"module: expected attention made of jaxquant\.flax\.linen\.DenseGeneral and .*, got MultiHeadDotProductAtt"
-    seen: list[int] = []
+    indices: list[int] = []
 
     def batches() -> Iterator[Any]:
         for i in range(9):
-            seen.append(i)
+            indices.append(i)
             yield x
 
     with pytest.raises(ValueError, match=rf"^(query|key|value|out): jaxquant\.flax\.calibrate: {text}"):
         qflax.calibrate(attention, variables, batches())
-    assert len(seen) < 3
+    assert len(indices) < 3
     with pytest.raises(ValueError, match=rf"^(query|key|value|out): jaxquant\.flax\.convert: {text}"):
         qflax.convert(attention, variables)
 
@@ -290,9 +292,9 @@ def test_missing_ranges_are_found_before_jit_hides_them() -> None:
         ValueError, match=r"^Dense_0/DotGeneral_0/activation: .*scale: expected finite numbers, got NaN"
     ):
         qflax.check_calibrated({**serving, "ranges": broken})
-    _, seen = jax.jit(lambda x: module.apply(calibrated, x, mutable=["ranges"]))(batch * np.inf)
+    _, updates = jax.jit(lambda x: module.apply(calibrated, x, mutable=["ranges"]))(batch * np.inf)
     with pytest.raises(ValueError, match=r"^Dense_0: .*, got a range of batches with a NaN or an infinity"):
-        qflax.check_calibrated({**calibrated, **seen})
+        qflax.check_calibrated({**calibrated, **updates})
     with pytest.raises(ValueError, match=r"check_calibrated: variables: expected variables of a quantized module"):
         qflax.check_calibrated(nn.Dense(2).init(jax.random.key(0), batch))
     learned = Model(Learned(jq.LSQPlus()))
@@ -306,6 +308,6 @@ def test_missing_ranges_are_found_before_jit_hides_them() -> None:
     qnnx.check_calibrated(qnnx.convert(model))
     rest = {name: value for name, value in calibrated.items() if name != "scales"}
     started = Net(activation_range=Learned(jq.LSQPlus()))
-    _, seen = started.apply({**rest, "ranges": {}}, batch, mutable=["ranges", "scales"])
+    _, updates = started.apply({**rest, "ranges": {}}, batch, mutable=["ranges", "scales"])
     with pytest.raises(ValueError, match=r'activation_scale: expected it in the collection "scales": .*, got none'):
-        qflax.check_calibrated({**rest, "ranges": seen["ranges"]})
+        qflax.check_calibrated({**rest, "ranges": updates["ranges"]})

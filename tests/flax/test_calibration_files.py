@@ -24,14 +24,14 @@ MINMAX = Observed(jq.minmax)
 BATCHES = list(np.random.default_rng(5).normal(0.2, 1, (3, 2, 4)).astype(F32))
 
 
-def dense(**given: Any) -> Any:
-    return qnn.Dense(3, **{"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **given})
+def dense(**options: Any) -> Any:
+    return qnn.Dense(3, **{"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **options})
 
 
-def linear(features: int = 4, **given: Any) -> Any:
+def linear(features: int = 4, **options: Any) -> Any:
     rngs = nnx.Rngs(0)
     return qnnx.Linear(
-        features, 4, rngs=rngs, **{"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **given}
+        features, 4, rngs=rngs, **{"weight_spec": W, "activation_spec": A, "activation_range": MINMAX, **options}
     )
 
 
@@ -48,27 +48,28 @@ def test_a_file_belongs_to_its_layers_and_weights(tmp_path: Any, library: str) -
     """Ranges behind a layer of 8 bits are not those behind one of 4: no array tells the files apart."""
     path = tmp_path / "calibration"
 
-    def run(batches: Any = BATCHES, factor: int = 1, **given: Any) -> None:
+    def run(batches: Any = BATCHES, factor: int = 1, **options: Any) -> None:
         if library == "linen":
-            layer = dense(**given)
+            layer = dense(**options)
             params: dict[str, Any] = layer.init(jax.random.key(0), BATCHES[0])["params"]
             # numpy's, as a checkpoint that was read has them
             numpys = jax.tree.map(lambda p: np.asarray(p) * factor, params)
             qflax.calibrate(layer, {"params": numpys}, batches, checkpoint=path)
             return
-        model = linear(**given)
+        model = linear(**options)
         model.kernel.set_value(np.asarray(model.kernel[...]) * factor)
         qnnx.calibrate(model, batches, checkpoint=path)
 
     run()
     run()
-    for given in ({"factor": 2}, *OTHERS):
+    for options in ({"factor": 2}, *OTHERS):
         with pytest.raises(ValueError, match=r"checkpoint: expected a file written for these weights and layers"):
-            run(**given)
+            run(**options)
     with pytest.raises(ValueError, match=r"batches: expected the 3 batches that .* counts.* delete it .*, got 2$"):
         run(BATCHES[:2])
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_refused(tmp_path: Any) -> None:
     path, layer = tmp_path / "calibration", dense()
     variables = layer.init(jax.random.key(0), BATCHES[0])
@@ -176,6 +177,7 @@ def test_texts_are_equal_in_every_process() -> None:
     assert text.endswith("with Dynamic(partial(make_calibrator, inner=mse))")
 
 
+@pytest.mark.slow
 def test_nnx_errors_of_a_calibration_have_the_path() -> None:
     x = BATCHES[0]
     model = nnx.Sequential(linear(), nnx.relu, linear(5))

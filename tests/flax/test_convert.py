@@ -87,14 +87,14 @@ def trained(module: Any, epochs: int) -> dict[str, Any]:
     optimizer = optax.adam(4e-3)
 
     def loss(learned: Any, rest: Any, x: Any, labels: Any) -> Any:
-        logits, seen = module.apply({**learned, **rest}, x, mutable=["ranges"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), seen
+        logits, new_ranges = module.apply({**learned, **rest}, x, mutable=["ranges"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), new_ranges
 
     def step(carry: Any, batch: Any) -> Any:
         learned, rest, state = carry
-        grads, seen = jax.grad(loss, has_aux=True)(learned, rest, *batch)
+        grads, new_ranges = jax.grad(loss, has_aux=True)(learned, rest, *batch)
         updates, state = optimizer.update(grads, state, learned)
-        return (optax.apply_updates(learned, updates), {**rest, **seen}, state), None
+        return (optax.apply_updates(learned, updates), {**rest, **new_ranges}, state), None
 
     @jax.jit
     def run(key: Any) -> Any:
@@ -125,7 +125,7 @@ def captured(module: Any, variables: Any, x: Any) -> tuple[Any, dict[str, Any]]:
     return y, inputs
 
 
-def at(tree: Any, path: str) -> Any:
+def find_subtree(tree: Any, path: str) -> Any:
     return functools.reduce(lambda node, name: node[name], path.split("/"), tree)
 
 
@@ -133,11 +133,11 @@ def activation_codes(variables: Any, path: str, x: Any) -> np.ndarray:
     """The codes of training, from its variables and by the public functions."""
     scales = variables.get("scales")
     if scales is None:
-        state = at(variables["ranges"], path)["activation"]["state"]
+        state = find_subtree(variables["ranges"], path)["activation"]["state"]
         return np.asarray(jq.quantize(x, A, *jq.moving_average(A).finalize(state)).codes)
-    found = at(scales, path)
-    scale = np.abs(np.asarray(found["activation_scale"], F32))
-    point = np.rint(np.asarray(found.get("activation_zero_point", 0.0), np.float64)).clip(0, 255)
+    parameters = find_subtree(scales, path)
+    scale = np.abs(np.asarray(parameters["activation_scale"], F32))
+    point = np.rint(np.asarray(parameters.get("activation_zero_point", 0.0), np.float64)).clip(0, 255)
     return (np.rint(np.asarray(x, F32) / scale) + point).clip(0, 255)
 
 
@@ -156,20 +156,20 @@ def test_no_code_differs(name: str, is_convolutional: bool) -> None:
     _, (x, labels) = digits()
     serving = qflax.convert(module, variables)
     run = jax.jit(functools.partial(captured, module))
-    (y, seen), (served, inputs) = run(variables, x), run(serving, x)
+    (y, layer_inputs), (served, inputs) = run(variables, x), run(serving, x)
     np.testing.assert_array_equal(served, y)
     assert (np.argmax(y, axis=-1) == labels).mean() > 0.75, "it has learned something"
-    assert len(seen) == 2 + 2 * is_convolutional
-    for path, given in seen.items():
-        np.testing.assert_array_equal(inputs[path], given)
-        constants = at(serving["ranges"], path)["activation"]
+    assert len(layer_inputs) == 2 + 2 * is_convolutional
+    for path, layer_input in layer_inputs.items():
+        np.testing.assert_array_equal(inputs[path], layer_input)
+        constants = find_subtree(serving["ranges"], path)["activation"]
         step, point = (np.asarray(constants[k], F32) for k in ("scale", "zero_point"))
         codes = (np.rint(np.asarray(inputs[path], F32) / step) + point).clip(0, 255)  # divided in float32, as codes are
-        assert (codes != activation_codes(variables, path, given)).sum() == 0
+        assert (codes != activation_codes(variables, path, layer_input)).sum() == 0
         outer = path.rpartition("/")[0]
-        kernel, q = at(variables["params"], outer)["kernel"], at(serving["params"], outer)["kernel"]
+        kernel, q = find_subtree(variables["params"], outer)["kernel"], find_subtree(serving["params"], outer)["kernel"]
         if "scales" in variables:
-            scale = np.abs(np.asarray(at(variables["scales"], path)["weight_scale"], F32))
+            scale = np.abs(np.asarray(find_subtree(variables["scales"], path)["weight_scale"], F32))
             bound = 7 if name.startswith("int4") else 1
             want = np.rint(np.asarray(kernel, F32) / scale).clip(-bound, bound)
         else:
@@ -199,8 +199,8 @@ def mixed() -> tuple[Any, Any, Any, Any]:
     """(module, its variables, these converted, tokens)."""
     module, tokens = Mixed(), jnp.arange(12).reshape(3, 4)
     variables = jax.jit(module.init)(jax.random.key(0), tokens)
-    _, seen = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(variables, tokens)
-    variables = {**variables, **seen}
+    _, updates = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(variables, tokens)
+    variables = {**variables, **updates}
     return module, variables, qflax.convert(module, variables), tokens
 
 
@@ -221,17 +221,17 @@ def test_no_float_kernel_is_left() -> None:
     np.testing.assert_array_equal(run(serving, tokens), run(variables, tokens))
     run_frozen = run(freeze(serving), tokens)
     np.testing.assert_array_equal(run_frozen, run(serving, tokens))
-    again = jax.jit(functools.partial(qflax.convert, module))(freeze(variables))
-    same(again, serving)
+    jitted = jax.jit(functools.partial(qflax.convert, module))(freeze(variables))
+    check_equal(jitted, serving)
     with pytest.raises(ValueError, match=r"jaxquant\.flax\.convert: variables: .*, got variables .* already converted"):
         qflax.convert(module, serving)
 
 
-def same(got: Any, want: Any) -> None:
+def check_equal(actual: Any, expected: Any) -> None:
     """The same tree of the same bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert [v.dtype for v in jax.tree.leaves(got)] == [v.dtype for v in jax.tree.leaves(want)]
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert [v.dtype for v in jax.tree.leaves(actual)] == [v.dtype for v in jax.tree.leaves(expected)]
 
 
 def orbax(tree: Any, folder: Any) -> Any:
@@ -267,21 +267,22 @@ SERVING: dict[str, Callable[[Any, Any], Any]] = {
 TRAINING = {"standard": standard, **{name: SERVING[name] for name in ("bytes", "state", "pickle")}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SERVING))
 def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
     module, _, serving, tokens = mixed()
-    found = SERVING[name](serving, tmp_path)
-    same(found, serving)
+    restored = SERVING[name](serving, tmp_path)
+    check_equal(restored, serving)
     run = jax.jit(module.apply)
-    np.testing.assert_array_equal(run(found, tokens), run(serving, tokens))
+    np.testing.assert_array_equal(run(restored, tokens), run(serving, tokens))
 
 
 @pytest.mark.parametrize("name", list(TRAINING))
 def test_what_trains_is_saved(tmp_path: Any, name: str) -> None:
     module, variables, serving, _ = mixed()
-    found = TRAINING[name](variables, tmp_path)
-    same(found, variables)
-    same(qflax.convert(module, found), serving)  # what a layer says of itself is still there
+    restored = TRAINING[name](variables, tmp_path)
+    check_equal(restored, variables)
+    check_equal(qflax.convert(module, restored), serving)  # what a layer says of itself is still there
 
 
 def test_the_serving_function_is_exported() -> None:
@@ -313,13 +314,13 @@ def test_a_folded_normalisation(fixed_rng: np.random.Generator) -> None:
                                  (variables["params"]["norm"], variables["batch_stats"]["norm"]))  # fmt: skip
     layer = variables["params"]["conv"]
     folded = qflax.fold_batch_norm(layer, params, stats, epsilon=1e-3)
-    want: Any = Normalized().apply({"params": {"conv": layer, "norm": params}, "batch_stats": {"norm": stats}}, x)
-    got: Any = nn.Conv(5, (3, 3)).apply({"params": folded}, x)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    expected: Any = Normalized().apply({"params": {"conv": layer, "norm": params}, "batch_stats": {"norm": stats}}, x)
+    actual: Any = nn.Conv(5, (3, 3)).apply({"params": folded}, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     module: Any = Normalized(tuple(WAYS["int8"].items()))
     trainable = {"params": {"conv": folded}}
-    y, seen = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(trainable, x)
-    assert np.abs(y - want).max() < 0.05 * np.abs(want).max()
-    grads = jax.grad(lambda p: (module.apply({**p, **seen}, x) ** 2).sum())(trainable)
+    y, updates = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(trainable, x)
+    assert np.abs(y - expected).max() < 0.05 * np.abs(expected).max()
+    grads = jax.grad(lambda p: (module.apply({**p, **updates}, x) ** 2).sum())(trainable)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
-    np.testing.assert_array_equal(module.apply(qflax.convert(module, {**trainable, **seen}), x), y)
+    np.testing.assert_array_equal(module.apply(qflax.convert(module, {**trainable, **updates}), x), y)

@@ -126,7 +126,7 @@ def test_a_spec_that_no_layer_serves(case: str) -> None:
             make()
 
 
-def test_arguments_that_there_are_not() -> None:
+def test_unknown_and_bad_arguments() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'bits'"):
         qnn.Dense(5, weight_spec=W, bits=8)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"jaxquant\.flax\.dot_general: weight_spec: expected a QuantSpec"):
@@ -160,8 +160,8 @@ def trained(**way: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """(module, its variables, these converted)."""
     module = Net(dense(weight_spec=W, activation_spec=A, **way))
     variables = module.init(jax.random.key(0), X)
-    _, seen = module.apply(variables, X, mutable=["ranges"])
-    variables = {**variables, **seen}
+    _, updates = module.apply(variables, X, mutable=["ranges"])
+    variables = {**variables, **updates}
     return module, variables, qflax.convert(module, variables)
 
 
@@ -170,6 +170,7 @@ def with_kernel(variables: Any, kernel: Any) -> Any:
     return {**variables, "params": {"block": {"head": {**layer, "kernel": kernel}}}}
 
 
+@pytest.mark.slow
 def test_a_layer_that_saw_no_data() -> None:
     module, variables, _ = trained()
     unseen = {**variables, "ranges": module.init(jax.random.key(0), X)["ranges"]}
@@ -183,13 +184,14 @@ def test_a_layer_that_saw_no_data() -> None:
     ):
         module.apply(unseen, X)
     assert np.isnan(jax.jit(module.apply)(unseen, X)).all(), "where it cannot raise"
-    for x, what in ((X[:0], "no data"), (X * np.nan, "a NaN"), (X * np.inf, "a NaN|an infinity")):
-        _, seen = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(unseen, x)
-        who = r"(moving_average\.finalize: state|flax\.convert: activation)"
-        with pytest.raises(ValueError, match=rf"^block/head: jaxquant\.{who}: .*got ({what})"):
-            qflax.convert(module, {**unseen, **seen})
+    for x, problem in ((X[:0], "no data"), (X * np.nan, "a NaN"), (X * np.inf, "a NaN|an infinity")):
+        _, updates = jax.jit(functools.partial(module.apply, mutable=["ranges"]))(unseen, x)
+        function = r"(moving_average\.finalize: state|flax\.convert: activation)"
+        with pytest.raises(ValueError, match=rf"^block/head: jaxquant\.{function}: .*got ({problem})"):
+            qflax.convert(module, {**unseen, **updates})
 
 
+@pytest.mark.slow
 def test_collections_that_are_missing() -> None:
     module, variables, serving = trained()
     with pytest.raises(
@@ -223,6 +225,7 @@ def test_collections_that_are_missing() -> None:
         qflax.convert(module, {**trained()[1], "params": serving["params"]})
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_shapes() -> None:
     module, variables, serving = trained()
     wide = jnp.ones((7, 5))
@@ -259,6 +262,7 @@ def test_checkpoints_of_other_shapes() -> None:
                 qflax.convert(learned, {**variables, "scales": bad})
 
 
+@pytest.mark.slow
 def test_a_draw_without_a_key() -> None:
     _, variables, serving = trained()
     module = Net(dense(weight_spec=W, activation_spec=A, backward=jq.Int8Backward(stochastic_rounding=True)))
@@ -271,8 +275,8 @@ def test_a_draw_without_a_key() -> None:
 
     with pytest.raises(ValueError, match=r'key: expected a key, .*a Linen layer takes it from the rng "rounding"'):
         jax.grad(loss)(variables["params"])
-    found = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    gradients = jax.grad(loss)(variables["params"], rngs={"rounding": jax.random.key(0)})
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_a_normalisation_that_does_not_fit() -> None:
@@ -294,7 +298,8 @@ def test_a_normalisation_that_does_not_fit() -> None:
         qflax.fold_batch_norm({"kernel": jq.quantize(jnp.ones((3, 5)), W)}, {}, stats)
 
 
-def test_what_cannot_be_shipped() -> None:
+@pytest.mark.slow
+def test_variables_that_cannot_be_converted() -> None:
     """A kernel that training lost, a learned scale that it brought to 0, and constants that a module does not take."""
     layer = qnn.Dense(4, weight_spec=W, activation_spec=A, weight_range=qflax.Learned())
     x = jnp.ones((3, 6))
@@ -305,9 +310,9 @@ def test_what_cannot_be_shipped() -> None:
         ValueError, match=r"Dense: .*scale of the weight: expected a positive scale \(training drove it to 0\), got"
     ):
         qflax.convert(layer, zero)
-    lost = {**variables, "scales": jax.tree.map(lambda s: s * jnp.nan, variables["scales"])}
+    broken = {**variables, "scales": jax.tree.map(lambda s: s * jnp.nan, variables["scales"])}
     with pytest.raises(ValueError, match=r"Dense: .*scale of the weight: expected finite numbers"):
-        qflax.convert(layer, lost)
+        qflax.convert(layer, broken)
     serving = qflax.convert(layer, variables)
     with pytest.raises(
         ValueError, match=r"Dense.*activation_spec: expected what the variables were converted with: .*None"
@@ -331,10 +336,10 @@ def test_variables_of_another_spec() -> None:
             with pytest.raises(ValueError, match=rf"^block/head: .*{name}: expected what the variables were made with"):
                 run(variables, X)
         fresh = {**variables, "ranges": other.init(jax.random.key(0), X)["ranges"]}
-        _, seen = other.apply(fresh, X, mutable=["ranges"])
-        fresh = {**fresh, **seen}
-        wanted = other.apply(fresh, X)
-        np.testing.assert_array_equal(other.apply(qflax.convert(other, fresh), X), wanted)  # type: ignore[arg-type]
+        _, updates = other.apply(fresh, X, mutable=["ranges"])
+        fresh = {**fresh, **updates}
+        expected = other.apply(fresh, X)
+        np.testing.assert_array_equal(other.apply(qflax.convert(other, fresh), X), expected)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"^block/head: .*weight_spec: expected scales of shape \(1, 1\).*, got shape \(1, 5\)"
     ):  # without what convert wrote of the specs, the arrays tell
@@ -347,12 +352,13 @@ def test_variables_of_another_spec() -> None:
         qnn.Dense(5, weight_spec=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply(served, X)
     with pytest.raises(ValueError, match=r"weight_spec: expected block_size=4, got 3"):
         qnn.Dense(5, weight_spec=jq.QuantSpec("int4", jq.Blocked(0, 4))).apply({"params": served["params"]}, X)
-    same = Net(
+    equivalent = Net(
         dense(weight_spec=W, activation_spec=A, activation_range=Observed(freeze_after=9), backward=jq.Int8Backward())
     )
-    np.testing.assert_array_equal(same.apply(variables, X), trained()[0].apply(variables, X))
+    np.testing.assert_array_equal(equivalent.apply(variables, X), trained()[0].apply(variables, X))
 
 
+@pytest.mark.slow
 def test_what_a_learned_scale_cannot_hold() -> None:
     """LSQ's zero point of unsigned codes is 0; PACT clips there by intent, LSQ+ learns it."""
     layer = functools.partial(qnn.Dense, 5, weight_spec=W, activation_spec=A)
@@ -366,8 +372,8 @@ def test_what_a_learned_scale_cannot_hold() -> None:
     assert "scales" in signed().init(jax.random.key(0), X)
     traced = jax.jit(layer(activation_range=Learned()).init)(jax.random.key(0), X)  # where nobody can look
     assert "scales" in traced
-    lost = qnn.Dense(5, weight_spec=A, weight_range=Learned(jq.LSQPlus())).init(jax.random.key(0), X)
-    assert "weight_zero_point" in lost["scales"]["DotGeneral_0"]
+    variables = qnn.Dense(5, weight_spec=A, weight_range=Learned(jq.LSQPlus())).init(jax.random.key(0), X)
+    assert "weight_zero_point" in variables["scales"]["DotGeneral_0"]
 
 
 def test_what_a_user_mixes_up() -> None:
@@ -377,11 +383,11 @@ def test_what_a_user_mixes_up() -> None:
         qflax.dot_general(W)(X[0], jnp.ones((6, 5)), (((1,), (0,)), ((), ())))
     table = qnn.Embed(5, 6, weight_spec=W, activation_spec=A)
     variables = table.init(jax.random.key(0), jnp.arange(3))
-    _, seen = table.apply(variables, jnp.arange(3), mutable=["ranges"])
+    _, updates = table.apply(variables, jnp.arange(3), mutable=["ranges"])
     with pytest.raises(
         ValueError, match=r"Embed: .*a method that calls attend; or set activation_spec=None.*, got no data"
     ):
-        qflax.convert(table, {**variables, **seen})
+        qflax.convert(table, {**variables, **updates})
     scanned = nn.scan(Stacked, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
     with pytest.raises(ValueError, match=r'"ranges".*\(nn\.scan and nn\.vmap need the collection in variable_axes\)'):
         scanned().init(jax.random.key(0), X)
@@ -396,12 +402,13 @@ class Stacked(nn.Module):
         return qnn.Dense(6, weight_spec=W, activation_spec=A)(x), None
 
 
-def test_an_empty_batch_is_none() -> None:
+@pytest.mark.slow
+def test_an_empty_batch_is_not_counted() -> None:
     layer = qnn.Dense(4, weight_spec=W, activation_spec=A, activation_range=qflax.Observed(freeze_after=1))
     x = jnp.ones((3, 6))
     variables = layer.init(jax.random.key(0), x[:0])
     for batch in (x[:0], x):
-        _, seen = jax.jit(lambda v, b: layer.apply(v, b, mutable=["ranges"]))(variables, batch)
-        variables = {**variables, **seen}
+        _, updates = jax.jit(lambda v, b: layer.apply(v, b, mutable=["ranges"]))(variables, batch)
+        variables = {**variables, **updates}
     assert int(variables["ranges"]["DotGeneral_0"]["activation"]["batches"]) == 1
     assert jnp.isfinite(jnp.asarray(layer.apply(variables, x))).all()

@@ -31,12 +31,13 @@ def draw(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(3).normal(0.2, 1, shape).astype(F32))
 
 
-def test_no_axis_is_named() -> None:
+@pytest.mark.slow
+def test_per_token_and_per_feature_fit_every_rank() -> None:
     for shape in ((5,), (2, 5), (2, 3, 5)):
         x = draw(*shape)
         tokens, features = (jq.quantize(x, jq.QuantSpec("int8", g)) for g in (jq.PerToken(), jq.PerFeature()))
-        kept = tuple(range(len(shape) - 1))
-        by_axes = jq.QuantSpec("int8", jq.PerAxis(kept) if kept else jq.PerTensor())
+        axes = tuple(range(len(shape) - 1))
+        by_axes = jq.QuantSpec("int8", jq.PerAxis(axes) if axes else jq.PerTensor())
         for q, spec in ((tokens, by_axes), (features, jq.QuantSpec("int8", jq.PerAxis(-1)))):
             jax.tree.map(np.testing.assert_array_equal, q, jq.quantize(x, spec))
         assert tokens.scale.shape == (*shape[:-1], 1)
@@ -63,7 +64,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] =
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(KERNELS))
 def test_linen_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     make, shape, scale = KERNELS[case]
@@ -102,6 +103,7 @@ def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     np.testing.assert_array_equal(serving(x), model(x))
 
 
+@pytest.mark.slow
 def test_tables_have_a_scale_for_each_row() -> None:
     tokens, query = jnp.arange(6), draw(2, 4)
     layer = qnn.Embed(6, 4, weight_spec=W, activation_spec=A)
@@ -109,9 +111,9 @@ def test_tables_have_a_scale_for_each_row() -> None:
     variables = qflax.calibrate(layer, variables, [query], method="attend")
     serving = qflax.convert(layer, variables)
     assert serving["params"]["embedding"].scale.shape == (6, 1)
-    for method, given in (("attend", query), (None, tokens)):
-        np.testing.assert_array_equal(layer.apply(serving, given, method=method),
-                                      layer.apply(variables, given, method=method))  # fmt: skip
+    for method, inputs in (("attend", query), (None, tokens)):
+        np.testing.assert_array_equal(layer.apply(serving, inputs, method=method),
+                                      layer.apply(variables, inputs, method=method))  # fmt: skip
     model = qnnx.Embed(6, 4, weight_spec=W, activation_spec=A, rngs=nnx.Rngs(0))
     qnnx.calibrate(model, [query], method="attend")
     table: Any = qnnx.convert(model).embedding.get_value()
@@ -145,8 +147,8 @@ def test_static_ranges_fit_every_batch() -> None:
     x = draw(2, 3, 4)
     variables = qflax.calibrate(layer, layer.init(jax.random.key(0), x), [x, x[0], draw(5, 3, 4)])
     serving = qflax.convert(layer, variables)
-    for given in (x, x[0], draw(7, 3, 4)):
-        np.testing.assert_array_equal(layer.apply(serving, given), layer.apply(variables, given))
+    for batch in (x, x[0], draw(7, 3, 4)):
+        np.testing.assert_array_equal(layer.apply(serving, batch), layer.apply(variables, batch))
     constants = serving["ranges"]["Product_0"]["activation"]
     largest = np.abs(np.concatenate([np.asarray(v).reshape(-1, 4) for v in (x, draw(5, 3, 4))])).max(0)
     np.testing.assert_allclose(np.asarray(constants["scale"]).reshape(-1), largest / 127, rtol=1e-6)
@@ -159,15 +161,15 @@ SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(SHORT))
 @pytest.mark.parametrize("size", [3, 4, 8, 32])
 def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
     make, shape, axis = SHORT[case]
     module, x = make(jq.QuantSpec("int4", jq.Blocked(axis, size))), draw(*shape)
     variables = module.init(jax.random.key(0), x)
-    _, seen = module.apply(variables, x, mutable=["ranges"])
-    variables = {**variables, **seen}
+    _, updates = module.apply(variables, x, mutable=["ranges"])
+    variables = {**variables, **updates}
     serving = qflax.convert(module, variables)
     np.testing.assert_array_equal(module.apply(serving, x), module.apply(variables, x))
     model = (
@@ -207,8 +209,8 @@ def test_converted_variables_belong_to_their_specs(tmp_path: Any) -> None:
                 ):
                     run(variables, x)
     # Observed and learned ranges are the same constants once converted.
-    same = layer.clone(activation_range=Learned(), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
-    np.testing.assert_array_equal(same.apply(serving, x), layer.apply(serving, x))
+    equivalent = layer.clone(activation_range=Learned(), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
+    np.testing.assert_array_equal(equivalent.apply(serving, x), layer.apply(serving, x))
     # Variables without the texts: the arrays still tell a static range.
     bare = jax.tree.map(lambda v: None if isinstance(v, StaticText) else v, serving,
                         is_leaf=lambda v: isinstance(v, StaticText))  # fmt: skip
@@ -230,14 +232,15 @@ class Around(nnx.Module):
         return self.layer(x)
 
 
+@pytest.mark.slow
 def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     """A state of NNX in another model: as long as the arrays fit, only the text tells."""
     x = draw(2, 4)
 
-    def make(**given: Any) -> Any:
-        own = {"weight_spec": W, "activation_spec": A, "activation_range": Observed(jq.minmax), **given}
-        model = Around(qnnx.Linear(4, 3, rngs=nnx.Rngs(0), **own))
-        if isinstance(own["activation_range"], Learned):
+    def make(**keywords: Any) -> Any:
+        arguments = {"weight_spec": W, "activation_spec": A, "activation_range": Observed(jq.minmax), **keywords}
+        model = Around(qnnx.Linear(4, 3, rngs=nnx.Rngs(0), **arguments))
+        if isinstance(arguments["activation_range"], Learned):
             qnnx.start(model, x)
         else:
             qnnx.calibrate(model, [x])
@@ -247,28 +250,28 @@ def test_a_converted_state_belongs_to_its_specs(tmp_path: Any) -> None:
     state = nnx.state(serving)
     pure = nnx.to_pure_dict(state)
     checkpoint.save_safetensors(tmp_path / "a", checkpoint.to_arrays(pure))
-    read = checkpoint.from_arrays(checkpoint.load_safetensors(tmp_path / "a"))
+    loaded = checkpoint.from_arrays(checkpoint.load_safetensors(tmp_path / "a"))
     others: list[dict[str, Any]] = [
         {"activation_spec": jq.QuantSpec("uint8", narrow_range=True)},
         {"weight_spec": jq.QuantSpec("int8", jq.PerFeature(), narrow_range=False)},
     ]
-    for given in others:
+    for keywords in others:
         for way in ("update", "pure", "file"):
-            other = make(**given)
+            other = make(**keywords)
             if way == "update":
                 nnx.update(other, state)
             else:
                 target = nnx.state(other)
-                nnx.replace_by_pure_dict(target, pure if way == "pure" else read)
+                nnx.replace_by_pure_dict(target, pure if way == "pure" else loaded)
                 nnx.update(other, target)
             for run in (lambda m, x: m(x), nnx.jit(lambda m, x: m(x))):
                 with pytest.raises(
                     ValueError, match=r"^layer: .*nnx: specs: expected the weight_spec and activation_sp"
                 ):
                     run(other, x)
-    same = make(activation_range=Learned(jq.LSQPlus()), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
-    nnx.update(same, state)
-    np.testing.assert_array_equal(same(x), serving(x))
+    equivalent = make(activation_range=Learned(jq.LSQPlus()), weight_spec=jq.QuantSpec("int8", jq.PerAxis(-1)))
+    nnx.update(equivalent, state)
+    np.testing.assert_array_equal(equivalent(x), serving(x))
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(serving))(x), serving(x))
 
 
@@ -326,14 +329,14 @@ class Unknown(nnx.Module):
 def test_a_normalisation_that_cannot_be_folded() -> None:
     stats = {"mean": jnp.zeros(5), "var": jnp.ones(5)}
 
-    def fold(kernel: Any = None, more: Any = stats, **given: Any) -> Any:
-        return qflax.fold_batch_norm({"kernel": jnp.ones((3, 5)) if kernel is None else kernel}, {}, more, **given)
+    def fold(kernel: Any = None, norm: Any = stats, **rest: Any) -> Any:
+        return qflax.fold_batch_norm({"kernel": jnp.ones((3, 5)) if kernel is None else kernel}, {}, norm, **rest)
 
     for dtype in ("int8", "bool", "complex64"):
         with pytest.raises(TypeError, match=rf'layer\["kernel"\]: expected dtype .*, got {dtype}'):
             fold(jnp.ones((3, 5), dtype))
         with pytest.raises(TypeError, match=rf'stats\["var"\]: expected dtype .*, got {dtype}'):
-            fold(more={**stats, "var": jnp.ones(5, dtype)})
+            fold(norm={**stats, "var": jnp.ones(5, dtype)})
     with pytest.raises(ValueError, match=r"epsilon: expected a number that is not negative, got -1e-05"):
         fold(epsilon=-1e-5)
     for value, text in (
@@ -342,13 +345,13 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
         (0.0, "normal float32 .*, got 0"),
     ):
         with pytest.raises(ValueError, match=rf'stats\["var"\]: expected numbers? ?.*{text}|stats\["var"\]: .*{text}'):
-            fold(more={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
+            fold(norm={**stats, "var": stats["var"].at[2].set(value)}, epsilon=0.0)
     with pytest.raises(
         ValueError, match=r'stats\["var"\]: expected numbers that are normal float32 once epsilon is added.*, got 0'
     ):
-        fold(more={**stats, "var": jnp.zeros(5)}, epsilon=1e-50)
+        fold(norm={**stats, "var": jnp.zeros(5)}, epsilon=1e-50)
     with pytest.raises(ValueError, match=r'stats\["var"\]: expected finite numbers, got inf'):
-        fold(more={**stats, "var": jnp.full(5, np.inf)})
+        fold(norm={**stats, "var": jnp.full(5, np.inf)})
     with pytest.raises(ValueError, match=r"axis: expected an integer in \[-2, 1\]"):
         fold(axis=2)
     with pytest.raises(ValueError, match=r"an einsum_str whose last output axis is an axis of the kernel alone"):

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str, dict[str, Any]
 }  # fmt: skip
 
 
-def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
+def draw_inputs(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(rng.normal(0.3, 1, shape), F32)
 
 
@@ -59,9 +59,9 @@ def rngs(rng: np.random.Generator) -> nnx.Rngs:
     return nnx.Rngs(int(rng.integers(2**31)))
 
 
-def same(got: Any, want: Any) -> None:
+def check_equal(actual: Any, expected: Any) -> None:
     """The same dtypes and bits."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
 
@@ -70,39 +70,39 @@ def batches(layer: Any) -> int:
     return int(layer.dot_general.activation_batches[...])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(CASES))
 def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str) -> None:
-    name, args, more, linen, static, shape = CASES[case]
-    layer: Any = getattr(qnnx, name)(*args, **more, **SPECS, rngs=rngs(rng))
-    flax = getattr(nnx, name)(*args, **more, rngs=rngs(rng))
+    name, args, keywords, linen, static, shape = CASES[case]
+    layer: Any = getattr(qnnx, name)(*args, **keywords, **SPECS, rngs=rngs(rng))
+    flax = getattr(nnx, name)(*args, **keywords, rngs=rngs(rng))
     assert isinstance(layer, type(flax))
-    own, theirs = nnx.state(layer, nnx.Param), nnx.state(flax, nnx.Param)
-    assert jax.tree.structure(own) == jax.tree.structure(theirs)
+    layer_params, theirs = nnx.state(layer, nnx.Param), nnx.state(flax, nnx.Param)
+    assert jax.tree.structure(layer_params) == jax.tree.structure(theirs)
     nnx.update(layer, theirs)  # a float checkpoint loads, and back
-    same(nnx.state(layer, nnx.Param), theirs)
+    check_equal(nnx.state(layer, nnx.Param), theirs)
     nnx.update(flax, nnx.state(layer, nnx.Param))
     if layer.bias is not None:
-        layer.bias[...] = drawn(rng, layer.bias[...].shape)
+        layer.bias[...] = draw_inputs(rng, layer.bias[...].shape)
     twin: Any = getattr(qnn, linen)(**static, **SPECS)
-    x = drawn(rng, shape)
+    x = draw_inputs(rng, shape)
     params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     variables: Any = {"params": params}
     for _ in range(2):
-        wanted, seen = twin.apply(variables, x, mutable=["ranges"])
-        variables = {**variables, **seen}
+        expected, updates = twin.apply(variables, x, mutable=["ranges"])
+        variables = {**variables, **updates}
         y = layer(x)
-        assert y.dtype == wanted.dtype == more.get("dtype", F32)
-        same(y, wanted)
+        assert y.dtype == expected.dtype == keywords.get("dtype", F32)
+        check_equal(y, expected)
         x = x * 2 - 1
     layer.eval()
     y = layer(x)
-    same(y, twin.apply(variables, x))
+    check_equal(y, twin.apply(variables, x))
     serving = qnnx.convert(layer)
     constants = linen_convert(twin, variables)
-    same(serving.kernel.get_value(), constants["params"]["kernel"])
-    same(serving(x), y)
-    same(twin.apply(constants, x), y)
+    check_equal(serving.kernel.get_value(), constants["params"]["kernel"])
+    check_equal(serving(x), y)
+    check_equal(twin.apply(constants, x), y)
 
 
 @pytest.mark.slow
@@ -114,25 +114,26 @@ def test_embed_and_attend(rng: np.random.Generator) -> None:
             nnx.state(nnx.Embed(rows, 6, rngs=rngs(rng)), nnx.Param)
         )
         indices = jnp.asarray(rng.integers(-7, 9, (4, 3)), jnp.int32)  # from the back, and beyond the table
-        query = drawn(rng, (2, 6))
+        query = draw_inputs(rng, (2, 6))
         twin = qnn.Embed(rows, 6, **specs, dtype=dtype)
         variables = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
-        wanted, seen = twin.apply(variables, query, method=twin.attend, mutable=["ranges"])
-        found, products = layer(indices), layer.attend(query)
-        same(products, wanted)
-        same(found, twin.apply({**variables, **seen}, indices))  # type: ignore[dict-item]
-        assert np.isnan(np.asarray(found, F32)).any() == (rows == 7 and bool((indices >= 7).any()))
+        expected, updates = twin.apply(variables, query, method=twin.attend, mutable=["ranges"])
+        embedded, products = layer(indices), layer.attend(query)
+        check_equal(products, expected)
+        check_equal(embedded, twin.apply({**variables, **updates}, indices))  # type: ignore[dict-item]
+        assert np.isnan(np.asarray(embedded, F32)).any() == (rows == 7 and bool((indices >= 7).any()))
         serving = qnnx.convert(layer)
-        same(serving(indices), found)
-        same(serving.attend(query), products)
+        check_equal(serving(indices), embedded)
+        check_equal(serving.attend(query), products)
     layer = qnnx.Embed(7, 6, **specs, activation_range=Learned(jq.PACT()), rngs=rngs(rng))
     qnnx.start(layer, query, method="attend")
-    same(layer.table.activation_scale[...], jnp.abs(query).max().reshape(1) / F32(255))
+    check_equal(layer.table.activation_scale[...], jnp.abs(query).max().reshape(1) / F32(255))
 
 
 # Ranges.
 
 
+@pytest.mark.slow
 def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
     class Block(nnx.Module):
         def __init__(self) -> None:
@@ -142,10 +143,10 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.layer(self.norm(x))
 
-    block, x = Block(), drawn(rng, (4, 6))
-    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation: expected a range.*model.train\(\).*got no data"
+    block, x = Block(), draw_inputs(rng, (4, 6))
+    expected = r"Linear\(6, 5\): jaxquant.flax.nnx: activation: expected a range.*model.train\(\).*got no data"
     block.eval()
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=expected):
         block(x)
     assert np.isnan(nnx.jit(lambda block, x: block(x))(block, x)).all()
     block.train()
@@ -156,7 +157,7 @@ def test_ranges_move_as_those_of_batch_norm(rng: np.random.Generator) -> None:
     block.eval()
     state = nnx.state(block, qnnx.Ranges)
     block(100 * x)
-    same(nnx.state(block, qnnx.Ranges), state)
+    check_equal(nnx.state(block, qnnx.Ranges), state)
     reading = nnx.view(block, use_running_average=False)
     reading(x)
     assert batches(block.layer) == 4  # a view shares its variables
@@ -173,14 +174,14 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
         alone = calibrator(A)
         state = alone.init(jnp.zeros((1, 1, 6)))
         for _ in range(2):
-            x = drawn(rng, (4, 3, 6))
+            x = draw_inputs(rng, (4, 3, 6))
             layer(x)
             state = alone.update(state, x)
         lo, hi = alone.finalize(state)
-        wanted = jq.quantize(x, A, lo, hi)
+        expected = jq.quantize(x, A, lo, hi)
         served = qnnx.convert(layer).dot_general
-        same(served.activation_scale[...].reshape(1, 1, 1), wanted.scale)
-        same(served.activation_zero_point[...].reshape(1, 1, 1), wanted.zero_point)
+        check_equal(served.activation_scale[...].reshape(1, 1, 1), expected.scale)
+        check_equal(served.activation_zero_point[...].reshape(1, 1, 1), expected.zero_point)
 
 
 def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
@@ -194,7 +195,7 @@ def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
         return model(jax.nn.relu(x)), nnx.state(model, qnnx.Ranges)
 
     shape = (3, 11, 64)
-    text = step.lower(params, rest, drawn(rng, shape)).as_text()
+    text = step.lower(params, rest, draw_inputs(rng, shape)).as_text()
     assert "3x11x64xf32" in text
     assert f"{np.prod(shape)}x" not in text
 
@@ -202,12 +203,12 @@ def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
 def test_ranges_freeze(rng: np.random.Generator) -> None:
     layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(freeze_after=2), rngs=rngs(rng))
     step = nnx.jit(lambda layer, x: layer(x))
-    x = drawn(rng, (4, 6))
+    x = draw_inputs(rng, (4, 6))
     for _ in range(2):
         step(layer, x)
     state = nnx.state(layer, qnnx.Ranges)
     step(layer, 50 * x)
-    same(nnx.state(layer, qnnx.Ranges), state)
+    check_equal(nnx.state(layer, qnnx.Ranges), state)
     assert batches(layer) == 2
 
 
@@ -215,11 +216,11 @@ def test_dynamic_ranges_have_no_variables(rng: np.random.Generator) -> None:
     per_row = jq.QuantSpec("int8", jq.PerAxis(0))
     layer = qnnx.Linear(6, 5, weight_spec=W, activation_spec=per_row, activation_range=Dynamic(), rngs=rngs(rng))
     assert not jax.tree.leaves(nnx.state(layer, (qnnx.Ranges, qnnx.Scale)))
-    x = drawn(rng, (4, 6))
+    x = draw_inputs(rng, (4, 6))
     q = (jq.quantize(x, per_row), jq.quantize(layer.kernel[...], W))
-    wanted = jq.dot_general(*q, (((1,), (0,)), ((), ())))
-    same(layer(x), wanted)
-    same(qnnx.convert(layer)(x), wanted)
+    expected = jq.dot_general(*q, (((1,), (0,)), ((), ())))
+    check_equal(layer(x), expected)
+    check_equal(qnnx.convert(layer)(x), expected)
 
 
 @pytest.mark.slow
@@ -228,86 +229,86 @@ def test_learned_scales_start_when_they_are_told(rng: np.random.Generator) -> No
 
     class Net(nnx.Module):
         def __init__(self) -> None:
-            made = rngs(rng)
-            self.first = qnnx.Linear(6, 5, **SPECS, **learned, rngs=made)
-            self.norm = nnx.BatchNorm(5, rngs=made)
-            self.second = qnnx.Linear(5, 3, **SPECS, weight_range=Learned(jq.LSQPlus()), rngs=made)
+            streams = rngs(rng)
+            self.first = qnnx.Linear(6, 5, **SPECS, **learned, rngs=streams)
+            self.norm = nnx.BatchNorm(5, rngs=streams)
+            self.second = qnnx.Linear(5, 3, **SPECS, weight_range=Learned(jq.LSQPlus()), rngs=streams)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.second(nnx.relu(self.norm(self.first(x))))
 
-    net, x = Net(), drawn(rng, (4, 6))
-    wanted = r"Linear\(6, 5\): jaxquant.flax.nnx: activation_scale: expected finite numbers.*nnx.start.*got NaN"
-    with pytest.raises(ValueError, match=wanted):
+    net, x = Net(), draw_inputs(rng, (4, 6))
+    expected = r"Linear\(6, 5\): jaxquant.flax.nnx: activation_scale: expected finite numbers.*nnx.start.*got NaN"
+    with pytest.raises(ValueError, match=expected):
         net(x)
     assert np.isnan(nnx.jit(lambda net, x: net(x))(net, x)).all()
     net = Net()
-    kept = jax.tree.map(jnp.copy, nnx.state(net, (nnx.Param, qnnx.Ranges, nnx.BatchStat)))
+    initial_state = jax.tree.map(jnp.copy, nnx.state(net, (nnx.Param, qnnx.Ranges, nnx.BatchStat)))
     net.first.kernel[...] = 4 * net.first.kernel[...]  # as a checkpoint would
     qnnx.start(net, x)
     net.first.kernel[...] = net.first.kernel[...] / 4
-    same(nnx.state(net, (nnx.Param, qnnx.Ranges, nnx.BatchStat)), kept)
+    check_equal(nnx.state(net, (nnx.Param, qnnx.Ranges, nnx.BatchStat)), initial_state)
     first = net.first.dot_general
     scale, _ = jq.LSQ().initial(4 * net.first.kernel[...], W)
-    same(first.weight_scale[...], scale)
+    check_equal(first.weight_scale[...], scale)
     scale, point = jq.LSQPlus().initial(x, A)
-    same((first.activation_scale[...], first.activation_zero_point[...]), (scale.reshape(1), point.reshape(1)))  # type: ignore[union-attr]
+    check_equal((first.activation_scale[...], first.activation_zero_point[...]), (scale.reshape(1), point.reshape(1)))  # type: ignore[union-attr]
     assert net.second.dot_general.weight_scale[...].shape == (1, 3)
     assert np.isfinite(net(x)).all()
     twin = qnn.Dense(5, **SPECS, **learned)
     params = nnx.to_pure_dict(nnx.state(net.first, nnx.Param))
     scales = {name: getattr(first, name)[...] for name in ("weight_scale", "activation_scale", "activation_zero_point")}
     shaped = {name: scale.reshape(1, -1) for name, scale in scales.items()}
-    same(net.first(x), twin.apply({"params": params, "scales": {"DotGeneral_0": shaped}}, x))
+    check_equal(net.first(x), twin.apply({"params": params, "scales": {"DotGeneral_0": shaped}}, x))
 
 
 @pytest.mark.slow
 def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
-    made = rngs(rng)
-    dot, out = (qnnx.dot_general(W, A) for _ in range(2))
+    streams = rngs(rng)
+    dot, out_dot = (qnnx.dot_general(W, A) for _ in range(2))
     attention = nnx.MultiHeadAttention(
-        2, 4, 4, qkv_dot_general=dot, out_dot_general=out, qkv_promote_dtype=qnnx.promote_dtype,
-        out_promote_dtype=qnnx.promote_dtype, decode=False, rngs=made,
+        2, 4, 4, qkv_dot_general=dot, out_dot_general=out_dot, qkv_promote_dtype=qnnx.promote_dtype,
+        out_promote_dtype=qnnx.promote_dtype, decode=False, rngs=streams,
     )  # fmt: skip
-    x = drawn(rng, (3, 5, 4))
+    x = draw_inputs(rng, (3, 5, 4))
     attention(x)
     assert int(dot.activation_batches[...]) == 3  # query, key and value share it
     attention.eval()
     serving = qnnx.convert(attention)
     assert isinstance(serving.query.kernel, qnnx.Codes)
-    same(serving(x), attention(x))
+    check_equal(serving(x), attention(x))
     conv = qnnx.conv_general_dilated(W, A)
-    layer = nnx.Conv(3, 4, (3,), conv_general_dilated=conv, promote_dtype=qnnx.promote_dtype, rngs=made)
-    image = drawn(rng, (2, 6, 3))
+    layer = nnx.Conv(3, 4, (3,), conv_general_dilated=conv, promote_dtype=qnnx.promote_dtype, rngs=streams)
+    image = draw_inputs(rng, (2, 6, 3))
     y = layer(image)
-    same(qnnx.convert(layer)(image), y)
-    own = qnnx.Conv(3, 4, (3,), **SPECS, rngs=made)
-    nnx.update(own, nnx.state(layer, nnx.Param))
-    same(own(image), y)
+    check_equal(qnnx.convert(layer)(image), y)
+    quantized = qnnx.Conv(3, 4, (3,), **SPECS, rngs=streams)
+    nnx.update(quantized, nnx.state(layer, nnx.Param))
+    check_equal(quantized(image), y)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["observed", "learned", "draws"])
 def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str) -> None:
     """Of what is traced: it is read, and nothing of it is written."""
-    more: Any = {
+    keywords: Any = {
         "observed": {}, "learned": {"weight_range": Learned(), "activation_range": Learned(jq.LSQPlus())},
         "draws": {"backward": jq.Int8Backward(stochastic_rounding=True)},
     }[way]  # fmt: skip
-    layer = qnnx.Linear(6, 5, **SPECS, **more, rngs=rngs(rng))
-    x = drawn(rng, (3, 2, 6))
+    layer = qnnx.Linear(6, 5, **SPECS, **keywords, rngs=rngs(rng))
+    x = draw_inputs(rng, (3, 2, 6))
     if way == "learned":
         qnnx.start(layer, x)
     layer(x)
     layer.eval()
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
+    initial_state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
     want = layer(x)
     for run in (jax.jit(lambda x: layer(x)), nnx.jit(lambda x: layer(x)), jax.vmap(lambda x: layer(x))):
-        same(run(x), want)
-    same(jax.lax.map(lambda x: layer(x), x), want)
-    same(jax.export.export(jax.jit(lambda x: layer(x)))(x).call(x), want)
-    after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+        check_equal(run(x), want)
+    check_equal(jax.lax.map(lambda x: layer(x), x), want)
+    check_equal(jax.export.export(jax.jit(lambda x: layer(x)))(x).call(x), want)
+    final_state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngKey))))
+    jax.tree.map(np.testing.assert_array_equal, final_state, initial_state)
     if way == "draws":  # a gradient draws, in training
         with pytest.raises(ValueError, match="key: expected a key, because Int8Backward"):
             jax.grad(lambda x: layer(x).sum())(x)
@@ -319,48 +320,48 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
 
 
 def test_refusals(rng: np.random.Generator) -> None:
-    made = rngs(rng)
+    streams = rngs(rng)
     with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight_spec: expected a QuantSpec"):
-        qnnx.Linear(6, 5, weight_spec="int8", rngs=made)  # type: ignore[arg-type]
+        qnnx.Linear(6, 5, weight_spec="int8", rngs=streams)  # type: ignore[arg-type]
     for name in ("dot_general", "promote_dtype"):
-        given: Any = {name: None}
+        specs: Any = {name: None}
         with pytest.raises(ValueError, match=f"Linear: jaxquant.flax.nnx: {name}: expected no value"):
-            qnnx.Linear(6, 5, weight_spec=W, **given, rngs=made)
+            qnnx.Linear(6, 5, weight_spec=W, **specs, rngs=streams)
     with pytest.raises(ValueError, match=r"Conv: jaxquant.flax.nnx: mask: expected None"):
-        qnnx.Conv(3, 4, (3,), weight_spec=W, mask=jnp.ones((3, 3, 4)), rngs=made)
+        qnnx.Conv(3, 4, (3,), weight_spec=W, mask=jnp.ones((3, 3, 4)), rngs=streams)
     with pytest.raises(TypeError, match=r"activation_spec: expected codes of .* got int16"):
-        qnnx.Linear(6, 5, weight_spec=W, activation_spec=jq.QuantSpec("int16"), rngs=made)
+        qnnx.Linear(6, 5, weight_spec=W, activation_spec=jq.QuantSpec("int16"), rngs=streams)
     rows = jq.QuantSpec("uint8", jq.PerAxis(0))
     with pytest.raises(
         ValueError, match=r"Linear\(6, 5\).* activation_spec: expected PerTensor\(\), PerFeature\(\), or act"
     ):
-        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, rngs=made)
+        qnnx.Linear(6, 5, weight_spec=W, activation_spec=rows, rngs=streams)
     with pytest.raises(TypeError, match=r"use_running_average: expected True or False, got 'yes'"):
-        qnnx.Linear(6, 5, weight_spec=W, use_running_average="yes", rngs=made)  # type: ignore[arg-type]
+        qnnx.Linear(6, 5, weight_spec=W, use_running_average="yes", rngs=streams)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match="kernel_shape: expected the shape of the kernel, because its scales are learned"
     ):
         qnnx.dot_general(W, A, weight_range=Learned())
     turned = qnnx.dot_general(W, A, weight_range=Learned(), kernel_shape=(5, 6))
-    layer = nnx.Linear(6, 5, dot_general=turned, promote_dtype=qnnx.promote_dtype, rngs=made)
+    layer = nnx.Linear(6, 5, dot_general=turned, promote_dtype=qnnx.promote_dtype, rngs=streams)
     with pytest.raises(
         ValueError, match=r"weight: expected scales of shape \(1, 6\) \(is kernel_shape the shape of the kernel"
     ):
-        qnnx.start(layer, drawn(rng, (2, 6)))
+        qnnx.start(layer, draw_inputs(rng, (2, 6)))
     draws: Any = {"weight_spec": W, "activation_spec": A, "backward": jq.Int8Backward(stochastic_rounding=True)}
     with pytest.raises(ValueError, match=r'Linear\(6, 5\): .*rngs: expected rngs with a stream "rounding"'):
         qnnx.Linear(6, 5, **draws, rngs=nnx.Rngs(params=0))
-    started = qnnx.Linear(6, 5, weight_spec=W, weight_range=Learned(), rngs=made)
-    qnnx.start(started, drawn(rng, (2, 6)))
+    started = qnnx.Linear(6, 5, weight_spec=W, weight_range=Learned(), rngs=streams)
+    qnnx.start(started, draw_inputs(rng, (2, 6)))
     with pytest.raises(
         ValueError, match=r"start: model: expected a model with a layer whose range is Learned\(\), got none"
     ):
-        qnnx.start(qnnx.convert(started), drawn(rng, (2, 6)))
+        qnnx.start(qnnx.convert(started), draw_inputs(rng, (2, 6)))
     with pytest.raises(TypeError, match='rngs: expected rngs with a stream "rounding"'):
         qnnx.dot_general(W, A, backward=jq.Int8Backward(stochastic_rounding=True))
     with pytest.raises(ValueError, match="operands: expected a tuple of inputs, kernel and bias"):
         qnnx.promote_dtype((jnp.ones(1),))
-    layer = qnnx.Linear(6, 5, **SPECS, rngs=made)
+    layer = qnnx.Linear(6, 5, **SPECS, rngs=streams)
     with pytest.raises(ValueError, match=r"^Linear\(6, 5\): jaxquant.quantized_dot_general"):
         layer(jnp.ones((2, 7)))
     with pytest.raises(
@@ -369,7 +370,7 @@ def test_refusals(rng: np.random.Generator) -> None:
         qnnx.start(layer, jnp.ones((2, 6)))
     with pytest.raises(TypeError, match=r"flax.nnx.start: model: expected a flax.nnx.Module"):
         qnnx.start(nn.Dense(5), jnp.ones((2, 6)))  # type: ignore[arg-type]
-    table = qnnx.Embed(7, 6, weight_spec=W, rngs=made)
+    table = qnnx.Embed(7, 6, weight_spec=W, rngs=streams)
     with pytest.raises(TypeError, match=r"Embed\(7, 6\): jaxquant.flax.nnx: inputs: expected an integer dtype"):
         table(jnp.ones(2))
 

@@ -54,13 +54,13 @@ class Net(nnx.Module):
         self.layers.append(qnnx.Linear(32, 10, **way[-1], rngs=rngs))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        given = []
+        inputs = []
         for i, layer in enumerate(self.layers):
             x = nnx.relu(x) if i else x
             x = x.reshape(len(x), -1) if isinstance(layer, qnnx.Linear) else x
-            given.append(x)
+            inputs.append(x)
             x = layer(x)
-        return x, given
+        return x, inputs
 
 
 @functools.cache
@@ -116,22 +116,24 @@ def test_no_code_differs(name: str) -> None:
     net.eval()
     serving = qnnx.convert(net)
     run = nnx.jit(lambda net, x: net(x))
-    (y, seen), (served, inputs) = run(net, images), run(serving, images)
+    (y, layer_inputs), (served, inputs) = run(net, images), run(serving, images)
     np.testing.assert_array_equal(served, y)
     assert (np.argmax(y, axis=-1) == labels).mean() > 0.75, "it has learned something"
-    for way, layer, converted, given, own in zip(MODELS[name], net.layers, serving.layers, seen, inputs, strict=True):
+    for way, layer, converted, layer_input, serving_input in zip(
+        MODELS[name], net.layers, serving.layers, layer_inputs, inputs, strict=True
+    ):
         field = "conv_general_dilated" if isinstance(layer, qnnx.Conv) else "dot_general"
         training, constants = getattr(layer, field), getattr(converted, field)
-        codes = coded(own, constants.activation_scale[...], constants.activation_zero_point[...], (0, 255))
+        codes = coded(serving_input, constants.activation_scale[...], constants.activation_zero_point[...], (0, 255))
         if "learned" in way:
             own_point = training.activation_zero_point
             point = 0 if own_point is None else own_point[...].clip(0, 255)
-            want = coded(given, training.activation_scale[...], point, (0, 255))
+            want = coded(layer_input, training.activation_scale[...], point, (0, 255))
             bound = 7 if way.startswith("int4") else 1
             kernel = coded(layer.kernel[...], training.weight_scale[...], 0, (-bound, bound))
         else:
             ends = jq.moving_average(A).finalize(training.activation_range.get_value())
-            want = np.asarray(jq.quantize(given, A, *ends).codes)
+            want = np.asarray(jq.quantize(layer_input, A, *ends).codes)
             kernel = np.asarray(jq.quantize(layer.kernel[...], WAYS[way]["weight_spec"]).codes)
         assert (codes != want).sum() == 0
         assert (np.asarray(converted.kernel.get_value().codes).astype(F32) != kernel.astype(F32)).sum() == 0
@@ -169,10 +171,10 @@ def mixed() -> tuple[Mixed, Mixed]:
     return model, qnnx.convert(model)
 
 
-def same(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert [v.dtype for v in jax.tree.leaves(got)] == [v.dtype for v in jax.tree.leaves(want)]
+def check_equal(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert [v.dtype for v in jax.tree.leaves(actual)] == [v.dtype for v in jax.tree.leaves(expected)]
 
 
 @pytest.mark.slow
@@ -217,12 +219,12 @@ SAVED: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", list(SAVED))
 def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
     _, serving = mixed()
-    wanted = nnx.to_pure_dict(nnx.state(serving))
-    found = SAVED[name](wanted, tmp_path)
-    same(found, wanted)
+    expected = nnx.to_pure_dict(nnx.state(serving))
+    restored = SAVED[name](expected, tmp_path)
+    check_equal(restored, expected)
     empty = nnx.eval_shape(lambda: qnnx.convert(Mixed(nnx.Rngs(0))))
     state = nnx.state(empty)
-    nnx.replace_by_pure_dict(state, found)
+    nnx.replace_by_pure_dict(state, restored)
     nnx.update(empty, state)
     np.testing.assert_array_equal(empty(TOKENS), serving(TOKENS))
 
@@ -230,12 +232,12 @@ def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["orbax", "pickle"])
 def test_what_trains_is_saved(tmp_path: Any, name: str) -> None:
     model, serving = mixed()
-    wanted = nnx.to_pure_dict(nnx.state(model))
-    other = Mixed(nnx.Rngs(5))
-    state = nnx.state(other)
-    nnx.replace_by_pure_dict(state, SAVED[name](wanted, tmp_path))
-    nnx.update(other, state)
-    same(nnx.to_pure_dict(nnx.state(qnnx.convert(other))), nnx.to_pure_dict(nnx.state(serving)))
+    expected = nnx.to_pure_dict(nnx.state(model))
+    restored = Mixed(nnx.Rngs(5))
+    state = nnx.state(restored)
+    nnx.replace_by_pure_dict(state, SAVED[name](expected, tmp_path))
+    nnx.update(restored, state)
+    check_equal(nnx.to_pure_dict(nnx.state(qnnx.convert(restored))), nnx.to_pure_dict(nnx.state(serving)))
 
 
 def test_the_serving_function_is_exported() -> None:
@@ -243,8 +245,8 @@ def test_the_serving_function_is_exported() -> None:
     weights = nnx.to_pure_dict(state)
 
     def run(weights: Any, tokens: jax.Array) -> jax.Array:
-        own = nnx.merge(graph, state)
-        filled = nnx.state(own)
+        model = nnx.merge(graph, state)
+        filled = nnx.state(model)
         nnx.replace_by_pure_dict(filled, weights)
         return nnx.merge(graph, filled)(tokens)
 
@@ -253,6 +255,7 @@ def test_the_serving_function_is_exported() -> None:
     np.testing.assert_array_equal(export.deserialize(text).call(weights, TOKENS), run(weights, TOKENS))
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_kernel_share_its_codes(rng: np.random.Generator) -> None:
     way = WAYS["int8"]
     first, second = (qnnx.Linear(6, 6, **way, rngs=nnx.Rngs(i)) for i in range(2))
@@ -265,39 +268,41 @@ def test_layers_that_share_a_kernel_share_its_codes(rng: np.random.Generator) ->
     assert serving.layers[0].kernel is serving.layers[1].kernel
     assert serving.layers[0] is serving.layers[2]
     np.testing.assert_array_equal(serving(x), net(x))
-    same(qnnx.convert(first).kernel.get_value(), serving.layers[0].kernel.get_value())
+    check_equal(qnnx.convert(first).kernel.get_value(), serving.layers[0].kernel.get_value())
 
 
+@pytest.mark.slow
 def test_a_folded_normalisation(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(4, 6, 6, 3)), F32)
-    made = nnx.Rngs(0)
+    streams = nnx.Rngs(0)
     for layer in (
-        nnx.Conv(3, 5, (3, 3), use_bias=False, rngs=made),
-        qnnx.Conv(3, 5, (3, 3), **WAYS["int8"], bias_init=nnx.initializers.normal(), rngs=made),
+        nnx.Conv(3, 5, (3, 3), use_bias=False, rngs=streams),
+        qnnx.Conv(3, 5, (3, 3), **WAYS["int8"], bias_init=nnx.initializers.normal(), rngs=streams),
     ):
-        norm = nnx.BatchNorm(5, epsilon=1e-3, use_running_average=True, rngs=made)
+        norm = nnx.BatchNorm(5, epsilon=1e-3, use_running_average=True, rngs=streams)
         for variable in (norm.mean, norm.var, norm.scale, norm.bias):
             variable[...] = jnp.asarray(rng.uniform(0.5, 2, 5), F32)  # type: ignore[index,union-attr]
-        plain = nnx.Conv(3, 5, (3, 3), use_bias=layer.use_bias, rngs=made)
+        plain = nnx.Conv(3, 5, (3, 3), use_bias=layer.use_bias, rngs=streams)
         nnx.update(plain, nnx.state(layer, nnx.Param))
         want = norm(plain(x))
         folded = qnnx.fold_batch_norm(layer, norm)
         assert type(folded) is type(layer)
-        same(nnx.state(layer, nnx.Param), nnx.state(plain, nnx.Param))
+        check_equal(nnx.state(layer, nnx.Param), nnx.state(plain, nnx.Param))
         tolerance = 1e-5 if type(layer) is nnx.Conv else 0.05 * np.abs(want).max()
         np.testing.assert_allclose(folded(x), want, rtol=1e-5, atol=tolerance)
         if isinstance(folded, qnnx.Conv):
             np.testing.assert_array_equal(qnnx.convert(folded)(x), (folded.eval() or folded)(x))
     with pytest.raises(ValueError, match=r"fold_batch_norm: layer: expected a layer with a float kernel"):
-        qnnx.fold_batch_norm(qnnx.convert(qnnx.Linear(2, 5, weight_spec=weights("int8"), rngs=made)), norm)
+        qnnx.fold_batch_norm(qnnx.convert(qnnx.Linear(2, 5, weight_spec=weights("int8"), rngs=streams)), norm)
     with pytest.raises(ValueError, match=r"norm.axis: expected -1, the axis of the features, got 1"):
-        qnnx.fold_batch_norm(layer, nnx.BatchNorm(5, axis=1, rngs=made))
+        qnnx.fold_batch_norm(layer, nnx.BatchNorm(5, axis=1, rngs=streams))
     with pytest.raises(ValueError, match=r"stats\[\"mean\"\]: expected shape \(5,\)"):
-        qnnx.fold_batch_norm(layer, nnx.BatchNorm(4, rngs=made))
+        qnnx.fold_batch_norm(layer, nnx.BatchNorm(4, rngs=streams))
     with pytest.raises(TypeError, match=r"norm: expected a BatchNorm, got LayerNorm"):
-        qnnx.fold_batch_norm(layer, nnx.LayerNorm(5, rngs=made))  # type: ignore[arg-type]
+        qnnx.fold_batch_norm(layer, nnx.LayerNorm(5, rngs=streams))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_refusals(rng: np.random.Generator) -> None:
     model = Mixed(nnx.Rngs(0))
     place = r"block/wide: jaxquant.flax.nnx.convert: activation: expected a range.*, got no data"
@@ -306,13 +311,13 @@ def test_refusals(rng: np.random.Generator) -> None:
         qnnx.convert(model)
     model(TOKENS)
     narrow = model.block.narrow
-    kept = narrow.dot_general.weight_scale[...]
-    narrow.dot_general.weight_scale[...] = jnp.full_like(kept, jnp.nan)
+    weight_scale = narrow.dot_general.weight_scale[...]
+    narrow.dot_general.weight_scale[...] = jnp.full_like(weight_scale, jnp.nan)
     with pytest.raises(
         ValueError, match=r"block/narrow: .*weight_scale: expected finite numbers: .*start\(model, batch\) starts it"
     ):
         qnnx.convert(model)
-    narrow.dot_general.weight_scale[...] = kept
+    narrow.dot_general.weight_scale[...] = weight_scale
     narrow.kernel.set_value(jnp.ones((15, 8)))  # a checkpoint of other shapes
     with pytest.raises(ValueError, match=r"block/narrow: .*kernel: expected shape \(16, 8\).*, got shape \(15, 8\)"):
         qnnx.convert(model)

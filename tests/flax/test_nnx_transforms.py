@@ -39,12 +39,12 @@ class Block(nnx.Module):
         return x + nnx.relu(self.norm(self.linear(x)))
 
 
-def drawn(rng: np.random.Generator, *shape: int) -> jax.Array:
+def draw_inputs(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(0.3, 1, shape), F32)
 
 
-def same(got: Any, want: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+def check_equal(actual: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
 
@@ -55,7 +55,7 @@ def loss(model: Any, x: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 def test_an_optimizer_moves_parameters_and_scales(fixed_rng: np.random.Generator) -> None:
-    model, x = Block(nnx.Rngs(0), LEARNED), drawn(fixed_rng, 6, 6)
+    model, x = Block(nnx.Rngs(0), LEARNED), draw_inputs(fixed_rng, 6, 6)
     qnnx.start(model, x)
     scale = model.linear.dot_general.activation_scale
     scale[...] = scale[...] / 2  # something saturates: else a zero point has no gradient
@@ -70,22 +70,23 @@ def test_an_optimizer_moves_parameters_and_scales(fixed_rng: np.random.Generator
             optimizer.update(model, grads)
         return value
 
-    before = jax.tree.map(jnp.copy, nnx.state(model, TRAINED))
+    initial_state = jax.tree.map(jnp.copy, nnx.state(model, TRAINED))
     losses = [float(step(model, optimizer, x)) for _ in range(12)]
     assert losses[-1] < losses[0]
     assert len(traced) == 1
-    after = nnx.state(model, TRAINED)
-    names = {path[-1] for path, _ in nnx.to_flat_state(after)}
+    final_state = nnx.state(model, TRAINED)
+    names = {path[-1] for path, _ in nnx.to_flat_state(final_state)}
     assert {"kernel", "weight_scale", "activation_scale", "activation_zero_point"} <= names
-    for (path, new), old in zip(nnx.to_flat_state(after), jax.tree.leaves(before), strict=True):
+    for (path, new), old in zip(nnx.to_flat_state(final_state), jax.tree.leaves(initial_state), strict=True):
         assert not np.array_equal(new[...], old), path
     serving = qnnx.convert(model)
-    same(serving(x), model(x))
+    check_equal(serving(x), model(x))
     assert not jax.tree.leaves(nnx.state(serving, qnnx.Scale))
 
 
+@pytest.mark.slow
 def test_the_functional_form(rng: np.random.Generator) -> None:
-    model, x = Block(nnx.Rngs(0)), drawn(rng, 6, 6)
+    model, x = Block(nnx.Rngs(0)), draw_inputs(rng, 6, 6)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
@@ -94,32 +95,32 @@ def test_the_functional_form(rng: np.random.Generator) -> None:
             model = nnx.merge(graph, params, rest, copy=True)
             return loss(model, x), nnx.state(model, qnnx.Ranges)
 
-        (_, seen), grads = jax.value_and_grad(run, has_aux=True)(params)
-        return grads, seen
+        (_, ranges), grads = jax.value_and_grad(run, has_aux=True)(params)
+        return grads, ranges
 
-    grads, seen = step(params, rest, x)
-    other = nnx.jit(nnx.grad(loss))(model, x)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other), strict=True):
+    grads, ranges = step(params, rest, x)
+    gradients = nnx.jit(nnx.grad(loss))(model, x)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-    same(seen, nnx.state(model, qnnx.Ranges))
+    check_equal(ranges, nnx.state(model, qnnx.Ranges))
     shapes = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
     assert jax.tree.structure(nnx.state(shapes)) == jax.tree.structure(nnx.state(model))
     nnx.update(shapes, nnx.state(model))
-    same(shapes.eval() or shapes(x), model.eval() or model(x))
+    check_equal(shapes.eval() or shapes(x), model.eval() or model(x))
 
 
 @pytest.mark.slow
 def test_scan_over_layers(rng: np.random.Generator) -> None:
-    depth, x = 3, drawn(rng, 6, 6)
+    depth, x = 3, draw_inputs(rng, 6, 6)
 
     @nnx.split_rngs(splits=depth)
     @nnx.vmap(in_axes=(0,), out_axes=0)
-    def made(rngs: nnx.Rngs) -> Block:
+    def make_blocks(rngs: nnx.Rngs) -> Block:
         return Block(rngs, BOTH)
 
     class Stack(nnx.Module):
         def __init__(self) -> None:
-            self.blocks = made(nnx.Rngs(0))
+            self.blocks = make_blocks(nnx.Rngs(0))
 
         def __call__(self, x: jax.Array) -> jax.Array:
             @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -141,8 +142,8 @@ def test_scan_over_layers(rng: np.random.Generator) -> None:
         return x
 
     y = nnx.jit(lambda stack, x: stack(x))(stack, x)
-    wanted = nnx.jit(unrolled)(alone, x)
-    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+    expected = nnx.jit(unrolled)(alone, x)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     ranges = jax.tree.map(lambda *parts: jnp.stack(parts), *(nnx.state(b, qnnx.Ranges) for b in alone))
     for a, b in zip(jax.tree.leaves(nnx.state(stack.blocks, qnnx.Ranges)), jax.tree.leaves(ranges), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -154,12 +155,12 @@ def test_scan_over_layers(rng: np.random.Generator) -> None:
     assert kernel.codes.shape == (depth, 6, 6)
     assert kernel.scale.shape == (depth, 1, 6)
     run = nnx.jit(lambda stack, x: stack(x))
-    same(run(serving, x), run(stack, x))
+    check_equal(run(serving, x), run(stack, x))
 
 
 @pytest.mark.slow
 def test_remat_keeps_codes(rng: np.random.Generator) -> None:
-    model, x = nnx.List([Block(nnx.Rngs(0)), Block(nnx.Rngs(1))]), drawn(rng, 6, 6)
+    model, x = nnx.List([Block(nnx.Rngs(0)), Block(nnx.Rngs(1))]), draw_inputs(rng, 6, 6)
 
     def through(policy: Any) -> Any:
         def network(model: Any, x: jax.Array) -> jax.Array:
@@ -178,37 +179,37 @@ def test_remat_keeps_codes(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def kept(policy: Any) -> list[Any]:
+    def list_residuals(policy: Any) -> list[Any]:
         network = through(policy)
         _, pull = jax.vjp(lambda params, x: network(nnx.merge(graph, params, rest, copy=True), x), params, x)
         return [leaf.dtype for leaf in jax.tree.leaves(pull)]
 
     # The codes of two blocks' kernels and activations are there, and of the floats fewer.
-    assert sum(dtype in (jnp.int8, jnp.uint8) for dtype in kept(jq.save_codes)) >= 4
-    assert kept(jq.save_codes).count(jnp.float32) < kept(None).count(jnp.float32)
+    assert sum(dtype in (jnp.int8, jnp.uint8) for dtype in list_residuals(jq.save_codes)) >= 4
+    assert list_residuals(jq.save_codes).count(jnp.float32) < list_residuals(None).count(jnp.float32)
 
 
 @pytest.mark.slow
 def test_vmap_over_models_and_over_examples(rng: np.random.Generator) -> None:
-    x = drawn(rng, 2, 5, 4)
+    x = draw_inputs(rng, 2, 5, 4)
 
     @nnx.split_rngs(splits=2)
     @nnx.vmap
-    def made(rngs: nnx.Rngs) -> Any:
+    def make_models(rngs: nnx.Rngs) -> Any:
         return qnnx.Conv(4, 4, (3,), **OBSERVED, feature_group_count=4, rngs=rngs)
 
-    models = made(nnx.Rngs(0))
+    models = make_models(nnx.Rngs(0))
     run = nnx.jit(nnx.vmap(lambda model, x: model(x)))
     y = run(models, x)
     graph, state = nnx.split(models)
     for i in range(2):
         alone = nnx.merge(graph, jax.tree.map(lambda v, i=i: v[i], state))
-        same(y[i], (alone.eval() or alone)(x[i]))
+        check_equal(y[i], (alone.eval() or alone)(x[i]))
     serving = qnnx.convert(models.eval() or models)
-    same(run(serving, x), run(models, x))
-    one = nnx.merge(graph, jax.tree.map(lambda v: v[0], state))
-    one.eval()
-    same(nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(one, x), one(x))
+    check_equal(run(serving, x), run(models, x))
+    first_model = nnx.merge(graph, jax.tree.map(lambda v: v[0], state))
+    first_model.eval()
+    check_equal(nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(first_model, x), first_model(x))
 
 
 @pytest.mark.slow
@@ -217,19 +218,19 @@ def test_a_backward_pass_in_integers_draws_from_the_rngs(fixed_rng: np.random.Ge
     layer = qnnx.Linear(16, 5, **OBSERVED, backward=backward, rngs=nnx.Rngs(0, rounding=int(fixed_rng.integers(2**31))))
     exact = qnnx.Linear(16, 5, **OBSERVED, rngs=nnx.Rngs(0))
     nnx.update(layer, nnx.state(exact, nnx.Param))
-    x, target = drawn(fixed_rng, 8, 16), drawn(fixed_rng, 8, 5)
+    x, target = draw_inputs(fixed_rng, 8, 16), draw_inputs(fixed_rng, 8, 5)
 
-    def off(layer: Any) -> jax.Array:
+    def find_loss(layer: Any) -> jax.Array:
         return jnp.sum((layer(x) - target) ** 2)
 
-    gradient = nnx.jit(nnx.grad(off))
+    gradient = nnx.jit(nnx.grad(find_loss))
     draws = np.stack([gradient(layer)["kernel"][...] for _ in range(200)])
     assert layer.dot_general.rngs.count[...] == 200
     assert not np.array_equal(draws[0], draws[1])
-    wanted = np.asarray(gradient(exact)["kernel"][...])
+    expected = np.asarray(gradient(exact)["kernel"][...])
     spread = draws.std(0) / np.sqrt(200)
-    assert (np.abs(draws.mean(0) - wanted) < 6 * spread + 1e-3 * np.abs(wanted)).all()
-    same(layer(x), exact(x))
+    assert (np.abs(draws.mean(0) - expected) < 6 * spread + 1e-3 * np.abs(expected)).all()
+    check_equal(layer(x), exact(x))
     assert qnnx.convert(layer).dot_general.rngs is None
 
 
@@ -240,14 +241,14 @@ def test_partitioned_kernels(rng: np.random.Generator) -> None:
     with jax.set_mesh(mesh):
 
         @nnx.jit
-        def made() -> Any:
+        def make_layer() -> Any:
             return qnnx.Linear(8, 4, **BOTH, kernel_init=init, rngs=nnx.Rngs(0))
 
-        layer = made()
+        layer = make_layer()
         scale = layer.dot_general.weight_scale
         assert scale.get_metadata("out_sharding") == (None, "model")
         assert scale[...].sharding.spec == PartitionSpec(None, "model")
-        x = drawn(rng, 6, 8)
+        x = draw_inputs(rng, 6, 8)
         qnnx.start(layer, x)
         y = nnx.jit(lambda layer, x: layer(x))(layer, x)
     serving = qnnx.convert(layer)
@@ -267,9 +268,9 @@ def test_shardings_in_types(rng: np.random.Generator) -> None:
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
     with jax.set_mesh(mesh):
         layer = qnnx.Linear(8, 4, **OBSERVED, kernel_init=init, rngs=nnx.Rngs(0))
-        x = jax.device_put(drawn(rng, 6, 8), NamedSharding(mesh, PartitionSpec("data", None)))
+        x = jax.device_put(draw_inputs(rng, 6, 8), NamedSharding(mesh, PartitionSpec("data", None)))
         y = layer(x, out_sharding=PartitionSpec("data", "model"))
         assert y.sharding == NamedSharding(mesh, PartitionSpec("data", "model"))
         served = qnnx.convert(layer)(x, out_sharding=PartitionSpec("data", "model"))
         assert served.sharding == y.sharding
-        same(served, y)
+        check_equal(served, y)

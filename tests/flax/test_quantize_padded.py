@@ -37,7 +37,7 @@ SPECS = {
 SHAPES = [(3, 3, 5, 70), (1, 130), (7, 1), (1, 1), (65, 2, 3), (5, 1, 4), (0, 3)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", mark_others_full([jnp.float32, jnp.bfloat16], [jnp.float32]))
 @pytest.mark.parametrize(
     "name", mark_others_full(SPECS, ["int8 per feature", "uint4 per two axes", "uint8 per tensor", "blocks"])

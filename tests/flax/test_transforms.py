@@ -29,7 +29,7 @@ LEARNED: dict[str, Any] = {**STATIC, "weight_range": Learned(), "activation_rang
 OWN: Any = {"params": 0, "ranges": 0, "scales": 0}
 
 
-def fed(module: Any, x: Any, seed: int = 0) -> dict[str, Any]:
+def observe_batch(module: Any, x: Any, seed: int = 0) -> dict[str, Any]:
     """Variables of a module that has seen one batch."""
 
     @jax.jit
@@ -78,13 +78,14 @@ class Deep(nn.Module):
         return scan(Block(self.way, name="blocks"), x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", [STATIC, LEARNED], ids=["observed", "learned"])
 def test_layers_under_scan(rng: np.random.Generator, way: Any) -> None:
     way = tuple(way.items())
     x = jnp.asarray(rng.normal(size=(8, 8)), F32)
     module, unrolled = Deep(way), Deep(way, is_scanned=False)
-    variables = fed(module, x)
+    variables = observe_batch(module, x)
     serving = serves_what_it_trained(module, variables, x)
     kernel = serving["params"]["blocks"]["layer"]["kernel"]
     assert (kernel.codes.shape, kernel.scale.shape) == ((3, 8, 8), (3, 1, 8))
@@ -104,9 +105,9 @@ def test_layers_under_scan(rng: np.random.Generator, way: Any) -> None:
     apart = jax.jit(jax.grad(functools.partial(loss, unrolled)))({name: parts[name] for name in trained}, parts)
     for name, tree in grads.items():
         for i in range(3):
-            cut = jax.tree.map(lambda v, i=i: v[i], tree["blocks"])
+            block = jax.tree.map(lambda v, i=i: v[i], tree["blocks"])
             jax.tree.map(
-                functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), cut, apart[name][f"block{i}"]
+                functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), block, apart[name][f"block{i}"]
             )
 
 
@@ -116,13 +117,13 @@ def test_ensembles_and_batches(rng: np.random.Generator) -> None:
     alike: Any = None
     ensemble = nn.vmap(qnn.Dense, in_axes=alike, variable_axes=OWN, split_rngs={"params": True}, axis_size=3)
     module = ensemble(6, **LEARNED)
-    variables = fed(module, x[0])
+    variables = observe_batch(module, x[0])
     serving = serves_what_it_trained(module, variables, x[0])
-    one = qnn.Dense(6, **LEARNED)
+    layer = qnn.Dense(6, **LEARNED)
     for i, y in enumerate(jax.jit(module.apply)(serving, x[0])):
-        np.testing.assert_array_equal(one.apply(jax.tree.map(lambda v, i=i: v[i], serving), x[0]), y)
+        np.testing.assert_array_equal(layer.apply(jax.tree.map(lambda v, i=i: v[i], serving), x[0]), y)
     conv = qnn.Conv(6, (3,), feature_group_count=2, **STATIC)
-    variables = fed(conv, x)
+    variables = observe_batch(conv, x)
     serving = serves_what_it_trained(conv, variables, x)
     y = conv.apply(serving, x)
     for tree in (serving, variables):
@@ -150,11 +151,11 @@ class Network(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_is_kept_for_the_way_back(rng: np.random.Generator) -> None:
+def test_size_of_the_residuals(rng: np.random.Generator) -> None:
     """Eight bits for each activation and one for its mask, not thirty-two and thirty-two."""
     x = jnp.asarray(rng.normal(size=(2048, 64)), F32)
 
-    def kept(module: Any, variables: Any) -> int:
+    def count_residual_bytes(module: Any, variables: Any) -> int:
         def forward(params: Any) -> Any:
             return jax.vjp(lambda p: module.apply({**variables, "params": p}, x), params)[1]
 
@@ -162,11 +163,11 @@ def test_what_is_kept_for_the_way_back(rng: np.random.Generator) -> None:
         return analysis.output_size_in_bytes
 
     plain = Network()
-    whole = kept(plain, jax.jit(plain.init)(jax.random.key(0), x))
+    whole = count_residual_bytes(plain, jax.jit(plain.init)(jax.random.key(0), x))
     way = tuple(STATIC.items())
     saving: Any = Network(way, is_saving=True)
-    variables = fed(saving, x)
-    assert kept(saving, variables) <= 0.3 * whole
+    variables = observe_batch(saving, x)
+    assert count_residual_bytes(saving, variables) <= 0.3 * whole
     networks: list[Any] = [saving, Network(way)]
     grad = [jax.jit(jax.grad(lambda p, m=m: (m.apply({**variables, "params": p}, x) ** 2).sum()))(variables["params"])
             for m in networks]  # fmt: skip
@@ -197,29 +198,29 @@ class Sharded(nn.Module):
 def test_partitioned_kernels_have_partitioned_codes(rng: np.random.Generator, way: Any) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     module, x = Sharded(tuple(way.items())), jnp.asarray(rng.normal(size=(6, 8)), F32)
-    variables = fed(module, x)
+    variables = observe_batch(module, x)
     serving = qflax.convert(module, variables)
     specs = nn.get_partition_spec(serving)["params"]
-    up, down = specs["up"]["kernel"], specs["down"]["kernel"]
+    first, second = specs["up"]["kernel"], specs["down"]["kernel"]
     # The codes of both are stored with the contracted axis last.
-    assert (up.stored_codes, up.scale) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
-    assert (down.stored_codes, down.scale) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
+    assert (first.stored_codes, first.scale) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
+    assert (second.stored_codes, second.scale) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
     if "scales" in variables:
-        found = nn.get_partition_spec(variables)["scales"]
-        assert found["up"]["DotGeneral_0"]["weight_scale"] == PartitionSpec(None, "model")
-        assert found["down"]["DotGeneral_0"]["weight_scale"] == PartitionSpec(None, None)
-        assert found["up"]["DotGeneral_0"]["activation_scale"] == PartitionSpec()
-    want = jax.jit(module.apply)(serving, x)
-    np.testing.assert_array_equal(want, jax.jit(module.apply)(variables, x))
+        scale_specs = nn.get_partition_spec(variables)["scales"]
+        assert scale_specs["up"]["DotGeneral_0"]["weight_scale"] == PartitionSpec(None, "model")
+        assert scale_specs["down"]["DotGeneral_0"]["weight_scale"] == PartitionSpec(None, None)
+        assert scale_specs["up"]["DotGeneral_0"]["activation_scale"] == PartitionSpec()
+    expected = jax.jit(module.apply)(serving, x)
+    np.testing.assert_array_equal(expected, jax.jit(module.apply)(variables, x))
     batch = NamedSharding(mesh, PartitionSpec("data"))
     for tree in (serving, variables):
         places = nn.get_sharding(tree, mesh)
         run = jax.jit(module.apply, in_shardings=(meta.unbox(places), batch))
         placed = jax.device_put(meta.unbox(tree), meta.unbox(places))
-        got = run(placed, jax.device_put(x, batch))
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+        actual = run(placed, jax.device_put(x, batch))
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
         if tree is serving:
-            np.testing.assert_array_equal(got, want)
+            np.testing.assert_array_equal(actual, expected)
             kernel = placed["params"]["up"]["kernel"]
             assert {s.data.shape for s in kernel.codes.addressable_shards} == {(8, 4)}
             assert {s.data.shape for s in kernel.scale.addressable_shards} == {(1, 4)}
@@ -238,7 +239,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", mark_others_full(WAYS, set(WAYS) - {"bfloat16", "int8 back"}))
 def test_a_step_of_training(fixed_rng: np.random.Generator, name: str) -> None:
     way, dtype = WAYS[name]
@@ -250,8 +251,8 @@ def test_a_step_of_training(fixed_rng: np.random.Generator, name: str) -> None:
     @jax.jit
     def run(key: Any, x: Any) -> Any:
         variables = module.init(key, x)
-        _, seen = module.apply(variables, x, mutable=["ranges"], rngs=rngs)
-        variables = {**variables, **seen}
+        _, new_ranges = module.apply(variables, x, mutable=["ranges"], rngs=rngs)
+        variables = {**variables, **new_ranges}
         learned = {name: variables.pop(name) for name in ("params", "scales") if name in variables}
         rounding = functools.partial(module.apply, rngs=rngs)
 
@@ -263,8 +264,8 @@ def test_a_step_of_training(fixed_rng: np.random.Generator, name: str) -> None:
         stepped: Any = optax.apply_updates(learned, updates)
         return value, loss(stepped), grads, {**variables, **stepped}
 
-    before, after, grads, variables = run(jax.random.key(1), x)
-    assert after < before
+    first_loss, last_loss, grads, variables = run(jax.random.key(1), x)
+    assert last_loss < first_loss
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads["params"]))
     assert {str(v.dtype) for v in jax.tree.leaves(variables["params"])} == {"float32"}
     y = jax.jit(functools.partial(module.apply, rngs=rngs))(variables, x)
@@ -290,13 +291,13 @@ class Attention(nn.Module):
 @pytest.mark.slow
 def test_flax_s_own_layers_are_given_the_contraction(fixed_rng: np.random.Generator) -> None:
     x = jnp.asarray(fixed_rng.normal(size=(2, 4, 8)), F32)
-    variables = fed(Attention(), x)
+    variables = observe_batch(Attention(), x)
     assert len(variables["ranges"]) == 4, "one object, but each layer has its own range"
     serving = serves_what_it_trained(Attention(), variables, x)
     assert {str(layer["kernel"].codes.dtype) for layer in serving["params"].values()} == {"int4"}
     dot = qflax.dot_general(W, A)
     attention: Any = nn.MultiHeadDotProductAttention(2, qkv_dot_general=dot, out_dot_general_cls=dot)
-    variables = fed(attention, x)
+    variables = observe_batch(attention, x)
     assert sorted(variables["ranges"]) == ["key", "out", "query", "value"]
     plain: Any = nn.MultiHeadDotProductAttention(2).apply({"params": variables["params"]}, x)
     y = jax.jit(attention.apply)(variables, x)

@@ -12,7 +12,7 @@ import pytest
 import jaxquant as jq
 
 from ..cases import contraction_refusals, convolution_refusals
-from ..cases.contraction_refusals import CG, DG, I8, NB, U8, F, P, of
+from ..cases.contraction_refusals import CG, DG, I8, NB, U8, F, P, ones
 from ..support import bad_input
 from ..support.bad_input import Row
 
@@ -34,7 +34,7 @@ ROWS = [row for part in PARTS for row in part()]
 TRACEABLE = bad_input.traceable(ROWS)
 
 
-def test_good_arguments_are_good() -> None:
+def test_good_arguments_are_accepted() -> None:
     """Else every row could be refused for what it does not name."""
     for op, good in contraction_refusals.GOOD.items():
         assert jax.eval_shape(op, *good.values()).shape
@@ -80,15 +80,15 @@ def test_a_static_argument_may_not_be_traced(op: Any, name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("call", "right", "wrong"),
     [
-        (lambda v: jq.conv_integer(of(U8, 1, 2, 5, 6), of(I8, 3, 2, 3, 3), pads=v), (1, 1, 1, 1), (True, 1, 1, 1)),
-        (lambda v: jq.conv_integer(of(U8, 1, 2, 5, 6), of(I8, 3, 2, 3, 3), strides=v), (1, 2), (1.0, 2)),
-        (lambda v: jq.conv_integer(of(U8, 1, 2, 5, 6), of(I8, 3, 2, 3, 3), group=v), 1, True),
-        (lambda v: CG(of(U8, 1, 2, 5, 6), of(I8, 3, 2, 3, 3), 0, 0, rhs_dilation=v), (1, 2), (True, 2.0)),
-        (lambda v: NB(of(F, 7, 40), of(U8, 5, 2, 16), of(F, 5, 2), None, None, bits=v), 4, 4.0),
+        (lambda v: jq.conv_integer(ones(U8, 1, 2, 5, 6), ones(I8, 3, 2, 3, 3), pads=v), (1, 1, 1, 1), (True, 1, 1, 1)),
+        (lambda v: jq.conv_integer(ones(U8, 1, 2, 5, 6), ones(I8, 3, 2, 3, 3), strides=v), (1, 2), (1.0, 2)),
+        (lambda v: jq.conv_integer(ones(U8, 1, 2, 5, 6), ones(I8, 3, 2, 3, 3), group=v), 1, True),
+        (lambda v: CG(ones(U8, 1, 2, 5, 6), ones(I8, 3, 2, 3, 3), 0, 0, rhs_dilation=v), (1, 2), (True, 2.0)),
+        (lambda v: NB(ones(F, 7, 40), ones(U8, 5, 2, 16), ones(F, 5, 2), None, None, bits=v), 4, 4.0),
     ],
     ids=["pads", "strides", "group", "rhs_dilation", "bits"],
 )
-def test_a_good_call_before_lets_nothing_through(call: Any, right: Any, wrong: Any) -> None:
+def test_a_cached_program_does_not_admit_equal_values_of_other_types(call: Any, right: Any, wrong: Any) -> None:
     """True == 1 == 1.0, with one hash: a cache of compiled programs must not take one for the other."""
     call(right)
     with pytest.raises(TypeError, match=r"expected an int, got (True|1\.0|4\.0)"):
@@ -97,7 +97,7 @@ def test_a_good_call_before_lets_nothing_through(call: Any, right: Any, wrong: A
 
 def test_the_first_cause_is_chex() -> None:
     with pytest.raises(ValueError, match="bias") as raised:
-        jq.dynamic_quantize_matmul(of(F, 4, 6), of(I8, 6, 5), 0.5, bias=of(F, 6))
+        jq.dynamic_quantize_matmul(ones(F, 4, 6), ones(I8, 6, 5), 0.5, bias=ones(F, 6))
     assert "[Chex]" in str(raised.value.__cause__)
 
 
@@ -125,39 +125,42 @@ class Wrapped:
 @pytest.mark.parametrize("op", list(contraction_refusals.GOOD), ids=bad_input.function_name)
 def test_arrays_of_others_are_taken(rng: np.random.Generator, op: Any) -> None:
     good = contraction_refusals.GOOD[op]
-    drawn = [rng.integers(0, 100, np.shape(v)).astype(np.asarray(v).dtype) for v in good.values()]
+    values = [rng.integers(0, 100, np.shape(v)).astype(np.asarray(v).dtype) for v in good.values()]
     for absent in ((), ("a_zero_point", "b_zero_point", "x_zero_point", "w_zero_point", "zero_points")):
-        given = [
+        operands = [
             None if n in absent and op not in (jq.qlinear_matmul, jq.qlinear_conv) else v
-            for n, v in zip(good, drawn, strict=True)
+            for n, v in zip(good, values, strict=True)
         ]
-        wrapped = [v if v is None else Wrapped(v) for v in given]
-        np.testing.assert_array_equal(op(*wrapped), op(*given))
-        np.testing.assert_array_equal(jax.jit(P(op, *wrapped))(), op(*given))
+        wrapped = [v if v is None else Wrapped(v) for v in operands]
+        np.testing.assert_array_equal(op(*wrapped), op(*operands))
+        np.testing.assert_array_equal(jax.jit(P(op, *wrapped))(), op(*operands))
 
 
 EMPTY: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "rows": (lambda: jq.matmul_integer(of(U8, 0, 6), of(I8, 6, 5), 3, 4), (0, 5)),
-    "columns": (lambda: jq.matmul_integer(of(U8, 4, 6), of(I8, 6, 0), 3, 4), (4, 0)),
-    "depth": (lambda: jq.matmul_integer(of(U8, 4, 0), of(I8, 0, 5), 3, 4), (4, 5)),
-    "depth of a row": (lambda: jq.matmul_integer(of(U8, 0), of(I8, 0, 5), 3, 4), (5,)),
-    "batch": (lambda: jq.matmul_integer(of(U8, 0, 4, 6), of(I8, 0, 6, 5), 3, 4), (0, 4, 5)),
-    "no dimensions": (lambda: DG(of(U8), of(I8), of(U8), of(I8), dimension_numbers=(((), ()), ((), ()))), ()),
-    "dynamic rows": (lambda: jq.dynamic_quantize_matmul(of(F, 0, 6), of(I8, 6, 5), 0.5), (0, 5)),
-    "dynamic depth": (lambda: jq.dynamic_quantize_matmul(of(F, 4, 0), of(I8, 0, 5), 0.5), (4, 5)),
-    "blocks of rows": (lambda: jq.matmul_integer_to_float(of(U8, 0, 6), of(I8, 6, 5), 0.5, of(F, 2, 5)), (0, 5)),
-    "blocks of nothing": (lambda: jq.matmul_integer_to_float(of(U8, 4, 0), of(I8, 0, 5), 0.5, of(F, 2, 5)), (4, 5)),
-    "nbits rows": (lambda: NB(of(F, 0, 40), of(U8, 5, 2, 16), of(F, 5, 2)), (0, 5)),
-    "images": (lambda: jq.conv_integer(of(U8, 0, 4, 7, 9), of(I8, 6, 4, 3, 3), 3, 4), (0, 6, 5, 7)),
-    "images of many channels": (lambda: jq.conv_integer(of(U8, 0, 16, 7, 9), of(I8, 6, 16, 3, 3), 3, 4), (0, 6, 5, 7)),
-    "depthwise images": (lambda: jq.conv_integer(of(U8, 0, 6, 7, 9), of(I8, 6, 1, 3, 3), 3, 4, group=6), (0, 6, 5, 7)),
-    "features": (lambda: jq.conv_integer(of(U8, 2, 4, 7, 9), of(I8, 0, 4, 3, 3), 3, 4), (2, 0, 5, 7)),
-    "channels": (lambda: jq.conv_integer(of(U8, 2, 0, 7, 9), of(I8, 6, 0, 3, 3), 3, 4), (2, 6, 5, 7)),
+    "rows": (lambda: jq.matmul_integer(ones(U8, 0, 6), ones(I8, 6, 5), 3, 4), (0, 5)),
+    "columns": (lambda: jq.matmul_integer(ones(U8, 4, 6), ones(I8, 6, 0), 3, 4), (4, 0)),
+    "depth": (lambda: jq.matmul_integer(ones(U8, 4, 0), ones(I8, 0, 5), 3, 4), (4, 5)),
+    "depth of a row": (lambda: jq.matmul_integer(ones(U8, 0), ones(I8, 0, 5), 3, 4), (5,)),
+    "batch": (lambda: jq.matmul_integer(ones(U8, 0, 4, 6), ones(I8, 0, 6, 5), 3, 4), (0, 4, 5)),
+    "no dimensions": (lambda: DG(ones(U8), ones(I8), ones(U8), ones(I8), dimension_numbers=(((), ()), ((), ()))), ()),
+    "dynamic rows": (lambda: jq.dynamic_quantize_matmul(ones(F, 0, 6), ones(I8, 6, 5), 0.5), (0, 5)),
+    "dynamic depth": (lambda: jq.dynamic_quantize_matmul(ones(F, 4, 0), ones(I8, 0, 5), 0.5), (4, 5)),
+    "blocks of rows": (lambda: jq.matmul_integer_to_float(ones(U8, 0, 6), ones(I8, 6, 5), 0.5, ones(F, 2, 5)), (0, 5)),
+    "blocks of nothing": (lambda: jq.matmul_integer_to_float(ones(U8, 4, 0), ones(I8, 0, 5), 0.5, ones(F, 2, 5)),
+        (4, 5)),
+    "nbits rows": (lambda: NB(ones(F, 0, 40), ones(U8, 5, 2, 16), ones(F, 5, 2)), (0, 5)),
+    "images": (lambda: jq.conv_integer(ones(U8, 0, 4, 7, 9), ones(I8, 6, 4, 3, 3), 3, 4), (0, 6, 5, 7)),
+    "images of many channels": (lambda: jq.conv_integer(ones(U8, 0, 16, 7, 9), ones(I8, 6, 16, 3, 3), 3, 4),
+        (0, 6, 5, 7)),
+    "depthwise images": (lambda: jq.conv_integer(ones(U8, 0, 6, 7, 9), ones(I8, 6, 1, 3, 3), 3, 4, group=6),
+        (0, 6, 5, 7)),
+    "features": (lambda: jq.conv_integer(ones(U8, 2, 4, 7, 9), ones(I8, 0, 4, 3, 3), 3, 4), (2, 0, 5, 7)),
+    "channels": (lambda: jq.conv_integer(ones(U8, 2, 0, 7, 9), ones(I8, 6, 0, 3, 3), 3, 4), (2, 6, 5, 7)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(EMPTY))
-def test_what_is_empty_is_no_bad_input(name: str) -> None:
+def test_empty_operands_are_accepted(name: str) -> None:
     """A sum of nothing is 0."""
     op, shape = EMPTY[name]
     for call in (op, jax.jit(op)):

@@ -21,18 +21,18 @@ from ..support.matrix import mark_others_full
 Array = np.ndarray
 
 
-def close(got: Any, want: Array, digits: float = 2e-6, *, sizes: Array | None = None) -> None:
+def close(actual: Any, expected: Array, digits: float = 2e-6, *, sizes: Array | None = None) -> None:
     """Equal up to the order and the precision of the sums, in the shape of what is differentiated.
 
     `sizes` are the sums of the magnitudes of what is added up; without them it may not cancel by much.
     """
-    assert got.shape == want.shape
+    assert actual.shape == expected.shape
     if sizes is not None:
-        excess = np.abs(np.asarray(got, np.float64) - want) - digits * sizes
-        assert (excess <= 0).all(), f"got {got}, want {want}, of magnitudes {sizes}"
+        excess = np.abs(np.asarray(actual, np.float64) - expected) - digits * sizes
+        assert (excess <= 0).all(), f"got {actual}, want {expected}, of magnitudes {sizes}"
         return
-    bound = digits * max(1.0, float(np.abs(want).max(initial=0)))
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=10 * digits, atol=bound)
+    bound = digits * max(1.0, float(np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=10 * digits, atol=bound)
 
 
 # a, b, b_scale, b_zero_point (None: absent), bias
@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drawn(rng: np.random.Generator, layout: str, signed: bool) -> tuple[Array, ...]:
+def draw_weights(rng: np.random.Generator, layout: str, signed: bool) -> tuple[Array, ...]:
     """b, b_scale, b_zero_point and bias of a layout."""
     _, b_shape, scale_shape, point_shape, biased = SHAPES[layout]
     low, high, name = (-128, 128, "int8") if signed else (0, 256, "uint8")
@@ -71,25 +71,25 @@ def drawn(rng: np.random.Generator, layout: str, signed: bool) -> tuple[Array, .
     return b, scale, point, bias  # type: ignore[return-value]
 
 
-def pulled(op: Callable[..., Any], arguments: dict[str, Any], rng: np.random.Generator, g: Any = None) -> Any:
+def find_gradients(op: Callable[..., Any], arguments: dict[str, Any], rng: np.random.Generator, g: Any = None) -> Any:
     """The cotangent that is sent back, drawn if it is not given, and what it comes to at every argument."""
 
     @jax.jit
-    def pull(given: dict[str, Any], g: Any) -> Any:
-        y, back = jax.vjp(lambda given: op(**given), given)
-        return y, back(g)[0]
+    def pull(operands: dict[str, Any], g: Any) -> Any:
+        y, vjp = jax.vjp(lambda operands: op(**operands), operands)
+        return y, vjp(g)[0]
 
-    given = {n: v for n, v in arguments.items() if v is not None}
-    y = op(**given)
+    operands = {n: v for n, v in arguments.items() if v is not None}
+    y = op(**operands)
     g = np.asarray(rng.normal(size=y.shape), y.dtype) if g is None else g
-    again, back = pull(given, g)
-    assert transforms.mismatches(again, y) == 0, "a forward pass under differentiation gives other bits"
-    for name, value in given.items():
+    repeated, gradients = pull(operands, g)
+    assert transforms.mismatches(repeated, y) == 0, "a forward pass under differentiation gives other bits"
+    for name, value in operands.items():
         if np.asarray(value).dtype.kind in "iu":
-            assert back[name].dtype == jax.dtypes.float0
+            assert gradients[name].dtype == jax.dtypes.float0
         else:
-            assert back[name].dtype == np.asarray(value).dtype
-    return g, back
+            assert gradients[name].dtype == np.asarray(value).dtype
+    return g, gradients
 
 
 def as_matrices(a: Array, b: Array, g: Array) -> tuple[Array, Array, Array]:
@@ -102,20 +102,20 @@ def as_matrices(a: Array, b: Array, g: Array) -> tuple[Array, Array, Array]:
     return np.atleast_2d(a), b[:, None] if b.ndim == 1 else b, g
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "signed"), [(name, i % 2 == 0) for i, name in enumerate(SHAPES)])
 def test_dynamic_quantize_matmul(rng: np.random.Generator, layout: str, signed: bool) -> None:
     a = rng.normal(size=SHAPES[layout][0]).astype(np.float32)
-    b, b_scale, point, bias = drawn(rng, layout, signed)
+    b, b_scale, point, bias = draw_weights(rng, layout, signed)
     arguments = {"a": a, "b": b, "b_scale": b_scale, "b_zero_point": point, "bias": bias}
-    g, back = pulled(jq.dynamic_quantize_matmul, arguments, rng)
+    g, gradients = find_gradients(jq.dynamic_quantize_matmul, arguments, rng)
     codes, scale, zero_point = onnx_text.dynamic_quantize_linear(a)
     steps, matrix, g = as_matrices(codes.astype(np.float64) - float(zero_point), b, g)
     parts = (steps, float(scale), matrix, b_scale, point, g)
     want, sizes = gradient_formulas.of_product(*parts), gradient_formulas.sizes_of_product(*parts)
-    close(back["a"], want["a"].reshape(a.shape), sizes=sizes["a"].reshape(a.shape))
+    close(gradients["a"], want["a"].reshape(a.shape), sizes=sizes["a"].reshape(a.shape))
     for name in ("b_scale", "bias") if bias is not None else ("b_scale",):
-        close(back[name], want[name], sizes=sizes[name])
+        close(gradients[name], want[name], sizes=sizes[name])
 
 
 ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
@@ -131,23 +131,23 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("layout", "signed"), [(name, i % 2 == 1) for i, name in enumerate(SHAPES)])
 def test_matmul_integer_to_float(rng: np.random.Generator, layout: str, signed: bool) -> None:
-    b, b_scale, point, bias = drawn(rng, layout, not signed)
+    b, b_scale, point, bias = draw_weights(rng, layout, not signed)
     rows, points = ROWS.get(layout, ((), None))
     low, high, name = (-128, 128, "int8") if signed else (0, 256, "uint8")
     a = rng.integers(low, high, SHAPES[layout][0]).astype(name)
     a_point = None if points is None else np.asarray(rng.integers(low, high, points)).astype(name)
     a_scale = np.asarray(np.exp(rng.uniform(-3, 0, rows)), np.float32)
     arguments = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "a_zero_point": a_point}
-    g, back = pulled(jq.matmul_integer_to_float, {**arguments, "b_zero_point": point, "bias": bias}, rng)
+    g, gradients = find_gradients(jq.matmul_integer_to_float, {**arguments, "b_zero_point": point, "bias": bias}, rng)
     steps = np.asarray(a, np.float64) - (0 if a_point is None else contraction_text.per_row(a_point).astype(float))
     steps, matrix, g = as_matrices(steps, b, g)
     parts = (steps, a_scale, matrix, b_scale, point, g)
     want, sizes = gradient_formulas.of_product(*parts), gradient_formulas.sizes_of_product(*parts)
     for name in ("a_scale", "b_scale", *(("bias",) if bias is not None else ())):
-        close(back[name], want[name], sizes=sizes[name])
+        close(gradients[name], want[name], sizes=sizes[name])
 
 
 def nbits(rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: int, points: Any, dtype: Any) -> Any:
@@ -172,7 +172,7 @@ def nbits(rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: in
     return arguments, statics, steps
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("points", ["none", "packed", "float"])
 @pytest.mark.parametrize("shape", [(3, 64), (3, 70), (41,), (2, 3, 33)], ids=str)
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -181,10 +181,10 @@ def test_matmul_nbits(rng: np.random.Generator, bits: int, shape: tuple[int, ...
     op = functools.partial(jq.matmul_nbits, **statics)
     if points == "none":  # flat, as ONNX has it
         arguments["scales"] = arguments["scales"].reshape(-1)
-    g, back = pulled(op, arguments, rng)
+    g, gradients = find_gradients(op, arguments, rng)
     want, sizes = (f(arguments, steps, g) for f in (gradient_formulas.of_nbits, gradient_formulas.sizes_of_nbits))
     for name in ("a", "scales", "bias", *(("zero_points",) if points == "float" else ())):
-        close(back[name], want[name], sizes=sizes[name])
+        close(gradients[name], want[name], sizes=sizes[name])
 
 
 @pytest.mark.sample(3)
@@ -192,11 +192,11 @@ def test_matmul_nbits(rng: np.random.Generator, bits: int, shape: tuple[int, ...
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_matmul_nbits(rng: np.random.Generator, dtype: Any, points: str) -> None:
     arguments, statics, steps = nbits(rng, (3, 40), 4, 32, points, dtype)
-    g, back = pulled(functools.partial(jq.matmul_nbits, **statics), arguments, rng)
+    g, gradients = find_gradients(functools.partial(jq.matmul_nbits, **statics), arguments, rng)
     want, sizes = (f(arguments, steps, g) for f in (gradient_formulas.of_nbits, gradient_formulas.sizes_of_nbits))
     digits = float(ml_dtypes.finfo(dtype).eps)
     for name in ("a", "scales", "bias", *(("zero_points",) if points == "float" else ())):
-        close(back[name], want[name], digits, sizes=sizes[name])
+        close(gradients[name], want[name], digits, sizes=sizes[name])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["float32", "float16", "bfloat16"])
@@ -206,10 +206,11 @@ def test_a_result_of_zero_has_a_gradient(rng: np.random.Generator, dtype: Any) -
     arguments["bias"] = None
     arguments["a"] = np.stack([np.zeros(40), np.full(40, 1e-8), np.full(40, 1e-6)]).astype(dtype)
     g = np.ones((3, 5), dtype)
-    _, back = pulled(functools.partial(jq.matmul_nbits, **statics), arguments, rng, g)
-    close(back["a"], gradient_formulas.of_nbits(arguments, steps, g)["a"], float(ml_dtypes.finfo(dtype).eps))
+    _, gradients = find_gradients(functools.partial(jq.matmul_nbits, **statics), arguments, rng, g)
+    close(gradients["a"], gradient_formulas.of_nbits(arguments, steps, g)["a"], float(ml_dtypes.finfo(dtype).eps))
 
 
+@pytest.mark.slow
 def test_the_range_of_a_is_a_constant(rng: np.random.Generator) -> None:
     """The cotangent of a is that of a plain product with dequantized weights, saturated or not, NaN or not."""
     b, scale = rng.integers(-128, 128, (12, 5)).astype(np.int8), np.float32(0.25)
@@ -221,7 +222,7 @@ def test_the_range_of_a_is_a_constant(rng: np.random.Generator) -> None:
 
 def operators(rng: np.random.Generator) -> dict[str, tuple[Callable[..., jax.Array], Any, Array]]:
     """For each float operator a function of what can be learned and of x, and values of both; x has a batch of 6."""
-    b, b_scale, point, bias = drawn(rng, "blocks", True)
+    b, b_scale, point, bias = draw_weights(rng, "blocks", True)
     x = rng.normal(size=(6, 4, 12)).astype(np.float32)
     arguments, statics, _ = nbits(rng, (4, 40), 4, 32, "float", np.float32)
     packed, learned = arguments["b"], {n: arguments[n] for n in ("scales", "zero_points", "bias")}
@@ -251,22 +252,22 @@ NAMES = ["dynamic_quantize_matmul", "matmul_integer_to_float", "matmul_nbits"]
 def loops(op: Callable[..., jax.Array]) -> dict[str, Callable[..., Any]]:
     """A loss over a batch of x, spelled in the ways of JAX."""
 
-    def one(p: Any, x: Any) -> jax.Array:
+    def find_loss(p: Any, x: Any) -> jax.Array:
         return jnp.sum(op(p, x) ** 2)
 
     def scanned(p: Any, x: Any) -> jax.Array:
-        return jax.lax.scan(lambda total, row: (total + one(p, row), None), jnp.float32(0), x)[0]
+        return jax.lax.scan(lambda total, row: (total + find_loss(p, row), None), jnp.float32(0), x)[0]
 
     return {
-        "loop": lambda p, x: functools.reduce(jnp.add, [one(p, row) for row in x]),
-        "vmap": lambda p, x: jax.vmap(one, in_axes=(None, 0))(p, x).sum(),
-        "vmap of both": lambda p, x: jax.vmap(one)(jax.tree.map(lambda v: jnp.stack([v] * 6), p), x).sum(),
+        "loop": lambda p, x: functools.reduce(jnp.add, [find_loss(p, row) for row in x]),
+        "vmap": lambda p, x: jax.vmap(find_loss, in_axes=(None, 0))(p, x).sum(),
+        "vmap of both": lambda p, x: jax.vmap(find_loss)(jax.tree.map(lambda v: jnp.stack([v] * 6), p), x).sum(),
         "scan": scanned,
-        "remat": lambda p, x: functools.reduce(jnp.add, [jax.checkpoint(one)(p, row) for row in x]),
+        "remat": lambda p, x: functools.reduce(jnp.add, [jax.checkpoint(find_loss)(p, row) for row in x]),
         "scan of remat": lambda p, x: jax.lax.scan(
-            lambda total, row: (total + jax.checkpoint(one)(p, row), None), jnp.float32(0), x
+            lambda total, row: (total + jax.checkpoint(find_loss)(p, row), None), jnp.float32(0), x
         )[0],
-        "map": lambda p, x: jax.lax.map(functools.partial(one, p), x).sum(),
+        "map": lambda p, x: jax.lax.map(functools.partial(find_loss, p), x).sum(),
     }
 
 
@@ -279,18 +280,19 @@ BY_DEFAULT = ("vmap of both", "scan of remat")
 def test_gradients_under_transformations(rng: np.random.Generator, name: str, rest: bool) -> None:
     op, parameters, x = operators(rng)[name]
     floats = (0, 1) if x.dtype == np.float32 else (0,)
-    want: Any = None
+    expected: Any = None
     for way, loss in loops(op).items():
         if way != "loop" and (way in BY_DEFAULT) == rest:
             continue
         eager = jax.grad(loss, floats)(parameters, x) if rest and way in ("loop", "scan") else None
-        got = jax.jit(jax.grad(loss, floats))(parameters, x)
-        want = got if want is None else want
-        for each in (got, eager):
-            if each is not None:
-                jax.tree.map(lambda a, b: close(a, np.asarray(b, np.float64), 1e-5), each, want)
+        actual = jax.jit(jax.grad(loss, floats))(parameters, x)
+        expected = actual if expected is None else expected
+        for gradients in (actual, eager):
+            if gradients is not None:
+                jax.tree.map(lambda a, b: close(a, np.asarray(b, np.float64), 1e-5), gradients, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_each_in_a_batch(rng: np.random.Generator, name: str) -> None:
     """vmap of grad: each x, and each set of parameters, has its own."""
@@ -300,13 +302,14 @@ def test_gradient_of_each_in_a_batch(rng: np.random.Generator, name: str) -> Non
         return jax.grad(lambda p: jnp.sum(op(p, x) ** 2))(p)
 
     batch = jax.tree.map(lambda v: np.stack([v * np.float32(1 + i / 8) for i in range(6)]), parameters)
-    for axes, given in (((None, 0), parameters), ((0, 0), batch)):
-        got = jax.jit(jax.vmap(pull, axes))(given, x)
-        rows = [pull(given if axes[0] is None else jax.tree.map(lambda v, i=i: v[i], given), x[i]) for i in range(6)]
-        for name, value in got.items():
+    for axes, args in (((None, 0), parameters), ((0, 0), batch)):
+        actual = jax.jit(jax.vmap(pull, axes))(args, x)
+        rows = [pull(args if axes[0] is None else jax.tree.map(lambda v, i=i: v[i], args), x[i]) for i in range(6)]
+        for name, value in actual.items():
             close(value, np.stack([np.asarray(r[name], np.float64) for r in rows]), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_value_beside_a_gradient_is_the_value(rng: np.random.Generator, name: str) -> None:
@@ -336,7 +339,7 @@ CODES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CODES))
 def test_integers_stop_a_gradient_and_break_none(rng: np.random.Generator, name: str) -> None:
     """A scale behind the contraction learns; what is in front of the codes gets zeros, or what goes around them."""
@@ -353,15 +356,15 @@ def test_integers_stop_a_gradient_and_break_none(rng: np.random.Generator, name:
         body = jax.checkpoint(lambda total, row: (total + loss(row, w, scale), None))
         return jax.lax.scan(body, jnp.float32(0), jnp.stack([x]))[0]
 
-    found = np.asarray(codes(x, w)).astype(np.float64)
+    integers = np.asarray(codes(x, w)).astype(np.float64)
     mapped = jax.vmap(loss, (0, None, None))
-    for one in (loss, repeated, lambda x, w, s: mapped(jnp.stack([x]), w, s).sum()):
-        for rule in (jax.grad(one, (0, 1, 2)), jax.jit(jax.grad(one, (0, 1, 2)))):
+    for function in (loss, repeated, lambda x, w, s: mapped(jnp.stack([x]), w, s).sum()):
+        for rule in (jax.grad(function, (0, 1, 2)), jax.jit(jax.grad(function, (0, 1, 2)))):
             dx, dw, dscale = rule(x, w, jnp.float32(0.5))
             np.testing.assert_array_equal(dx, np.full(x_shape, 2))
             np.testing.assert_array_equal(dw, np.zeros(w_shape))
-            np.testing.assert_allclose(dscale, found.sum(), rtol=0, atol=1e-6 * np.abs(found).sum())
-        _, tangent = jax.jvp(lambda x, one=one: one(x, w, jnp.float32(0.5)), (x,), (np.ones_like(x),))
+            np.testing.assert_allclose(dscale, integers.sum(), rtol=0, atol=1e-6 * np.abs(integers).sum())
+        _, tangent = jax.jvp(lambda x, function=function: function(x, w, jnp.float32(0.5)), (x,), (np.ones_like(x),))
         np.testing.assert_allclose(tangent, 2 * x.size)
 
 
@@ -369,13 +372,14 @@ def test_integers_stop_a_gradient_and_break_none(rng: np.random.Generator, name:
 def test_integer_operands_carry_float0(rng: np.random.Generator, name: str) -> None:
     op, x_shape, w_shape = CODES[name]
     x, w = rng.integers(0, 256, x_shape).astype(np.uint8), rng.integers(-128, 128, w_shape).astype(np.int8)
-    y, back = jax.vjp(op, x, w)
+    y, vjp = jax.vjp(op, x, w)
     assert transforms.mismatches(y, op(x, w)) == 0
-    for cotangent, of in zip(back(np.zeros(y.shape, jax.dtypes.float0)), (x, w), strict=True):
+    for cotangent, operand in zip(vjp(np.zeros(y.shape, jax.dtypes.float0)), (x, w), strict=True):
         assert cotangent.dtype == jax.dtypes.float0
-        assert cotangent.shape == of.shape
+        assert cotangent.shape == operand.shape
 
 
+@pytest.mark.slow
 def test_forward_mode_of_scales(rng: np.random.Generator) -> None:
     """What no rule of its own stands for is differentiable both ways."""
     a, b = rng.integers(0, 256, (4, 12)).astype(np.uint8), rng.integers(-128, 128, (12, 5)).astype(np.int8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jaxquant as jq
 
 from ..cases.contraction_exactness import MICROSOFT
 from ..oracles import contraction_text, onnx_runtime, onnx_text
+from ..support.hlo import Program
 
 SIZES = ((64, 32), (70, 32), (50, 16), (130, 64), (33, 128), (16, 16))
 
@@ -48,7 +50,7 @@ def asked(a, b, scales, points, bias, **static: int) -> np.ndarray:
     return onnx_runtime.ask("MatMulNBits", (a, b, scales, points, None, bias), a.dtype, MICROSOFT, **static)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("k", "block"), SIZES)
 def test_beside_onnx_runtime(k: int, block: int, bits: int, rng: np.random.Generator) -> None:
@@ -133,6 +135,70 @@ def test_vmap(rng: np.random.Generator) -> None:
     near(got, np.stack([contraction_text.matmul_nbits(a, *drawn[0][1:], **static) for a in args[0]], axis=1))
 
 
+def sum_magnitudes(a: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return np.abs(a.astype(np.float64)) @ np.abs(weights.astype(np.float64)).T
+
+
+# Groups of lanes that 8, 7, 6, 5 or 4 divide, blocks of several groups, a short last block, and 11 groups.
+ROW_SIZES = ((256, 32), (224, 32), (95, 16), (80, 16), (512, 128), (1020, 512), (176, 16))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("k", "block"), ROW_SIZES)
+def test_a_single_row(k: int, block: int, bits: int, rng: np.random.Generator) -> None:
+    """In the form of its own, within 2e-6 of the sum of magnitudes, and mapped: one row, and several."""
+    a, b, scales, points, _ = draw(rng, k, bits, block, M=6)
+    static = attributes(b, k, bits, block)
+    float_points = rng.normal(2 ** (bits - 1), 1, scales.shape).astype(np.float32)
+
+    def contract(points: Any, a: Any, b: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
+        def op(x: Any) -> jax.Array:
+            return jq.matmul_nbits(x, b, scales, points, **static)
+
+        return op(a[:1]), jax.vmap(op)(a)
+
+    choices = (None, points, float_points)
+    results = jax.jit(lambda *args: [contract(p, *args) for p in choices])(a, b, scales)
+    for (row, rows), given in zip(results, choices, strict=True):
+        weights = contraction_text.nbits_weights(b, scales, given, **static)
+        exact, bound = a.astype(np.float64) @ weights.T, 2e-6 * sum_magnitudes(a, weights)
+        assert np.all(np.abs(row - exact[:1]) <= bound[:1])
+        assert np.all(np.abs(rows - exact) <= bound)
+
+
+def test_unusual_numbers_in_a_single_row(rng: np.random.Generator) -> None:
+    """Infinities, NaN, and products of a code and an element that exceed float32 unless the scale comes first."""
+    a, b, scales, _, _ = draw(rng, 256, 4, 32, M=1)
+    static = attributes(b, 256, 4, 32)
+    contract = jax.jit(functools.partial(jq.matmul_nbits, **static))
+    b[:, 0, 0], scales[2, 1] = 0x88, np.inf  # 0 and 0, and an infinite scale
+    b[2, 1] = 0x19
+    for element, want in ((np.inf, "nan"), (np.nan, "nan"), (1.0, "finite")):
+        a[0, :2] = element
+        got = np.asarray(contract(a, b, scales))[0]
+        others = np.delete(got, 2)
+        assert np.isnan(others).all() if want == "nan" else np.isfinite(others).all()
+        assert not np.isfinite(got[2])
+    a, b, scales, _, _ = draw(rng, 256, 4, 32, M=1)
+    a, scales = a * np.float32(1e37), scales * np.float32(1e-30)
+    weights = contraction_text.nbits_weights(b, scales, None, **static)
+    exact = a.astype(np.float64) @ weights.T
+    assert np.all(np.abs(contract(a, b, scales) - exact) <= 2e-6 * sum_magnitudes(a, weights))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the form is a CPU's")
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA does not vectorize the form")
+def test_rows_under_vmap_become_one_contraction(rng: np.random.Generator) -> None:
+    _, b, scales, _, _ = draw(rng, 256, 4, 32)
+    static = attributes(b, 256, 4, 32)
+    for rows, contractions in ((1, 0), (16, 2)):
+        x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
+        program = Program(jax.vmap(lambda row: jq.matmul_nbits(row, b, scales, **static)), x)
+        assert len(list(program.contractions())) == contractions
+
+
+@pytest.mark.slow
 def test_gradient_of_a_is_the_weights(rng: np.random.Generator) -> None:
     a, b, scales, points, bias = draw(rng, 50, 4, 16)
     static = attributes(b, 50, 4, 16)

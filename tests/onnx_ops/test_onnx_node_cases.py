@@ -49,13 +49,13 @@ def node_tests() -> list[Any]:
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """The node's attributes as keywords; ONNX's dtype numbers become dtypes, 0 means not given."""
-    found = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     for name in DTYPES:
-        if found.get(name):
-            found[name] = helper.tensor_dtype_to_np_dtype(found[name])
+        if values.get(name):
+            values[name] = helper.tensor_dtype_to_np_dtype(values[name])
         else:
-            found.pop(name, None)
-    return found
+            values.pop(name, None)
+    return values
 
 
 def operator(node: onnx.NodeProto) -> Any:
@@ -71,7 +71,7 @@ CASES = node_tests()
 
 
 @pytest.mark.parametrize("op_type", list(COUNTS))
-def test_there_are_as_many_as_known(op_type: str) -> None:
+def test_number_of_cases(op_type: str) -> None:
     assert sum(c.model.graph.node[0].op_type == op_type for c in CASES) == COUNTS[op_type]
 
 
@@ -81,7 +81,7 @@ def test_node(case: Any, jitted: bool) -> None:
     node = case.model.graph.node[0]
     op = operator(node)
     for inputs, outputs in case.data_sets:
-        got = jax.tree.leaves((jax.jit(op) if jitted else op)(*map(array, inputs)))
-        for g, w in zip(got, map(array, outputs), strict=True):
+        actual = jax.tree.leaves((jax.jit(op) if jitted else op)(*map(array, inputs)))
+        for g, w in zip(actual, map(array, outputs), strict=True):
             assert g.dtype == w.dtype
             assert transforms.mismatches(np.asarray(g), w) == 0

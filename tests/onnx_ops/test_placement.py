@@ -27,7 +27,7 @@ SCALES = {
 }
 
 
-def drawn(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+def draw_arguments(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
     shape, axis, block = SCALES[name]
     scale, point = inputs.scales(rng, shape, np.dtype(np.float32)), inputs.zero_points(rng, shape, "int8")
     wide, steps = (onnx_text.expand(p, SHAPE, axis, block) for p in (scale, point))
@@ -46,25 +46,25 @@ def sharded(x: np.ndarray, axis: int, kind: AxisType = AxisType.Explicit) -> jax
 @pytest.mark.parametrize("axis", range(3))
 @pytest.mark.parametrize("name", list(SCALES))
 def test_eight_devices_give_the_same_codes(rng: np.random.Generator, name: str, axis: int, kind: AxisType) -> None:
-    x, scale, point, keywords = drawn(rng, name)
-    want = onnx_text.quantize_linear(x, scale, point, "int8", axis=keywords["axis"], block=keywords["block_size"])
+    x, scale, point, keywords = draw_arguments(rng, name)
+    expected = onnx_text.quantize_linear(x, scale, point, "int8", axis=keywords["axis"], block=keywords["block_size"])
     spread = sharded(x, axis, kind)
-    got = jax.jit(functools.partial(jq.quantize_linear, **keywords))(spread, scale, point)
-    assert len(got.sharding.device_set) == 8
-    assert transforms.mismatches(np.asarray(got), want) == 0
-    back = jax.jit(functools.partial(jq.dequantize_linear, **keywords))(got, scale, point)
-    text = onnx_text.dequantize_linear(want, scale, point, axis=keywords["axis"], block=keywords["block_size"])
-    assert transforms.mismatches(np.asarray(back), text) == 0
+    actual = jax.jit(functools.partial(jq.quantize_linear, **keywords))(spread, scale, point)
+    assert len(actual.sharding.device_set) == 8
+    assert transforms.mismatches(np.asarray(actual), expected) == 0
+    values = jax.jit(functools.partial(jq.dequantize_linear, **keywords))(actual, scale, point)
+    text = onnx_text.dequantize_linear(expected, scale, point, axis=keywords["axis"], block=keywords["block_size"])
+    assert transforms.mismatches(np.asarray(values), text) == 0
     fake = jax.jit(functools.partial(jq.fake_quantize_linear, **keywords))(spread, scale, point)
     assert transforms.mismatches(np.asarray(fake), text) == 0
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("axis", range(3))
-@pytest.mark.parametrize("kept", [None, 0, 2])
-def test_eight_devices_find_the_same_range(rng: np.random.Generator, axis: int, kept: int | None) -> None:
+@pytest.mark.parametrize("row_axis", [None, 0, 2])
+def test_eight_devices_find_the_same_range(rng: np.random.Generator, axis: int, row_axis: int | None) -> None:
     x = rng.normal(size=SHAPE).astype(np.float32)
-    dynamic = jax.jit(functools.partial(jq.dynamic_quantize_linear, axis=kept))
+    dynamic = jax.jit(functools.partial(jq.dynamic_quantize_linear, axis=row_axis))
     alone, spread = dynamic(x), dynamic(sharded(x, axis))
     assert len(spread.y.sharding.device_set) == 8
     assert transforms.mismatches(tuple(spread), tuple(alone)) == 0
@@ -105,10 +105,10 @@ def test_export_lowers_for_every_platform(name: str) -> None:
     op, arguments = OPERATORS[name]
     exported = export.export(jax.jit(op), platforms=["cpu", "cuda", "tpu"])(*arguments)
     assert set(exported.platforms) == {"cpu", "cuda", "tpu"}
-    again = export.deserialize(exported.serialize())
-    drawn = [jnp.ones(a.shape, a.dtype) for a in arguments]
-    got, want = (jax.tree.leaves(f(*drawn)) for f in (again.call, op))
-    assert transforms.mismatches(tuple(got), tuple(want)) == 0
+    restored = export.deserialize(exported.serialize())
+    values = [jnp.ones(a.shape, a.dtype) for a in arguments]
+    actual, expected = (jax.tree.leaves(f(*values)) for f in (restored.call, op))
+    assert transforms.mismatches(tuple(actual), tuple(expected)) == 0
 
 
 def test_other_backends_get_the_corrected_quotient() -> None:
@@ -125,9 +125,10 @@ def test_other_backends_get_the_corrected_quotient() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["x64", "disable_jit", "promotion"])
 def test_modes_of_jax_change_nothing(rng: np.random.Generator, mode: str) -> None:
-    x, scale, point, keywords = drawn(rng, "per-axis 2")
+    x, scale, point, keywords = draw_arguments(rng, "per-axis 2")
     switch = {
         "x64": lambda: jax.enable_x64(True),
         "disable_jit": jax.disable_jit,
@@ -138,8 +139,8 @@ def test_modes_of_jax_change_nothing(rng: np.random.Generator, mode: str) -> Non
     with switch():
         codes = jq.quantize_linear(x, scale, point, **keywords)
         assert transforms.mismatches(np.asarray(codes), want) == 0
-        back = jq.dequantize_linear(codes, scale, point, **keywords)
-        assert transforms.mismatches(np.asarray(back), onnx_text.dequantize_linear(want, scale, point, axis=2)) == 0
+        values = jq.dequantize_linear(codes, scale, point, **keywords)
+        assert transforms.mismatches(np.asarray(values), onnx_text.dequantize_linear(want, scale, point, axis=2)) == 0
         y, s, z = jq.dynamic_quantize_linear(np.nan_to_num(x, posinf=1, neginf=-1))
         assert (np.asarray(y).astype(np.int64) == range_want[0]).all()
         assert (np.asarray(s), int(z)) == (range_want[1], range_want[2])
@@ -159,14 +160,15 @@ def shard_mapped(op: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(op, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [6, 8192])
 def test_under_shard_map_each_shard_is_on_its_own(rng: np.random.Generator, columns: int) -> None:
     x = rng.normal(size=(8, columns)).astype(np.float32)
-    got = shard_mapped(lambda x: jq.dynamic_quantize_linear(x).y)(x)
-    want = np.stack([onnx_text.dynamic_quantize_linear(row)[0] for row in x])
-    np.testing.assert_array_equal(got, want)
-    kept = shard_mapped(lambda x: jq.dynamic_quantize_linear(x, axis=0).y)(x)
-    np.testing.assert_array_equal(kept, want)
+    actual = shard_mapped(lambda x: jq.dynamic_quantize_linear(x).y)(x)
+    expected = np.stack([onnx_text.dynamic_quantize_linear(row)[0] for row in x])
+    np.testing.assert_array_equal(actual, expected)
+    by_row = shard_mapped(lambda x: jq.dynamic_quantize_linear(x, axis=0).y)(x)
+    np.testing.assert_array_equal(by_row, expected)
     codes = shard_mapped(lambda x: jq.quantize_linear(x, 0.037, 3))(x)
     np.testing.assert_array_equal(codes, jq.quantize_linear(x, 0.037, 3))
     for op in (
@@ -180,6 +182,7 @@ def test_under_shard_map_each_shard_is_on_its_own(rng: np.random.Generator, colu
         np.testing.assert_allclose(spread, alone, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_where_scales_are_sharded(rng: np.random.Generator) -> None:
     """Explicit shardings: each cotangent has the placement of what it belongs to."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
@@ -195,9 +198,9 @@ def test_gradients_where_scales_are_sharded(rng: np.random.Generator) -> None:
 
     with jax.set_mesh(mesh):
         for s, keywords in ((scale, {}), (blocked, {"axis": 0, "block_size": 2})):
-            want = pull(x, s, g, **keywords)
-            got = pull(*map(placed, (x, s, g)), **keywords)
-            for a, b in zip(got, want, strict=True):
+            expected = pull(x, s, g, **keywords)
+            actual = pull(*map(placed, (x, s, g)), **keywords)
+            for a, b in zip(actual, expected, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         whole = jax.grad(lambda w: jq.dynamic_fake_quantize_linear(w, axis=1).sum())
         np.testing.assert_array_equal(
@@ -205,6 +208,7 @@ def test_gradients_where_scales_are_sharded(rng: np.random.Generator) -> None:
         )
 
 
+@pytest.mark.slow
 def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
     (batch,) = export.symbolic_shape("b")
     x = rng.normal(size=(5, 8)).astype(np.float32)
@@ -213,8 +217,9 @@ def test_export_with_a_symbolic_batch(rng: np.random.Generator) -> None:
         assert transforms.mismatches(jax.tree.leaves(saved.call(x)), jax.tree.leaves(op(x))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "x64", "disable_jit"])
-def test_numbers_everywhere(mode: str) -> None:
+def test_python_and_numpy_numbers_in_every_mode(mode: str) -> None:
     """Python's and numpy's numbers mean the same in every mode."""
     switch = {
         "plain": lambda: jax.enable_x64(False),
@@ -238,6 +243,7 @@ def test_numbers_everywhere(mode: str) -> None:
             assert jax.grad(lambda v: jq.dynamic_quantize_linear(v).y_scale)(3.0) == np.float32(1 / 255)
 
 
+@pytest.mark.slow
 def test_arrays_of_others_are_taken() -> None:
     """What JAX itself would convert, a flax.nnx.Param for one."""
 

@@ -18,15 +18,15 @@ from ..support import transforms
 
 def test_the_vectors_that_tell_formulas_apart() -> None:
     """Each differs under a reciprocal multiply or when the zero point is added before rounding."""
-    for x, scale, point, name, want in (
+    for x, scale, point, name, expected in (
         (261.8338317871094, 5.630835056304932, 0, "uint8", 46),
         (-0.031088432297110558, 0.0010908221593126655, 112, "int8", 84),
         (-269.3614196777344, 25.653467178344727, 3, "int4", -8),
         (2.614954710006714, 0.038740068674087524, 177, "uint8", 245),
         (11.351314544677734, 22.70262908935547, 7, "uint4", 7),
     ):
-        got = jq.quantize_linear(np.float32(x), np.float32(scale), np.asarray(point, onnx_text.dtype(name)))
-        assert int(got) == want
+        actual = jq.quantize_linear(np.float32(x), np.float32(scale), np.asarray(point, onnx_text.dtype(name)))
+        assert int(actual) == expected
 
 
 def test_defaults_of_the_text() -> None:
@@ -102,13 +102,13 @@ def test_shapes_are_taken_as_onnx_runtime_takes_them(rng: np.random.Generator, n
     values = onnx_runtime.run(
         "DequantizeLinear", {"x": want, "s": scale, "z": point}, {"y": np.float32}, 21, **attributes
     )
-    back = jq.dequantize_linear(want, scale, point, **attributes)
-    assert transforms.mismatches(np.asarray(back), values[0]) == 0
+    restored = jq.dequantize_linear(want, scale, point, **attributes)
+    assert transforms.mismatches(np.asarray(restored), values[0]) == 0
 
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16"])
 @pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, np.inf, np.nan])
-def test_scales_that_are_no_scales(scale: float, name: str) -> None:
+def test_scales_that_are_zero_negative_or_not_finite(scale: float, name: str) -> None:
     x = np.array([3.0, -3.0, 0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 0.5, -2.5], np.float32)
     args = x, np.asarray(scale, np.float32), np.asarray(3, name)
     (want,) = onnx_runtime.run("QuantizeLinear", dict(zip("xsz", args, strict=True)), {"y": np.dtype(name)}, 21)
@@ -123,8 +123,10 @@ def test_any_shape_any_granularity(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     block = data.draw(st.integers(0, 5))
-    kept = axis % len(shape)
-    s_shape = (*shape[:kept], -(-shape[kept] // block), *shape[kept + 1 :]) if block else (shape[kept],)
+    dimension = axis % len(shape)
+    s_shape = (
+        (*shape[:dimension], -(-shape[dimension] // block), *shape[dimension + 1 :]) if block else (shape[dimension],)
+    )
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     name = data.draw(st.sampled_from(list(onnx_text.BOUNDS)))
     low, high = onnx_text.BOUNDS[name]
@@ -133,8 +135,11 @@ def test_any_shape_any_granularity(data: st.DataObject) -> None:
     spread = scale if s_shape == (1,) and not block else None
     x = rng.normal(0, high, shape).astype(np.float32)
     keywords: dict[str, Any] = {"axis": axis, "block": block}
-    want = onnx_text.quantize_linear(x, scale if spread is None else spread, point, name, **keywords)
-    got = jq.quantize_linear(x, scale, point, axis=axis, block_size=block)
-    assert transforms.mismatches(np.asarray(got), want) == 0
-    back = jq.dequantize_linear(got, scale, point, axis=axis, block_size=block)
-    assert transforms.mismatches(np.asarray(back), onnx_text.dequantize_linear(want, scale, point, **keywords)) == 0
+    expected = onnx_text.quantize_linear(x, scale if spread is None else spread, point, name, **keywords)
+    actual = jq.quantize_linear(x, scale, point, axis=axis, block_size=block)
+    assert transforms.mismatches(np.asarray(actual), expected) == 0
+    restored = jq.dequantize_linear(actual, scale, point, axis=axis, block_size=block)
+    assert (
+        transforms.mismatches(np.asarray(restored), onnx_text.dequantize_linear(expected, scale, point, **keywords))
+        == 0
+    )

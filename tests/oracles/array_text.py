@@ -25,14 +25,14 @@ def sizes(shape: tuple[int, ...], granularity: tuple[Any, ...]) -> Sizes:
     return tuple(1 if a in axes else max(n, 1) for a, n in enumerate(shape))
 
 
-def entries(shape: tuple[int, ...], each: Sizes, shared: bool = True) -> tuple[int, ...]:
+def entries(shape: tuple[int, ...], block_sizes: Sizes, shared: bool = True) -> tuple[int, ...]:
     """Return the shape of a scale. A dimension of length 0 has one entry if it is shared, and otherwise none."""
-    return tuple(-(-n // size) if n or not shared else 1 for n, size in zip(shape, each, strict=True))
+    return tuple(-(-n // size) if n or not shared else 1 for n, size in zip(shape, block_sizes, strict=True))
 
 
-def spread(part: np.ndarray, each: Sizes, shape: tuple[int, ...]) -> np.ndarray:
+def spread(part: np.ndarray, block_sizes: Sizes, shape: tuple[int, ...]) -> np.ndarray:
     """Return a scale or zero point with each entry repeated as often as it is shared."""
-    for axis, size in enumerate(each):
+    for axis, size in enumerate(block_sizes):
         part = np.repeat(part, size, axis=axis)
     return part[tuple(slice(n) for n in shape)]
 
@@ -50,12 +50,12 @@ def aligned(part: np.ndarray, shape: tuple[int, ...], block_size: int | None) ->
     return part
 
 
-def extremes(x: np.ndarray, each: Sizes) -> tuple[np.ndarray, np.ndarray]:
-    """Return (min(x, 0), max(x, 0)) of each box of `each` indices in float32, and NaN for a box with a NaN."""
+def extremes(x: np.ndarray, block_sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Return (min(x, 0), max(x, 0)) of each box of `block_sizes` indices in float32, and NaN for a box with a NaN."""
     x = x.astype(F32)
-    counts = tuple(-(-n // size) for n, size in zip(x.shape, each, strict=True))
-    x = np.pad(x, [(0, c * s - n) for c, s, n in zip(counts, each, x.shape, strict=True)])  # 0 is in every range
-    x = x.reshape([n for pair in zip(counts, each, strict=True) for n in pair])
+    counts = tuple(-(-n // size) for n, size in zip(x.shape, block_sizes, strict=True))
+    x = np.pad(x, [(0, c * s - n) for c, s, n in zip(counts, block_sizes, x.shape, strict=True)])  # 0 is in every range
+    x = x.reshape([n for pair in zip(counts, block_sizes, strict=True) for n in pair])
     inner = tuple(range(1, x.ndim, 2))
     return x.min(axis=inner, initial=F32(0)), x.max(axis=inner, initial=F32(0))
 
@@ -68,7 +68,7 @@ def _grid(name: str) -> np.ndarray:
     return np.unique(values[np.isfinite(values) & (values > 0)])
 
 
-def held(scale: np.ndarray, name: str, power_of_two: bool) -> np.ndarray:
+def store_scale(scale: np.ndarray, name: str, power_of_two: bool) -> np.ndarray:
     """Return the least value of a scale dtype that is at least a float32 scale, or else the largest value."""
     wide = scale.astype(np.float64)
     finite = np.isfinite(wide)
@@ -110,15 +110,15 @@ def parameters(
     with np.errstate(all="ignore"):
         if name not in onnx_text.BOUNDS:
             largest = F32(levels or float(ml_dtypes.finfo(onnx_text.dtype(name)).max))
-            return held(guarded(np.maximum(-low, high) / largest, low, high), scale, power_of_two), None
+            return store_scale(guarded(np.maximum(-low, high) / largest, low, high), scale, power_of_two), None
         qmin, qmax = bounds(name, narrow)
         if symmetric:
             z = fixed_point(name)
-            found = guarded(np.maximum(low / F32(qmin - z), high / F32(qmax - z)), low, high)
-            return held(found, scale, power_of_two), np.full(low.shape, z) if z else None
+            fixed_scale = guarded(np.maximum(low / F32(qmin - z), high / F32(qmax - z)), low, high)
+            return store_scale(fixed_scale, scale, power_of_two), np.full(low.shape, z) if z else None
         width = high - low
-        kept = held(guarded(width / F32(qmax - qmin), width, width), scale, power_of_two)
-        return kept, zero_points(low, kept, (qmin, qmax))
+        stored_scale = store_scale(guarded(width / F32(qmax - qmin), width, width), scale, power_of_two)
+        return stored_scale, zero_points(low, stored_scale, (qmin, qmax))
 
 
 def zero_points(low: np.ndarray, scale: np.ndarray, limits: tuple[int, int]) -> np.ndarray:

@@ -51,8 +51,8 @@ def squared_error(kind: str, x: np.ndarray, low: float, high: float, levels: np.
     """Return the mean of (x - x_q)**2 over x in float64."""
     scale, point = parameters(kind, low, high)
     steps = (x.astype(np.float32) / scale).astype(np.float32)
-    back = rounded(kind, steps, point, levels) * np.float64(scale)
-    return float(np.mean((x.astype(np.float64) - back) ** 2))
+    values = rounded(kind, steps, point, levels) * np.float64(scale)
+    return float(np.mean((x.astype(np.float64) - values) ** 2))
 
 
 def least_error(kind: str, x: np.ndarray, grid: int, levels: np.ndarray | None = None) -> tuple[int, np.ndarray]:
@@ -66,22 +66,22 @@ def least_error(kind: str, x: np.ndarray, grid: int, levels: np.ndarray | None =
         else:
             reach = max(-low, high) * share
             errors.append(squared_error(kind, x, max(-reach, low), min(reach, high), levels))
-    found = np.array(errors)
-    return grid - int(found[::-1].argmin()), found
+    error_array = np.array(errors)
+    return grid - int(error_array[::-1].argmin()), error_array
 
 
 def divergence(counts: np.ndarray, start: int, end: int, levels: int) -> float:
     """Return KL(P || Q) of the bins from `start` up to `end` in float64, run by run."""
-    kept = counts[start:end].astype(np.float64)
-    p = kept.copy()
+    inner_counts = counts[start:end].astype(np.float64)
+    p = inner_counts.copy()
     p[0] += counts[:start].sum()
     p[-1] += counts[end:].sum()
     q = np.zeros_like(p)
     runs = np.arange(len(p)) * levels // len(p)
     for run in range(levels):
-        here = (runs == run) & (p > 0)
-        if here.any():
-            q[here] = kept[runs == run].sum() / here.sum()
+        is_in_run = (runs == run) & (p > 0)
+        if is_in_run.any():
+            q[is_in_run] = inner_counts[runs == run].sum() / is_in_run.sum()
     if q.sum() == 0:
         return math.inf
     p, q = smoothed(p), smoothed(q)
@@ -91,8 +91,8 @@ def divergence(counts: np.ndarray, start: int, end: int, levels: int) -> float:
 def smoothed(counts: np.ndarray) -> np.ndarray:
     empty = counts == 0
     total = counts.sum()
-    given = min(1e-4 * empty.sum(), total / 2)
-    return np.where(empty, given / max(empty.sum(), 1), counts * (1 - given / total)) / total
+    mass = min(1e-4 * empty.sum(), total / 2)
+    return np.where(empty, mass / max(empty.sum(), 1), counts * (1 - mass / total)) / total
 
 
 def least_divergence(counts: np.ndarray, levels: int, symmetric: bool) -> tuple[int, dict[int, float]]:
@@ -100,13 +100,13 @@ def least_divergence(counts: np.ndarray, levels: int, symmetric: bool) -> tuple[
     half = len(counts) // 2
     if symmetric:
         counts = counts[half:] + counts[:half][::-1]
-    found = {}
-    (some,) = np.nonzero(counts)
+    divergences = {}
+    (occupied,) = np.nonzero(counts)
     for side in range(levels if symmetric else max(1, levels // 2), half + 1):
         if symmetric:
-            start, end = 0, min(side, some[-1] + 1)
+            start, end = 0, min(side, occupied[-1] + 1)
         else:
-            start, end = max(half - side, min(some[0], half)), min(half + side, max(some[-1], half - 1) + 1)
+            start, end = max(half - side, min(occupied[0], half)), min(half + side, max(occupied[-1], half - 1) + 1)
         if end - start >= levels or side == half:
-            found[side] = divergence(counts, start, end, levels)
-    return min(found, key=lambda side: found[side]), found
+            divergences[side] = divergence(counts, start, end, levels)
+    return min(divergences, key=lambda side: divergences[side]), divergences

@@ -129,7 +129,8 @@ def nbits_weights(b, scales, zero_points, K: int, N: int, bits: int, block_size:
     codes = unpack(b, bits).reshape(N, blocks, block_size)
     points = np.full((N, blocks), 2 ** (bits - 1), np.int64)
     if zero_points is not None:
-        points = unpack(zero_points.reshape(N, -1), bits)[:, :blocks]
+        is_packed = zero_points.dtype == np.uint8
+        points = unpack(zero_points.reshape(N, -1), bits)[:, :blocks] if is_packed else zero_points.reshape(N, blocks)
     wide = (codes - points[..., None]) * scales.reshape(N, blocks, 1).astype(np.float64)
     return wide.reshape(N, -1)[:, :K]
 

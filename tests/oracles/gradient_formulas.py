@@ -85,5 +85,5 @@ def of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Arr
 
 def sizes_of_nbits(arguments: dict[str, Any], steps: Array, g: Array) -> dict[str, Array]:
     """Return the same sums with the magnitudes of their terms."""
-    found = of_nbits({**arguments, "a": np.abs(arguments["a"])}, np.abs(steps), np.abs(g))
-    return {name: np.abs(size) for name, size in found.items()}
+    sizes = of_nbits({**arguments, "a": np.abs(arguments["a"])}, np.abs(steps), np.abs(g))
+    return {name: np.abs(size) for name, size in sizes.items()}

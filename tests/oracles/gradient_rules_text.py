@@ -67,8 +67,8 @@ def steps(
             d = np.where(np.isnan(q), least, np.clip(q, least, most)) - z
             inside = (least <= q) & (q <= most)
         elif name == "float4_e2m1fn":
-            known = np.where(np.isnan(u), -0.0, u)  # float4 has no NaN
-            d = np.clip(known, least, most).astype(F32).astype(onnx_text.dtype(name)).astype(np.float64)
+            finite_u = np.where(np.isnan(u), -0.0, u)  # float4 has no NaN
+            d = np.clip(finite_u, least, most).astype(F32).astype(onnx_text.dtype(name)).astype(np.float64)
             inside = np.abs(u) < 7  # halfway from 6 to the next value, 8; a tie rounds to 8, which is even
         else:
             d = np.clip(u, least, most).astype(F32).astype(onnx_text.dtype(name)).astype(np.float64)
@@ -129,25 +129,25 @@ def pact(p: Steps, g: Array) -> Cotangents:
     return dx, np.where(above, g * p.high, 0) + np.where(below & signed, g * p.low, 0), np.zeros(g.shape)
 
 
-def collected(terms: Array, each: Sizes) -> Array:
-    """Sum over each box of `each` indices. The last boxes may be smaller."""
-    counts = tuple(-(-n // size) for n, size in zip(terms.shape, each, strict=True))
-    pads = [(0, c * s - n) for c, s, n in zip(counts, each, terms.shape, strict=True)]
-    boxes = np.pad(terms, pads).reshape([n for pair in zip(counts, each, strict=True) for n in pair])
+def collected(terms: Array, sizes: Sizes) -> Array:
+    """Sum over each box of `sizes` indices. The last boxes may be smaller."""
+    counts = tuple(-(-n // size) for n, size in zip(terms.shape, sizes, strict=True))
+    pads = [(0, c * s - n) for c, s, n in zip(counts, sizes, terms.shape, strict=True)]
+    boxes = np.pad(terms, pads).reshape([n for pair in zip(counts, sizes, strict=True) for n in pair])
     return boxes.sum(axis=tuple(range(1, boxes.ndim, 2)))
 
 
-def sharing(shape: tuple[int, ...], each: Sizes) -> Array:
+def sharing(shape: tuple[int, ...], sizes: Sizes) -> Array:
     """Return for each element how many elements share its scale."""
-    return array_text.spread(collected(np.ones(shape), each), each, shape)
+    return array_text.spread(collected(np.ones(shape), sizes), sizes, shape)
 
 
 def _beside(rng: np.random.Generator, x: Array) -> Array:
     """Return x or one of its neighboring floats; for 0, a small number that no processor flushes to 0."""
     side = rng.integers(-1, 2, x.shape)
-    near = np.nextafter(x, np.where(side < 0, F32(-np.inf), F32(np.inf)))
-    near = np.where(x == 0, side * F32(1e-30), near)
-    return np.where(side == 0, x, near).astype(F32)
+    neighbor = np.nextafter(x, np.where(side < 0, F32(-np.inf), F32(np.inf)))
+    neighbor = np.where(x == 0, side * F32(1e-30), neighbor)
+    return np.where(side == 0, x, neighbor).astype(F32)
 
 
 def on_edges(rng: np.random.Generator, scale: Array, point: Array | None, name: str, narrow: bool) -> Array:

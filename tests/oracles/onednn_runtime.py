@@ -135,8 +135,8 @@ def _library() -> ctypes.CDLL:
         if package == "onednn":
             # Without LD_LIBRARY_PATH, which cannot be set any more, the loader does not find these.
             for pattern in _SYCL_LIBRARIES:
-                found = sorted(path.parent.glob(pattern))
-                ctypes.CDLL(str(found[0] if found else pattern), ctypes.RTLD_GLOBAL)
+                paths = sorted(path.parent.glob(pattern))
+                ctypes.CDLL(str(paths[0] if paths else pattern), ctypes.RTLD_GLOBAL)
             # SYCL finds a CPU only through this driver, which the wheel does not register.
             os.environ.setdefault("OCL_ICD_FILENAMES", str(path.parent / "libintelocl.so"))
         library = ctypes.CDLL(str(path))
@@ -163,8 +163,8 @@ def available() -> bool:
 
 def version() -> str:
     """oneDNN's version, as ``major.minor.patch``."""
-    found = _library().dnnl_version().contents
-    return f"{found.major}.{found.minor}.{found.patch}"
+    numbers = _library().dnnl_version().contents
+    return f"{numbers.major}.{numbers.minor}.{numbers.patch}"
 
 
 def _version_info() -> tuple[int, ...]:
@@ -248,13 +248,13 @@ def _checked_axis(
         raise ValueError(f"axis {axis} is out of range for rank {src.ndim}")
     axis %= src.ndim
     if qtype == "per_channel":
-        wanted: tuple[int, ...] = (src.shape[axis],)
+        expected: tuple[int, ...] = (src.shape[axis],)
     elif qtype == "per_group" and group_shape is not None and len(group_shape) == src.ndim:
-        wanted = tuple(-(-size // group) for size, group in zip(src.shape, group_shape, strict=True))
+        expected = tuple(-(-size // group) for size, group in zip(src.shape, group_shape, strict=True))
     else:
         raise ValueError(f"qtype {qtype!r} with groups of {group_shape}")
-    if scales.shape != wanted:
-        raise ValueError(f"scales of shape {scales.shape}, not {wanted}")
+    if scales.shape != expected:
+        raise ValueError(f"scales of shape {scales.shape}, not {expected}")
     return axis
 
 

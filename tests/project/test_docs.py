@@ -113,6 +113,8 @@ def test_the_module_map_has_every_module() -> None:
     assert sorted(rows) == sorted(modules)
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("page", "package"),
     [("plain-jax.md", "equinox"), ("frameworks/equinox.md", "equinox"), ("frameworks/haiku.md", "haiku")],
@@ -121,5 +123,5 @@ def test_blocks_with_optional_packages_run(page: str, package: str) -> None:
     """Blocks without a prompt are not doctests. They run in a new process, because they import optional packages."""
     pytest.importorskip(package)
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(blocks)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

@@ -242,6 +242,7 @@ def test_few_modules_define_the_same_function_name() -> None:
     assert not repeated, f"{text}, got {repeated}: merge the functions, or name what differs"
 
 
+@pytest.mark.slow
 def test_comments_explain_the_code() -> None:
     comments = code = 0
     for path in FILES:
@@ -283,6 +284,7 @@ def test_custom_vjp_triples(path: pathlib.Path) -> None:
         assert re.search(rf"{name}.defvjp\(_{bare}_fwd, _{bare}_bwd(, symbolic_zeros=True)?\)", text)
 
 
+@pytest.mark.slow
 def test_no_test_imports_another() -> None:
     """Shared code is in tests/support, tests/oracles or tests/cases."""
     found = []
@@ -331,6 +333,7 @@ def test_docstrings(name: str) -> None:
         assert sum(parameter.kind is not inspect.Parameter.KEYWORD_ONLY for parameter in parameters) <= 5
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     """Importing jaxquant imports no framework. The program prints the time that docs/quickstart.md states."""
     program = (

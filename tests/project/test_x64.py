@@ -127,7 +127,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_same_bits_and_dtypes(name: str) -> None:
     with jax.enable_x64(False):

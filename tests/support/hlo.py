@@ -57,20 +57,20 @@ class Program:
         self.computations: dict[str, list[Instruction]] = {}
         current: list[Instruction] = []
         for line in self.text.splitlines():
-            if opened := _COMPUTATION.match(line):
-                current = self.computations[opened[2]] = []
-                self.entry = opened[2] if opened[1] else getattr(self, "entry", "")
-            elif found := _INSTRUCTION.match(line):
-                current.append(Instruction(found[1], arrays(found[2]), found[3], found[4]))
+            if header := _COMPUTATION.match(line):
+                current = self.computations[header[2]] = []
+                self.entry = header[2] if header[1] else getattr(self, "entry", "")
+            elif match := _INSTRUCTION.match(line):
+                current.append(Instruction(match[1], arrays(match[2]), match[3], match[4]))
 
     def in_memory(self) -> Iterator[Instruction]:
         """Yield the instructions outside of fusions: those of the entry, of the bodies of loops and of calls."""
-        waiting, seen = [self.entry], set()
+        waiting, names = [self.entry], set()
         while waiting:
             name = waiting.pop()
-            if name in seen or name not in self.computations:
+            if name in names or name not in self.computations:
                 continue
-            seen.add(name)
+            names.add(name)
             for instruction in self.computations[name]:
                 yield instruction
                 if instruction.opcode in ("while", "call", "conditional"):
@@ -78,8 +78,8 @@ class Program:
 
     def wide_buffers(self) -> list[Shape]:
         """Return the arrays with more than 8 bits per element that the program writes to memory."""
-        found = [s for i in self.in_memory() if i.opcode not in _NO_BUFFERS for s in i.results]
-        return [(dtype, shape) for dtype, shape in found if width(dtype) > 8]
+        buffers = [s for i in self.in_memory() if i.opcode not in _NO_BUFFERS for s in i.results]
+        return [(dtype, shape) for dtype, shape in buffers if width(dtype) > 8]
 
     def widest(self) -> int:
         """Return the number of elements of the largest wide buffer."""
@@ -87,12 +87,12 @@ class Program:
 
     def contractions(self) -> list[Contraction]:
         """Return all dots and convolutions."""
-        found = []
+        contractions = []
         for body in self.computations.values():
             types = {i.name: i.results for i in body}
             for i in body:
                 if i.opcode in ("dot", "convolution"):
                     names = re.findall(r"%([\w.-]+)", i.rest.split(")")[0])
                     operands = tuple(types[n][0] for n in names[:2])
-                    found.append(Contraction(i.opcode, operands, i.results[0]))
-        return found
+                    contractions.append(Contraction(i.opcode, operands, i.results[0]))
+        return contractions

@@ -17,9 +17,9 @@ def scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 def zero_points(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> np.ndarray:
     """Sample zero points from the whole dtype, mostly odd ones, which distinguish "round, add" from "add, round"."""
     low, high = onnx_text.BOUNDS[name]
-    drawn = rng.integers(low, high + 1, shape)
-    odd = np.clip(drawn | 1, low, high)
-    return np.where(rng.random(shape) < 0.7, odd, drawn).astype(onnx_text.dtype(name))
+    codes = rng.integers(low, high + 1, shape)
+    odd = np.clip(codes | 1, low, high)
+    return np.where(rng.random(shape) < 0.7, odd, codes).astype(onnx_text.dtype(name))
 
 
 def near_ties(
@@ -42,5 +42,5 @@ def near_ties(
         kind = rng.random(shape)
         x = np.where(kind < 0.7, beside, np.where(kind < 0.8, (k * wide).astype(dtype), anywhere))
         extreme = np.asarray(EXTREMES, np.float64).astype(dtype)
-    put = rng.random(shape) < 0.02
-    return np.where(put, rng.choice(extreme, shape), x).astype(dtype)
+    is_extreme = rng.random(shape) < 0.02
+    return np.where(is_extreme, rng.choice(extreme, shape), x).astype(dtype)

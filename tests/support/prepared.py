@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxquant as jq
 
-from .equality import same
+from .equality import check_equal
 
 _ACTIVATIONS = jq.Rule(operands="activations", activation=jq.Activation("int8"))
 
@@ -66,32 +66,32 @@ def _is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def same_trees(got: Any, want: Any) -> None:
+def same_trees(actual: Any, expected: Any) -> None:
     """Check that two trees have the same structure, dtypes and bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for pair in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        same(*pair)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for pair in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        check_equal(*pair)
 
 
-def find_sqnr(got: Any, want: Any) -> float:
+def find_sqnr(actual: Any, expected: Any) -> float:
     """Return the least ratio, in dB, of the squares of an array of floats to the squares of its error."""
-    return min((_find_ratio(*pair) for pair in _pair_floats(got, want)), default=np.inf)
+    return min((_find_ratio(*pair) for pair in _pair_floats(actual, expected)), default=np.inf)
 
 
-def _pair_floats(got: Any, want: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+def _pair_floats(actual: Any, expected: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs if _is_float(b)]
 
 
-def _find_ratio(got: np.ndarray, want: np.ndarray) -> float:
-    error = np.sum((got - want) ** 2)
+def _find_ratio(actual: np.ndarray, expected: np.ndarray) -> float:
+    error = np.sum((actual - expected) ** 2)
     with np.errstate(divide="ignore"):
-        return float("inf") if error == 0 else float(10 * np.log10(np.sum(want**2) / error))
+        return float("inf") if error == 0 else float(10 * np.log10(np.sum(expected**2) / error))
 
 
-def check_gradients(got: Any, want: Any, cosine: float) -> None:
+def check_gradients(actual: Any, expected: Any, cosine: float) -> None:
     """Check that gradients are finite, reach the same arrays as those of floats, and have about their direction."""
-    for a, b in _pair_floats(got, want):
+    for a, b in _pair_floats(actual, expected):
         assert np.isfinite(a).all()
         assert a.any() == b.any()
         if b.any():

@@ -58,16 +58,16 @@ def product(lhs: QuantizedArray, rhs: QuantizedArray, numbers: Any, length: int 
     total = None
     for start in range(0, depth, length or depth):
         run = slice(start, start + (length or depth))
-        cut = [(*(slice(None),) * (batch + len(f)), run) for f in (a_free, b_free)]
+        slices = [(*(slice(None),) * (batch + len(f)), run) for f in (a_free, b_free)]
         sums = []
-        for values, free in ((a[cut[0]], a_free), (b[cut[1]], b_free)):
+        for values, free in ((a[slices[0]], a_free), (b[slices[1]], b_free)):
             rest = math.prod(values.shape[batch + len(free) :])
             sums.append(values.reshape((*values.shape[:batch], math.prod(free), rest)))
         acc = np.einsum("...ik,...jk->...ij", *sums)
         assert np.abs(acc).max(initial=0) < 2**31
         first = [
             s[c].reshape((*s.shape[:batch], math.prod(f), math.prod(s[c].shape[batch + len(f) :])))[..., 0]
-            for s, c, f in ((a_scale, cut[0], a_free), (b_scale, cut[1], b_free))
+            for s, c, f in ((a_scale, slices[0], a_free), (b_scale, slices[1], b_free))
         ]
         scale = (first[0][..., :, None] * first[1][..., None, :]).astype(np.float32)
         term = acc.astype(np.float32) * scale

@@ -81,8 +81,8 @@ def _in_loop(op: Operator, args: tuple[np.ndarray, ...]) -> tuple[Operator, Call
         restored = [v if v.dtype == k else lax.bitcast_convert_type(v, k) for v, k in zip(a, kinds, strict=False)]
         return jax.tree.map(_to_bits, op(*restored))
 
-    wanted = jax.eval_shape(lambda *a: op(*a), *(a[0] for a in args))
-    return body, lambda out: jax.tree.map(lambda leaf, w: np.asarray(leaf).view(w.dtype), out, wanted)
+    shapes = jax.eval_shape(lambda *a: op(*a), *(a[0] for a in args))
+    return body, lambda out: jax.tree.map(lambda leaf, w: np.asarray(leaf).view(w.dtype), out, shapes)
 
 
 def scan(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
@@ -101,8 +101,8 @@ def fused(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
     """Run element-wise operations before and after, in one program. XLA tends to reassociate a division before."""
 
     @jax.jit
-    def program(x: jax.Array, one: jax.Array, *parameters: jax.Array) -> Any:
-        before = x / one if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1 else x
+    def program(x: jax.Array, unit: jax.Array, *parameters: jax.Array) -> Any:
+        before = x / unit if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1 else x
         out = op(before, *parameters)
         return out, jax.tree.map(lambda leaf: leaf.astype(jnp.float32) + jnp.float32(1 / 3), out)
 
@@ -132,15 +132,15 @@ def repeated(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
 
 def value_and_grad(op: Operator, args: tuple[np.ndarray, ...]) -> Any:
     """Return the codes of a forward pass that is differentiated with respect to all float arguments."""
-    wanted = tuple(i for i, a in enumerate(args) if a.dtype in (np.float32,))
+    argnums = tuple(i for i, a in enumerate(args) if a.dtype in (np.float32,))
 
     def loss(*a: jax.Array) -> tuple[jax.Array, Any]:
         out = op(*a)
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(out)), out  # type: ignore[return-value]
 
-    if not wanted:
+    if not argnums:
         return jit(op, args)
-    compiled = jax.jit(jax.value_and_grad(loss, argnums=wanted, has_aux=True))
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=argnums, has_aux=True))
     return _loop(lambda *a: compiled(*a)[0][1], args, shared=False)
 
 
@@ -168,10 +168,10 @@ def is_shared(name: str) -> bool:
     return name.startswith("shared")
 
 
-def mismatches(got: Any, want: Any) -> int:
+def mismatches(actual: Any, expected: Any) -> int:
     """Return the number of elements that differ in any bit. All NaN are equal; dtypes and shapes must agree."""
     count = 0
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for g, w in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         g, w = np.asarray(g), np.asarray(w)
         w = w[: len(g)] if g.ndim else w
         assert g.dtype == w.dtype, (g.dtype, w.dtype)

@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 
 
-def drawn(rng: np.random.Generator, layout: str, name: str) -> tuple[np.ndarray, ...]:
+def draw_inputs(rng: np.random.Generator, layout: str, name: str) -> tuple[np.ndarray, ...]:
     shape, axis, block = LAYOUTS[layout]
     scale, point = inputs.scales(rng, shape, np.dtype(np.float32)), inputs.zero_points(rng, shape, name)
     wide, steps = (onnx_text.expand(p, SHAPE, axis, block) for p in (scale, point))
@@ -33,38 +33,40 @@ def drawn(rng: np.random.Generator, layout: str, name: str) -> tuple[np.ndarray,
     return np.where(np.abs(x) < 1e30, x, np.float32(0)), scale, point, rng.normal(size=SHAPE).astype(np.float32)
 
 
-def close(got: Any, want: np.ndarray, terms: np.ndarray) -> None:
+def close(actual: Any, expected: np.ndarray, terms: np.ndarray) -> None:
     """Equal up to the order of a float32 sum: 16 times eps / 2 times the sum of the magnitudes."""
-    np.testing.assert_allclose(got, want, rtol=0, atol=float(np.abs(terms).sum() * 2.0**-20) + 1e-30)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=float(np.abs(terms).sum() * 2.0**-20) + 1e-30)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("learned", [False, True], ids=["integer zero point", "float zero point"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint2", "int16"])
 def test_cotangents_of_fake_quantize(rng: np.random.Generator, name: str, layout: str, learned: bool) -> None:
-    x, scale, point, g = drawn(rng, layout, name)
+    x, scale, point, g = draw_inputs(rng, layout, name)
     _, axis, block = LAYOUTS[layout]
     # A learned zero point rounds half to even and is cut to the dtype's bounds on its way in.
     float_point = np.asarray(
         point.astype(np.float32) + rng.choice([-0.5, -0.3, 0.0, 0.3, 0.5], point.shape), np.float32
     )
-    used = np.clip(np.rint(float_point), *onnx_text.BOUNDS[name]).astype(point.dtype) if learned else point
+    code_point = np.clip(np.rint(float_point), *onnx_text.BOUNDS[name]).astype(point.dtype) if learned else point
 
     @functools.partial(jax.jit, static_argnames="coeff")
     def pull(x, scale, point, g, coeff):
         fake = functools.partial(
             jq.fake_quantize_linear, dtype=onnx_text.dtype(name), axis=axis, block_size=block, lda_coeff=coeff
         )
-        y, back = jax.vjp(fake, x, scale, point)
-        return y, back(g)
+        y, vjp = jax.vjp(fake, x, scale, point)
+        return y, vjp(g)
 
-    given = float_point if learned else point
-    y, (dx, ds, dz) = pull(x, scale, given, g, 1.0)
-    codes = onnx_text.quantize_linear(x, scale, used, name, axis=axis, block=block)
-    np.testing.assert_array_equal(y, onnx_text.dequantize_linear(codes, scale, used, axis=axis, block=block))
+    zero_point = float_point if learned else point
+    y, (dx, ds, dz) = pull(x, scale, zero_point, g, 1.0)
+    codes = onnx_text.quantize_linear(x, scale, code_point, name, axis=axis, block=block)
+    np.testing.assert_array_equal(y, onnx_text.dequantize_linear(codes, scale, code_point, axis=axis, block=block))
     bounds = onnx_text.BOUNDS[name]
-    want_x, terms_s, terms_z = onnx_text.fake_quantize_gradients(x, scale, used, g, bounds, axis=axis, block=block)
+    want_x, terms_s, terms_z = onnx_text.fake_quantize_gradients(
+        x, scale, code_point, g, bounds, axis=axis, block=block
+    )
     np.testing.assert_array_equal(dx, want_x.astype(np.float32))
     assert ds.shape == scale.shape
     close(ds, onnx_text.collapse(terms_s, scale.shape, axis, block), terms_s)
@@ -73,11 +75,12 @@ def test_cotangents_of_fake_quantize(rng: np.random.Generator, name: str, layout
         close(dz, onnx_text.collapse(terms_z, point.shape, axis, block), terms_z)
     else:
         assert dz.dtype == jax.dtypes.float0
-    half_dx, half_ds, _ = pull(x, scale, given, g, -0.5)[1]
+    half_dx, half_ds, _ = pull(x, scale, zero_point, g, -0.5)[1]
     np.testing.assert_array_equal(half_dx, -0.5 * dx)
     np.testing.assert_array_equal(half_ds, ds)
 
 
+@pytest.mark.slow
 def test_vectors_of_the_consistent_rule() -> None:
     """x, y, dx, dscale, dzero_point for scale 0.5, zero point 3, codes 0 to 15: ties and bounds by hand."""
     table = [
@@ -100,19 +103,20 @@ def test_vectors_of_the_consistent_rule() -> None:
 
 def test_infinities_and_nan_on_the_way_back() -> None:
     x = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
-    y, back = jax.vjp(lambda x, s: jq.fake_quantize_linear(x, s, dtype=jnp.int8), x, jnp.float32(0.5))
+    y, vjp = jax.vjp(lambda x, s: jq.fake_quantize_linear(x, s, dtype=jnp.int8), x, jnp.float32(0.5))
     np.testing.assert_array_equal(y, [63.5, -64, -64, 1])
-    dx, ds = back(jnp.ones(4))
+    dx, ds = vjp(jnp.ones(4))
     np.testing.assert_array_equal(dx, [0, 0, 0, 1])
     assert ds == 127 - 128 - 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_stays_half(rng: np.random.Generator, dtype: Any) -> None:
     x = jnp.asarray(rng.normal(size=(5, 8)), dtype)
     scale = jnp.full(8, 0.05, dtype)
-    y, back = jax.vjp(functools.partial(jq.fake_quantize_linear, dtype=jnp.int8), x, scale)
-    dx, ds = back(jnp.ones_like(y))[:2]
+    y, vjp = jax.vjp(functools.partial(jq.fake_quantize_linear, dtype=jnp.int8), x, scale)
+    dx, ds = vjp(jnp.ones_like(y))[:2]
     assert y.dtype == dx.dtype == ds.dtype == dtype
     pair = jq.dequantize_linear(jq.quantize_linear(x, scale, output_dtype=jnp.int8), scale, output_dtype=dtype)
     np.testing.assert_array_equal(y, pair)
@@ -122,27 +126,27 @@ def test_half_precision_stays_half(rng: np.random.Generator, dtype: Any) -> None
 def test_small_floats_are_differentiable(name: str) -> None:
     largest = float(jnp.finfo(onnx_text.dtype(name)).max)
     x = jnp.array([1.1, -0.7, 0.9 * largest, 2 * largest, -2 * largest, jnp.inf, jnp.nan])
-    y, back = jax.vjp(lambda x: jq.fake_quantize_linear(x, 1.0, dtype=onnx_text.dtype(name)), x)
+    y, vjp = jax.vjp(lambda x: jq.fake_quantize_linear(x, 1.0, dtype=onnx_text.dtype(name)), x)
     codes = jq.quantize_linear(x, 1.0, output_dtype=onnx_text.dtype(name))
     np.testing.assert_array_equal(y, jq.dequantize_linear(codes, 1.0))
-    np.testing.assert_array_equal(back(jnp.ones(7))[0], [1, 1, 1, 0, 0, 0, 0])
+    np.testing.assert_array_equal(vjp(jnp.ones(7))[0], [1, 1, 1, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("kept", [None, 0, -1])
+@pytest.mark.parametrize("axis", [None, 0, -1])
 @pytest.mark.parametrize("name", ["uint8", "int8"])
-def test_gradient_of_a_dynamic_scale(rng: np.random.Generator, name: str, kept: int | None) -> None:
+def test_gradient_of_a_dynamic_scale(rng: np.random.Generator, name: str, axis: int | None) -> None:
     x = rng.integers(-4, 5, (5, 7)).astype(np.float32)  # many equal extremes
     x[0], x[1] = np.abs(x[0]), -np.abs(x[1])
     steps = 255 if name == "uint8" else 254
-    g = rng.normal(size=() if kept is None else (x.shape[kept],)).astype(np.float32)
+    g = rng.normal(size=() if axis is None else (x.shape[axis],)).astype(np.float32)
 
     def scale(x: jax.Array, coeff: float = 1.0) -> jax.Array:
-        return jq.dynamic_quantize_linear(x, dtype=name, axis=kept, lda_coeff=coeff).y_scale
+        return jq.dynamic_quantize_linear(x, dtype=name, axis=axis, lda_coeff=coeff).y_scale
 
     (dx,) = jax.vjp(scale, x)[1](jnp.asarray(g))
     want = np.zeros(x.shape)
-    slices = [(slice(None), slice(None))] if kept is None else [
-        tuple(i if a == kept % 2 else slice(None) for a in range(2)) for i in range(x.shape[kept])
+    slices = [(slice(None), slice(None))] if axis is None else [
+        tuple(i if a == axis % 2 else slice(None) for a in range(2)) for i in range(x.shape[axis])
     ]  # fmt: skip
     for where, weight in zip(slices, np.atleast_1d(g), strict=True):
         part = x[where]
@@ -161,6 +165,7 @@ def test_dynamic_scale_gradient_by_differences(rng: np.random.Generator) -> None
         assert abs((moved[0] - moved[1]) / 0.1 - float(gradient[i])) < 1e-5
 
 
+@pytest.mark.slow
 def test_zero_range_and_nan_of_the_dynamic_scale() -> None:
     zero = jax.grad(lambda x: jq.dynamic_quantize_linear(x).y_scale)(jnp.zeros(3))
     np.testing.assert_array_equal(zero, np.zeros(3))
@@ -168,18 +173,19 @@ def test_zero_range_and_nan_of_the_dynamic_scale() -> None:
     assert np.isnan(bad).all()
 
 
+@pytest.mark.slow
 def test_dynamic_fake_quantize_is_straight_through(rng: np.random.Generator) -> None:
     x, g = (rng.normal(size=(30, 40)).astype(np.float32) for _ in range(2))
-    for name, kept in (("uint8", None), ("int8", 0)):
-        y, scale, point = jq.dynamic_quantize_linear(x, dtype=name, axis=kept)
-        fake = functools.partial(jq.dynamic_fake_quantize_linear, dtype=name, axis=kept, lda_coeff=0.25)
-        out, back = jax.vjp(fake, x)
-        np.testing.assert_array_equal(out, jq.dequantize_linear(y, scale, point, axis=kept or 0))
+    for name, axis in (("uint8", None), ("int8", 0)):
+        y, scale, point = jq.dynamic_quantize_linear(x, dtype=name, axis=axis)
+        fake = functools.partial(jq.dynamic_fake_quantize_linear, dtype=name, axis=axis, lda_coeff=0.25)
+        out, vjp = jax.vjp(fake, x)
+        np.testing.assert_array_equal(out, jq.dequantize_linear(y, scale, point, axis=axis or 0))
         bounds = (0, 255) if name == "uint8" else (-127, 127)
         want, _, _ = onnx_text.fake_quantize_gradients(
-            x, np.asarray(scale), np.asarray(point), g, bounds, axis=kept or 0
+            x, np.asarray(scale), np.asarray(point), g, bounds, axis=axis or 0
         )
-        np.testing.assert_array_equal(back(g)[0], np.float32(0.25) * want.astype(np.float32))
+        np.testing.assert_array_equal(vjp(g)[0], np.float32(0.25) * want.astype(np.float32))
 
 
 def test_dequantize_gradients(rng: np.random.Generator) -> None:
@@ -246,7 +252,7 @@ def test_masks_of_torch(fixed_rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
     for name in ("int8", "uint8", "uint4"):
         low, high = onnx_text.BOUNDS[name]
-        x, scale, point, g = drawn(fixed_rng, "per-tensor", name)
+        x, scale, point, g = draw_inputs(fixed_rng, "per-tensor", name)
         leaf = torch.tensor(x, requires_grad=True)
         torch.fake_quantize_per_tensor_affine(leaf, float(scale), int(point), low, high).backward(torch.tensor(g))
         dx = jax.vjp(lambda x, p=point, s=scale, n=name: jq.fake_quantize_linear(x, s, p, dtype=n), x)[1](g)[0]

@@ -14,7 +14,7 @@ from jax import lax
 import jaxquant as jq
 from jaxquant import Int8Backward, PerAxis, Quantizer, QuantSpec
 
-from ..cases.quantized_contractions import F32, key, quarters, same, whole
+from ..cases.quantized_contractions import F32, check_equal, key, quarters, whole
 from ..oracles import array_text
 from ..support.matrix import mark_others_full
 from ..support.quantized_arrays import product
@@ -23,9 +23,9 @@ MATRIX = (((1,), (0,)), ((), ()))
 I8, U8, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.uint4))
 
 
-def gradient_codes(g: np.ndarray, kept: tuple[int, ...]) -> jq.QuantizedArray:
+def gradient_codes(g: np.ndarray, scaled_axes: tuple[int, ...]) -> jq.QuantizedArray:
     """g as int8 with a scale for each index of the kept dimensions, in numpy."""
-    axes = tuple(a for a in range(g.ndim) if a not in kept)
+    axes = tuple(a for a in range(g.ndim) if a not in scaled_axes)
     low, high = (f(g, axis=axes, keepdims=True, initial=0) for f in (np.min, np.max))
     scale, _ = array_text.parameters(low, high, "int8", symmetric=True, narrow=True)
     codes = array_text.codes(g, np.broadcast_to(scale, g.shape), None, "int8", narrow=True)
@@ -51,20 +51,21 @@ SPECS: dict[str, tuple[QuantSpec, QuantSpec]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_others_full(SPECS, ("both asymmetric", "rows by columns")))
-def test_an_integer_contraction_coming_back(name: str, rng: np.random.Generator) -> None:
+def test_integer_and_float_cotangents(name: str, rng: np.random.Generator) -> None:
     specs = SPECS[name]
     x, w = rng.normal(size=(5, 33)).astype(F32), rng.normal(0.2, 1, (33, 7)).astype(F32)
     g = (rng.normal(size=(5, 7)) * np.exp2(rng.integers(-6, 6, (5, 1)))).astype(F32)
 
     @jax.jit
     def pull(x: Any, w: Any, g: Any) -> Any:
-        def back(lhs: bool, rhs: bool) -> Any:
+        def pull_back(lhs: bool, rhs: bool) -> Any:
             way = Int8Backward(lhs=lhs, rhs=rhs)
             call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, backward=way)
             return jax.vjp(functools.partial(call, lhs_spec=specs[0], rhs_spec=specs[1]), x, w)[1](g)
 
-        return [back(*flags) for flags in ((True, True), (True, False), (False, True), (False, False))]
+        return [pull_back(*flags) for flags in ((True, True), (True, False), (False, True), (False, False))]
 
     lhs, rhs = jq.quantize(x, specs[0]), jq.quantize(w, specs[1])
     q, wide = folded(rhs, g, 1, 1)
@@ -74,16 +75,16 @@ def test_an_integer_contraction_coming_back(name: str, rng: np.random.Generator)
     inside = [np.ones(v.shape, bool) if s.symmetric else _unsaturated(v, s) for v, s in ((x, specs[0]), (w, specs[1]))]
     floats = (g @ np.asarray(rhs.dequantize()).T) * inside[0], (np.asarray(lhs.dequantize()).T @ g) * inside[1]
     both, left, right, none = pull(x, w, g)
-    for found, exact in ((both, (True, True)), (left, (True, False)), (right, (False, True)), (none, (False, False))):
-        for i, (got, integers) in enumerate(zip(found, exact, strict=True)):
+    for grads, exact in ((both, (True, True)), (left, (True, False)), (right, (False, True)), (none, (False, False))):
+        for i, (actual, integers) in enumerate(zip(grads, exact, strict=True)):
             if integers:
-                np.testing.assert_array_equal(got, (dx, dw)[i] * inside[i])
+                np.testing.assert_array_equal(actual, (dx, dw)[i] * inside[i])
             else:
-                np.testing.assert_allclose(got, floats[i], rtol=1e-4, atol=1e-5 * np.abs(floats[i]).max())
+                np.testing.assert_allclose(actual, floats[i], rtol=1e-4, atol=1e-5 * np.abs(floats[i]).max())
     # Half a step of g for each product, and all of it is small beside the gradient.
-    for got, want, other in ((both[0], floats[0], np.asarray(rhs.dequantize()).T), (both[1].T, floats[1].T, x)):
-        tolerance = np.abs(g if want.shape == x.shape else g.T).max() * np.abs(other).max() * max(other.shape)
-        assert np.abs(got - want).max() <= tolerance / 254 * 1.1
+    for actual, expected, other in ((both[0], floats[0], np.asarray(rhs.dequantize()).T), (both[1].T, floats[1].T, x)):
+        tolerance = np.abs(g if expected.shape == x.shape else g.T).max() * np.abs(other).max() * max(other.shape)
+        assert np.abs(actual - expected).max() <= tolerance / 254 * 1.1
 
 
 def _unsaturated(x: np.ndarray, spec: QuantSpec) -> np.ndarray:
@@ -102,13 +103,14 @@ def test_exact_where_g_is_on_the_grid(rng: np.random.Generator) -> None:
     g = whole(rng, (3, 5, 7), 126)
     g[:, :, 0], g[:, 0, :] = 127, -127
 
-    def back(backward: Any) -> Any:
+    def pull_back(backward: Any) -> Any:
         call = functools.partial(jq.quantized_dot_general, dimension_numbers=numbers, backward=backward)
         return jax.vjp(lambda x, w: call(x, w, lhs_spec=sides[0], rhs_spec=sides[1]), x, w)[1](g)
 
-    same(*jax.jit(lambda: (back(Int8Backward()), back(jq.FloatBackward())))())
+    check_equal(*jax.jit(lambda: (pull_back(Int8Backward()), pull_back(jq.FloatBackward())))())
 
 
+@pytest.mark.slow
 def test_scales_that_differ_are_folded(rng: np.random.Generator) -> None:
     """A row of tiny gradients behind a large scale counts as much as the product of the two, and no less."""
     x, w = np.eye(3, dtype=F32) * 127, np.array([[127.0, 0.127], [63.5, 0.0635], [-127.0, -0.127]], F32)
@@ -125,6 +127,7 @@ def test_scales_that_differ_are_folded(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(dx, (codes @ columns.T) * step, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_long_sums_do_not_wrap_around() -> None:
     """140,000 products of 127 and 127 are more than an int32 holds."""
     n = 140_000
@@ -140,12 +143,13 @@ def test_long_sums_do_not_wrap_around() -> None:
 def test_empty_operands(shapes: Any) -> None:
     x, w = (np.ones(shape, F32) for shape in shapes)
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, lhs_spec=I8, rhs_spec=U8)
-    y, back = jax.vjp(lambda x, w: call(x, w, backward=Int8Backward()), x, w)
-    dx, dw = back(jnp.ones_like(y))
+    y, vjp = jax.vjp(lambda x, w: call(x, w, backward=Int8Backward()), x, w)
+    dx, dw = vjp(jnp.ones_like(y))
     np.testing.assert_allclose(dx, np.ones_like(y) @ w.T, rtol=1e-6)
     np.testing.assert_allclose(dw, x.T @ np.ones_like(y), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rounding_by_chance_is_unbiased(fixed_rng: np.random.Generator) -> None:
     """The mean of many draws is the gradient of floats, within six standard errors of a draw of variance 1/4 a step;
     rounding to nearest loses what is below half a step, every time."""
@@ -155,21 +159,22 @@ def test_rounding_by_chance_is_unbiased(fixed_rng: np.random.Generator) -> None:
     g[:, 0] = 127
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, lhs_spec=I8, rhs_spec=I8)
 
-    def back(backward: Any, key: Any) -> Any:
+    def pull_back(backward: Any, key: Any) -> Any:
         return jax.vjp(functools.partial(call, backward=backward, key=key), x, w)[1](g)
 
     keys = jax.random.split(key(fixed_rng), count)
-    draws = jax.jit(lambda keys: lax.map(lambda k: back(Int8Backward(stochastic_rounding=True), k), keys))(keys)
-    nearest, exact = back(Int8Backward(), None), back(jq.FloatBackward(), None)
+    draws = jax.jit(lambda keys: lax.map(lambda k: pull_back(Int8Backward(stochastic_rounding=True), k), keys))(keys)
+    nearest, exact = pull_back(Int8Backward(), None), pull_back(jq.FloatBackward(), None)
     # dx adds up 23 draws of steps of 1; dw 3 draws, whose steps are 0.3 / 127 but of the first column.
     tolerance = 6 * np.sqrt(23 / 4 / count)
     assert (np.abs(np.asarray(draws[0], np.float64).mean(0) - exact[0]) <= tolerance + 1e-3).all()
     assert (np.abs(nearest[0] - exact[0]) > 10 * tolerance).all()
-    some = np.asarray(draws[0])[:, :, 0]
-    assert (some.std(0) > 1).all()
-    assert np.abs(np.corrcoef(some.T) - np.eye(3)).max() < 0.1, "rows draw apart"
+    column = np.asarray(draws[0])[:, :, 0]
+    assert (column.std(0) > 1).all()
+    assert np.abs(np.corrcoef(column.T) - np.eye(3)).max() < 0.1, "rows draw apart"
 
 
+@pytest.mark.slow
 def test_the_two_cotangents_draw_apart(fixed_rng: np.random.Generator) -> None:
     """A symmetric problem, whose cotangents would be one another's transposes if the draws were one."""
     n = 64
@@ -190,13 +195,13 @@ def test_halves(rng: np.random.Generator, dtype: str) -> None:
     x, w, g = (rng.normal(size=shape).astype(F32) for shape in ((4, 11), (11, 6), (4, 6)))
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, lhs_spec=I8, rhs_spec=I8)
-    y, back = jax.vjp(functools.partial(call, backward=Int8Backward()), x, w)
+    y, vjp = jax.vjp(functools.partial(call, backward=Int8Backward()), x, w)
     narrow = jnp.asarray(g, dtype)
     wide = jax.vjp(functools.partial(call, backward=Int8Backward()), x.astype(F32), w.astype(F32))[1](
         narrow.astype(F32)
     )
     assert y.dtype == x.dtype
-    same(back(narrow), tuple(d.astype(dtype) for d in wide))
+    check_equal(vjp(narrow), tuple(d.astype(dtype) for d in wide))
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
@@ -213,11 +218,12 @@ def test_refusals(name: str) -> None:
     lhs, rhs, text = REFUSED[name]
     x, w = np.ones((8, 8), F32), np.ones((8, 8), F32)
     call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, backward=Int8Backward())
-    wanted = rf"jaxquant\.quantized_dot_general: backward: expected FloatBackward\(\),.*{text}.*, got Int8Backward\(\)"
-    with pytest.raises(ValueError, match=wanted):
+    message = rf"jaxquant\.quantized_dot_general: backward: expected FloatBackward\(\),.*{text}.*, got Int8Backward\(\)"
+    with pytest.raises(ValueError, match=message):
         jax.grad(lambda x, w: call(x, w, lhs_spec=lhs, rhs_spec=rhs).sum(), (0, 1))(x, w)
 
 
+@pytest.mark.slow
 def test_arguments() -> None:
     x = np.ones((2, 2), F32)
 

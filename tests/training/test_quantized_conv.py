@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxquant as jq
 from jaxquant import FloatBackward, Int8Backward, PerAxis, Quantizer, QuantSpec
 
-from ..cases.quantized_contractions import F32, both_ways, faked, key, quarters, rules, same, whole
+from ..cases.quantized_contractions import F32, both_ways, check_equal, faked, key, quarters, rules, whole
 from ..support.equality import same_bits
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full
@@ -64,7 +64,7 @@ def on_the_grid(rng: np.random.Generator, name: str, shape: Shape) -> Any:
     return jnp.asarray(np.moveaxis(g, (0, 1), (image, feature)))
 
 
-def per(shape: Shape, axis: int, rng: np.random.Generator) -> Any:
+def draw(shape: Shape, axis: int, rng: np.random.Generator) -> Any:
     """A scale for each index of an axis, powers of two."""
     return np.exp2(rng.integers(-2, 1, [n if a == axis else 1 for a, n in enumerate(shape)])).astype(F32)
 
@@ -83,7 +83,7 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "kind"), mark_others_full(KINDS, BY_DEFAULT))
 def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) -> None:
     """In floats and in integers, on numbers that neither rounds: to the bit those of the float convolution."""
@@ -96,7 +96,7 @@ def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) ->
         else:
             alone = kind == "one scale"
             spec = I4 if alone else QuantSpec(jnp.int4, PerAxis(axis))
-            scale, zero, point = np.full((1,) * len(shape), 0.5, F32) if alone else per(shape, axis, rng), None, 0
+            scale, zero, point = np.full((1,) * len(shape), 0.5, F32) if alone else draw(shape, axis, rng), None, 0
         sides.append(Quantizer(spec, scale, zero))
         xs.append(jnp.asarray(quarters(rng, spec, scale, point, shape)))
 
@@ -109,22 +109,22 @@ def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) ->
     g = on_the_grid(rng, name, y.shape)
     # What is folded into g is taken out of it beforehand.
     image, feature, *_ = numbers.out_spec
-    by = [np.ones((1,) * g.ndim, F32), np.ones((1,) * g.ndim, F32)]
+    divisors = [np.ones((1,) * g.ndim, F32), np.ones((1,) * g.ndim, F32)]
     if kind == "images by features":
-        by = [np.asarray(s.scale).reshape([-1 if a == at else 1 for a in range(g.ndim)])
-              for s, at in ((sides[1], feature), (sides[0], image))]  # fmt: skip
+        divisors = [np.asarray(s.scale).reshape([-1 if a == dimension else 1 for a in range(g.ndim)])
+              for s, dimension in ((sides[1], feature), (sides[0], image))]  # fmt: skip
 
     @jax.jit
     def ways(xs: Any) -> Any:
-        found = []
+        results = []
         for way in (*(functools.partial(call, b) for b in (Int8Backward(), FloatBackward())), floats):
             y, pull = jax.vjp(way, *xs)
-            found.append((y, pull(g / by[0])[0], pull(g / by[1])[1]))
-        return found
+            results.append((y, pull(g / divisors[0])[0], pull(g / divisors[1])[1]))
+        return results
 
     integers, theirs, want = ways(xs)
-    same(integers, want)
-    same(theirs, want)
+    check_equal(integers, want)
+    check_equal(theirs, want)
 
 
 IMAGES = QuantSpec(jnp.uint8, PerAxis(0), zero_point_granularity=jq.PerTensor())
@@ -144,7 +144,7 @@ FORWARD: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
 PAIRS = ("both asymmetric", "depthwise", "4 bits, float16", "weights of a table", "activations alone")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, PAIRS))
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
     """Bit for bit those of `conv_general_dilated` of `quantize`; gradients as floats have them, in bfloat16, too."""
@@ -171,10 +171,10 @@ def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
 
     x, w = rng.normal(0.3, 1, left).astype(F32), rng.normal(size=right).astype(F32)
     for dtype in (jnp.float32, jnp.bfloat16) if name in ("both asymmetric", "weights alone") else (jnp.float32,):
-        y, once, want, got, exact = ways(jnp.asarray(x, dtype), jnp.asarray(w))
-        same_bits(y, np.asarray(want))
-        same_bits(once, np.asarray(want))
-        for mine, theirs in zip(got, exact, strict=True):
+        y, once, expected, actual, exact = ways(jnp.asarray(x, dtype), jnp.asarray(w))
+        same_bits(y, np.asarray(expected))
+        same_bits(once, np.asarray(expected))
+        for mine, theirs in zip(actual, exact, strict=True):
             assert mine.dtype == theirs.dtype
             tolerance = np.abs(np.asarray(theirs, F32)).max() * (1e-5 if theirs.dtype == F32 and not more else 1e-2)
             np.testing.assert_allclose(np.asarray(mine, F32), np.asarray(theirs, F32), rtol=0, atol=tolerance)
@@ -185,10 +185,10 @@ def test_every_rule(rng: np.random.Generator) -> None:
     """Operands, scales of features and a learned zero point through a depthwise convolution, saturated in places."""
     left, right, strides, padding, rest = CASES["depthwise"]
     features = QuantSpec(jnp.int4, PerAxis(3))
-    scales = per(right, 3, rng)
-    chosen = rules(rng)
-    chosen = {name: chosen[name] for name in ("straight", "lsq", "lsq+", "pact", "stochastic")}
-    points = {n: 0 if n == "pact" else 6 for n in chosen}
+    scales = draw(right, 3, rng)
+    estimators = rules(rng)
+    estimators = {name: estimators[name] for name in ("straight", "lsq", "lsq+", "pact", "stochastic")}
+    points = {n: 0 if n == "pact" else 6 for n in estimators}
     xs = {n: (quarters(rng, U4, 0.5, z, left), quarters(rng, features, scales, 0, right)) for n, z in points.items()}
     floats = lambda x, w: float_conv(x, w, strides, padding, **rest)  # noqa: E731
     call = lambda x, w, a, b: conv(  # noqa: E731
@@ -198,20 +198,21 @@ def test_every_rule(rng: np.random.Generator) -> None:
 
     @jax.jit
     def ways(xs: Any) -> Any:
-        found = {}
-        for name, rule in chosen.items():
+        results = {}
+        for name, rule in estimators.items():
             point = np.zeros((1,) * 4, jnp.uint4) if name == "pact" else np.full((1,) * 4, 6, F32)
             sides = Quantizer(U4, F32(0.5), point, rule), Quantizer(features, scales, None, rule)
-            found[name] = both_ways(call, floats, xs[name], sides, g)
-        return found
+            results[name] = both_ways(call, floats, xs[name], sides, g)
+        return results
 
-    for name, (got, want) in ways(xs).items():
+    for name, (actual, expected) in ways(xs).items():
         print(name)
-        same(got, want)
+        check_equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [Int8Backward(), Int8Backward(True, rhs=False)], ids=repr)
-def test_integers_come_near(backward: Int8Backward, fixed_rng: np.random.Generator) -> None:
+def test_error_of_integer_cotangents(backward: Int8Backward, fixed_rng: np.random.Generator) -> None:
     """Of any g, grouped and strided: half a step of g, or a whole one, for each of the products."""
     left, right, strides, padding, rest = CASES["grouped, dilated"]
     x, w = fixed_rng.normal(size=left).astype(F32), fixed_rng.normal(size=right).astype(F32)
@@ -228,6 +229,7 @@ def test_integers_come_near(backward: Int8Backward, fixed_rng: np.random.Generat
     assert (np.asarray(dw) == np.asarray(floats(g)[1])).all() == (not backward.rhs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 1, 48, 48), (1, 1, 460, 301)], ids=str)
 def test_a_kernel_s_long_sums_do_not_wrap_around(shape: Shape) -> None:
     """More products of 255 and 127 than an int32 holds, in many images or in one; and a program that is no longer."""
@@ -235,7 +237,7 @@ def test_a_kernel_s_long_sums_do_not_wrap_around(shape: Shape) -> None:
     strides, padding = (2, 1), [(1, 2), (1, 2)]
     lhs = Quantizer(U8, F32(1), np.zeros((1, 1, 1, 1), np.uint8))
 
-    def back(x: Any, w: Any, g: Any) -> Any:
+    def pull_back(x: Any, w: Any, g: Any) -> Any:
         call = functools.partial(conv, window_strides=strides, padding=padding)
         return jax.vjp(lambda w: call(x, w, lhs_spec=lhs, rhs_spec=I8, backward=Int8Backward()), w)[1](g)[0]
 
@@ -243,7 +245,7 @@ def test_a_kernel_s_long_sums_do_not_wrap_around(shape: Shape) -> None:
     g = jnp.full(jax.eval_shape(floats, w).shape, 127, F32).at[..., 1::2].set(126)
     want = jax.vjp(floats, w)[1](g)[0]
     assert np.abs(want).max() > 2**31
-    np.testing.assert_allclose(jax.jit(back)(x, w, g), want, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(pull_back)(x, w, g), want, rtol=1e-5)
 
 
 def test_a_program_does_not_grow_with_the_image() -> None:
@@ -267,7 +269,7 @@ def test_transforms(rng: np.random.Generator) -> None:
     rest: dict[str, Any] = {"dimension_numbers": NHWC}
     features = Quantizer(QuantSpec(jnp.int4, PerAxis(3)), np.full((1, 1, 1, 5), 0.5, F32))
 
-    def back(x: Any, w: Any, scale: Any, g: Any) -> Any:
+    def pull_back(x: Any, w: Any, scale: Any, g: Any) -> Any:
         lhs = Quantizer(U4, scale, np.full((1,) * 4, 3, jnp.uint4), jq.LSQ(elements=9))
         call = functools.partial(conv, window_strides=strides, padding=padding, **rest)
         y, pull = jax.vjp(lambda x, w, s: call(x, w, lhs_spec=lhs, rhs_spec=features), x, w, scale)
@@ -276,15 +278,18 @@ def test_transforms(rng: np.random.Generator) -> None:
     x, w = quarters(rng, U4, 0.5, 3, (3, *left)), quarters(rng, I4, 0.5, 0, (3, *right))
     g = whole(rng, (3, 8, 3, 6, 5), 1)
     scale = F32(0.5)
-    each = [back(x[i], w[i], scale, g[i]) for i in range(3)]
-    same(jax.jit(jax.vmap(back, in_axes=(0, 0, None, 0)))(x, w, scale, g), jax.tree.map(lambda *v: jnp.stack(v), *each))
+    members = [pull_back(x[i], w[i], scale, g[i]) for i in range(3)]
+    check_equal(
+        jax.jit(jax.vmap(pull_back, in_axes=(0, 0, None, 0)))(x, w, scale, g),
+        jax.tree.map(lambda *v: jnp.stack(v), *members),
+    )
     place = NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
-    same(jax.jit(back)(jax.device_put(x[0], place), w[0], scale, jax.device_put(g[0], place)), each[0])
+    check_equal(jax.jit(pull_back)(jax.device_put(x[0], place), w[0], scale, jax.device_put(g[0], place)), members[0])
     call = lambda x, w: conv(  # noqa: E731
         x, w, strides, padding, **rest, lhs_spec=Quantizer(U8, F32(0.02), np.full((1,) * 4, 99, np.uint8)), rhs_spec=I8
     )
-    kept = jax.tree.leaves(jax.jit(lambda x, w: jax.vjp(call, x, w)[1])(x[0], w[0]))
-    assert sum(v.nbytes for v in kept) <= 0.3 * x[0].nbytes + 0.26 * w[0].nbytes
+    residuals = jax.tree.leaves(jax.jit(lambda x, w: jax.vjp(call, x, w)[1])(x[0], w[0]))
+    assert sum(v.nbytes for v in residuals) <= 0.3 * x[0].nbytes + 0.26 * w[0].nbytes
     assert [c.opcode for c in Program(call, x[0], w[0]).contractions() if c.result[0] == "s32"]
 
 
@@ -321,15 +326,16 @@ def test_refusals(lhs: Any, rhs: Any, rest: Any, error: type[Exception], text: s
     defaults = {"window_strides": (1, 1), "padding": "VALID", "lhs_spec": I8, "rhs_spec": I8}
     call = functools.partial(conv, **{**defaults, **rest})
 
-    def back() -> Any:
+    def differentiate() -> Any:
         y, pull = jax.vjp(call, lhs, rhs) if isinstance(lhs, np.ndarray) else (call(lhs, rhs), None)
         return pull and pull(y)
 
     with pytest.raises(error, match=rf"jaxquant\.quantized_conv_general_dilated: {text}") as raised:
-        back()
+        differentiate()
     assert isinstance(raised.value, AssertionError)
 
 
+@pytest.mark.slow
 def test_groups_of_images_come_back_in_floats(rng: np.random.Generator) -> None:
     """Each group of images with its own features."""
     x, w = rng.normal(size=(4, 3, 5, 5)).astype(F32), rng.normal(size=(6, 3, 2, 2)).astype(F32)

@@ -13,7 +13,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import Blocked, Int8Backward, PerAxis, Quantizer, QuantSpec
 
-from ..cases.quantized_contractions import F32, both_ways, faked, quarters, rules, same, whole
+from ..cases.quantized_contractions import F32, both_ways, check_equal, faked, quarters, rules, whole
 from ..support.equality import same_bits
 
 I8, U8, I4, U4 = (QuantSpec(d) for d in (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4))
@@ -37,7 +37,7 @@ FORWARD: dict[str, tuple[str, tuple[Shape, ...], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORWARD)
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
     """Results to the last bit; gradients as the float einsum of the fake-quantized operands has them."""
@@ -54,10 +54,10 @@ def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:
         _, floats = jax.vjp(lambda *xs: jnp.einsum(subscripts, *fakes(xs)), *xs)
         return y, call(*xs), jq.einsum(subscripts, *q), pull(y), floats(y)
 
-    y, once, want, got, exact = ways(xs)
-    same_bits(y, np.asarray(want))
-    same_bits(once, np.asarray(want))
-    for mine, theirs in zip(got, exact, strict=True):
+    y, once, expected, actual, exact = ways(xs)
+    same_bits(y, np.asarray(expected))
+    same_bits(once, np.asarray(expected))
+    for mine, theirs in zip(actual, exact, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max(initial=0))
 
 
@@ -83,32 +83,32 @@ def test_every_rule_on_every_operand(rng: np.random.Generator, subscripts: str) 
     """Operands, scales and a learned zero point, saturated in places, on numbers that float32 does not round."""
     third = subscripts.count(",") == 2
     columns, scales = QuantSpec(jnp.int4, PerAxis(0)), np.exp2(rng.integers(-2, 1, (6, 1))).astype(F32)
-    chosen = rules(rng)
-    chosen = {name: chosen[name] for name in ("straight", "identity", "lsq", "lsq+", "pact", "stochastic")}
+    estimators = rules(rng)
+    estimators = {name: estimators[name] for name in ("straight", "identity", "lsq", "lsq+", "pact", "stochastic")}
     xs = {
         name: (
             quarters(rng, U4, 0.5, 0 if name == "pact" else 6, (5, 9)),
             quarters(rng, columns, scales, 0, (6, 9)),
             *([whole(rng, (6, 9), 1)] if third else []),
         )
-        for name in chosen
+        for name in estimators
     }
     g = whole(rng, (5,) if third else (6, 5))
-    call = lambda *at: jq.quantized_einsum(subscripts, *at[: len(at) // 2], specs=at[len(at) // 2 :])  # noqa: E731
+    call = lambda *ops: jq.quantized_einsum(subscripts, *ops[: len(ops) // 2], specs=ops[len(ops) // 2 :])  # noqa: E731
 
     @jax.jit
     def ways(xs: Any) -> Any:
-        found = {}
-        for name, rule in chosen.items():
+        results = {}
+        for name, rule in estimators.items():
             point = np.zeros((1, 1), jnp.uint4) if name == "pact" else np.full((1, 1), 6, F32)
             sides = [Quantizer(U4, F32(0.5), point, rule), Quantizer(columns, scales, None, rule), None]
             floats = functools.partial(jnp.einsum, subscripts)
-            found[name] = both_ways(call, floats, xs[name], sides[: 3 if third else 2], g)
-        return found
+            results[name] = both_ways(call, floats, xs[name], sides[: 3 if third else 2], g)
+        return results
 
-    for name, (got, want) in ways(xs).items():
+    for name, (actual, expected) in ways(xs).items():
         print(name)
-        same(got, want)
+        check_equal(actual, expected)
 
 
 # Their cotangents as integer contractions: a batch with scales of its own, indices that are summed alone, "...".
@@ -124,8 +124,8 @@ def test_int8_is_exact_where_g_is_on_the_grid(subscripts: str, rng: np.random.Ge
     shapes = [tuple(size[c] for c in term) for term in terms]
     out = np.einsum(subscripts, *(np.zeros(shape) for shape in shapes)).shape
     batched = [tuple(a for a, c in enumerate(term) if c in "bqk" and "b" in term) for term in terms]
-    specs = [QuantSpec(jnp.int4, PerAxis(kept)) if kept else I4 for kept in batched]
-    entries = [tuple(n if a in kept else 1 for a, n in enumerate(s)) for s, kept in zip(shapes, batched, strict=True)]
+    specs = [QuantSpec(jnp.int4, PerAxis(axes)) if axes else I4 for axes in batched]
+    entries = [tuple(n if a in axes else 1 for a, n in enumerate(s)) for s, axes in zip(shapes, batched, strict=True)]
     sides = [Quantizer(s, np.full(e, 0.5, F32)) for s, e in zip(specs, entries, strict=True)]
     xs = [quarters(rng, I4, 0.5, 0, shape) for shape in shapes]
     left = subscripts.replace("...", "b").partition("->")[2]
@@ -135,14 +135,15 @@ def test_int8_is_exact_where_g_is_on_the_grid(subscripts: str, rng: np.random.Ge
     for axis in range(g.ndim):
         g[(*(slice(None),) * axis, 0)] = 127
 
-    def back(backward: Any) -> Any:
+    def pull_back(backward: Any) -> Any:
         call = functools.partial(jq.quantized_einsum, subscripts, specs=sides, backward=backward)
         y, pull = jax.vjp(call, *xs)
         return y, pull(jnp.asarray(g))
 
-    same(*jax.jit(lambda: (back(Int8Backward()), back(jq.FloatBackward())))())
+    check_equal(*jax.jit(lambda: (pull_back(Int8Backward()), pull_back(jq.FloatBackward())))())
 
 
+@pytest.mark.slow
 def test_one_weight_in_three_places(rng: np.random.Generator) -> None:
     """The cotangents of one array that is several operands add up."""
     w, g = jnp.asarray(quarters(rng, I4, 0.5, 0, (5, 5))), whole(rng, (5, 5), 1)
@@ -193,10 +194,10 @@ REFUSALS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]
 def test_refusals(subscripts: Any, operands: Any, rest: Any, error: type[Exception], text: str) -> None:
     call = functools.partial(jq.quantized_einsum, subscripts, **{"specs": (I8,) * len(operands), **rest})
 
-    def back() -> Any:
+    def differentiate() -> Any:
         y, pull = jax.vjp(call, *operands)
         return pull(y)
 
     with pytest.raises(error, match=rf"jaxquant\.quantized_einsum: {text}") as raised:
-        back()
+        differentiate()
     assert isinstance(raised.value, AssertionError)

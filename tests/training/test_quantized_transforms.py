@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxquant as jq
 from jaxquant import PerAxis, Quantizer, QuantSpec
 
-from ..cases.quantized_contractions import F32, key, quarters, same, whole
+from ..cases.quantized_contractions import F32, check_equal, key, quarters, whole
 from ..support.hlo import Program
 from ..support.matrix import mark_others_full
 
@@ -42,15 +42,15 @@ def problem(rng: np.random.Generator, *batch: int) -> tuple[Any, Any, Any]:
 
 
 def pull(x: Any, w: Any, scale: Any, g: Any, **rest: Any) -> tuple[Any, Any]:
-    y, back = jax.vjp(functools.partial(dot, **rest), x, w, scale)
-    return y, back(g)
+    y, vjp = jax.vjp(functools.partial(dot, **rest), x, w, scale)
+    return y, vjp(g)
 
 
 def want(x: Any, w: Any, scale: Any, g: Any) -> tuple[Any, Any]:
     """The same of floats."""
     left = lambda x, s: jq.fake_quantize(x, I4, s, gradient=jq.LSQ(elements=24))  # noqa: E731
-    y, back = jax.vjp(lambda x, w, s: left(x, s) @ jq.fake_quantize(w, COLUMNS), x, w, scale)
-    return y, back(g)
+    y, vjp = jax.vjp(lambda x, w, s: left(x, s) @ jq.fake_quantize(w, COLUMNS), x, w, scale)
+    return y, vjp(g)
 
 
 @pytest.mark.slow
@@ -58,30 +58,30 @@ def test_a_cached_program_serves_every_choice_of_gradients(rng: np.random.Genera
     """What one call keeps for the way back must not be what another, differentiated otherwise, finds in the cache."""
     x, w, g = problem(rng)
     compiled = jax.jit(dot)
-    inner = lambda *at: (compiled(*at) * g).sum()  # noqa: E731
-    eager = lambda *at: (dot(*at) * g).sum()  # noqa: E731
+    inner = lambda *arguments: (compiled(*arguments) * g).sum()  # noqa: E731
+    eager = lambda *arguments: (dot(*arguments) * g).sum()  # noqa: E731
     _, exact = want(x, w, SCALE, g)
-    at = (x, w, jnp.asarray(SCALE))
+    arguments = (x, w, jnp.asarray(SCALE))
     for loss, choices in ((inner, ((1,), (0, 1, 2), (2,), (0, 1, 2))), (eager, ((2,), (0, 1, 2), (0,)))):
-        for asked in choices:
-            same(jax.grad(loss, asked)(*at), tuple(exact[i] for i in asked))
-    same(compiled(*at), want(x, w, SCALE, g)[0])
+        for argnums in choices:
+            check_equal(jax.grad(loss, argnums)(*arguments), tuple(exact[i] for i in argnums))
+    check_equal(compiled(*arguments), want(x, w, SCALE, g)[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)], ids=str)
 def test_vmap(rng: np.random.Generator, axes: tuple[Any, ...]) -> None:
     """Of gradients, and gradients of a vmap, whose shared operands get the sum."""
     x, w, g = problem(rng, 3)
-    at = (x, w, jnp.array([0.25, 0.5, 0.125], F32))
-    given = tuple(v if a == 0 else v[0] for v, a in zip(at, axes, strict=True))
-    each = [[v[i] if a == 0 else v for v, a in zip(given, axes, strict=True)] for i in range(3)]
-    loop = [want(one[0], one[1], one[2], g[i]) for i, one in enumerate(each)]
+    arguments = (x, w, jnp.array([0.25, 0.5, 0.125], F32))
+    operands = tuple(v if a == 0 else v[0] for v, a in zip(arguments, axes, strict=True))
+    members = [[v[i] if a == 0 else v for v, a in zip(operands, axes, strict=True)] for i in range(3)]
+    loop = [want(member[0], member[1], member[2], g[i]) for i, member in enumerate(members)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop)
-    same(jax.jit(jax.vmap(pull, in_axes=(*axes, 0)))(*given, g), stacked)
-    y, back = jax.vjp(jax.vmap(dot, in_axes=axes), *given)
-    same(y, stacked[0])
-    for mine, theirs, a in zip(back(g), stacked[1], axes, strict=True):
+    check_equal(jax.jit(jax.vmap(pull, in_axes=(*axes, 0)))(*operands, g), stacked)
+    y, vjp = jax.vjp(jax.vmap(dot, in_axes=axes), *operands)
+    check_equal(y, stacked[0])
+    for mine, theirs, a in zip(vjp(g), stacked[1], axes, strict=True):
         # The factor of LSQ is no power of two: three sums times it are not the sum times it.
         total = theirs if a == 0 else theirs.sum(0)
         np.testing.assert_allclose(mine, total, rtol=1e-6, atol=1e-4 if total.ndim == 0 else 0)
@@ -114,16 +114,16 @@ def test_scan_and_checkpoint(rng: np.random.Generator) -> None:
         return (x**2).sum()
 
     everything = jax.jit(jax.grad(layers, (0, 1, 2)))(x, ws, scales)
-    again = jax.jit(jax.grad(functools.partial(layers, policy=jq.save_codes), (0, 1, 2)))(x, ws, scales)
-    same(again, everything)
-    same(jax.jit(jax.grad(layers, 1))(x, ws, scales), everything[1])
+    recomputed = jax.jit(jax.grad(functools.partial(layers, policy=jq.save_codes), (0, 1, 2)))(x, ws, scales)
+    check_equal(recomputed, everything)
+    check_equal(jax.jit(jax.grad(layers, 1))(x, ws, scales), everything[1])
     for mine, theirs in zip(everything, jax.jit(jax.grad(loop, (0, 1, 2)))(x, ws, scales), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max())
 
 
-def kept(f: Any, *at: Any) -> list[Any]:
+def list_residuals(f: Any, *arguments: Any) -> list[Any]:
     """What a compiled forward pass hands to the backward pass."""
-    return jax.tree.leaves(jax.jit(lambda *at: jax.vjp(f, *at)[1])(*at))
+    return jax.tree.leaves(jax.jit(lambda *arguments: jax.vjp(f, *arguments)[1])(*arguments))
 
 
 STATIC = Quantizer(U8, F32(0.02), np.full((1, 1), 100, np.uint8))
@@ -138,19 +138,19 @@ KEPT: dict[str, tuple[Any, float]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept(name: str, rng: np.random.Generator) -> None:
+def test_size_of_the_residuals(name: str, rng: np.random.Generator) -> None:
     """Of the activations' float32 bytes at most so much; of the weights a quarter; and the contraction is integer."""
     spec, most = KEPT[name]
     rhs = jq.QuantSpec(jnp.int8, jq.Blocked(0, 64)) if name == "blocks" else QuantSpec(jnp.int8, PerAxis(1))
     columns = 123 if "does not" in name else 128
     x, w = rng.normal(size=(64, columns)).astype(F32), rng.normal(size=(columns, 32)).astype(F32)
     f = lambda x, w: jq.quantized_dot_general(x, w, MATRIX, lhs_spec=spec, rhs_spec=rhs)  # noqa: E731
-    found = kept(f, x, w)
+    residuals = list_residuals(f, x, w)
     of_weights = w.nbytes * (0.26 + 2 / 64) + 4 * 32
-    assert sum(v.nbytes for v in found) <= x.nbytes * most + of_weights
-    assert not [v.shape for v in found if v.dtype == F32 and v.size >= w.size], "a float operand is kept"
+    assert sum(v.nbytes for v in residuals) <= x.nbytes * most + of_weights
+    assert not [v.shape for v in residuals if v.dtype == F32 and v.size >= w.size], "a float operand is kept"
     program = Program(f, x, w)
     integer = [c for c in program.contractions() if c.result[0] == "s32"]
     assert integer
@@ -160,13 +160,14 @@ def test_what_is_kept(name: str, rng: np.random.Generator) -> None:
 def test_the_gradient_of_a_scale_keeps_its_operand(rng: np.random.Generator) -> None:
     """And only that one: the other operand and the call without that gradient keep codes."""
     x, w, _ = problem(rng)
-    floats = lambda *asked: [v.shape for v in kept(*asked) if v.dtype == F32 and v.size > 24]  # noqa: E731
+    floats = lambda *arguments: [v.shape for v in list_residuals(*arguments) if v.dtype == F32 and v.size > 24]  # noqa: E731
     assert floats(lambda x, w, s: dot(x, w, s), x, w, SCALE) == [x.shape]
     assert floats(lambda x, w: dot(x, w, SCALE), x, w) == []
-    other = lambda s: jq.quantized_dot_general(x, w, MATRIX, lhs_spec=None, rhs_spec=Quantizer(I4, s))  # noqa: E731
-    assert sorted(floats(other, SCALE)) == sorted([x.shape, w.shape])
+    contract = lambda s: jq.quantized_dot_general(x, w, MATRIX, lhs_spec=None, rhs_spec=Quantizer(I4, s))  # noqa: E731
+    assert sorted(floats(contract, SCALE)) == sorted([x.shape, w.shape])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_codes_alone(rng: np.random.Generator) -> None:
     """Of layers with a gelu behind each: nothing wide but the arguments."""
     x, w = rng.normal(size=(32, 48)).astype(F32), rng.normal(size=(48, 48)).astype(F32)
@@ -176,26 +177,27 @@ def test_a_checkpoint_keeps_codes_alone(rng: np.random.Generator) -> None:
             x = jax.nn.gelu(jq.quantized_dot_general(x, w, MATRIX, lhs_spec=STATIC, rhs_spec=COLUMNS))
         return x
 
-    plain, again = (kept(f, x) for f in (network, jax.checkpoint(network, policy=jq.save_codes)))
-    wide = [[v for v in found if v.shape == x.shape and v.dtype == F32] for found in (plain, again)]
+    plain, checkpointed = (list_residuals(f, x) for f in (network, jax.checkpoint(network, policy=jq.save_codes)))
+    wide = [[v for v in residuals if v.shape == x.shape and v.dtype == F32] for residuals in (plain, checkpointed)]
     assert len(wide[0]) > 3
     assert len(wide[1]) <= 1, "x itself, perhaps"
-    narrow = [v for v in again if v.dtype != F32 or v.shape not in (x.shape, w.shape)]
+    narrow = [v for v in checkpointed if v.dtype != F32 or v.shape not in (x.shape, w.shape)]
     assert sum(v.nbytes for v in narrow) <= 3 * (0.3 * x.nbytes + 0.26 * w.nbytes + 4 * 48)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_refused(rng: np.random.Generator) -> None:
     """Codes have no derivative: what is asked for one must not be told 0."""
     x, w, _ = problem(rng)
     with pytest.raises(TypeError, match=r"forward-mode autodiff .* custom_vjp"):
         jax.jvp(dot, (x, w, SCALE), (x, w, SCALE))
     once = jax.grad(lambda x, w, scale: (dot(x, w, scale) ** 2).sum(), (0, 1, 2))
-    wanted = r"quantized_dot_general: operands: expected only first derivatives .*, got the derivative of a gradient"
-    for i, at in enumerate((x, w, jnp.asarray(SCALE))):
+    expected = r"quantized_dot_general: operands: expected only first derivatives .*, got the derivative of a gradient"
+    for i, value in enumerate((x, w, jnp.asarray(SCALE))):
         twice = jax.grad(lambda v, i=i: sum(d.sum() for d in once(*(x, w, SCALE)[:i], v, *(x, w, SCALE)[i + 1 :])))
-        with pytest.raises(TypeError, match=wanted):
-            twice(at)
-    with pytest.raises(TypeError, match=wanted):
+        with pytest.raises(TypeError, match=expected):
+            twice(value)
+    with pytest.raises(TypeError, match=expected):
         jax.hessian(lambda s: (dot(x, w, s) ** 2).sum())(jnp.asarray(SCALE))
     # In g the gradient is linear, and g may have derivatives of its own.
     second = jax.grad(lambda c: jax.grad(lambda x: (c**2 * dot(x, w, SCALE)).sum())(x).sum())
@@ -212,18 +214,19 @@ def test_a_batch_on_eight_devices(rng: np.random.Generator) -> None:
     place = [NamedSharding(mesh(AxisType.Auto), PartitionSpec(*axes)) for axes in (("batch",), (), ("batch",))]
     placed = [jax.device_put(v, p) for v, p in zip((x, w, g), place, strict=True)]
 
-    def both(x: Any, w: Any, g: Any) -> Any:
+    def run(x: Any, w: Any, g: Any) -> Any:
         quantizer = Quantizer(I4, SCALE)
         return jax.vjp(lambda x, w: jq.quantized_dot_general(x, w, MATRIX, lhs_spec=quantizer, rhs_spec=COLUMNS), x, w)[
             1
         ](g)
 
-    compiled = jax.jit(both).lower(*placed).compile()
-    same(compiled(*placed), both(x, w, g))
+    compiled = jax.jit(run).lower(*placed).compile()
+    check_equal(compiled(*placed), run(x, w, g))
     text = compiled.as_text() or ""
     assert not re.findall(r"(all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [jq.FloatBackward(), jq.Int8Backward()], ids=["float", "int8"])
 def test_shard_map(rng: np.random.Generator, backward: Any) -> None:
     """What every device holds gets the sum of the devices' gradients; each quantizes its part of g, all alike."""
@@ -231,50 +234,51 @@ def test_shard_map(rng: np.random.Generator, backward: Any) -> None:
     g = g.at[::2].set(127.0)  # on each device, in every column
 
     def part(x: Any, w: Any, scale: Any, g: Any) -> Any:
-        return jax.grad(lambda *at: (dot(*at, backward=backward) * g).sum(), (0, 1, 2))(x, w, scale)
+        return jax.grad(lambda *arguments: (dot(*arguments, backward=backward) * g).sum(), (0, 1, 2))(x, w, scale)
 
     spec = PartitionSpec("batch")
-    out = (spec, PartitionSpec(), PartitionSpec())
+    out_specs = (spec, PartitionSpec(), PartitionSpec())
     sharded = jax.shard_map(
-        part, mesh=mesh(AxisType.Auto), in_specs=(spec, PartitionSpec(), PartitionSpec(), spec), out_specs=out
+        part, mesh=mesh(AxisType.Auto), in_specs=(spec, PartitionSpec(), PartitionSpec(), spec), out_specs=out_specs
     )
-    got, exact = jax.jit(sharded)(x, w, SCALE, g), part(x, w, SCALE, g)
-    same(got[:2], exact[:2])
+    actual, exact = jax.jit(sharded)(x, w, SCALE, g), part(x, w, SCALE, g)
+    check_equal(actual[:2], exact[:2])
     # Of each device its sum times LSQ's factor, rounded: by the magnitudes of what is summed, at most 8 steps each.
     size = 8 * float((jnp.abs(g) @ jnp.abs(w).T).sum()) / np.sqrt(24 * 7)
-    np.testing.assert_allclose(got[2], exact[2], rtol=0, atol=size * 2.0**-20)
+    np.testing.assert_allclose(actual[2], exact[2], rtol=0, atol=size * 2.0**-20)
 
 
+@pytest.mark.slow
 def test_explicit_shardings(rng: np.random.Generator) -> None:
     """A mesh whose shardings are in the types: the gradients lie where their operands do."""
     x, w, g = problem(rng)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         place = [PartitionSpec("batch", None), PartitionSpec(None, None), PartitionSpec("batch", None)]
         placed = [jax.device_put(v, p) for v, p in zip((x, w, g), place, strict=True)]
-        got = jax.jit(lambda x, w, g: pull(x, w, jnp.asarray(SCALE), g))(*placed)
-        assert [d.sharding.spec for d in got[1][:2]] == place[:2]
-        got = jax.tree.map(np.asarray, got)
+        actual = jax.jit(lambda x, w, g: pull(x, w, jnp.asarray(SCALE), g))(*placed)
+        assert [d.sharding.spec for d in actual[1][:2]] == place[:2]
+        actual = jax.tree.map(np.asarray, actual)
     exact = want(x, w, jnp.asarray(SCALE), g)
-    same(got[0], exact[0])
-    same(got[1][:2], exact[1][:2])
+    check_equal(actual[0], exact[0])
+    check_equal(actual[1][:2], exact[1][:2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("raw", mark_others_full([False, True], [False]))
 def test_keys_of_both_kinds(fixed_rng: np.random.Generator, raw: bool) -> None:
     """A batch of keys under vmap draws as each alone does."""
-    one = key(fixed_rng)
+    single = key(fixed_rng)
     x, w, g = problem(fixed_rng)
-    keys = jax.random.split(jax.random.key_data(one) if raw else one, 2)
+    keys = jax.random.split(jax.random.key_data(single) if raw else single, 2)
 
-    def drawn(key: Any) -> Any:
+    def find_gradients(key: Any) -> Any:
         backward = jq.Int8Backward(stochastic_rounding=True)
         left = Quantizer(I4, SCALE * F32(1.7), gradient=jq.StochasticRounding(key))
         call = functools.partial(jq.quantized_dot_general, dimension_numbers=MATRIX, backward=backward, key=key)
-        y, back = jax.vjp(lambda x, w: call(x, w, lhs_spec=left, rhs_spec=COLUMNS), x, w)
-        return y, back(g * F32(0.3))
+        y, vjp = jax.vjp(lambda x, w: call(x, w, lhs_spec=left, rhs_spec=COLUMNS), x, w)
+        return y, vjp(g * F32(0.3))
 
-    each = [drawn(k) for k in keys]
-    same(jax.jit(jax.vmap(drawn))(keys), jax.tree.map(lambda *v: jnp.stack(v), *each))
-    assert (each[0][0] != each[1][0]).any()
-    assert (each[0][1][1] != each[1][1][1]).any()
+    results = [find_gradients(k) for k in keys]
+    check_equal(jax.jit(jax.vmap(find_gradients))(keys), jax.tree.map(lambda *v: jnp.stack(v), *results))
+    assert (results[0][0] != results[1][0]).any()
+    assert (results[0][1][1] != results[1][1][1]).any()

@@ -40,7 +40,7 @@ def _prepare(name, recipe):
 
 @pytest.mark.parametrize("recipe", list(ROWS))
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_integer_contractions_are_as_many_as_rows(name, recipe):
     prepared, arguments = _prepare(name, recipe)
     contractions = Program(prepared.apply, *arguments).contractions()
@@ -93,6 +93,7 @@ def _list_constants(program):
     return [i for body in program.computations.values() for i in body if i.opcode == "constant"]
 
 
+@pytest.mark.slow
 def test_name_scopes_are_in_the_program():
     network = make_network("linen encoder")
     x = network.sample(jax.random.key(1), 4)
@@ -104,6 +105,7 @@ def test_name_scopes_are_in_the_program():
             assert any(f"{block}/" in name and f"{layer}/" in name for name in names), (block, layer)
 
 
+@pytest.mark.slow
 def test_name_scopes_of_inlined_calls_are_in_the_program(rng):
     inner = jax.jit(lambda w, x: x @ w)
 

@@ -45,10 +45,11 @@ def test_contractions_that_are_not_entered_are_rows(function, primitive):
     assert all("w" in row.paths for row in rows)
     with pytest.raises(ValueError, match=f"inside of {primitive}"):
         jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
-    got = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
-    np.testing.assert_allclose(got, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
+    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
+    np.testing.assert_allclose(actual, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_inlined_jit_keeps_its_shardings():
     mesh = _make_mesh(2)
     split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
@@ -58,9 +59,9 @@ def test_an_inlined_jit_keeps_its_shardings():
         return inner(params["w"], x)
 
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
-    got = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
-    assert got.sharding.is_equivalent_to(split, 2)
-    same_trees(got, jax.jit(prepared.fake_apply)(PARAMS, None, X))
+    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
+    assert actual.sharding.is_equivalent_to(split, 2)
+    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, None, X))
     gradient = jax.jit(jax.grad(lambda params: prepared.fake_apply(params, None, X).sum()))(PARAMS)["w"]
     assert np.isfinite(gradient).all()
 
@@ -74,8 +75,8 @@ def test_vmap_of_an_inlined_jit_with_shardings():
 
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
     qparams = prepared.convert(PARAMS)
-    got = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, None, x)))(jnp.stack([X, 2 * X]))
-    assert got.shape == (2, 4, 16)
+    actual = jax.jit(jax.vmap(lambda x: prepared.apply(qparams, None, x)))(jnp.stack([X, 2 * X]))
+    assert actual.shape == (2, 4, 16)
 
 
 def test_parameters_of_integers_are_named():

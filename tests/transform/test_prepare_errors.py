@@ -35,7 +35,7 @@ LOW_RANK = {"w": jnp.ones((4, 3)), "a": jnp.ones((4, 1)), "b": jnp.ones((1, 3))}
         (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=RULES[0]), TypeError, r"prepare: rules: expected a sequence of Rules"),
         (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=["int8"]), TypeError, r"prepare: rules: expected a sequence of Rules"),
         (lambda: UNTYPED.prepare(apply, PARAMS, X, rules=RULES, strict="yes"), TypeError, r"prepare: strict: expected True"),
-        (lambda: jq.prepare(lambda p, x: x, {"n": 3}, X, rules=RULES), TypeError, r"params: expected a pytree with float arrays"),
+        (lambda: jq.prepare(lambda p, x: x, {"n": 3}, X, rules=RULES), TypeError, r"params: expected a pytree with arrays of float32"),
         (
             lambda: jq.prepare(apply, PARAMS, X, rules=[jq.Rule("*/kernel", keep="float")]), ValueError,
             r"prepare: rules: expected paths that match a contraction, got '\*/kernel', which matches none of v, w$",
@@ -68,6 +68,17 @@ def test_untraceable_function_gets_advice() -> None:
     assert any("jaxquant traces the function" in note for note in caught.value.__notes__)
 
 
+def test_arrays_that_numpy_reads_get_advice() -> None:
+    with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
+        jq.prepare(lambda p, x: x @ p["w"] * np.asarray(x).sum(), PARAMS, X, rules=RULES)
+    assert any("jaxquant traces the function" in note for note in caught.value.__notes__)
+
+
+def test_dtypes_of_parameters_that_cannot_be_quantized_are_named() -> None:
+    with pytest.raises(TypeError, match=r"params: expected .* of float32, bfloat16 or float16, got w of float64"):
+        jq.prepare(lambda p, x: x @ p["w"], {"w": np.ones((4, 3))}, X, rules=RULES)
+
+
 def test_conflicting_rules_are_refused() -> None:
     rules = [
         jq.Rule(where=lambda site: site.name == "w", weight=jq.Weight("int4"), activation=jq.Activation("int8")),
@@ -86,6 +97,8 @@ PREPARED: Any = jq.prepare(apply, PARAMS, X, rules=RULES)
 RANGES = PREPARED.calibrate(PARAMS, [X])
 CONVERTED = PREPARED.convert(PARAMS)
 SCALES = PREPARED.learned(PARAMS, RANGES)
+OTHER_SCALES = jq.LearnedScales({"u": SCALES.weights["w"], "v": SCALES.weights["v"]}, {}, SCALES.estimator)
+MIXED_SCALES = jq.LearnedScales(OTHER_SCALES.weights, SCALES.activations, SCALES.estimator)
 FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
 
 
@@ -99,7 +112,7 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.apply(CONVERTED, {**RANGES, "v": X}, X), TypeError, r"apply: ranges: expected {'0': Range\(lo, hi\)} at v"),
         (lambda: PREPARED.apply(CONVERTED, X, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
         (lambda: PREPARED.apply({**CONVERTED, "u": X}, RANGES, X), ValueError, r"apply: params: expected .* got with u$"),
-        (lambda: PREPARED.apply({"w": CONVERTED["w"]}, RANGES, X), KeyError, "v"),
+        (lambda: PREPARED.apply({"w": CONVERTED["w"]}, RANGES, X), ValueError, r"apply: params: expected .* got without v$"),
         (lambda: PREPARED.fake_apply(CONVERTED, RANGES, X), ValueError, r"fake_apply: params: expected floats at w"),
         (lambda: PREPARED.fake_apply(PARAMS, {}, X), ValueError, r"fake_apply: scales: expected a range for each"),
         (lambda: PREPARED.convert(CONVERTED), ValueError, r"convert: params: expected floats at w, got a quantized array"),
@@ -112,6 +125,14 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.calibrate(PARAMS, [jnp.zeros((2, 4))]), ValueError, r"^w: jaxquant.minmax.finalize: .* only zeros"),
         (lambda: PREPARED.learned(PARAMS, None), ValueError, r"learned: ranges: expected a range for each"),
         (lambda: PREPARED.learned(PARAMS, RANGES, estimator=jq.StraightThrough()), TypeError, r"learned: estimator: expected LSQ"),
+        (lambda: PREPARED.apply(CONVERTED, X), TypeError, r"apply: ranges: expected ranges as calibrate returns them"),
+        (lambda: PREPARED.apply(CONVERTED, PREPARED.init(), X), TypeError, r"apply: ranges: expected {'0': Range\(lo, hi\)} at w"),
+        (lambda: PREPARED.convert(PARAMS, "scales"), TypeError, r"convert: scales: expected scales as learned returns them"),
+        (lambda: PREPARED.convert(PARAMS, OTHER_SCALES), ValueError, r"convert: scales: expected .*, got others at u, w$"),
+        (lambda: PREPARED.fake_apply(PARAMS, MIXED_SCALES, X), ValueError, r"fake_apply: scales: expected .*, got others at u, w$"),
+        (lambda: PREPARED.convert({**PARAMS, "w": X[None]}), ValueError, r"convert: params: expected the shape \(4, 3\) at w"),
+        (lambda: PREPARED.learned(CONVERTED, RANGES), ValueError, r"learned: params: expected floats at w"),
+        (lambda: PREPARED.check({"w": PARAMS["w"]}, X), ValueError, r"check: params: expected .*, got without v$"),
         (lambda: PREPARED.calibrate(PARAMS, X), TypeError, r"calibrate: batches: expected an iterable of batches"),
     ],
 )  # fmt: skip
@@ -145,6 +166,7 @@ def test_strict_holds_for_later_calls() -> None:
         prepared.apply(prepared.convert({"w": PARAMS["w"]}), None, X, scaled=True)
 
 
+@pytest.mark.slow
 def test_arguments_that_need_other_specs_are_refused() -> None:
     def turn(params: Any, x: jax.Array, *, turned: bool = False) -> jax.Array:
         return x @ (params["v"].T if turned else params["v"])

@@ -154,6 +154,33 @@ def test_convert_keeps_the_tree(params: Any, batches: Any) -> None:
     assert not copy["first"]["bias"].is_deleted()
 
 
+def test_convert_keeps_arrays_that_are_still_needed() -> None:
+    def function(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["a"] @ params["b"] @ params["c"] + params["bias"][:1]
+
+    first, second = jnp.full((8, 8), 0.5), jnp.full((8, 8), 0.25)
+    params = {"a": first, "b": first, "c": second, "bias": second}
+    prepared = jq.prepare(function, params, jnp.ones((2, 8)), rules=DYNAMIC)
+    qparams = prepared.convert(params, delete=True)
+    # One array under two paths is deleted after the second one; one that stays in floats is not deleted.
+    assert first.is_deleted()
+    assert qparams["bias"] is second
+    assert not second.is_deleted()
+    assert equal(qparams["a"].codes, qparams["b"].codes)
+
+
+def test_parameters_have_names_of_their_own() -> None:
+    x = jnp.ones((2, 8))
+    params = {"a/b": jnp.full((8, 8), 0.5), "a": {"b": jnp.full((8, 8), 0.25)}}
+    prepared = jq.prepare(lambda p, x: x @ p["a/b"] @ p["a"]["b"], params, x, rules=STATIC)
+    names = ["['a/b']", "['a']['b']"]
+    assert [row.name for row in prepared.coverage.rows] == names
+    scales = prepared.learned(params, prepared.calibrate(params, [x]))
+    assert sorted(scales.weights) == sorted(names)
+    # Parameters that are a single array have a name, too.
+    assert jq.prepare(lambda w, x: x @ w, params["a/b"], x, rules=STATIC).coverage.rows[0].name == "params"
+
+
 def test_convert_frees_one_leaf_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a leaf is quantized, the floats of all leaves before it are gone."""
     params = {f"w{place}": jnp.full((8, 8), place + 1.0) for place in range(4)}
@@ -194,6 +221,7 @@ def test_check_reports_other_arguments(params: Any, batches: Any) -> None:
 # Training.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [jq.LSQ(), jq.LSQPlus()], ids=["LSQ", "LSQPlus"])
 @pytest.mark.parametrize("rules", [STATIC, DYNAMIC, jq.recipes.weight_only_int4(4)], ids=["static", "dynamic", "int4"])
 def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rules: Any, estimator: Any) -> None:
@@ -223,6 +251,7 @@ def test_trained_scales_are_those_that_are_served(params: Any, batches: Any, rul
     assert all(part.scale for parts in moved[1].activations.values() for part in parts.values())
 
 
+@pytest.mark.slow
 def test_floats_behind_a_contraction_have_the_same_bits(fixed_rng: np.random.Generator) -> None:
     """A tanh depends on the loop in which XLA computes it, so both programs must have the same one."""
     x, w, v = (jnp.asarray(fixed_rng.normal(0, 0.5, shape).astype(F32)) for shape in ((8, 8), (8, 8), (8, 8)))
@@ -238,6 +267,7 @@ def test_floats_behind_a_contraction_have_the_same_bits(fixed_rng: np.random.Gen
         np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(params, ranges, x[:size]), y)
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches: Any) -> None:
     """With inputs that need no clipping, the gradient is that of the float program at the dequantized values."""
     x = jnp.asarray(batches[0])
@@ -280,6 +310,7 @@ def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
         prepared.learned(params, ranges, estimator=jq.PACT())
 
 
+@pytest.mark.slow
 def test_parameters_and_ranges_are_saved(params: Any, batches: Any, tmp_path: pathlib.Path) -> None:
     prepared = jq.prepare(apply, params, batches[0], rules=STATIC)
     ranges, qparams = prepared.calibrate(params, batches), prepared.convert(params)
@@ -309,6 +340,7 @@ class Block(nnx.Module):
         return self.same(jax.nn.relu(self.second(jax.nn.relu(self.first(x)))))
 
 
+@pytest.mark.slow
 def test_nnx_module_is_the_parameters(batches: Any) -> None:
     model, x = Block(nnx.Rngs(0)), jnp.asarray(batches[0])
     prepared = jq.prepare(lambda model, x: model(x), model, x, rules=STATIC, strict=True)
@@ -343,6 +375,7 @@ def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, None, x))
 
 
+@pytest.mark.slow
 def test_closed_over_tracers_do_not_leak(params: Any, batches: Any) -> None:
     @jax.jit
     def run(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:

@@ -156,8 +156,8 @@ def test_an_equation_keeps_its_derivative_rule():
 
 def test_an_equation_can_be_vectorized_and_compiled():
     equation = _find(lambda x: x @ x.T, "dot_general", X)
-    got = jax.jit(jax.vmap(lambda x: jaxpr.evaluate(equation, [x, x.T])[0]))(jnp.stack([X, 2 * X]))
-    np.testing.assert_array_equal(got, [np.full((4, 4), 8), np.full((4, 4), 32)])
+    actual = jax.jit(jax.vmap(lambda x: jaxpr.evaluate(equation, [x, x.T])[0]))(jnp.stack([X, 2 * X]))
+    np.testing.assert_array_equal(actual, [np.full((4, 4), 8), np.full((4, 4), 32)])
 
 
 def test_dropped_results_are_marked():

@@ -80,21 +80,21 @@ def _check_values(name, recipe, rng):
 
 
 @every_program
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 def test_apply_equals_fake_apply(name, rng):
     _check_values(name, "w8a8_dynamic", rng)
 
 
 @every_program
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_apply_equals_fake_apply_with_recipes(name, recipe, rng):
     _check_values(name, recipe, rng)
 
 
 @pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.is_differentiable])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_gradient_of_fake_apply(name, recipe, rng):
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     ranges = find_ranges(prepared, params, *inputs)
@@ -167,15 +167,14 @@ REASONS = {
     "constant_times_weight": [("computed by dot_general at", {"w"})],
     "cond_that_returns_a_weight": [("cond at", {"a", "b"})],
     "weights_swapped_by_scan": [("scan at", {"a", "b"})],
-    "weights_stacked_in_program": [("at", {"a", "b"})],
     "dead_code": [("nothing uses its result", {"unused"})],
     "contraction_of_integers": [("integers already", set())],
     "contraction_in_condition": [("in the condition of a loop", {"w"})],
-    "ragged_product": [("this operation has no form on codes", {"w"})],
+    "ragged_product": [("ragged_dot_general has no form on codes", {"w"})],
     "attention": [("a product of activations", set())] * 2,
 }
 # A rule does not want these in integers, or nothing is lost by floats.
-UNWANTED = ("closed_over_constant", "dead_code", "contraction_of_integers", "attention", "ragged_product")
+UNWANTED = ("closed_over_constant", "dead_code", "contraction_of_integers", "attention")
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -202,6 +201,7 @@ def test_strict_ignores_what_no_rule_wants(name, rng):
     _prepare(name, "w8a8_dynamic", rng, strict=True)
 
 
+@pytest.mark.slow
 def test_custom_gradient_is_kept(rng):
     _, params, (x,), prepared = _prepare("custom_vjp_around", "w8a8_dynamic", rng)
     _, _, _, plain = _prepare("product", "w8a8_dynamic", rng)

@@ -27,6 +27,9 @@ MOVES = {
     "split": lambda w: jnp.concatenate(jnp.split(w, 4, axis=1)[::-1], axis=1),
     "dynamic slice": lambda w: lax.dynamic_slice(w, (0, 0), (16, 16)),
     "broadcast": lambda w: jnp.broadcast_to(w[:, None], (16, 2, 16))[:, 1],
+    "flip": lambda w: w[::-1],
+    "unstack": lambda w: jnp.concatenate(jnp.unstack(w.reshape(16, 2, 8), axis=1)[::-1], axis=1),
+    "barrier": lambda w: lax.optimization_barrier((w, w))[1],
     "columns twice": lambda w: jnp.repeat(w[:, :8], 2, axis=1),
     "computed": lambda w: w + jnp.float32(0.125),
 }
@@ -43,10 +46,13 @@ def _programs(place, depth):
     steps = [_dots(place), st.tuples(st.just("relu"))]
     if depth:
         inner = _programs(place, depth - 1)
-        for name in ("jit", "remat", "scan", "fori", "map"):
+        for name in ("jit", "remat", "scan", "fori", "map", "vmapped cond"):
             steps.append(st.tuples(st.just(name), inner))
         steps.append(st.tuples(st.just("cond"), inner, inner))
-        steps.append(st.tuples(st.just("layers"), _programs(st.sampled_from(["a", "b", "layer"]), depth - 1)))
+        layers = _programs(st.sampled_from(["a", "b", "layer"]), depth - 1)
+        steps += [st.tuples(st.just("layers"), layers), st.tuples(st.just("stacked layers"), layers)]
+        moves = st.sampled_from(["same", *sorted(MOVES)])
+        steps.append(st.tuples(st.just("carried"), _programs(st.sampled_from(["a", "carried"]), depth - 1), moves))
     return st.lists(st.one_of(steps), min_size=1, max_size=3)
 
 
@@ -79,7 +85,26 @@ def _layers(step, params, x):
     def body(x, layer):
         return _run(step[1], {**params, "layer": layer}, x), None
 
-    return lax.scan(body, x, params["stack"])[0]
+    stack = params["stack"] if step[0] == "layers" else jnp.stack([params["b"], params["a"].T])
+    return lax.scan(body, x, stack)[0]
+
+
+def _carried(step, params, x):
+    """Return the result of a loop that moves a weight in each iteration."""
+    move = MOVES.get(step[2], lambda w: w)
+
+    def body(carry, _):
+        x, w = carry
+        return (_run(step[1], {**params, "carried": w}, x), move(w)), None
+
+    return lax.scan(body, (x, params["b"]), length=2)[0][0]
+
+
+def _vmapped_cond(step, params, x):
+    def choose(row):
+        return lax.cond(row[0] > 0, lambda row: _run(step[1], params, row[None])[0], lambda row: row, row)
+
+    return jax.vmap(choose)(x)
 
 
 _STEPS = {
@@ -94,6 +119,9 @@ _STEPS = {
         x.sum() > 0, lambda x: _run(step[1], params, x), lambda x: _run(step[2], params, x), x
     ),
     "layers": _layers,
+    "stacked layers": _layers,
+    "carried": _carried,
+    "vmapped cond": _vmapped_cond,
 }
 
 
@@ -115,6 +143,6 @@ def test_random_program(program, recipe, seed):
     prepared = jq.prepare(apply, params, x, rules=RECIPES[recipe])
     assert count_rows(prepared.coverage) == count_contractions(apply, params, x)
     ranges = find_ranges(prepared, params, x)
-    got = convert_and_apply(prepared, params, ranges, x)
-    same_trees(got, jax.jit(prepared.fake_apply)(params, ranges, x))
-    assert find_sqnr(got, jax.jit(apply)(params, x)) > 10
+    actual = convert_and_apply(prepared, params, ranges, x)
+    same_trees(actual, jax.jit(prepared.fake_apply)(params, ranges, x))
+    assert find_sqnr(actual, jax.jit(apply)(params, x)) > 10

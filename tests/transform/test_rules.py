@@ -80,6 +80,7 @@ def test_first_rule_wins() -> None:
     }
 
 
+@pytest.mark.slow
 def test_activations_times_activations() -> None:
     rules = [jq.Rule(operands="activations", activation=jq.Activation("int8", per="row")), *jq.recipes.w8a8_dynamic()]
     prepared = jq.prepare(apply, PARAMS, TOKENS, rules=rules, strict=True)
@@ -102,6 +103,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SPECS))
 def test_recipe(name: str) -> None:
     rules = getattr(jq.recipes, name)()
@@ -151,6 +153,7 @@ def test_uses_share_one_scale_for_what_any_of_them_sums() -> None:
     assert prepared.coverage.rows[0].weight == jq.QuantSpec("int8")
 
 
+@pytest.mark.slow
 def test_shared_range_serves_any_number_of_uses() -> None:
     def unroll(params: Any, xs: jax.Array) -> jax.Array:
         h = jnp.zeros((xs.shape[1], 4))
@@ -212,5 +215,5 @@ def test_rule_is_refused(make: Any, error: type[Exception], text: str) -> None:
 
 
 def test_partials_with_equal_arguments_are_equal() -> None:
-    one, other = (jq.Activation("int8", range=functools.partial(jq.percentile, q=99.9)) for _ in range(2))
-    assert one == other
+    first, second = (jq.Activation("int8", range=functools.partial(jq.percentile, q=99.9)) for _ in range(2))
+    assert first == second

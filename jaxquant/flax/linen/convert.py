@@ -166,8 +166,8 @@ def _quantize_kernel(
     def box_part(part: Any, part_names: Any) -> Any:
         return meta.replace_boxed(boxed, part).replace(names=part_names)  # type: ignore[attr-defined]
 
-    (codes, *others), static = q.tree_flatten()
-    boxes = [None if p is None else box_part(p, _converted.find_part_names(names, p.shape)) for p in others]
+    (codes, *parameters), static = q.tree_flatten()
+    boxes = [None if p is None else box_part(p, _converted.find_part_names(names, p.shape)) for p in parameters]
     codes = box_part(codes, _converted.find_part_names(names, codes.shape, order=q.stored_order))
     return QuantizedArray.tree_unflatten(static, (codes, *boxes)), depth
 

@@ -183,18 +183,18 @@ class _Layer(NamedTuple):
 
 def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
     """Yield the quantized layers, and check that each contraction is in a layer."""
-    seen = set()
+    identities = set()
     for path, module in nnx.iter_modules(model):
         for contraction in [value for value in vars(module).values() if isinstance(value, Contraction)]:
             kernel = "embedding" if isinstance(contraction, Table) else "kernel"
             if hasattr(module, kernel):
                 # A hook is an attribute of the layer that it contracts for.
-                seen.add(id(contraction))
+                identities.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
         with checks.prefix_errors("/".join(map(str, path))):
             expected = 'a layer with a "kernel" around this module'
-            checks.require(id(contraction) in seen, _CONVERT, "model", expected, "none")
+            checks.require(id(contraction) in identities, _CONVERT, "model", expected, "none")
 
 
 def _check_kernel(layer: _Layer) -> nnx.Variable:

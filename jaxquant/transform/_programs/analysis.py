@@ -119,6 +119,7 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
 
 
 UNUSED = "nothing uses its result"
+_ADVICE = {"shard_map": ": prepare the function inside, and call shard_map on its apply"}
 
 
 def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findings) -> list[Origin]:
@@ -160,16 +161,20 @@ def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings
             findings.passing.add(place.address)
         return results
     moved = views.follow_equation(equation, origins)
+    where = jaxpr.locate(equation) or place.where
     if moved is not None:
-        findings.followed.add(place.address)
-        return moved
+        if any(views.list_views(origin) for origin in moved):
+            findings.followed.add(place.address)
+        return [views.locate_selection(origin, where) for origin in moved]
     if name in ("dot_general", "conv_general_dilated", *sites.FLOAT_OPERATIONS):
         _add_site(equation, origins, place, findings)
     elif views.list_views(origins[0] if origins else Constant()) and sites.is_lookup(equation):
         _add_site(equation, origins[:1], place, findings)
     else:
         _add_hidden_sites(equation, origins, place, findings)
-    result = views.combine(origins, f"computed by {name} at {jaxpr.locate(equation) or place.where}")
+    if name in sites.OPERATIONS and any(isinstance(origin, Data) for origin in origins):
+        return [Data()] * len(equation.outvars)
+    result = views.combine(origins, f"computed by {name} at {where}")
     return [result] * len(equation.outvars)
 
 
@@ -187,7 +192,8 @@ def _add_site(equation: Any, origins: Sequence[Origin], place: _Place, findings:
 
 def _add_hidden_sites(equation: Any, origins: Sequence[Origin], place: _Place, findings: _Findings) -> None:
     """Add the contractions inside an equation whose bodies are not entered; all of them stay in floats."""
-    reason = place.reason or f"inside of {jaxpr.find_name(equation)}, which is not entered"
+    name = jaxpr.find_name(equation)
+    reason = place.reason or f"inside of {name}, which is not entered{_ADVICE.get(name, '')}"
     leaves = tuple(sorted({leaf for origin in origins for leaf in views.list_leaves(origin)}))
     hidden = dataclasses.replace(place, reason=reason)
     for number, body in enumerate(jaxpr.find_bodies(equation)):
@@ -230,7 +236,7 @@ def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _F
     scan = jaxpr.read_scan(equation)
     first_stacked = scan.constants + scan.carries
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
-    parts = [_take_layer(equation, origin) for origin in origins[first_stacked:]]
+    parts = [views.take_layer(x) if isinstance(x, View | Joined) else x for x in origins[first_stacked:]]
     inner = _enter(equation, place, 0)
     if any(views.list_views(part) for part in parts):
         inner = dataclasses.replace(inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length))
@@ -241,14 +247,6 @@ def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _F
     assumed, results = _find_fixpoint(equation, carries, walk_body, place, findings)
     stacked = [views.combine([origin], _describe_loop(equation)) for origin in results[scan.carries :]]
     return [*assumed, *stacked]
-
-
-def _take_layer(equation: Any, origin: Origin) -> Origin:
-    """Return what one iteration of a scan gets of a stacked operand."""
-    if isinstance(origin, View):
-        layer = views.take_layer(origin)
-        return views.Lost((origin.leaf,), _describe_loop(equation)) if layer is None else layer
-    return views.combine([origin], _describe_loop(equation)) if isinstance(origin, Joined) else origin
 
 
 def _walk_while(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:

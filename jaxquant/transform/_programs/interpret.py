@@ -19,7 +19,7 @@ from .analysis import Analysis, find_live
 from .jaxpr import Body
 from .sites import Address, Site
 
-# A value for each site, by its name: the state of a calibrator, or a scale.
+# A value for each site, or for several that share one, by name: the state of a calibrator, or a scale.
 Records = dict[str, Any]
 
 
@@ -35,6 +35,10 @@ class Mode(Protocol):
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of a contraction, and the records of its site."""
+        ...
+
+    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+        """Return the name of a site's record, and the addresses of the scans with an entry for each iteration."""
         ...
 
     def is_parameter(self, value: Any) -> bool:
@@ -114,9 +118,11 @@ class Interpreter:
 
     def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""
-        if jaxpr.find_name(equation) != "concatenate":
-            return self.mode.is_parameter(operands[0])
-        return all(self.mode.is_parameter(value) for value in operands) and self.mode.can_join(operands)
+        are_parameters = [self.mode.is_parameter(value) for value in operands]
+        name = jaxpr.find_name(equation)
+        if name in ("concatenate", "stack"):
+            return all(are_parameters) and self.mode.can_join(operands)
+        return any(are_parameters) if name in ("optimization_barrier", "select_n") else are_parameters[0]
 
     def _read_array(self, value: Any) -> Any:
         return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else value
@@ -128,8 +134,9 @@ class Interpreter:
         """Return the records of the sites in an equation: those with an entry per iteration, and the others."""
         stacked, shared = {}, {}
         for site in self.analysis.list_below(address):
-            if site.name in self.records:
-                (stacked if address in site.layers else shared)[site.name] = self.records[site.name]
+            name, layers = self.mode.find_record(site)
+            if name in self.records:
+                (stacked if address in layers else shared)[name] = self.records[name]
         return stacked, shared
 
     def _run_inner(self, body: Body, values: Sequence[Any], address: Address, records: Records) -> tuple[Any, Records]:

@@ -144,10 +144,10 @@ def read_scan(equation: Equation) -> Scan:
     """Return the layout of a scan, found from shapes: versions of JAX describe it in different parameters."""
     body = open_body(equation.params["jaxpr"])
     # A stacked operand has one more dimension than the body sees.
-    kept = sum(_is_alike(*pair) for pair in zip(equation.invars, body.program.invars, strict=True))
+    count = sum(_is_alike(*pair) for pair in zip(equation.invars, body.program.invars, strict=True))
     carries = sum(_is_alike(*pair) for pair in zip(equation.outvars, body.program.outvars, strict=True))
     parameters = equation.params
-    return Scan(body, kept - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"])
+    return Scan(body, count - carries, carries, parameters["length"], parameters["reverse"], parameters["unroll"])
 
 
 def _is_alike(outer: Any, inner: Any) -> bool:
@@ -169,8 +169,8 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     A result that the program drops is None.
     """
     values = {atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)}
-    kept = [variable for variable in equation.outvars if not is_unused(variable)]
-    program = core.Jaxpr([], list(values), kept, [equation], equation.effects, _NO_DEBUG_INFO)
+    outvars = [variable for variable in equation.outvars if not is_unused(variable)]
+    program = core.Jaxpr([], list(values), outvars, [equation], equation.effects, _NO_DEBUG_INFO)
     results = iter(eval_jaxpr(program, (), *values.values()))
     return [None if is_unused(variable) else next(results) for variable in equation.outvars]
 

@@ -22,11 +22,20 @@ def move_elements(equation: Any, operands: Sequence[Any]) -> list[QuantizedArray
 
     Args:
         equation: the equation.
-        operands: the quantized array, or several to be concatenated; after it the indices of a dynamic slice.
+        operands: the quantized array, or several to be concatenated; after it the indices of a dynamic slice. Those of
+            a barrier may be other arrays, too.
     """
     name = jaxpr.find_name(equation)
     if name == "concatenate":
         return [concatenate(operands, equation.params["dimension"])]
+    if name == "stack":
+        axis = equation.params["axis"]
+        parts = [_reshape_to(q, (*q.shape[:axis], 1, *q.shape[axis:])) for q in operands]
+        return [concatenate(parts, axis)]
+    if name == "optimization_barrier":
+        return list(lax.optimization_barrier(tuple(operands)))
+    if name == "select_n":
+        return [operands[1]]
     return _RULES.get(name, _keep)(equation, *operands)
 
 
@@ -44,14 +53,23 @@ def _convert(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
 
 
 def _transpose(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    return [_transpose_to(q, equation.params["permutation"])]
+
+
+def _transpose_to(q: QuantizedArray, order: Sequence[int]) -> QuantizedArray:
     # The codes stay in memory as they are: transposing them would cost more than the contraction saves.
-    order = equation.params["permutation"]
     scale, zero_point = (None if part is None else jnp.transpose(part, order) for part in (q.scale, q.zero_point))
     new = q.replace(scale=scale, zero_point=zero_point)
-    return [new._with_stored(q.stored_codes, indexing.find_transposed_order(q.stored_order, order))]
+    return new._with_stored(q.stored_codes, indexing.find_transposed_order(q.stored_order, order))
 
 
 def _reshape(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    order = equation.params["dimensions"]
+    q = q if order is None else _transpose_to(q, order)
+    return [_reshape_to(q, tuple(equation.outvars[0].aval.shape))]
+
+
+def _squeeze(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return [_reshape_to(q, tuple(equation.outvars[0].aval.shape))]
 
 
@@ -111,6 +129,11 @@ def _split(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return parts
 
 
+def _unstack(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    axis = equation.params["axis"]
+    return [q[(*(slice(None),) * axis, place)] for place in range(q.shape[axis])]
+
+
 def _reverse(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     dimensions = equation.params["dimensions"]
     return [q[tuple(slice(None, None, -1 if axis in dimensions else 1) for axis in range(q.ndim))]]
@@ -167,11 +190,12 @@ _RULES: dict[str, Callable[..., list[QuantizedArray]]] = {
     "convert_element_type": _convert,
     "transpose": _transpose,
     "reshape": _reshape,
-    "squeeze": _reshape,
+    "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "rev": _reverse,
     "tile": _tile,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "split": _split,
+    "unstack": _unstack,
 }

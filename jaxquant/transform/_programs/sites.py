@@ -15,6 +15,7 @@ Address = tuple[int, ...]
 OPERATIONS = {"dot_general": "dot_general", "conv_general_dilated": "conv_general_dilated", "gather": "take"}
 # Further contractions, which stay in floats.
 FLOAT_OPERATIONS = ("ragged_dot_general", "ragged_dot", "scaled_dot", "triangular_solve", "cholesky")
+_ADVICE = {"ragged_dot_general": "; products in a loop over the groups have one"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Site:
     @property
     def leaves(self) -> tuple[int, ...]:
         """The places of all parameters that an operand is made of, without activations."""
-        return tuple(dict.fromkeys(leaf for origin in self.origins for leaf in views.list_leaves(origin)))
+        leaves = [leaf for origin in self.origins for leaf in views.list_leaves(origin)]
+        selected = [leaf for origin in self.origins if isinstance(origin, views.Data) for leaf in origin.leaves]
+        return tuple(dict.fromkeys(leaves or selected))
 
     @property
     def contracted(self) -> tuple[int, ...]:
@@ -90,11 +93,13 @@ def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
 def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
     """Return why a contraction with these operands cannot run on codes, or "" if it can."""
     if jaxpr.find_name(equation) not in OPERATIONS:
-        return "this operation has no form on codes"
+        return f"{jaxpr.find_name(equation)} has no form on codes{_ADVICE.get(jaxpr.find_name(equation), '')}"
     dtypes = [str(variable.aval.dtype) for variable in equation.invars[:2]]
     floats = ("float32", "bfloat16", "float16")
     if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in floats for dtype in dtypes):
         return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
+    if OPERATIONS[jaxpr.find_name(equation)] == "conv_general_dilated" and len(equation.invars[0].aval.shape) < 3:
+        return "a convolution without spatial dimensions: write it as a product"
     lost = [origin for origin in origins if isinstance(origin, views.Lost)]
     if lost:
         return lost[0].reason
@@ -103,6 +108,9 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
     is_constant = any(isinstance(origin, views.Constant) for origin in origins)
     if is_constant and not any(views.list_leaves(origin) for origin in origins):
         return "an operand is an array that the function closes over: pass it in the parameters"
+    selected = [origin.reason for origin in origins if isinstance(origin, views.Data) and origin.leaves]
+    if selected and not any(views.list_leaves(origin) for origin in origins):
+        return selected[0]
     for origin in origins:
         if isinstance(origin, views.Joined):
             place = list(origins).index(origin)

@@ -35,11 +35,13 @@ class View(NamedTuple):
         leaf: the place of the parameter among the leaves of the tree of parameters.
         dimensions: the factors of each dimension, the slowest first.
         dtype: the dtype to which the elements were converted.
+        history: the operations that moved the elements; two views with equal histories have equal elements.
     """
 
     leaf: int
     dimensions: tuple[tuple[Atom, ...], ...]
     dtype: Any
+    history: tuple[Any, ...] = ()
 
     def list_axes(self, places: Sequence[int]) -> set[int]:
         """Return the axes of the parameter that have factors in the dimensions at these places."""
@@ -47,10 +49,15 @@ class View(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Views of several parameters, concatenated along a dimension."""
+    """Views of several parameters in one array.
+
+    Attributes:
+        views: the views.
+        axis: the dimension along which they are concatenated; None if a scan takes one of them in each iteration.
+    """
 
     views: tuple[View, ...]
-    axis: int
+    axis: int | None
 
 
 class Lost(NamedTuple):
@@ -67,7 +74,15 @@ class Lost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)  # empty named tuples would be equal
 class Data:
-    """An array that depends on the arguments of the function: activations."""
+    """An array that depends on the arguments of the function: activations.
+
+    Attributes:
+        leaves: the places of the parameters whose elements it consists of, if activations only select them.
+        reason: that they are selected, and the place in the source.
+    """
+
+    leaves: tuple[int, ...] = ()
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +91,7 @@ class Constant:
 
 
 Origin = View | Joined | Lost | Data | Constant
+_SELECTED = "selected by activations"
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -100,8 +116,10 @@ def list_leaves(origin: Origin) -> tuple[int, ...]:
 
 def combine(origins: Sequence[Origin], reason: str) -> Origin:
     """Return the origin of the result of an operation that has no equivalent on codes."""
-    if any(isinstance(origin, Data) for origin in origins):
-        return Data()
+    data = [origin for origin in origins if isinstance(origin, Data)]
+    if data:
+        # Parameters that activations select stay recognizable until they meet activations.
+        return data[0] if all(origin.leaves for origin in data) else Data()
     leaves = {leaf for origin in origins for leaf in list_leaves(origin)}
     if not leaves:
         return Constant()
@@ -110,33 +128,55 @@ def combine(origins: Sequence[Origin], reason: str) -> Origin:
     return Lost(tuple(sorted(leaves)), earlier[0] if earlier else reason)
 
 
-def take_layer(view: View) -> View | None:
-    """Return the view of one iteration's part of a view that a scan stacks along its first dimension."""
-    return view._replace(dimensions=view.dimensions[1:]) if view.dimensions else None
+def locate_selection(origin: Origin, where: str) -> Origin:
+    """Return an origin that `follow_equation` found, with the place in the source if activations select it."""
+    if isinstance(origin, Data) and origin.reason == _SELECTED:
+        return dataclasses.replace(origin, reason=f"{_SELECTED} at {where}")
+    return origin
+
+
+def take_layer(origin: View | Joined) -> View | Joined:
+    """Return one iteration's part of views that a scan stacks along their first dimension."""
+    if isinstance(origin, Joined):
+        axis = origin.axis - 1 if origin.axis else None
+        return Joined(tuple(_take_layer(view) for view in origin.views), axis)
+    return _take_layer(origin)
+
+
+def _take_layer(view: View) -> View:
+    return view._replace(dimensions=view.dimensions[1:], history=(*view.history, object()))
 
 
 def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
     """Return the views that an equation makes from views, or None if it has no equivalent on codes."""
-    follow = _RULES.get(jaxpr.find_name(equation))
-    if follow is None or not list_views(origins[0]):
+    name = jaxpr.find_name(equation)
+    if name in _OF_SEVERAL:
+        return _OF_SEVERAL[name](equation, origins)
+    if name not in _RULES or not list_views(origins[0]):
         return None
-    if follow is _concatenate:
-        return _concatenate(equation, origins)
-    if isinstance(origins[0], Joined) and jaxpr.find_name(equation) not in ("transpose", *_UNMOVED):
+    origin = origins[0]
+    axis = origin.axis if isinstance(origin, Joined) else None
+    if axis is not None and name not in ("transpose", *_UNMOVED):
         return None
     # Further operands are the indices of a dynamic slice.
-    views = [follow(equation, view) for view in list_views(origins[0])]
+    views = [_follow_view(equation, view) for view in list_views(origin)]
     if any(view is None for view in views):
         return None
-    if isinstance(origins[0], View):
+    if isinstance(origin, View):
         return list(views[0])  # type: ignore[arg-type]
-    return _follow_joined(equation, origins[0], [view[0] for view in views if view])  # type: ignore[arg-type]
+    if axis is not None and name == "transpose":
+        axis = equation.params["permutation"].index(axis)
+    return [Joined(parts, axis) for parts in zip(*views, strict=True)]  # type: ignore[arg-type]
 
 
-def _follow_joined(equation: Any, joined: Joined, views: list[View]) -> list[Origin]:
-    if jaxpr.find_name(equation) == "transpose":
-        return [Joined(tuple(views), equation.params["permutation"].index(joined.axis))]
-    return [Joined(tuple(views), joined.axis)]
+def _follow_view(equation: Any, view: View) -> list[View] | None:
+    name = jaxpr.find_name(equation)
+    results = _RULES[name](equation, view)
+    if results is None or (name in _UNMOVED and name != "convert_element_type"):
+        return results
+    # Where a dynamic slice starts is not known, so its elements are equal to no others.
+    step = object() if name == "dynamic_slice" else (name, tuple(equation.params.items()))
+    return [result._replace(history=(*view.history, step, place)) for place, result in enumerate(results)]
 
 
 Rule = Callable[[Any, View], "list[View] | None"]
@@ -156,15 +196,16 @@ def _transpose(equation: Any, view: View) -> list[View]:
 
 
 def _reshape(equation: Any, view: View) -> list[View] | None:
-    if equation.params.get("dimensions") is not None:
-        return None
-    atoms = [atom for dimension in view.dimensions for atom in dimension if atom.size != 1]
+    order = equation.params.get("dimensions") or range(len(view.dimensions))
+    atoms = [atom for axis in order for atom in view.dimensions[axis] if atom.size != 1]
     dimensions = _regroup(atoms, _read_shape(equation))
     return None if dimensions is None else [view._replace(dimensions=dimensions)]
 
 
 def _regroup(atoms: list[Atom], shape: Sequence[int]) -> tuple[tuple[Atom, ...], ...] | None:
     """Return factors divided among the dimensions of a shape, or None if a dimension ends within an odd part."""
+    if not all(isinstance(size, int) for size in (*shape, *(atom.size for atom in atoms))):
+        return None  # a symbolic size, of which no factors are known
     remaining = list(atoms)
     dimensions = []
     for size in shape:
@@ -218,6 +259,12 @@ def _split(equation: Any, view: View) -> list[View] | None:
     return None if any(part is None for part in parts) else [part[0] for part in parts if part]
 
 
+def _unstack(equation: Any, view: View) -> list[View]:
+    axis = equation.params["axis"]
+    part = view._replace(dimensions=(*view.dimensions[:axis], *view.dimensions[axis + 1 :]))
+    return [part] * len(equation.outvars)
+
+
 def _cut(view: View, shape: Sequence[int]) -> list[View] | None:
     """Return a view with fewer indices along some dimensions, each of which has a single factor."""
     dimensions = []
@@ -237,12 +284,46 @@ def _concatenate(equation: Any, origins: Sequence[Origin]) -> list[Origin] | Non
     return [Joined(tuple(origins), equation.params["dimension"])]  # type: ignore[arg-type]
 
 
+def _stack(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
+    if not all(isinstance(origin, View) for origin in origins):
+        return None
+    axis = equation.params["axis"]
+    parts = [
+        view._replace(dimensions=(*view.dimensions[:axis], (), *view.dimensions[axis:]))
+        for view in origins
+        if isinstance(view, View)
+    ]
+    return [Joined(tuple(parts), axis)]
+
+
+def _pass_on(equation: Any, origins: Sequence[Origin]) -> list[Origin]:
+    return list(origins)
+
+
+def _select(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
+    condition, *cases = origins
+    # `jax.vmap` makes a cond select between a parameter and the same parameter.
+    if list_views(cases[0]) and all(case == cases[0] for case in cases):
+        return [cases[0]]
+    leaves = {leaf for case in cases for leaf in list_leaves(case)}
+    if not isinstance(condition, Data) or any(isinstance(case, Data) for case in cases) or not leaves:
+        return None
+    return [Data(tuple(sorted(leaves)), _SELECTED)]
+
+
 def _read_shape(equation: Any) -> tuple[int, ...]:
     return tuple(equation.outvars[0].aval.shape)
 
 
 # Operations that leave each element at its place.
-_UNMOVED = ("convert_element_type", "copy", "copy_p", "stop_gradient", "pvary", "sharding_constraint")
+_UNMOVED = ("convert_element_type", "copy", "copy_p", "stop_gradient", "pvary", "sharding_constraint", "name")
+# Operations of several arrays.
+_OF_SEVERAL: dict[str, Callable[[Any, Sequence[Origin]], list[Origin] | None]] = {
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "optimization_barrier": _pass_on,
+    "select_n": _select,
+}
 _RULES: dict[str, Any] = {
     **dict.fromkeys(_UNMOVED, _keep),
     "convert_element_type": _convert,
@@ -255,5 +336,5 @@ _RULES: dict[str, Any] = {
     "slice": _slice,
     "dynamic_slice": _slice,
     "split": _split,
-    "concatenate": _concatenate,
+    "unstack": _unstack,
 }
