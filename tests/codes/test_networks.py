@@ -178,7 +178,7 @@ NETWORKS: dict[str, Callable[[np.random.Generator], Recorder]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) -> None:
     """At every quantization, and in ONNX Runtime all kernels are integer kernels."""
