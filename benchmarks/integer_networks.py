@@ -103,7 +103,7 @@ class _Network:
     def add(self, a: int, b: int) -> int:
         """Add a sum with a relu; return the number of its result."""
         return self._combine(
-            (a, b), lambda xs, output: jq.add(*xs, output), lambda xs: jax.nn.relu(xs[0] + xs[1]), "Add", {}
+            (a, b), lambda xs, output: jq.add(xs[0], xs[1], output), lambda xs: jax.nn.relu(xs[0] + xs[1]), "Add", {}
         )
 
     def mean(self, source: int) -> int:
