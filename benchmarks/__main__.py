@@ -21,7 +21,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import arrays, calibrators, contractions, layers, operators, timing, tracing, training, transform
+from . import (
+    arrays,
+    calibrators,
+    contractions,
+    integer_networks,
+    layers,
+    operators,
+    timing,
+    tracing,
+    training,
+    transform,
+)
 from .contest import JAXQUANT, ONNX_RUNTIME, Call, Contest, Missing, Row, Table, mismatches
 from .onnxruntime_models import threads
 
@@ -32,6 +43,7 @@ TABLES = (
     calibrators.TABLE,
     *training.TABLES,
     layers.TABLE,
+    integer_networks.TABLE,
     *transform.TABLES,
     tracing.TABLE,
 )

@@ -61,6 +61,21 @@ def single_node(
     return lambda: session.run(None, feeds)
 
 
+def many_nodes(
+    nodes: Sequence[tuple[str, Sequence[str], str, Mapping[str, Any]]], inputs: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray], outputs: Sequence[str],
+) -> Call | Missing:  # fmt: skip
+    """Return a call that runs a graph of nodes: (operator, names of inputs, name of the output, attributes)."""
+    if not _INSTALLED:
+        return _NOT_INSTALLED
+    from onnx import helper
+
+    graph = [helper.make_node(op, list(names), [output], **attributes) for op, names, output, attributes in nodes]
+    session = _session(graph, inputs, constants, outputs, 19)
+    feeds = dict(inputs)
+    return lambda: session.run(None, feeds)
+
+
 def blocked_int4(
     x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, block_size: int
 ) -> tuple[Call | Missing, Call | Missing]:

@@ -13,7 +13,7 @@ from .._codes.arrangement import reshape
 from .._codes.bias import quantize_bias
 from .._codes.carrier import FakeQuantizedArray, finish_training, read_fake, replace_value
 from .._codes.elementwise import relu
-from .._core import checks
+from .._core import checks, rounding
 from .._core.granularity import PerTensor
 from .._training.backward import Backward
 from .._training.quantizer import Quantizer
@@ -102,11 +102,15 @@ def run_to_codes(
         is_float = output is None and not quantization.integer_bias
         activation = None if is_codes(call.x) else activation
         _check_operands(weight, activation, call, is_float)
+        # Sums are scaled in float32; floats are then rounded once to the dtype of the layer.
+        dtype = jnp.dtype(call.arguments["preferred_element_type"])
         call = call._replace(arguments={**call.arguments, "preferred_element_type": jnp.float32})
-        bias = None if is_float else bias
+        bias = None if is_float or bias is None else jnp.asarray(bias, jnp.float32)
         if isinstance(call.kernel, QuantizedArray):
-            return _serve(operation, variables, weight, activation, output, call, bias, quantization.output_relu)
-        return _train(operation, variables, weight, activation, output, call, bias, quantization, backward)
+            y = _serve(operation, variables, weight, activation, output, call, bias, quantization.output_relu)
+        else:
+            y = _train(operation, variables, weight, activation, output, call, bias, quantization, backward)
+        return y if output is not None else rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
 def _check_operands(weight: LayerOperand, activation: LayerOperand | None, call: Call, is_float: bool) -> None:

@@ -71,6 +71,7 @@ def same(got: Any, want: np.ndarray, output: jq.Quantizer | None = None) -> None
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("names", KERNELS, ids="-".join)
 def test_matmul(names: tuple[str, str], rng: np.random.Generator) -> None:
     """The codes and the floats are QGemm's, those without a bias QLinearMatMul's."""
@@ -92,6 +93,7 @@ def test_matmul(names: tuple[str, str], rng: np.random.Generator) -> None:
         same(onnx_runtime.ask("QLinearMatMul", [*parts, *result], names[0]), want)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", KERNELS, ids="-".join)
 def test_convolution(names: tuple[str, str], rng: np.random.Generator) -> None:
     """In both layouts, with groups, the codes are those of QLinearConv."""
@@ -137,6 +139,7 @@ def test_einsum_and_dot_general(rng: np.random.Generator) -> None:
     same(got, want.transpose(2, 0, 3, 1), output)
 
 
+@pytest.mark.slow
 def test_transformations(rng: np.random.Generator) -> None:
     """jit with traced and known scales, vmap and scan, for a chain of two matrix products and a sum."""
     first, second = draw(rng, "int8", (8, 8), 1), draw(rng, "int8", (8, 8))

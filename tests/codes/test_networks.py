@@ -178,7 +178,7 @@ NETWORKS: dict[str, Callable[[np.random.Generator], Recorder]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) -> None:
     """At every quantization, and in ONNX Runtime all kernels are integer kernels."""
@@ -186,10 +186,10 @@ def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) ->
         pytest.skip("ONNX Runtime has other kernels on this machine")
     net = NETWORKS[name](rng)
     for level in LEVELS:
-        found, operators = net.graph.run(level)
+        outputs, operators = net.graph.run(level)
         assert set(operators) <= INTEGER_KERNELS, operators
         for key, codes in net.codes.items():
-            wrong = int((found[key] != codes).sum())
+            wrong = int((outputs[key] != codes).sum())
             assert wrong == 0, f"{wrong} of {codes.size} codes differ at {key} ({level})"
     last = next(reversed(net.codes.values()))
     assert len(np.unique(last)) > 20

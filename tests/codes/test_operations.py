@@ -53,6 +53,7 @@ def same(q: jq.QuantizedArray, codes: np.ndarray, like: Any) -> None:
         np.testing.assert_array_equal(np.asarray(part).reshape(()), expected.reshape(()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BYTES)
 def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
     if not cases.is_fused():
@@ -77,6 +78,7 @@ def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
         same(jq.max_pool(image, (3, 2), (2, 2), padding), want.transpose(0, 2, 3, 1), image)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["uint8", "int8", "int4"])
 def test_codes_that_move(name: str, rng: np.random.Generator) -> None:
     """relu, pad, reshape and transpose commute with dequantization, for several zero points, too."""
@@ -125,6 +127,7 @@ def run_text(a: Any, b: Any, y: Any) -> np.ndarray:
     return text.qlinear_reduce_mean(wide, *first[1:], *last, axes=(1,))
 
 
+@pytest.mark.slow
 def test_transformations(rng: np.random.Generator) -> None:
     """Eager, jit with traced and with known scales, vmap over codes and over everything, and scan."""
     name = BYTES[int(rng.integers(2))]

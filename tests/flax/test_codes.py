@@ -139,6 +139,24 @@ def test_an_integer_bias_with_floats(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(layer.apply(variables, x), want)
 
 
+def test_parameters_of_sixteen_bits(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(size=(5, 7)), jnp.bfloat16)
+    layer = qnn.Dense(3, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **CODES)
+    variables = layer.init(jax.random.key(0), x)
+    params = {**variables["params"], "bias": jnp.asarray(rng.normal(size=3), jnp.bfloat16)}
+    variables = jq.flax.calibrate(layer, {**variables, "params": params}, [x])
+    served: Any = layer.apply(jq.flax.convert(layer, variables), x)
+    trained: Any = layer.apply(variables, x)
+    np.testing.assert_array_equal(trained.quantize().codes, served.codes)
+    assert trained.dtype == served.dtype == jnp.float32
+    q = jq.quantize(jnp.ones((2, 7)), A8)
+    layer = qnn.Dense(3, dtype=jnp.bfloat16, weight_spec=W8)
+    variables = layer.init(jax.random.key(0), q)
+    y: Any = layer.apply(jq.flax.convert(layer, variables), q)
+    np.testing.assert_array_equal(y, np.asarray(layer.apply(variables, q)))
+    assert y.dtype == jnp.bfloat16
+
+
 def test_codes_into_a_layer_without_an_output_spec(rng: np.random.Generator) -> None:
     """The bias stays a float, and the scale of the inputs replaces the activation_spec."""
     q = jq.quantize(rng.normal(size=(5, 7)).astype(F), A8)

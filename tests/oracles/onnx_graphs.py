@@ -97,9 +97,9 @@ class QdqGraph:
             session = onnxruntime.InferenceSession(
                 model.SerializeToString(), options, providers=["CPUExecutionProvider"]
             )
-            found = session.run(list(self.results), self.feeds)
+            outputs = session.run(list(self.results), self.feeds)
             operators = [node.op_type for node in onnx.load(path).graph.node]
-        return dict(zip(self.results, map(np.asarray, found), strict=True)), operators
+        return dict(zip(self.results, map(np.asarray, outputs), strict=True)), operators
 
     def _dequantize(self, name: str, scale: Any, zero_point: Any, axis: int) -> str:
         names = [name, self._store(scale)]

@@ -19,6 +19,7 @@ OUTPUTS = {
     "linen_serving": "bytes of integers",
     "nnx_serving": "bytes of integers",
     "operators": "per tensor",
+    "integer_network": "Codes that differ between the trained and the converted network: 0",
     "minilm": "Each mean cosine meets its target.",
     "onnx_runtime": "Numbers that differ from those of ONNX Runtime",
 }
@@ -28,7 +29,7 @@ def test_there_are_examples() -> None:
     assert {path.stem for path in EXAMPLES} == set(OUTPUTS)
 
 
-LONG = ("quickstart", "cnn_int4", "minilm", "onnx_runtime")
+LONG = ("quickstart", "cnn_int4", "integer_network", "minilm", "onnx_runtime")
 SHORT = [path for path in EXAMPLES if path.stem not in LONG]
 
 
@@ -48,6 +49,6 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["cnn_int4", "linen_serving", "nnx_serving", "operators"])
+@pytest.mark.parametrize("name", ["cnn_int4", "integer_network", "linen_serving", "nnx_serving", "operators"])
 def test_an_example_is_short(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60

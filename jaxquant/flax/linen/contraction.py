@@ -160,7 +160,7 @@ class Contraction(RangeModule):
             return _operations.run_operation(operation, self, backward, call)
         call = relay.insert_codes(call)
         relay.result = run_to_codes(operation, self, self.quantization, backward, call, relay.bias)
-        return make_stand_in(relay.result)
+        return make_stand_in(relay.result).astype(call.arguments["preferred_element_type"])
 
     @nn.nowrap
     def find_place(self) -> str:

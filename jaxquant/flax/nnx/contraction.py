@@ -142,7 +142,7 @@ class Contraction(nnx.Module):
                 operation, self, self.quantization, self.backward, relay.insert_codes(call), relay.bias
             )
             relay.result = result
-            return make_stand_in(result)
+            return make_stand_in(result).astype(call.arguments["preferred_element_type"])
         y = _operations.run_operation(operation, self, self.backward, call)
         # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
