@@ -59,8 +59,6 @@ keep_compiled_programs()
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 # In bytes: 1.5 GB. Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
 MEMORY_LIMIT = 3 * 2**29
-# After a module, programs are freed from 1 GB on. Freeing takes 0.7 s, and modules share the small programs of JAX.
-MODULE_LIMIT = 2**30
 
 # Ignore what differs between machines: examples that failed in earlier runs, and the time to generate inputs.
 hypothesis.settings.register_profile("jaxquant", database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -109,11 +107,9 @@ def read_resident_bytes() -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _free_after_module() -> Iterator[None]:
-    """Free the programs after a module at whose end the process holds more memory than MODULE_LIMIT."""
+    """Free the programs of a module after its last test. All programs are gigabytes, and few modules share one."""
     yield
-    resident = read_resident_bytes()
-    if resident == 0 or resident > MODULE_LIMIT:
-        free_compiled_programs()
+    free_compiled_programs()
 
 
 @pytest.fixture(autouse=True)
