@@ -235,9 +235,14 @@ def _convolve_direct(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
     if x_steps is None:
         return acc
     # The sums over each kernel are a contraction with ones, which XLA:CPU runs faster than a reduction of int8. It
-    # reads the weights in the order in which the convolution reads them.
-    columns = _layout.transpose_in_memory(filters, (2, 3, 1, 0)).reshape(1, length, features)
-    sums = contract_integers(make_ones(1, length), columns, None, None, transposed=False)[0, 0]
+    # reads the weights in the caller's order; there is no barrier around them, so that XLA computes the sums of
+    # constant weights when it compiles. Weights with features last in memory are read as the convolution reads them.
+    if window.features_last:
+        kernels = _layout.transpose_in_memory(filters, (2, 3, 1, 0)).reshape(1, length, features)
+    else:
+        kernels = w.reshape(1, features, length)
+    ones = make_ones(1, length)
+    sums = contract_integers(ones, kernels, None, None, transposed=not window.features_last)[0, 0]
     sums = sums if w_steps is None else sums - np.int32(length) * w_steps
     return acc - _find_correction(x_steps, sums, acc.shape, window)
 

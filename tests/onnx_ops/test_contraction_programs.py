@@ -312,6 +312,19 @@ def test_depthwise_unpacks_its_kernel_once(name: str) -> None:
     assert all(size <= 2 * operands[1].size for size in sizes.values()), sizes
 
 
+def test_xla_computes_the_sums_of_constant_weights() -> None:
+    """With constant weights the convolution is the only contraction that is left to run."""
+    weights = jnp.asarray(np.random.default_rng(0).integers(-128, 128, (64, 64, 3, 3), np.int8))
+
+    def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jq.qlinear_conv(x, 0.5, U8(7), w, 0.25, I8(0), 1.0, U8(3), pads=PADS)
+
+    x = aval(U8, 1, 64, 28, 28)
+    constant = Program(lambda x: convolve(x, weights), x).contractions()
+    assert [c.opcode for c in constant] == ["convolution"]
+    assert sorted(c.opcode for c in Program(convolve, x, weights).contractions()) == ["convolution", "dot"]
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of jax 0.10 takes barriers away before it fuses")
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_a_1x1_kernel_is_unpacked_before_it_is_transposed_or_repeated(layout: str) -> None:
