@@ -19,6 +19,10 @@ _FEWEST_SPLIT = 2**11 + 1
 _MOST_SPLIT = 2**16 - 1
 # The length up to which `vary_elements` puts a vector of constants into the program: 32 KiB.
 _MOST_CONSTANTS = 2**13
+# Along the last dimension of a large array the loop reads such a vector again for each row, beside the row itself and
+# a vector of scales. Longer ones do not fit into a first-level cache of 32 KiB together.
+_LONGEST_IN_CACHE = 2**11
+_FEWEST_LARGE = 2**19
 
 
 def make_false() -> jax.Array:
@@ -48,15 +52,24 @@ def _hide_zeros(value: jax.Array, axis: int | None) -> jax.Array:
     """Return an array of -0.0 of the shape of `value` that varies along a dimension, or along none."""
     if axis is None:
         wide = lax.broadcast_in_dim(lax.optimization_barrier(np.float32(-0.0)), value.shape, ())
-    elif isinstance(value.shape[axis], int) and value.shape[axis] <= _MOST_CONSTANTS:
+    elif _takes_constants(value, axis):
         zeros = lax.optimization_barrier(np.full(value.shape[axis], -0.0, np.float32))
         wide = lax.broadcast_in_dim(zeros, value.shape, (axis,))
     else:
-        # No constant of this length. An index is never negative, but the compiler does not know the zero.
+        # An index is never negative, but the compiler does not know the zero.
         index = lax.broadcasted_iota(jnp.int32, value.shape, axis)
         is_negative = lax.lt(index, lax.broadcast_in_dim(lax.optimization_barrier(np.int32(0)), value.shape, ()))
         wide = lax.select(is_negative, jnp.ones(value.shape, jnp.float32), jnp.full(value.shape, -0.0, jnp.float32))
     return sharding.place_like(wide, value)
+
+
+def _takes_constants(value: jax.Array, axis: int) -> bool:
+    """Return whether the zeros along a dimension are a vector of constants, and not computed from the index."""
+    length, size = value.shape[axis], value.size
+    if not isinstance(length, int) or length > _MOST_CONSTANTS:
+        return False
+    is_large = isinstance(size, int) and size >= _FEWEST_LARGE
+    return not (axis == value.ndim - 1 and length > _LONGEST_IN_CACHE and is_large)
 
 
 @_make_negative_zeros.def_vmap
