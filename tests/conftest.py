@@ -58,7 +58,7 @@ def keep_compiled_programs() -> None:
 keep_compiled_programs()
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 # In bytes: 1.5 GB. Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
-MEMORY_LIMIT = 3 * 2**29
+MEMORY_LIMIT = 5 * 2**28
 
 # Ignore what differs between machines: examples that failed in earlier runs, and the time to generate inputs.
 hypothesis.settings.register_profile("jaxquant", database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -112,12 +112,24 @@ def _free_after_module() -> Iterator[None]:
     free_compiled_programs()
 
 
-@pytest.fixture(autouse=True)
-def _free_above_limit() -> Iterator[None]:
-    """Free the programs after any test at whose end the process holds more memory than MEMORY_LIMIT."""
-    yield
-    if read_resident_bytes() > MEMORY_LIMIT:
-        free_compiled_programs()
+class MemoryLimit:
+    """A plugin that frees the programs after any test at whose end the process holds more memory than MEMORY_LIMIT.
+
+    The hooks of a conftest.py are called for the tests of its folder only. Those of a plugin are also called for the
+    examples in docstrings and in the documentation.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Iterator[None]:
+        """Free the programs, if need be, after the fixtures of a test have been torn down."""
+        yield
+        if read_resident_bytes() > MEMORY_LIMIT:
+            free_compiled_programs()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin that limits the memory."""
+    config.pluginmanager.register(MemoryLimit())
 
 
 @pytest.fixture
