@@ -57,7 +57,7 @@ def keep_compiled_programs() -> None:
 
 keep_compiled_programs()
 SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
-# In bytes: 1.5 GB. Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
+# In bytes: 1.3 GB. Without programs a worker has 0.5 to 0.8 GB: JAX, ONNX Runtime, oneDNN and the inputs of tests.
 MEMORY_LIMIT = 5 * 2**28
 
 # Ignore what differs between machines: examples that failed in earlier runs, and the time to generate inputs.
