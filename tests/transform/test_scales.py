@@ -16,8 +16,9 @@ from ..support.contraction_crawler import count_primitive
 from ..support.equality import same_bits
 
 TINY = np.finfo(np.float32).tiny
-ENDS = np.float32(
-    [[-1, 1], [0, 0], [0.1, 3], [-7, -0.5], [-TINY / 2, TINY / 4], [-3e38, 3e38], [-np.inf, 1], [np.nan, 1], [0, 0.1]]
+ENDS = np.array(
+    [[-1, 1], [0, 0], [0.1, 3], [-7, -0.5], [-TINY / 2, TINY / 4], [-3e38, 3e38], [-np.inf, 1], [np.nan, 1], [0, 0.1]],
+    np.float32,
 )
 X = np.ones((2, 4), np.float32)
 
