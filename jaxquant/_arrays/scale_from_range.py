@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks, division, dtypes, rounding, sharding, small_floats
+from .._core import barriers, checks, division, dtypes, rounding, sharding, small_floats
 from .._core import granularity as granularities
 from .spec import QuantSpec
 
@@ -98,6 +98,12 @@ def find_scale_and_zero_point(
     Returns:
         The scale in `spec.scale_dtype`, and the zero point in `spec.carrier`, or None if the spec fixes it to 0.
     """
+    return barriers.compute_once(_find_scale_and_zero_point(spec, low, high, scale_shape, point_shape))
+
+
+def _find_scale_and_zero_point(
+    spec: QuantSpec, low: jax.Array, high: jax.Array, scale_shape: tuple[int, ...], point_shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array | None]:
     # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
     fixed = spec.fixed_zero_point

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,66 +17,34 @@ from . import sharding
 # of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
 _FEWEST_SPLIT = 2**11 + 1
 _MOST_SPLIT = 2**16 - 1
-# The length up to which `vary_elements` puts a vector of constants into the program: 32 KiB.
-_MOST_CONSTANTS = 2**13
-# Along the last dimension of a large array the loop reads such a vector again for each row, beside the row itself and
-# a vector of scales. Longer ones do not fit into a first-level cache of 32 KiB together.
-_LONGEST_IN_CACHE = 2**11
-_FEWEST_LARGE = 2**19
-
-
-def make_false() -> jax.Array:
-    """Return False in a form that the compiler cannot replace by the constant.
-
-    A `select` on it always returns the same operand, but XLA must keep the select.
-    """
-    return lax.optimization_barrier(np.zeros((), np.bool_))
-
-
-def vary_elements(value: jax.Array) -> jax.Array:
-    """Return a float32 array unchanged, in a form that the compiler takes for different in each element.
-
-    XLA knows of an array that repeats its elements, and computes with one copy of them.
-    """
-    return lax.add(value, _make_negative_zeros(lax.stop_gradient(value)))
 
 
 @custom_vmap
-def _make_negative_zeros(value: jax.Array) -> jax.Array:
-    """Return an array of -0.0, which changes no number that it is added to, and which varies along all dimensions."""
-    axes = [axis for axis, length in enumerate(value.shape) if not isinstance(length, int) or length != 1]
-    return functools.reduce(lax.add, (_hide_zeros(value, axis) for axis in axes or [None]))
+def make_false(like: jax.Array) -> jax.Array:
+    """Return an array of False of another's shape, in a form that the compiler takes for different in each element.
+
+    A `select` on it always returns the same operand, but XLA must keep the select. XLA knows of an array that repeats
+    its elements, and computes with one copy of them; it must not take the result of this select for such an array.
+
+    Args:
+        like: any array; only its shape and its sharding matter. Pass one without a derivative.
+    """
+    # The sum of the indices of an element is never negative, but the compiler does not know the number 0. A loop finds
+    # the sum while it runs, without an array of its own. Dimensions that fit into memory cannot overflow int32 here.
+    axes = [axis for axis, length in enumerate(like.shape) if not isinstance(length, int) or length != 1]
+    total: Any = lax.full(like.shape, 0, jnp.int32)
+    for axis in axes:
+        index = lax.broadcasted_iota(jnp.int32, like.shape, axis)
+        total = index if axis == axes[0] else lax.add(total, index)
+    zero = lax.broadcast_in_dim(lax.optimization_barrier(np.int32(0)), like.shape, ())
+    return sharding.place_like(lax.lt(total, zero), like)
 
 
-def _hide_zeros(value: jax.Array, axis: int | None) -> jax.Array:
-    """Return an array of -0.0 of the shape of `value` that varies along a dimension, or along none."""
-    if axis is None:
-        wide = lax.broadcast_in_dim(lax.optimization_barrier(np.float32(-0.0)), value.shape, ())
-    elif _takes_constants(value, axis):
-        zeros = lax.optimization_barrier(np.full(value.shape[axis], -0.0, np.float32))
-        wide = lax.broadcast_in_dim(zeros, value.shape, (axis,))
-    else:
-        # An index is never negative, but the compiler does not know the zero.
-        index = lax.broadcasted_iota(jnp.int32, value.shape, axis)
-        is_negative = lax.lt(index, lax.broadcast_in_dim(lax.optimization_barrier(np.int32(0)), value.shape, ()))
-        wide = lax.select(is_negative, jnp.ones(value.shape, jnp.float32), jnp.full(value.shape, -0.0, jnp.float32))
-    return sharding.place_like(wide, value)
-
-
-def _takes_constants(value: jax.Array, axis: int) -> bool:
-    """Return whether the zeros along a dimension are a vector of constants, and not computed from the index."""
-    length, size = value.shape[axis], value.size
-    if not isinstance(length, int) or length > _MOST_CONSTANTS:
-        return False
-    is_large = isinstance(size, int) and size >= _FEWEST_LARGE
-    return not (axis == value.ndim - 1 and length > _LONGEST_IN_CACHE and is_large)
-
-
-@_make_negative_zeros.def_vmap
-def _make_negative_zeros_of_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
+@make_false.def_vmap
+def _make_false_for_batch(axis_size: int, in_batched: list[bool], like: jax.Array) -> tuple[jax.Array, bool]:
     # The batch counts as a dimension, because its elements may be repeated ones. The only argument is the batched one.
     del axis_size, in_batched
-    return _make_negative_zeros(value), True
+    return make_false(like), True
 
 
 @jax.custom_jvp
@@ -137,6 +105,19 @@ def _split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tu
     # The rule for `jax.vmap` decides again, by the size of the batch. The only argument is the batched one.
     del axis_size, in_batched
     return _split(value), True
+
+
+def compute_once(values: Any) -> Any:
+    """Return small arrays unchanged, and make XLA:CPU compute them in loops of their own.
+
+    XLA would merge the operations on a few elements, such as those that find a scale, into each loop that reads the
+    result. That makes every one of these loops longer to compile, and counts against those on one thread; see
+    `split_small_fusion`.
+
+    Args:
+        values: a pytree of arrays.
+    """
+    return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda same: same)
 
 
 def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:

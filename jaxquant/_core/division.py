@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .barriers import make_false, vary_elements
+from .barriers import make_false
 from .rounding import round_to_dtype
 
 _TINY = np.finfo(np.float32).tiny
@@ -29,10 +29,10 @@ def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     # XLA rewrites x / broadcast(s) as x * broadcast(1 / s), and (a / b) / s as a / (b * s). Both round differently.
-    # Neither pattern matches if each operand is the result of a select, and no two elements of the divisor are known to
-    # be the same. Without the latter XLA moves the select before the broadcast if x is a broadcast, too.
-    never = make_false()
-    return lax.div(lax.select(never, scale, x), vary_elements(lax.select(never, x, scale)))
+    # Neither pattern matches if each operand is the result of a select whose condition varies along all dimensions. Of
+    # a condition that does not, XLA moves the select before a broadcast of both of its operands.
+    never = make_false(lax.stop_gradient(x))
+    return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 
 
 def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import checks, division, dtypes, entry_point, min_max, rounding
+from .._core import barriers, checks, division, dtypes, entry_point, min_max, rounding
 from .._core.affine import quantize_affine
 from .._core.entry_point import compile_entry_point
 from .._core.granularity import Granularity, find_reduced_axes, find_slices, sum_to_scale
@@ -178,7 +178,7 @@ def find_dynamic_range(
     # ONNX Runtime's clamp turns a NaN into the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)
     zero_point = rounding.encode_steps(start, None, dtype, (qmin, qmax))
-    return low, high, scale, zero_point
+    return low, high, *barriers.compute_once((scale, zero_point))
 
 
 def encode_dynamic(x: jax.Array, scale: jax.Array, zero_point: jax.Array, granularity: Granularity) -> jax.Array:

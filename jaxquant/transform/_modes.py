@@ -20,7 +20,6 @@ from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
 from ._programs.interpret import Records
 from ._programs.sites import Address, Site
-from ._scales import FoundScale
 
 _NAME = "Prepared.apply"
 
@@ -230,10 +229,8 @@ def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax
     Args:
         spec: how it is quantized.
         x: the array.
-        part: its `FoundScale`, its `Range`, its `LearnedScale`, or None for the range of the array itself.
+        part: its `Range`, its `LearnedScale`, or None for the range of the array itself.
     """
-    if isinstance(part, FoundScale):
-        return part.spread(x.ndim)
     if isinstance(part, LearnedScale):
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part

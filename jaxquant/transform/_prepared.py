@@ -22,7 +22,6 @@ from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_
 from ._plan import LeafPlan
 from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
-from ._scales import find_scales
 from .rules import Rule
 
 
@@ -239,7 +238,6 @@ class Prepared:
         call = self._trace("apply", params, args, kwargs)
         self._check_converted(call)
         self._check_records("apply", "ranges", call, records)
-        records = find_scales(self.static_ranges, records)
         return self._interpret(_modes.IntegerMode(call.plan), call, call.parameters.arrays, records)[0]
 
     def fake_apply(self, params: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +260,6 @@ class Prepared:
         call = self._trace("fake_apply", params, args, kwargs)
         self._check_floats("fake_apply", call.parameters)
         self._check_records("fake_apply", "scales", call, records)
-        records = find_scales(self.static_ranges, records)
         mode = _modes.TrainMode(call.plan, learned.estimator)
         parameters = list(call.parameters.arrays)
         for place, plan in self.leaves.items():

@@ -51,7 +51,6 @@ BROADCASTS = {
     "rows": lambda x: jnp.broadcast_to(x, (3, *x.shape)),
     "columns": lambda x: jnp.broadcast_to(x[:, None], (*x.shape, 3)),
     "both": lambda x: jnp.broadcast_to(x[None, :, None], (2, *x.shape, 3)),
-    # So large that the zeros along the last dimension are computed from its index.
     "large, rows": lambda x: jnp.broadcast_to(x, (130, *x.shape)),
     "large, columns": lambda x: jnp.broadcast_to(x[:130, None], (130, 4096)),
     "scalars": lambda x: jax.lax.map(lambda value: jnp.full((2, 3), value), x),

@@ -26,12 +26,6 @@ def list_primitives(function: Callable[..., Any], *arguments: Any) -> set[str]:
     return {equation.primitive.name for equation in _list_equations(jax.make_jaxpr(function)(*arguments))}
 
 
-def count_primitive(name: str, function: Callable[..., Any], *arguments: Any) -> int:
-    """Return how often a primitive occurs in the program of a function of arrays."""
-    equations = _list_equations(jax.make_jaxpr(function)(*arguments))
-    return sum(equation.primitive.name == name for equation in equations)
-
-
 def _list_names(value: Any) -> Iterator[str]:
     names = (equation.primitive.name for equation in _list_equations(value))
     return (name for name in names if name in CONTRACTIONS)
