@@ -186,7 +186,8 @@ class Prepared:
         for place, plan in self.leaves.items():
             name, w = self.names[place], converted[place]
             with checks.prefix_errors(name):
-                converted[place] = jax.block_until_ready(_quantize_weight(w, plan, learned.get(name)))
+                folded = plan.multiply(w, signature.arrays)
+                converted[place] = jax.block_until_ready(_quantize_weight(folded, plan, learned.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 w.delete()
@@ -214,7 +215,10 @@ class Prepared:
                 are powers of two; or the estimator keeps the zero point at 0 and the values are not all positive.
         """
         signature = self._read_parameters("learned", params)
-        parameters = {self.names[place]: (signature.arrays[place], plan) for place, plan in self.leaves.items()}
+        parameters = {
+            self.names[place]: (plan.multiply(signature.arrays[place], signature.arrays), plan)
+            for place, plan in self.leaves.items()
+        }
         records = self._read_records("learned", "ranges", ranges)
         return make_scales(parameters, self.static_ranges, records, estimator)
 
@@ -238,7 +242,8 @@ class Prepared:
         call = self._trace("apply", params, args, kwargs)
         self._check_converted(call)
         self._check_records("apply", "ranges", call, records)
-        return self._interpret(_modes.IntegerMode(call.plan), call, call.parameters.arrays, records)[0]
+        mode = _modes.IntegerMode(call.plan, call.bind_statics())
+        return self._interpret(mode, call, call.parameters.arrays, records)[0]
 
     def fake_apply(self, params: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
@@ -260,19 +265,20 @@ class Prepared:
         call = self._trace("fake_apply", params, args, kwargs)
         self._check_floats("fake_apply", call.parameters)
         self._check_records("fake_apply", "scales", call, records)
-        mode = _modes.TrainMode(call.plan, learned.estimator)
+        mode = _modes.TrainMode(call.plan, call.bind_statics(), learned.estimator)
         parameters = list(call.parameters.arrays)
         for place, plan in self.leaves.items():
             name = self.names[place]
             with checks.prefix_errors(name):
-                parameters[place] = _make_twin(parameters[place], plan, learned.weights.get(name), learned.estimator)
+                w = plan.multiply(parameters[place], call.parameters.arrays)
+                parameters[place] = _make_twin(w, plan, learned.weights.get(name), learned.estimator)
         return self._interpret(mode, call, parameters, records)[0]
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
         interpreter = Interpreter(call.analysis, mode, records)
         body = jaxpr.Body(call.trace.program, call.trace.constants)
         results = interpreter.evaluate_body(body, call.list_operands(parameters))
-        arrays = [mode.convert_to_array(x) if mode.is_parameter(x) else x for x in results]
+        arrays = [mode.convert_to_array(x) if mode.is_parameter(x) or mode.is_codes(x) else x for x in results]
         return call.rebuild_result(arrays), interpreter.records
 
     def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> Call:
@@ -287,6 +293,9 @@ class Prepared:
             expected = f"arguments at which {name} is quantized as at those of prepare"
             got = f"{plan.spec} in place of {None if planned is None else planned.spec}; prepare these arguments apart"
             checks.require(planned is not None and planned.spec == plan.spec, function, "args", expected, got)
+            folds = [leaf is not None and leaf.fold is not None for leaf in (plan, planned)]
+            expected = f"arguments at which {name} is multiplied by what follows it, or is not, as at those of prepare"
+            checks.require(folds[0] == folds[1], function, "args", expected, "another program (a training mode?)")
         return call
 
     def _read_parameters(self, method: str, params: Any) -> Signature:
