@@ -54,9 +54,9 @@ class Operation(NamedTuple):
     """An operation between contractions that takes codes and returns codes.
 
     Attributes:
-        name: the name of its range, such as "add#1"; for an operation without one, the name of the primitive.
-        operation: "add", "multiply", "concatenate", "average_pool", "mean", or the name of a primitive that keeps the
-            scale of its operand.
+        name: the name of its range, such as "add#1"; for an operation without one, `operation`.
+        operation: "add", "multiply", "concatenate", "average_pool" or "mean"; or an operation that keeps the scale of
+            its operand: "max_pool", "clip", "reshape" or another primitive.
         shape: the shape of its result.
         output: the spec of its result, or None if it keeps the scale.
         where: its file, line and function.
@@ -149,13 +149,18 @@ def _make_row(site: Site, plan: SitePlan, names: Sequence[str], regions: Regions
     )  # fmt: skip
 
 
+# The names under which users know primitives.
+_MOVES = {"reduce_window_max": "max_pool", "reduce_max": "max", **dict.fromkeys(("max", "min", "clamp"), "clip")}
+
+
 def _list_operations(regions: Regions) -> Iterator[Operation]:
     """Yield the operations that stay in codes; those that are part of a contraction or of another one do not count."""
     for action in regions.actions.values():
         node, point = action.node, action.point
         shape = tuple(node.equation.outvars[0].aval.shape)
         if action.kind == "move":
-            yield Operation(node.name, node.name, shape, None, node.where, node.scope)
+            name = _MOVES.get(node.name, node.name)
+            yield Operation(name, name, shape, None, node.where, node.scope)
         elif action.kind == "start" and point is not None and point.site is None:
             yield Operation(point.name, point.operation, shape, point.output.spec, node.where, node.scope)
 

@@ -206,6 +206,7 @@ class IntegerMode(_CodesMode):
         """Return the codes of a contraction."""
         graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
         assert graph is not None
+        bias = None if bias is None else operations.refuse_gradient(bias)
         return contract_to_codes(graph, point, operation, operands, bias, quantizer)
 
     def is_parameter(self, value: Any) -> bool:

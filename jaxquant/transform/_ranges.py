@@ -66,7 +66,9 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
         if point is not None:
             entries.append(_make_output(plan, point))
         if entries:
-            ranges.setdefault(planned.record, tuple(entries))
+            # Of the contractions that share a record, some may get codes, or give floats.
+            merged = {entry.place: entry for entry in (*entries, *ranges.get(planned.record, ()))}
+            ranges[planned.record] = tuple(merged[place] for place in sorted(merged))
     for point in plan.regions.points:
         if point.site is None:
             ranges[point.name] = (_make_output(plan, point),)

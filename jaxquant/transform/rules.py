@@ -167,8 +167,10 @@ class Rule:
         )  # fmt: skip
         for name, kind in (("weight", Weight), ("activation", Activation), ("output", Activation)):
             value = getattr(self, name)
-            is_kind = value is None or isinstance(value, kind)
-            checks.require_type(is_kind, "Rule", name, f"a {kind.__name__} or None", checks.describe_value(value))
+            is_kind, article = value is None or isinstance(value, kind), "a" if kind is Weight else "an"
+            checks.require_type(
+                is_kind, "Rule", name, f"{article} {kind.__name__} or None", checks.describe_value(value)
+            )
         checks.check_option("Rule", "operands", self.operands, ("weight", "activations"))
         checks.check_flag("Rule", "shared", self.shared)
         self._check_combination()
@@ -176,8 +178,9 @@ class Rule:
     def _check_combination(self) -> None:
         if self.keep is not None:
             checks.check_option("Rule", "keep", self.keep, ("float",))
-            is_alone = self.weight is None and self.activation is None and self.output is None
-            checks.require(is_alone, "Rule", "weight, activation, output", 'None, because keep="float"', "a spec")
+            is_alone = self.weight is None and self.activation is None
+            checks.require(is_alone, "Rule", "weight, activation", 'None, because keep="float"', "a spec")
+            checks.require(self.output is None, "Rule", "output", 'None, because keep="float"', self.output)
             return
         if self.output is not None:
             self._check_output(self.output)

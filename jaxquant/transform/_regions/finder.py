@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..._core import dtypes
@@ -187,7 +187,8 @@ class Finder:
     def _keep_useful(self, useful: set[int]) -> tuple[Point, ...]:
         """Keep the actions whose results are useful, and return their points with names."""
         kept = {}
-        points, counts = list[Point](), collections.Counter[str]()
+        points = list[Point]()
+        names = {plan.record for plan in self.sites.values()}
         for action in self.actions.values():
             node, point = action.node, action.point
             if useful.isdisjoint(node.outputs):
@@ -198,9 +199,8 @@ class Finder:
                 if point.site is not None:
                     point.name = self.sites[point.site.name].record
                     continue
-                stem = f"{point.operation}@{node.scope}" if node.scope else point.operation
-                point.name = f"{stem}#{counts[stem]}" if counts[stem] else stem
-                counts[stem] += 1
+                point.name = _find_new_name(f"{point.operation}@{node.scope}" if node.scope else point.operation, names)
+                names.add(point.name)
         self.actions = kept
         return tuple(points)
 
@@ -228,6 +228,12 @@ class Finder:
                 return f"{node.describe()} has {other} as another operand"
             return f"{node.describe()} reads it as floats"
         return "nothing reads it"
+
+
+def _find_new_name(stem: str, names: Collection[str]) -> str:
+    """Return a name that is not among others: with a number, if needed."""
+    numbered = (f"{stem}#{number}" if number else stem for number in itertools.count())
+    return next(name for name in numbered if name not in names)
 
 
 _COMBINED = {"add": "add", "mul": "multiply", "concatenate": "concatenate"}

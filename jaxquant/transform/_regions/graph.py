@@ -60,6 +60,7 @@ class Graph:
         calls: the equations that were inlined: the address of each, and the nodes inside by their places in `nodes`.
         producers: the node that computes each value, other than inputs and constants.
         uses: for each value, the nodes that read it, with the place of the operand.
+        varying: the dimensions along which values vary, as far as they were looked up.
     """
 
     nodes: list[Node] = dataclasses.field(default_factory=list)
@@ -70,6 +71,7 @@ class Graph:
     calls: list[tuple[Node, range]] = dataclasses.field(default_factory=list)
     producers: dict[int, Node] = dataclasses.field(default_factory=dict)
     uses: dict[int, list[tuple[Node, int]]] = dataclasses.field(default_factory=dict)
+    varying: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
     def add_value(self, aval: Any) -> int:
         """Return the number of a new value."""

@@ -43,6 +43,12 @@ def find_number(graph: Graph, value: int) -> float | None:
 
 def find_varying(graph: Graph, value: int) -> frozenset[int]:
     """Return the dimensions of a value along which its elements may differ."""
+    if value not in graph.varying:
+        graph.varying[value] = _find_varying(graph, value)
+    return graph.varying[value]
+
+
+def _find_varying(graph: Graph, value: int) -> frozenset[int]:
     shape, node = graph.find_shape(value), graph.producers.get(value)
     wide = frozenset(axis for axis, length in enumerate(shape) if length != 1)
     if find_number(graph, value) is not None:
