@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from ._plan import Plan, make_plan, plan_regions
+from ._plan import LeafPlan, Plan, make_plan, plan_regions
 from ._programs import analysis, jaxpr, views
 from ._regions.folding import bind_parameters
 from ._regions.statics import StaticValues
@@ -212,3 +212,17 @@ def check_names(function: str, expected: Sequence[str], names: Sequence[str]) ->
     ]
     wanted = "the arrays of the parameters that prepare saw"
     checks.require(False, function, "params", wanted, "; ".join(differences) or "the same paths in another order")
+
+
+def check_leaves(
+    function: str, names: Sequence[str], planned: Mapping[int, LeafPlan], leaves: Mapping[int, LeafPlan]
+) -> None:
+    """Raise ContractValueError unless parameters are quantized as `prepare` planned it."""
+    for place, plan in leaves.items():
+        name, first = names[place], planned.get(place)
+        expected = f"arguments at which {name} is quantized as at those of prepare"
+        got = f"{plan.spec} in place of {None if first is None else first.spec}; prepare these arguments apart"
+        checks.require(first is not None and first.spec == plan.spec, function, "args", expected, got)
+        is_folded = [leaf is not None and leaf.fold is not None for leaf in (plan, first)]
+        expected = f"arguments at which {name} is multiplied by what follows it, or is not, as at those of prepare"
+        checks.require(is_folded[0] == is_folded[1], function, "args", expected, "another program (a training mode?)")

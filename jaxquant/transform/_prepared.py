@@ -17,7 +17,7 @@ from .._training.rounding_vjp import Config, make_array
 from ..calibration import Range, loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
-from ._calls import Call, Signature, check_names, is_quantized, trace_call
+from ._calls import Call, Signature, check_leaves, check_names, is_quantized, trace_call
 from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned
 from ._plan import LeafPlan
 from ._programs import jaxpr
@@ -288,14 +288,7 @@ class Prepared:
         call = trace_call(self.function, self.rules, params, args, kwargs, self.leaves.keys())
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
-        for place, plan in call.plan.leaves.items():
-            name, planned = self.names[place], self.leaves.get(place)
-            expected = f"arguments at which {name} is quantized as at those of prepare"
-            got = f"{plan.spec} in place of {None if planned is None else planned.spec}; prepare these arguments apart"
-            checks.require(planned is not None and planned.spec == plan.spec, function, "args", expected, got)
-            folds = [leaf is not None and leaf.fold is not None for leaf in (plan, planned)]
-            expected = f"arguments at which {name} is multiplied by what follows it, or is not, as at those of prepare"
-            checks.require(folds[0] == folds[1], function, "args", expected, "another program (a training mode?)")
+        check_leaves(function, self.names, self.leaves, call.plan.leaves)
         return call
 
     def _read_parameters(self, method: str, params: Any) -> Signature:

@@ -58,8 +58,8 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
         entries = []
         for operand in planned.activations:
             if operand.calibrator is not None and operand.place not in arrivals:
-                shape = tuple(site.equation.invars[operand.place].aval.shape)
-                is_constant = isinstance(site.origins[operand.place], Constant)
+                shape = tuple(site.equation.invars[int(operand.place)].aval.shape)
+                is_constant = isinstance(site.origins[int(operand.place)], Constant)
                 lengths = site.lengths if planned.layers else ()
                 entries.append(StaticRange(operand, shape, lengths, is_constant))
         point = plan.regions.find_point(site)

@@ -19,7 +19,7 @@ from ..._training.backward import Int8Backward
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
-from .._run_to_codes import make_stand_in, run_to_codes
+from .._run_to_codes import is_codes, make_stand_in, run_lookup, run_to_codes
 from ..linen.contraction import ROUNDING
 from ..linen.contraction import promote_dtype as promote_linen_dtype
 from ..ranges import Dynamic, Observed
@@ -143,6 +143,9 @@ class Contraction(nnx.Module):
             )
             relay.result = result
             return make_stand_in(result).astype(call.arguments["preferred_element_type"])
+        if operation is _operations.LOOKUP:
+            y = run_lookup(operation, self, self.quantization, self.backward, call)
+            return y if is_codes(y) or out_sharding is None else reshard(y, out_sharding)
         y = _operations.run_operation(operation, self, self.backward, call)
         # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
