@@ -122,7 +122,7 @@ class Interpreter:
         action = self.mode.find_action(address)
         if action is not None:
             scope = jaxpr.find_scope(equation)
-            with _name_scope(scope), checks.prefix_errors(action.describe()):
+            with _name_scope(scope), checks.prefix_errors(action.describe_action()):
                 results, self.records = self.mode.run_action(action, operands, self.records)
             return results
         if address in self.analysis.followed and self._can_move(equation, operands):

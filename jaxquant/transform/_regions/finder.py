@@ -59,7 +59,7 @@ class Finder:
         self.reasons: dict[str, str] = {}
         self.absorbed: set[int] = set()
 
-    def run(self) -> Regions:
+    def search(self) -> Regions:
         """Return the parts of the program that stay in codes."""
         for node in self.graph.nodes:
             is_moving = any(value in self.moving for value in node.inputs)
@@ -112,7 +112,7 @@ class Finder:
         reason = find_fold_obstacle(self.graph, point, self.parameters)
         if reason:
             assert point.site is not None
-            self.reasons[point.site.name] = f"{step.node.describe()} multiplies it, and {reason}"
+            self.reasons[point.site.name] = f"{step.node.describe_node()} multiplies it, and {reason}"
         return not reason
 
     def _visit(self, node: Node) -> None:
@@ -225,8 +225,8 @@ class Finder:
                 return inner[0]
             if node.name in _COMBINED and any(v not in self.values for v in node.inputs):
                 other = "a parameter" if any(v not in self.moving for v in node.inputs) else "floats"
-                return f"{node.describe()} has {other} as another operand"
-            return f"{node.describe()} reads it as floats"
+                return f"{node.describe_node()} has {other} as another operand"
+            return f"{node.describe_node()} reads it as floats"
         return "nothing reads it"
 
 
@@ -316,7 +316,7 @@ def find_regions(
         graph = make_graph(jaxpr.Body(trace.program, trace.constants), is_entered)
         values = {place: graph.inputs[operand] for place, operand in parameters.items()}
         finder = Finder(graph, analysis, sites, quantized, values)
-        regions = finder.run()
+        regions = finder.search()
         # A function with a derivative rule of its own keeps it, unless all of its body runs on codes.
         partial = {call.address for call, places in graph.calls if _is_partial(finder, regions, call, places)}
         if not partial:

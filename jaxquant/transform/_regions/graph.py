@@ -42,7 +42,7 @@ class Node:
         """The parameters of the equation."""
         return self.equation.params
 
-    def describe(self) -> str:
+    def describe_node(self) -> str:
         """Return its name and its place in the source."""
         return f"{self.name} at {self.where}"
 

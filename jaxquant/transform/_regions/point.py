@@ -95,9 +95,11 @@ class Action(NamedTuple):
     point: Point | None
     is_end: bool
 
-    def describe(self) -> str:
+    def describe_action(self) -> str:
         """Return the name and the place of the contraction to which it belongs, or its own."""
-        return self.node.describe() if self.point is None or self.point.site is None else self.point.site.describe()
+        return (
+            self.node.describe_node() if self.point is None or self.point.site is None else self.point.site.describe()
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

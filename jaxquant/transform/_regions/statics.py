@@ -75,13 +75,13 @@ class StaticValues:
         self.graph = graph
         self._known: dict[int, Any] = dict(inputs)
 
-    def read(self, value: int) -> jax.Array:
+    def read_value(self, value: int) -> jax.Array:
         """Return a value."""
         if value in self.graph.constants:
             return jnp.asarray(self.graph.constants[value], self.graph.avals[value].dtype)
         if value not in self._known:
             node = self.graph.producers[value]
-            operands = [self.read(operand) for operand in node.inputs]
+            operands = [self.read_value(operand) for operand in node.inputs]
             results = [_round_once(node, operands)] if _is_rounded(node) else jaxpr.evaluate(node.equation, operands)
             self._known |= zip(node.outputs, results, strict=True)
         return self._known[value]
@@ -95,7 +95,7 @@ class StaticValues:
             entries, places = self.read_entries(node.inputs[0]), node.parameters["broadcast_dimensions"]
             lengths = dict(zip(places, entries.shape, strict=True))
             return lax.broadcast_in_dim(entries, [lengths.get(axis, 1) for axis in range(len(shape))], places)
-        x = self.read(value)
+        x = self.read_value(value)
         return lax.slice(x, (0,) * x.ndim, [n if axis in varying else min(n, 1) for axis, n in enumerate(shape)])
 
 
