@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
 from ._programs.interpret import Records
 from ._programs.sites import Address, Site
+from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
 from ._regions.point import OUTPUT, Action, Point
 from ._regions.run import Codes, Pending, combine_codes, contract_to_codes, finish_floats, run_move
@@ -367,6 +368,22 @@ def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
     return find_parameters(_NAME, lax.stop_gradient(x), spec, lo, hi)[:2]
+
+
+def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[str, str], Any]:
+    """Return a function of the name and the place of a static range, which returns its scale, or None without one."""
+
+    def find(name: str, place: str) -> Any:
+        for entry in ranges.get(name, ()):
+            if entry.place == place:
+                like = jax.ShapeDtypeStruct(entry.shape, jnp.float32)
+                part = records[name][place]
+                return find_scale(
+                    entry.operand.spec, jnp.zeros(like.shape) if isinstance(part, LearnedScale) else like, part
+                )[0]
+        return None
+
+    return find
 
 
 def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Rule) -> Twin:

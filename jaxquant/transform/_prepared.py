@@ -14,14 +14,16 @@ from .._arrays.quantize import quantize
 from .._core import checks
 from .._training.estimators import LSQ, StraightThrough
 from .._training.rounding_vjp import Config, make_array
-from ..calibration import Range, loop
+from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Call, Signature, check_leaves, check_names, is_quantized, trace_call
-from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned
+from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned, read_part
 from ._plan import LeafPlan
 from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
+from ._regions.biases import check_biases
+from ._regions.point import Regions
 from .rules import Rule
 
 
@@ -40,6 +42,7 @@ class Prepared:
         names: the path of each array among the parameters.
         leaves: for each parameter that is quantized, by its place in `names`: its spec.
         coverage: what becomes of each contraction at the arguments of `prepare`.
+        regions: what stays in codes between contractions, for the use of this class.
         static_ranges: the activations whose range calibration finds, by name.
     """
 
@@ -50,6 +53,7 @@ class Prepared:
     leaves: Mapping[int, LeafPlan]
     coverage: _coverage.Coverage
     static_ranges: _ranges.StaticRanges
+    regions: Regions
 
     def __repr__(self) -> str:
         """Return the function, and how many of its contractions are in each form."""
@@ -166,7 +170,8 @@ class Prepared:
 
         Args:
             params: the parameters of the function, in floats.
-            scales: scales that were trained, as `learned` returns them. Ranges may be passed, too; weights need none.
+            scales: scales that were trained, as `learned` returns them. Ranges may be passed, too: weights need none,
+                but biases that become int32 are then checked.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
                 floats and one array of codes at most. These arrays of `params` cannot be used any more. An array that
                 `params` holds under another path without codes, too, is kept.
@@ -177,7 +182,7 @@ class Prepared:
         Raises:
             TypeError: delete is not True or False, or scales are none.
             ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already; or
-                the scales belong to other parameters.
+                the scales belong to other parameters; or a bias has more steps than int32 can hold.
         """
         checks.check_flag("Prepared.convert", "delete", delete)
         signature = self._read_parameters("convert", params)
@@ -191,6 +196,9 @@ class Prepared:
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 w.delete()
+        if scales is not None and self.regions.points:
+            records = self._read_records("convert", "scales", scales)
+            check_biases(self.regions, signature.arrays, converted, _modes.make_finder(self.static_ranges, records))
         return signature.rebuild(converted)
 
     def learned(self, params: Any, ranges: Any = None, *, estimator: Estimator = LSQ()) -> LearnedScales:
@@ -343,7 +351,7 @@ class Prepared:
         checks.require(not missing, f"Prepared.{method}", argument, expected, got)
         function = f"Prepared.{method}"
         return {
-            name: {entry.place: _read_part(function, argument, name, records[name], entry) for entry in entries}
+            name: {entry.place: read_part(function, argument, name, records[name], entry) for entry in entries}
             for name, entries in self.static_ranges.items()
         }
 
@@ -358,21 +366,6 @@ class Prepared:
             lengths, planned = (part[0].lengths for part in (entries, self.static_ranges[name]))
             expected = f"scans of lengths {planned} around {name}, as in prepare"
             checks.require(lengths == planned, f"Prepared.{method}", "args", expected, lengths)
-
-
-def _read_part(function: str, argument: str, name: str, record: Any, entry: _ranges.StaticRange) -> Any:
-    """Return the range or the learned scale of an activation."""
-    part = record.get(entry.place) if isinstance(record, Mapping) else None
-    if isinstance(part, LearnedScale):
-        return part
-    # A checkpoint that was loaded without a target has a dict for a named tuple.
-    if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
-        part = Range(part["lo"], part["hi"])
-    expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
-    # The state of a calibrator is a named tuple, too.
-    holds = (isinstance(part, Range) or type(part) is tuple) and len(part) == 2
-    checks.require_type(holds, function, argument, expected, checks.describe_value(record))
-    return part
 
 
 @functools.partial(jax.jit, static_argnames="plan")

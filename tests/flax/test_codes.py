@@ -217,7 +217,8 @@ class Tokens(nn.Module):
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
         x = qnn.Embed(16, 6, weight_spec=W8, output_spec=A8)(tokens)
-        x = qnn.Einsum((6, 3, 4), "...ti,ihd->...tdh", output_relu=True, **CODES)(x)
+        x = qnn.Einsum((6, 3, 4), "...ti,ihd->...tdh", **CODES)(x)
+        x = jq.add(x, x, qnn.OutputRange(A8, relu=True))
         return qnn.Einsum((4, 3, 5), "btdh,dho->bot", **CODES)(x)
 
 
@@ -225,11 +226,13 @@ class NnxTokens(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         options: dict[str, Any] = {"weight_spec": W8, "output_spec": A8, "rngs": rngs}
         self.embed = qnnx.Embed(16, 6, **options)
-        self.first = qnnx.Einsum("...ti,ihd->...tdh", (6, 3, 4), (4, 3), output_relu=True, **options)
+        self.first = qnnx.Einsum("...ti,ihd->...tdh", (6, 3, 4), (4, 3), **options)
+        self.sum = qnnx.OutputRange(A8, relu=True)
         self.second = qnnx.Einsum("btdh,dho->bot", (4, 3, 5), (5,), **options)
 
     def __call__(self, tokens: Any) -> Any:
-        return self.second(self.first(self.embed(tokens)))
+        x: Any = self.first(self.embed(tokens))
+        return self.second(jq.add(x, x, self.sum))
 
 
 @pytest.mark.slow
@@ -253,6 +256,7 @@ def test_tables_and_einsums_give_codes(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(nnx.jit(lambda model, x: model(x))(converted, tokens).codes, q.codes)
     # The formula of the second layer, with numpy.
     first: Any = converted.first(converted.embed(tokens))
+    first = jq.add(first, first, converted.sum)
     kernel, scale = (
         np.asarray(part) for part in (converted.second.kernel[...].codes, converted.second.kernel[...].scale)
     )

@@ -161,6 +161,10 @@ def test_calls_of_one_row_and_outside_of_jit(rng: np.random.Generator) -> None:
     with pytest.raises(TypeError, match="expected no gradient through the codes"):
         jax.grad(lambda bias: prepared.apply({**converted, "g": bias}, ranges, x).sum())(params["g"])
     # A bias of more steps than int32 holds.
+    wrong = {**params, "g": params["g"] * 1e9}
+    prepared.convert(wrong)
+    with pytest.raises(ValueError, match=r"a \(dot_general at .*quantize_bias: bias: expected biases of at most 2"):
+        prepared.convert(wrong, ranges)
     with pytest.raises(ValueError, match=r"a \(dot_general at .*quantize_bias: bias: expected biases of at most 2"):
         prepared.apply({**converted, "g": params["g"] * 1e9}, ranges, x)
 

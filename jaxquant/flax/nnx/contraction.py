@@ -187,12 +187,16 @@ class Contraction(nnx.Module):
 
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the state of this layer was converted with its specs and sources of ranges."""
+        self.check_description()
+        _converted.check_kernel(weight, kernel)
+
+    def check_description(self) -> None:
+        """Check that the description of the specs with which the state was converted is that of this layer."""
         # Variables written by another program may lack the description; their arrays are checked below.
         text = self.describe_specs().text
         converted = text if self.converted_specs is None else self.converted_specs.get_value().text
         expected = f"the weight_spec and activation_spec that the state was converted with: {converted}"
         checks.require(converted == text, _NAME, "specs", expected, text)
-        _converted.check_kernel(weight, kernel)
 
     def record_operands(
         self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]

@@ -169,7 +169,9 @@ class Finder:
         features = find_features(site)
         rank = len(self.graph.find_shape(node.outputs[0]))
         labels = tuple(features.index(axis) if axis in features else None for axis in range(rank))
-        self._start(Point(site.operation, node, plan.output, site, features), "affine", labels)
+        arrived = [self.values[node.inputs[place]].point for place in arrivals]
+        point = Point(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
+        self._start(point, "affine", labels)
 
     # Backward: what is read as codes.
 

@@ -57,6 +57,7 @@ class Point:
         attributes: the static arguments of an operation that is no contraction.
         value: the value that is rounded.
         name: the name of its range.
+        source: where the activations of a contraction are rounded, or None if it rounds them itself.
     """
 
     operation: str
@@ -68,6 +69,13 @@ class Point:
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     value: int = -1
     name: str = ""
+    source: Point | None = None
+
+    def find_source(self) -> tuple[str, str]:
+        """Return the name and the place of the range of the activations of a contraction."""
+        assert self.site is not None
+        assert self.site.weight is not None
+        return (self.name, str(1 - self.site.weight)) if self.source is None else (self.source.name, OUTPUT)
 
     def needs_fold(self) -> bool:
         """Return whether the weights are multiplied."""
