@@ -356,7 +356,7 @@ class TrainMode(_CodesMode):
         return call(operands, records)
 
 
-def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax.Array | None]:
+def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of an array.
 
     Args:

@@ -135,7 +135,7 @@ class Rule:
         keep: "float" leaves the contractions that match in floats.
         output: how results are quantized: an `Activation` of int8 or uint8 with a static range, for one scale. None
             leaves them in floats. With it, what follows a contraction of activations with weights runs on codes up to
-            the next contraction, where the program allows it; `Prepared` says what that takes.
+            the next contraction, where the program allows it; the coverage says where and why it does not.
 
     Raises:
         TypeError: an argument has a wrong type.

@@ -78,7 +78,7 @@ class Finder:
         """Add a node to the point of its operand, if it can be part of it."""
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
         value = self.values.get(node.inputs[places[0]])
-        if value is None or value.stage == "codes" or len(node.outputs) != 1:
+        if value is None or value.stage == "codes" or len(places) != 1 or len(node.outputs) != 1:
             return False
         place = places[0]
         if self.graph.find_single_use(node.inputs[place]) != (node, place):
