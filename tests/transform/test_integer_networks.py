@@ -25,7 +25,7 @@ RULES = jq.recipes.onnx_runtime()
 
 
 class Residual(nn.Module):
-    """Residual blocks, batch normalization, both poolings and a concatenation."""
+    """A residual block, batch normalization, both poolings and a concatenation."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -33,11 +33,8 @@ class Residual(nn.Module):
             return nn.BatchNorm(use_running_average=not train)(x)
 
         x = nn.relu(normalize(nn.Conv(16, (3, 3), use_bias=False)(x)))
-        x = nn.max_pool(x, (2, 2), (2, 2))
-        y = nn.relu(normalize(nn.Conv(16, (3, 3))(x)))
-        x = nn.relu(x + normalize(nn.Conv(16, (3, 3))(y)))
+        x = nn.relu(x + normalize(nn.Conv(16, (3, 3))(x)))
         x = jnp.concatenate([nn.max_pool(x, (2, 2), (2, 2)), nn.avg_pool(x, (2, 2), (2, 2))], -1)
-        x = nn.relu(nn.Conv(24, (1, 1))(x))
         return nn.Dense(10)(x.mean((1, 2)))
 
 
@@ -47,11 +44,9 @@ class Separable(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.relu6(nn.Conv(16, (3, 3), (2, 2))(x))
-        for features, stride in ((24, 1), (32, 2)):
-            width = x.shape[-1]
-            x = nn.Conv(width, (3, 3), (stride, stride), feature_group_count=width, use_bias=False)(x)
-            x = nn.relu6(nn.BatchNorm(use_running_average=True)(x))
-            x = nn.relu6(nn.BatchNorm(use_running_average=True)(nn.Conv(features, (1, 1))(x)))
+        x = nn.Conv(16, (3, 3), (2, 2), feature_group_count=16, use_bias=False)(x)
+        x = nn.relu6(nn.BatchNorm(use_running_average=True)(x))
+        x = nn.relu6(nn.BatchNorm(use_running_average=True)(nn.Conv(32, (1, 1))(x)))
         return nn.Dense(10)(x.mean((1, 2), keepdims=True).reshape(x.shape[0], -1))
 
 
@@ -141,22 +136,18 @@ class Graph:
 def build_residual(graph: Graph) -> Tensor:
     pool: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
     x = graph.conv(graph.start, "Conv_0", 3, "BatchNorm_0")
-    x = graph.apply("MaxPool", (x,), **pool)
-    y = graph.conv(x, "Conv_1", 3, "BatchNorm_1")
-    y = graph.conv(y, "Conv_2", 3, "BatchNorm_2", relu=False)
+    y = graph.conv(x, "Conv_1", 3, "BatchNorm_1", relu=False)
     x = graph.apply("Add", (x, y), "add@Residual")
     branches = (graph.apply("MaxPool", (x,), **pool), graph.apply("AveragePool", (x,), "average_pool@Residual", **pool))
-    x = graph.conv(graph.apply("Concat", branches, "concatenate@Residual", axis=1), "Conv_3", 1)
+    x = graph.apply("Concat", branches, "concatenate@Residual", axis=1)
     x = graph.apply("GlobalAveragePool", (x,), "mean@Residual")
-    return graph.dense(graph.apply("Reshape", (x,), shape=(-1, 24)), "Dense_0", relu=False)
+    return graph.dense(graph.apply("Reshape", (x,), shape=(-1, 32)), "Dense_0", relu=False)
 
 
 def build_separable(graph: Graph) -> Tensor:
     x = graph.conv(graph.start, "Conv_0", 3, stride=2, spatial=17)
-    x = graph.conv(x, "Conv_1", 3, "BatchNorm_0", groups=16)
+    x = graph.conv(x, "Conv_1", 3, "BatchNorm_0", stride=2, groups=16, spatial=9)
     x = graph.conv(x, "Conv_2", 1, "BatchNorm_1")
-    x = graph.conv(x, "Conv_3", 3, "BatchNorm_2", stride=2, groups=24, spatial=9)
-    x = graph.conv(x, "Conv_4", 1, "BatchNorm_3")
     x = graph.apply("GlobalAveragePool", (x,), "mean@Separable")
     return graph.dense(graph.apply("Reshape", (x,), shape=(-1, 32)), "Dense_0", relu=False)
 
@@ -206,10 +197,14 @@ def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) ->
 
 @pytest.mark.slow
 def test_floats_are_not_larger_than_a_scale(rng: np.random.Generator) -> None:
-    """In the compiled program, except for the input and arrays of less than 2**16 elements, whose fusions are split."""
+    """In the compiled program, except for the input and arrays of less than 2**16 elements, whose fusions are split.
+
+    The sums of average pooling are floats, as in ONNX Runtime's kernel.
+    """
     prepared, variables, ranges, _ = prepare("residual", rng)
     x = jax.ShapeDtypeStruct((256, 16, 16, 3), F)
     converted = jax.eval_shape(prepared.convert, variables)
     text = str(jax.jit(prepared.apply).lower(converted, ranges, x).compile().as_text())
-    shapes = set(re.findall(r"f32\[([\d,]*)\]", text[text.index("ENTRY") :])) - {"256,16,16,3"}
+    lines = [line for line in text[text.index("ENTRY") :].splitlines() if "average_pool" not in line]
+    shapes = set(re.findall(r"f32\[([\d,]*)\]", "\n".join(lines))) - {"256,16,16,3"}
     assert max(np.prod([int(n) for n in shape.split(",") if n]) for shape in shapes) < 2**16
