@@ -135,10 +135,10 @@ class Conv(NamedTuple):
     precision: Any
     preferred: Any
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
+    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
         """Return the convolution of operands of which at least one is quantized."""
         lhs, rhs = operands
-        return convolve_checked(_NAME, lhs, rhs, self.plan, self.precision, self.preferred)
+        return convolve_checked(_NAME, lhs, rhs, self.plan, self.precision, self.preferred, epilogue)
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:
         """Return the convolution of floats."""

@@ -121,11 +121,11 @@ class Dot(NamedTuple):
     preferred: Any
     out_sharding: Any = None
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
+    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
         """Return the contraction of operands of which at least one is quantized."""
         lhs, rhs = operands
         return contract_checked(
-            self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding
+            self.function, lhs, rhs, self.numbers, self.precision, self.preferred, self.out_sharding, epilogue=epilogue
         )
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:

@@ -56,6 +56,11 @@ def _keep_order(_: Call) -> tuple[int, ...]:
     return ()
 
 
+def _read_scale(call: Call) -> jax.Array:
+    """Return the scale of a kernel whose features have the order of those of the result."""
+    return call.kernel.scale
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """One row of the table.
@@ -71,6 +76,7 @@ class Operation:
         find_stored_axes: takes a Call, and returns the axes of its kernel, counted from the back, that a converted
             kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
+        arrange_scale: takes a Call with a quantized kernel, and returns its scale in the order of a bias.
     """
 
     bind: Callable[..., Call]
@@ -79,6 +85,7 @@ class Operation:
     serve: Callable[..., Any]
     find_stored_axes: Callable[[Call], tuple[int, ...]] = _keep_order
     quantizes_x: bool = True
+    arrange_scale: Callable[[Call], jax.Array] = _read_scale
 
 
 class Variables(Protocol):
@@ -305,6 +312,15 @@ def _find_einsum_summed_axes(call: Call) -> tuple[int, ...]:
     return find_summed_in_einsum(call.arguments["subscripts"], call.kernel.ndim)
 
 
+def _arrange_einsum_scale(call: Call) -> jax.Array:
+    """Return the scale of the second operand of an einsum, with its kept axes in the order of the result."""
+    subscripts, scale = call.arguments["subscripts"], call.kernel.scale
+    _, labels, result = _split_terms(subscripts, scale.ndim)
+    kept = [axis % scale.ndim for axis in find_kept_in_einsum(subscripts, scale.ndim)]
+    summed = [axis for axis in range(scale.ndim) if axis not in kept]
+    return jnp.transpose(scale, (*summed, *sorted(kept, key=lambda axis: result.index(labels[axis]))))
+
+
 def _split_subscripts(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional arguments of an einsum, and the arguments without the subscripts."""
     static = dict(call.arguments)
@@ -360,6 +376,9 @@ CONV_GENERAL_DILATED = Operation(
     _bind_conv_general_dilated, _find_conv_general_dilated_axes, _train_conv_general_dilated,
     _serve_conv_general_dilated,
 )  # fmt: skip
-EINSUM = Operation(_bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum, _find_einsum_summed_axes)
+EINSUM = Operation(
+    _bind_einsum, _find_einsum_axes, _train_einsum, _serve_einsum, _find_einsum_summed_axes,
+    arrange_scale=_arrange_einsum_scale,
+)  # fmt: skip
 LOOKUP = Operation(_bind_lookup, _find_lookup_axes, _train_lookup, _serve_lookup, quantizes_x=False)
 TABLE_FEATURES = find_kept_axes(2, (1,))  # of `ATTEND` and `LOOKUP`

@@ -13,13 +13,15 @@ from .._codes.arrangement import reshape
 from .._codes.bias import quantize_bias
 from .._codes.carrier import FakeQuantizedArray, finish_training, read_fake, replace_value
 from .._codes.elementwise import relu
+from .._contractions.output import make_array, read_output
 from .._core import checks, rounding
+from .._core.affine import quantize_affine
 from .._core.granularity import PerTensor
 from .._training.backward import Backward
 from .._training.quantizer import Quantizer
 from ._layer_operand import LayerOperand, Quantization
 from ._operand_quantizer import encode_operand, quantize_operand
-from ._operations import Call, Operation, Variables, make_layer_quantizer, resolve_features
+from ._operations import Call, Operation, Variables, make_layer_quantizer, resolve_features, run_operation
 from .ranges import Dynamic
 
 
@@ -113,6 +115,44 @@ def run_to_codes(
         return y if output is not None else rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
+def run_lookup(
+    operation: Operation, variables: Variables, quantization: Quantization, backward: Backward, call: Call
+) -> Any:
+    """Return rows of a table: codes if the layer has an output spec, otherwise floats.
+
+    In training, codes are a FakeQuantizedArray.
+
+    Args:
+        operation: the lookup.
+        variables: the layer.
+        quantization: the arguments of the layer.
+        backward: how to contract gradients.
+        call: the operands.
+
+    Raises:
+        ContractValueError: after the path of the layer: as in `run_operation`.
+    """
+    rows, output = run_operation(operation, variables, backward, call), quantization.find_output()
+    if output is None:
+        return rows
+    with checks.prefix_errors(variables.find_place()):
+        rows = rows.astype(jnp.float32)
+        rows = jax.nn.relu(rows) if quantization.output_relu else rows
+        if isinstance(call.kernel, QuantizedArray):
+            return _encode_result(Quantizer(output.spec, *variables.read_constants(output)), rows)
+        quantizer = make_layer_quantizer(variables, output, rows)
+        assert quantizer is not None
+        return finish_training(rows, quantizer, _encode_result(jax.lax.stop_gradient(quantizer), rows))
+
+
+def _encode_result(quantizer: Quantizer, y: jax.Array) -> QuantizedArray:
+    """Return the codes of a result in floats."""
+    y = jax.lax.stop_gradient(y)
+    affine = read_output("flax", quantizer)
+    codes = quantize_affine(y, jnp.asarray(affine.scale), affine.make_steps(), PerTensor(), affine.dtype, jnp.float32)
+    return make_array(codes, affine, jnp.float32)
+
+
 def _check_operands(weight: LayerOperand, activation: LayerOperand | None, call: Call, is_float: bool) -> None:
     """Check that a layer contracts codes with codes."""
     if is_float or is_codes(call.x):
@@ -143,10 +183,9 @@ def _contract(
     operation: Operation, call: Call, operands: _Operands, quantizer: Quantizer | None, has_relu: bool
 ) -> Any:
     """Return the contraction of codes, with the float bias rounded to int32."""
-    bias = operands.bias
+    call, bias = call._replace(x=operands.x, kernel=operands.kernel), operands.bias
     if bias is not None:
-        bias = quantize_bias(jax.lax.stop_gradient(bias), operands.x.scale, operands.kernel.scale)
-    call = call._replace(x=operands.x, kernel=operands.kernel)
+        bias = quantize_bias(jax.lax.stop_gradient(bias), operands.x.scale, operation.arrange_scale(call))
     y = operation.serve(call, bias=bias, output=quantizer)
     return relu(y) if has_relu else y
 

@@ -1,7 +1,7 @@
 """The transform of any JAX function into one whose contractions run on codes."""
 
 from . import recipes
-from ._coverage import Coverage, Row
+from ._coverage import Coverage, Operation, Row
 from ._learned import LearnedScale, LearnedScales
 from ._prepare import prepare
 from ._prepared import Prepared
@@ -12,6 +12,7 @@ __all__ = [
     "Coverage",
     "LearnedScale",
     "LearnedScales",
+    "Operation",
     "Prepared",
     "Row",
     "Rule",

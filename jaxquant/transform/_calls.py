@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
-from ._plan import Plan, make_plan
+from ._plan import LeafPlan, Plan, make_plan, plan_regions
 from ._programs import analysis, jaxpr, views
+from ._regions.folding import bind_parameters
+from ._regions.statics import StaticValues
 from .rules import Rule
 
 
@@ -109,6 +111,11 @@ class Call:
             operands += jax.tree.leaves(value) if is_read else [value]
         return [*operands, *jax.tree.leaves(self.arguments.arrays)]
 
+    def bind_statics(self) -> StaticValues | None:
+        """Return the values that depend on parameters only, if results are rounded to codes."""
+        regions = self.plan.regions
+        return None if regions.graph is None else bind_parameters(regions, self.parameters.arrays)
+
     def rebuild_result(self, arrays: Sequence[Any]) -> Any:
         """Return what the function returns; a number in its program becomes an array."""
         shapes, structure = jax.tree.flatten(self.trace.result)
@@ -163,7 +170,20 @@ def trace_call(
     known = analysis.analyze_program(trace, origins, parameters.names)
     shapes = [tuple(getattr(x, "shape", ())) for x in described]
     plan = make_plan(known, rules, parameters.names, shapes)
+    plan = plan_regions(plan, trace, known, _find_places(described))
+    known = dataclasses.replace(known, entered=known.entered | plan.regions.entered)
     return Call(trace, known, plan, parameters, arguments, planned)
+
+
+def _find_places(parameters: Sequence[Any]) -> dict[int, int]:
+    """Return the place of the operand of the program for each parameter that is one array."""
+    places, start = {}, 0
+    for place, x in enumerate(parameters):
+        if is_quantized(x):
+            start += len(jax.tree.leaves(x))
+        else:
+            places[place], start = start, start + 1
+    return places
 
 
 def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -> list[views.Origin]:
@@ -192,3 +212,17 @@ def check_names(function: str, expected: Sequence[str], names: Sequence[str]) ->
     ]
     wanted = "the arrays of the parameters that prepare saw"
     checks.require(False, function, "params", wanted, "; ".join(differences) or "the same paths in another order")
+
+
+def check_leaves(
+    function: str, names: Sequence[str], planned: Mapping[int, LeafPlan], leaves: Mapping[int, LeafPlan]
+) -> None:
+    """Raise ContractValueError unless parameters are quantized as `prepare` planned it."""
+    for place, plan in leaves.items():
+        name, first = names[place], planned.get(place)
+        expected = f"arguments at which {name} is quantized as at those of prepare"
+        got = f"{plan.spec} in place of {None if first is None else first.spec}; prepare these arguments apart"
+        checks.require(first is not None and first.spec == plan.spec, function, "args", expected, got)
+        is_folded = [leaf is not None and leaf.fold is not None for leaf in (plan, first)]
+        expected = f"arguments at which {name} is multiplied by what follows it, or is not, as at those of prepare"
+        checks.require(is_folded[0] == is_folded[1], function, "args", expected, "another program (a training mode?)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from .._core import checks
 from ._plan import Plan, SitePlan, describe_site
 from ._programs.analysis import Analysis
 from ._programs.sites import Site
+from ._regions.point import Regions
 
 
 class Row(NamedTuple):
@@ -29,6 +31,8 @@ class Row(NamedTuple):
         where: its file, line and function.
         scope: the name scopes around it.
         is_wanted: whether a rule asked for codes.
+        output: the spec of its result, or None if the result is floats.
+        output_reason: why the result is floats, if a rule asks for codes, or "".
     """
 
     name: str
@@ -42,6 +46,29 @@ class Row(NamedTuple):
     where: str
     scope: str
     is_wanted: bool
+    output: QuantSpec | None = None
+    output_reason: str = ""
+
+
+class Operation(NamedTuple):
+    """An operation between contractions that takes codes and returns codes.
+
+    Attributes:
+        name: the name of its range, such as "add#1"; for an operation without one, `operation`.
+        operation: "add", "multiply", "concatenate", "average_pool" or "mean"; or an operation that keeps the scale of
+            its operand: "max_pool", "clip", "reshape" or another primitive.
+        shape: the shape of its result.
+        output: the spec of its result, or None if it keeps the scale.
+        where: its file, line and function.
+        scope: the name scopes around it.
+    """
+
+    name: str
+    operation: str
+    shape: tuple[int, ...]
+    output: QuantSpec | None
+    where: str
+    scope: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +77,11 @@ class Coverage:
 
     Attributes:
         rows: the rows.
+        operations: the operations between contractions that stay in codes, in program order.
     """
 
     rows: tuple[Row, ...]
+    operations: tuple[Operation, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         """Return an iterator over the rows."""
@@ -73,6 +102,16 @@ class Coverage:
         counts = ((form, sum(row.form == form for row in self.rows)) for form in _FORMS)
         return ", ".join(f"{count} {form}" for form, count in counts if count) or "no contractions"
 
+    @property
+    def outputs(self) -> str:
+        """How many of the contractions that a rule asks to return codes do so, and what stays in codes, as text."""
+        wanted = [row for row in self.rows if row.output is not None or row.output_reason]
+        count = sum(row.output is not None for row in wanted)
+        names = collections.Counter(operation.operation for operation in self.operations)
+        operations = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in names.items())
+        text = f"{count} of {len(wanted)} contractions give codes"
+        return f"{text}; in codes: {operations}" if operations else text
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the rows by name, with specs as text, for JSON."""
         return {row.name: _to_dict(row) for row in self.rows}
@@ -80,11 +119,15 @@ class Coverage:
     def __str__(self) -> str:
         """Return the table."""
         lines = [_HEADER, *(_list_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+        has_outputs = any(row.output is not None or row.output_reason for row in self.rows)
+        if has_outputs:
+            outputs = [_describe_output(row) for row in self.rows]
+            lines = [(*line[:6], output, *line[6:]) for line, output in zip(lines, ["output", *outputs], strict=True)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         text = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
-        return "\n".join([*text, self.summary])
+        return "\n".join([*text, self.summary, *([self.outputs] if has_outputs else [])])
 
 
 _FORMS = ("integer", "weight-only", "lookup", "float")
@@ -93,15 +136,33 @@ _HEADER = ("name", "operation", "shapes", "form", "weight", "activations", "wher
 
 def make_coverage(analysis: Analysis, plan: Plan, names: Sequence[str]) -> Coverage:
     """Return the report of a planned program."""
-    return Coverage(tuple(_make_row(site, plan.sites[site.name], names) for site in analysis.sites.values()))
+    rows = tuple(_make_row(site, plan.sites[site.name], names, plan.regions) for site in analysis.sites.values())
+    return Coverage(rows, tuple(_list_operations(plan.regions)))
 
 
-def _make_row(site: Site, plan: SitePlan, names: Sequence[str]) -> Row:
-    view = describe_site(site, names)
+def _make_row(site: Site, plan: SitePlan, names: Sequence[str], regions: Regions) -> Row:
+    view, point = describe_site(site, names), regions.find_point(site)
     return Row(
         view.name, view.paths, view.operation, view.shapes, _name_form(site, plan), plan.weight,
         tuple(operand.spec for operand in plan.activations), plan.reason, view.where, view.scope, plan.is_wanted,
+        None if point is None else point.output.spec, regions.reasons.get(site.name, "") if point is None else "",
     )  # fmt: skip
+
+
+# The names under which users know primitives.
+_MOVES = {"reduce_window_max": "max_pool", "reduce_max": "max", **dict.fromkeys(("max", "min", "clamp"), "clip")}
+
+
+def _list_operations(regions: Regions) -> Iterator[Operation]:
+    """Yield the operations that stay in codes; those that are part of a contraction or of another one do not count."""
+    for action in regions.actions.values():
+        node, point = action.node, action.point
+        shape = tuple(node.equation.outvars[0].aval.shape)
+        if action.kind == "move":
+            name = _MOVES.get(node.name, node.name)
+            yield Operation(name, name, shape, None, node.where, node.scope)
+        elif action.kind == "start" and point is not None and point.site is None:
+            yield Operation(point.name, point.operation, shape, point.output.spec, node.where, node.scope)
 
 
 def _name_form(site: Site, plan: SitePlan) -> str:
@@ -119,6 +180,12 @@ def _list_cells(row: Row) -> tuple[str, ...]:
     return (row.name, row.operation, shapes, row.form, weight, activations, _shorten_place(row.where), row.reason)
 
 
+def _describe_output(row: Row) -> str:
+    if row.output is not None:
+        return f"{row.output.dtype}"
+    return f"float: {row.output_reason}" if row.output_reason else "float"
+
+
 def _shorten_spec(spec: QuantSpec) -> str:
     kind, arguments = repr(spec.granularity).rstrip(")").split("(", 1)
     values = "".join(character for character in arguments if character.isdigit() or character in ", ")
@@ -134,7 +201,8 @@ def _shorten_place(where: str) -> str:
 
 def _to_dict(row: Row) -> dict[str, Any]:
     fields = row._asdict()
-    specs = {"weight": None if row.weight is None else repr(row.weight), "activations": [*map(repr, row.activations)]}
+    specs = {"activations": [*map(repr, row.activations)]}
+    specs |= {name: None if fields[name] is None else repr(fields[name]) for name in ("weight", "output")}
     return {**fields, **specs, "paths": list(row.paths), "shapes": [list(shape) for shape in row.shapes]}
 
 

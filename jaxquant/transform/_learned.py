@@ -17,6 +17,7 @@ from .._core import checks, dtypes
 from .._training import learned_parts
 from .._training.estimators import LSQ, PACT, LSQPlus, Rule
 from .._training.fake_quantize import read_parts
+from ..calibration import Range
 from ._plan import LeafPlan
 from ._ranges import StaticRange, StaticRanges
 
@@ -120,3 +121,18 @@ def read_learned(function: str, part: LearnedScale, x: Any, spec: QuantSpec) -> 
     elif not spec.symmetric:
         zero_point = jnp.zeros((1,) * scale.ndim, spec.carrier)
     return read_parts(function, ("x", "scale", "zero_point"), x, scale, zero_point, spec)[1:]
+
+
+def read_part(function: str, argument: str, name: str, record: Any, entry: StaticRange) -> Any:
+    """Return the range or the learned scale of an activation."""
+    part = record.get(entry.place) if isinstance(record, Mapping) else None
+    if isinstance(part, LearnedScale):
+        return part
+    # A checkpoint that was loaded without a target has a dict for a named tuple.
+    if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
+        part = Range(part["lo"], part["hi"])
+    expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
+    # The state of a calibrator is a named tuple, too.
+    holds = (isinstance(part, Range) or type(part) is tuple) and len(part) == 2
+    checks.require_type(holds, function, argument, expected, checks.describe_value(record))
+    return part

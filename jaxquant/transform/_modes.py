@@ -4,52 +4,84 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
+from .._codes.carrier import finish_training
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
+from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
 from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
 from ._programs.interpret import Records
 from ._programs.sites import Address, Site
+from ._ranges import StaticRanges
+from ._regions.folding import find_factor_and_bias
+from ._regions.point import OUTPUT, Action, Point
+from ._regions.run import Codes, Pending, combine_codes, contract_to_codes, finish_floats, run_move
+from ._regions.statics import StaticValues
 
 _NAME = "Prepared.apply"
 
 
-class ObserveMode:
-    """The float program, which also updates the state of a calibrator for each static range."""
-
-    updates_records = True
+class _PlannedMode:
+    """What all modes have in common: the plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def replaces(self, site: Site) -> bool:
-        """Return whether the contraction has a static range."""
-        return any(operand.calibrator is not None for operand in self.plan.sites[site.name].activations)
-
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
-        """Return the float result, and the states updated by the activations."""
-        plan = self.plan.sites[site.name]
-        states = dict(records[plan.record])
-        for operand in plan.activations:
-            assert operand.calibrator is not None
-            calibrator, name = operand.calibrator(operand.spec), str(operand.place)
-            states[name] = calibrator.update(states[name], lax.stop_gradient(operands[operand.place]))
-        (result,) = jaxpr.evaluate(site.equation, operands)
-        return result, {**records, plan.record: states}
-
     def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
         """Return the name of a site's record, and the scans with an entry for each iteration."""
         return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
+
+    def find_action(self, address: Address) -> Action | None:
+        """Return what becomes of an equation between contractions that runs on codes, or None."""
+        return self.plan.regions.actions.get(address)
+
+    def is_codes(self, value: Any) -> bool:
+        """Return whether a value is codes between contractions."""
+        return isinstance(value, Codes)
+
+
+class ObserveMode(_PlannedMode):
+    """The float program, which also updates the state of a calibrator for each static range."""
+
+    updates_records = True
+
+    def replaces(self, site: Site) -> bool:
+        """Return whether the contraction has a static range."""
+        has_range = any(operand.calibrator is not None for operand in self.plan.sites[site.name].activations)
+        return has_range or self.plan.regions.find_point(site) is not None
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+        """Return the float result, and the states updated by the activations."""
+        plan, arrivals = self.plan.sites[site.name], self.plan.regions.arrivals.get(site.name, ())
+        for operand in plan.activations:
+            if operand.calibrator is not None and operand.place not in arrivals:
+                x = operands[operand.place]  # type: ignore[index]
+                records = _update_state(records, plan.record, operand, x)
+        action = self.find_action(site.address)
+        if action is not None:
+            (result,), records = self.run_action(action, operands, records)
+            return result, records
+        (result,) = jaxpr.evaluate(site.equation, operands)
+        return result, records
+
+    def run_action(self, action: Action, operands: Sequence[Any], records: Records) -> tuple[list[Any], Records]:
+        """Return the float results of an equation, and the state updated by a result that is rounded."""
+        results = jaxpr.evaluate(action.node.equation, operands)
+        if action.is_end and action.point is not None:
+            operand = OperandPlan(OUTPUT, *action.point.output)
+            records = _update_state(records, action.point.name, operand, results[0])
+        return results, records
 
     def is_parameter(self, value: Any) -> bool:
         """Return False: parameters are plain arrays."""
@@ -78,13 +110,74 @@ class ObserveMode:
     call_with_remat = call_with_rule
 
 
-class IntegerMode:
-    """The program on codes."""
+def _update_state(records: Records, name: str, operand: OperandPlan, x: jax.Array) -> Records:
+    """Return the records with the state of one calibrator updated by an array."""
+    assert operand.calibrator is not None
+    calibrator, place = operand.calibrator(operand.spec), str(operand.place)
+    state = calibrator.update(records[name][place], lax.stop_gradient(x))
+    return {**records, name: {**records[name], place: state}}
+
+
+class _CodesMode(_PlannedMode):
+    """What the modes have in common in which contractions run on codes.
+
+    Args:
+        plan: the plan.
+        statics: the values that depend on parameters only, or None if no result is rounded to codes.
+    """
 
     updates_records = False
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, statics: StaticValues | None) -> None:
+        super().__init__(plan)
+        self.statics = statics
+
+    def run_action(self, action: Action, operands: Sequence[Any], records: Records) -> tuple[list[Any], Records]:
+        """Return the results of an equation on codes."""
+        graph = self.plan.regions.graph
+        assert graph is not None
+        if action.kind == "move" or action.point is None:
+            return list(run_move(graph, action, operands)), records
+        if action.kind == "start":
+            result = Pending(action.point, tuple(value.array for value in operands))
+        else:
+            result = next(value for value in operands if isinstance(value, Pending))
+        return [self.finish(result, records) if action.is_end else result], records
+
+    def finish(self, pending: Pending, records: Records) -> Codes:
+        """Return the codes of a result."""
+        point, graph = pending.point, self.plan.regions.graph
+        assert graph is not None
+        assert self.statics is not None
+        quantizer = self.make_quantizer(point, graph.find_shape(point.value), records[point.name][OUTPUT])
+        if point.site is None:
+            return Codes(combine_codes(graph, point, pending.operands, quantizer))
+        _, bias = find_factor_and_bias(self.statics, point)
+        return Codes(self.contract_to_codes(point, pending.operands, bias, quantizer))
+
+    def finish_contraction(self, site: Site, operands: Sequence[Any], records: Records) -> Any:
+        """Return the codes of a contraction, or the operands if equations of its point follow."""
+        action = self.find_action(site.address)
+        assert action is not None
+        assert action.point is not None
+        pending = Pending(action.point, operands)
+        return self.finish(pending, records) if action.is_end else pending
+
+    def make_quantizer(self, point: Point, shape: tuple[int, ...], part: Any) -> Quantizer:
+        """Return how a result is quantized."""
+        spec = point.output.spec
+        like: Any = jnp.zeros(shape) if isinstance(part, LearnedScale) else jax.ShapeDtypeStruct(shape, jnp.float32)
+        return Quantizer(spec, *find_scale(spec, like, part))
+
+    def contract_to_codes(
+        self, point: Point, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
+    ) -> Any:
+        """Return the codes of a contraction."""
+        raise NotImplementedError
+
+
+class IntegerMode(_CodesMode):
+    """The program on codes."""
 
     def replaces(self, site: Site) -> bool:
         """Return whether the contraction runs on codes."""
@@ -95,17 +188,27 @@ class IntegerMode:
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             return operations.look_up(site.equation, *operands), records
-        plan, codes = self.plan.sites[site.name], list(operands)
+        plan, codes = self.plan.sites[site.name], [x.array if isinstance(x, Codes) else x for x in operands]
         for operand in plan.activations:
-            x = operations.refuse_gradient(operands[operand.place])
-            part = None if operand.calibrator is None else records[plan.record][str(operand.place)]
+            place = int(operand.place)
+            if isinstance(operands[place], Codes):
+                continue
+            x = operations.refuse_gradient(operands[place])
+            part = None if operand.calibrator is None else records[plan.record][str(place)]
             scale, zero_point = find_scale(operand.spec, x, part)
-            codes[operand.place] = make_array(Config(operand.spec), x, scale, zero_point, None)
+            codes[place] = make_array(Config(operand.spec), x, scale, zero_point, None)
+        if self.plan.regions.find_point(site) is not None:
+            return self.finish_contraction(site, codes, records), records
         return operations.make_operation(site.equation).contract_quantized(*codes), records
 
-    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
-        """Return the name of a site's record, and the scans with an entry for each iteration."""
-        return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
+    def contract_to_codes(
+        self, point: Point, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
+    ) -> Any:
+        """Return the codes of a contraction."""
+        graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
+        assert graph is not None
+        bias = None if bias is None else operations.refuse_gradient(bias)
+        return contract_to_codes(graph, point, operation, operands, bias, quantizer)
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a quantized parameter."""
@@ -120,8 +223,8 @@ class IntegerMode:
         return list(restructure.move_elements(equation, operands))
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
-        """Return the floats that a parameter's codes stand for."""
-        return parameter.dequantize()
+        """Return the floats that codes stand for."""
+        return parameter.to_array() if isinstance(parameter, Codes) else parameter.dequantize()
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
@@ -141,13 +244,24 @@ class Twin(NamedTuple):
     codes: QuantizedArray
 
 
-class TrainMode:
-    """The program on codes, with the gradient of the floats that the codes stand for."""
+def _read_twin(x: Any) -> Twin:
+    """Return an operand as floats with a gradient, and as codes; activations without codes are floats in both."""
+    if isinstance(x, Codes):
+        return Twin(x.array.values, x.array.quantize())
+    return x if isinstance(x, Twin) else Twin(x, x)
 
-    updates_records = False
 
-    def __init__(self, plan: Plan, estimator: Rule) -> None:
-        self.plan = plan
+class TrainMode(_CodesMode):
+    """The program on codes, with the gradient of the floats that the codes stand for.
+
+    Args:
+        plan: the plan.
+        statics: the values that depend on parameters only, or None if no result is rounded to codes.
+        estimator: the gradient rule of scales that are trained.
+    """
+
+    def __init__(self, plan: Plan, statics: StaticValues | None, estimator: Rule) -> None:
+        super().__init__(plan, statics)
         self.estimator = estimator
 
     def replaces(self, site: Site) -> bool:
@@ -164,27 +278,44 @@ class TrainMode:
             # The value of the codes, with the gradient of the floats.
             return operations.replace_value(floats, entries), records
         plan = self.plan.sites[site.name]
-        twins = [x if isinstance(x, Twin) else Twin(x, x) for x in operands]
+        twins = [_read_twin(x) for x in operands]
         for operand in plan.activations:
-            part = None if operand.calibrator is None else records[plan.record][str(operand.place)]
-            twins[operand.place] = self.make_twin(operand, operands[operand.place], part)
+            place = int(operand.place)
+            if not isinstance(operands[place], Codes):
+                part = None if operand.calibrator is None else records[plan.record][str(place)]
+                rule = self.find_rule(part, operands[place].shape)
+                twins[place] = make_twin(operand.spec, operands[place], part, rule)
+        if self.plan.regions.find_point(site) is not None:
+            return self.finish_contraction(site, twins, records), records
         operation = operations.make_operation(site.equation)
         floats, codes = zip(*twins, strict=True)
         return operations.contract_with_gradient(operation, floats, codes), records
 
-    def make_twin(self, operand: OperandPlan, x: jax.Array, part: Any) -> Twin:
-        """Return activations as floats with a gradient, and as codes."""
-        rule: Rule = StraightThrough()
-        if isinstance(part, LearnedScale):
-            rule = self.estimator
-            if isinstance(rule, LSQ | LSQPlus) and rule.elements is None:
-                # The paper counts the elements of one example.
-                rule = dataclasses.replace(rule, elements=max(math.prod(x.shape[1:]), 1))
-        return make_twin(operand.spec, x, part, rule)
+    def find_rule(self, part: Any, shape: Sequence[int]) -> Rule:
+        """Return the gradient rule of activations of a shape."""
+        if not isinstance(part, LearnedScale):
+            return StraightThrough()
+        rule = self.estimator
+        if isinstance(rule, LSQ | LSQPlus) and rule.elements is None:
+            # The paper counts the elements of one example.
+            rule = dataclasses.replace(rule, elements=max(math.prod(shape[1:]), 1))
+        return rule
 
-    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
-        """Return the name of a site's record, and the scans with an entry for each iteration."""
-        return self.plan.sites[site.name].record, self.plan.sites[site.name].layers
+    def make_quantizer(self, point: Point, shape: tuple[int, ...], part: Any) -> Quantizer:
+        """Return how a result is quantized, with its gradient rule."""
+        return dataclasses.replace(super().make_quantizer(point, shape, part), gradient=self.find_rule(part, shape))
+
+    def contract_to_codes(
+        self, point: Point, operands: Sequence[Any], bias: jax.Array | None, quantizer: Quantizer
+    ) -> Any:
+        """Return the codes of a contraction as floats with a gradient: that of the contraction with a float bias."""
+        graph, operation = self.plan.regions.graph, operations.make_operation(point.node.equation)
+        assert graph is not None
+        floats, codes = zip(*operands, strict=True)
+        y = finish_floats(graph, point, operations.contract_with_gradient(operation, floats, codes), bias)
+        fixed = lax.stop_gradient(quantizer)
+        exact = contract_to_codes(graph, point, operation, lax.stop_gradient(codes), bias, fixed)
+        return finish_training(y, quantizer, exact)
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter in both forms."""
@@ -205,6 +336,8 @@ class TrainMode:
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
         """Return the floats that the codes stand for, with their gradient."""
+        if isinstance(parameter, Codes):
+            return parameter.to_array()
         # The same operation as in `IntegerMode`, so that XLA sums the elements in the same order.
         return operations.replace_value(parameter.floats, parameter.codes.dequantize())
 
@@ -223,7 +356,7 @@ class TrainMode:
         return call(operands, records)
 
 
-def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax.Array | None]:
+def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of an array.
 
     Args:
@@ -235,6 +368,22 @@ def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
     return find_parameters(_NAME, lax.stop_gradient(x), spec, lo, hi)[:2]
+
+
+def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[str, str], Any]:
+    """Return a function of the name and the place of a static range, which returns its scale, or None without one."""
+
+    def find(name: str, place: str) -> Any:
+        for entry in ranges.get(name, ()):
+            if entry.place == place:
+                like = jax.ShapeDtypeStruct(entry.shape, jnp.float32)
+                part = records[name][place]
+                return find_scale(
+                    entry.operand.spec, jnp.zeros(like.shape) if isinstance(part, LearnedScale) else like, part
+                )[0]
+        return None
+
+    return find
 
 
 def make_twin(spec: QuantSpec, x: jax.Array, part: Any, rule: Rule) -> Twin:

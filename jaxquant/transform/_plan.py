@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from ..calibration.factory import Factory
-from ._programs import views
+from ._programs import jaxpr, views
 from ._programs.analysis import UNUSED, Analysis
 from ._programs.sites import Address, Site, find_contracted
+from ._regions.finder import find_regions
+from ._regions.folding import Fold, find_feature_axes
+from ._regions.point import OutputPlan, Regions
 from .rules import Activation, Rule, SiteView, Weight
 
 _NAME = "prepare"
@@ -22,12 +25,12 @@ class OperandPlan(NamedTuple):
     """How activations are quantized.
 
     Attributes:
-        place: the place among the operands of the contraction.
+        place: the place among the operands of the contraction, or "output" for a result.
         spec: the spec.
         calibrator: the function that makes the calibrator of a static range, or None for a dynamic range.
     """
 
-    place: int
+    place: int | str
     spec: QuantSpec
     calibrator: Factory | None
 
@@ -43,6 +46,7 @@ class SitePlan(NamedTuple):
         layers: the addresses of the scans of which each iteration has a static range of its own.
         reason: why it stays in floats, or "".
         is_wanted: whether a rule asked for codes.
+        output: how its result is quantized, if a rule asks for it and nothing that follows it prevents it.
     """
 
     is_replaced: bool
@@ -52,6 +56,7 @@ class SitePlan(NamedTuple):
     layers: tuple[Address, ...]
     reason: str
     is_wanted: bool
+    output: OutputPlan | None = None
 
 
 class LeafPlan(NamedTuple):
@@ -61,19 +66,26 @@ class LeafPlan(NamedTuple):
         spec: the spec, on the axes of the parameter.
         stored_last: the axes that the codes hold last in memory.
         shape: the shape of the parameter.
+        fold: how the parameter is multiplied before it is quantized, or None.
     """
 
     spec: QuantSpec
     stored_last: tuple[int, ...]
     shape: tuple[int, ...]
+    fold: Fold | None = None
+
+    def multiply(self, w: Any, arrays: Sequence[Any]) -> Any:
+        """Return the parameter as it is quantized: multiplied by what follows its contraction, if anything does."""
+        return w if self.fold is None else self.fold.multiply(w, arrays)
 
 
 class Plan(NamedTuple):
-    """The plans of all contractions by name, and of the parameters that are quantized by their place."""
+    """The plans of all contractions by name, of the parameters that are quantized by their place, and of results."""
 
     sites: dict[str, SitePlan]
     leaves: dict[int, LeafPlan]
     unmatched: tuple[Rule, ...]
+    regions: Regions = Regions()
 
 
 def describe_site(site: Site, names: Sequence[str]) -> SiteView:
@@ -211,7 +223,31 @@ def _plan_site(
             if place != site.weight:
                 spec = _make_activation_spec(site, place, rule.activation)
                 activations.append(OperandPlan(place, spec, rule.activation.range))
-    return SitePlan(True, weight, tuple(activations), record, layers, "", True)
+    output = None
+    if rule.output is not None and rule.output.range is not None and site.operation != "take":
+        output = OutputPlan(rule.output.make_spec(), rule.output.range)
+    return SitePlan(True, weight, tuple(activations), record, layers, "", True, output)
+
+
+def plan_regions(
+    plan: Plan, trace: jaxpr.Trace, analysis: Analysis, inputs: Mapping[int, int]
+) -> Plan:  # fmt: skip
+    """Return a plan with what stays in codes between contractions.
+
+    Args:
+        plan: the plan of the contractions.
+        trace: the program.
+        analysis: what is known about it.
+        inputs: for each parameter that is one array, by its place, the place of its operand of the program.
+    """
+    regions = find_regions(trace, analysis, plan.sites, tuple(plan.leaves), inputs)
+    leaves = dict(plan.leaves)
+    for point in regions.points:
+        axes = find_feature_axes(point) if point.needs_fold() else None
+        if axes is not None and point.site is not None:
+            (leaf,) = point.site.leaves
+            leaves[leaf] = leaves[leaf]._replace(fold=Fold(regions, point, axes))
+    return plan._replace(leaves=leaves, regions=regions)
 
 
 def _explain_float(site: Site, rule: Rule | None) -> str:

@@ -14,14 +14,16 @@ from .._arrays.quantize import quantize
 from .._core import checks
 from .._training.estimators import LSQ, StraightThrough
 from .._training.rounding_vjp import Config, make_array
-from ..calibration import Range, loop
+from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
-from ._calls import Call, Signature, check_names, is_quantized, trace_call
-from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned
+from ._calls import Call, Signature, check_leaves, check_names, is_quantized, trace_call
+from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned, read_part
 from ._plan import LeafPlan
 from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
+from ._regions.biases import check_biases
+from ._regions.point import Regions
 from .rules import Rule
 
 
@@ -40,6 +42,7 @@ class Prepared:
         names: the path of each array among the parameters.
         leaves: for each parameter that is quantized, by its place in `names`: its spec.
         coverage: what becomes of each contraction at the arguments of `prepare`.
+        regions: what stays in codes between contractions, for the use of this class.
         static_ranges: the activations whose range calibration finds, by name.
     """
 
@@ -50,6 +53,7 @@ class Prepared:
     leaves: Mapping[int, LeafPlan]
     coverage: _coverage.Coverage
     static_ranges: _ranges.StaticRanges
+    regions: Regions
 
     def __repr__(self) -> str:
         """Return the function, and how many of its contractions are in each form."""
@@ -166,7 +170,8 @@ class Prepared:
 
         Args:
             params: the parameters of the function, in floats.
-            scales: scales that were trained, as `learned` returns them. Ranges may be passed, too; weights need none.
+            scales: scales that were trained, as `learned` returns them. Ranges may be passed, too: weights need none,
+                but biases that become int32 are then checked.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
                 floats and one array of codes at most. These arrays of `params` cannot be used any more. An array that
                 `params` holds under another path without codes, too, is kept.
@@ -177,7 +182,7 @@ class Prepared:
         Raises:
             TypeError: delete is not True or False, or scales are none.
             ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already; or
-                the scales belong to other parameters.
+                the scales belong to other parameters; or a bias has more steps than int32 can hold.
         """
         checks.check_flag("Prepared.convert", "delete", delete)
         signature = self._read_parameters("convert", params)
@@ -186,10 +191,14 @@ class Prepared:
         for place, plan in self.leaves.items():
             name, w = self.names[place], converted[place]
             with checks.prefix_errors(name):
-                converted[place] = jax.block_until_ready(_quantize_weight(w, plan, learned.get(name)))
+                folded = plan.multiply(w, signature.arrays)
+                converted[place] = jax.block_until_ready(_quantize_weight(folded, plan, learned.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 w.delete()
+        if scales is not None and self.regions.points:
+            records = self._read_records("convert", "scales", scales)
+            check_biases(self.regions, signature.arrays, converted, _modes.make_finder(self.static_ranges, records))
         return signature.rebuild(converted)
 
     def learned(self, params: Any, ranges: Any = None, *, estimator: Estimator = LSQ()) -> LearnedScales:
@@ -214,7 +223,10 @@ class Prepared:
                 are powers of two; or the estimator keeps the zero point at 0 and the values are not all positive.
         """
         signature = self._read_parameters("learned", params)
-        parameters = {self.names[place]: (signature.arrays[place], plan) for place, plan in self.leaves.items()}
+        parameters = {
+            self.names[place]: (plan.multiply(signature.arrays[place], signature.arrays), plan)
+            for place, plan in self.leaves.items()
+        }
         records = self._read_records("learned", "ranges", ranges)
         return make_scales(parameters, self.static_ranges, records, estimator)
 
@@ -238,7 +250,8 @@ class Prepared:
         call = self._trace("apply", params, args, kwargs)
         self._check_converted(call)
         self._check_records("apply", "ranges", call, records)
-        return self._interpret(_modes.IntegerMode(call.plan), call, call.parameters.arrays, records)[0]
+        mode = _modes.IntegerMode(call.plan, call.bind_statics())
+        return self._interpret(mode, call, call.parameters.arrays, records)[0]
 
     def fake_apply(self, params: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
@@ -260,19 +273,20 @@ class Prepared:
         call = self._trace("fake_apply", params, args, kwargs)
         self._check_floats("fake_apply", call.parameters)
         self._check_records("fake_apply", "scales", call, records)
-        mode = _modes.TrainMode(call.plan, learned.estimator)
+        mode = _modes.TrainMode(call.plan, call.bind_statics(), learned.estimator)
         parameters = list(call.parameters.arrays)
         for place, plan in self.leaves.items():
             name = self.names[place]
             with checks.prefix_errors(name):
-                parameters[place] = _make_twin(parameters[place], plan, learned.weights.get(name), learned.estimator)
+                w = plan.multiply(parameters[place], call.parameters.arrays)
+                parameters[place] = _make_twin(w, plan, learned.weights.get(name), learned.estimator)
         return self._interpret(mode, call, parameters, records)[0]
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
         interpreter = Interpreter(call.analysis, mode, records)
         body = jaxpr.Body(call.trace.program, call.trace.constants)
         results = interpreter.evaluate_body(body, call.list_operands(parameters))
-        arrays = [mode.convert_to_array(x) if mode.is_parameter(x) else x for x in results]
+        arrays = [mode.convert_to_array(x) if mode.is_parameter(x) or mode.is_codes(x) else x for x in results]
         return call.rebuild_result(arrays), interpreter.records
 
     def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> Call:
@@ -282,11 +296,7 @@ class Prepared:
         call = trace_call(self.function, self.rules, params, args, kwargs, self.leaves.keys())
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
-        for place, plan in call.plan.leaves.items():
-            name, planned = self.names[place], self.leaves.get(place)
-            expected = f"arguments at which {name} is quantized as at those of prepare"
-            got = f"{plan.spec} in place of {None if planned is None else planned.spec}; prepare these arguments apart"
-            checks.require(planned is not None and planned.spec == plan.spec, function, "args", expected, got)
+        check_leaves(function, self.names, self.leaves, call.plan.leaves)
         return call
 
     def _read_parameters(self, method: str, params: Any) -> Signature:
@@ -341,7 +351,7 @@ class Prepared:
         checks.require(not missing, f"Prepared.{method}", argument, expected, got)
         function = f"Prepared.{method}"
         return {
-            name: {entry.place: _read_part(function, argument, name, records[name], entry) for entry in entries}
+            name: {entry.place: read_part(function, argument, name, records[name], entry) for entry in entries}
             for name, entries in self.static_ranges.items()
         }
 
@@ -356,21 +366,6 @@ class Prepared:
             lengths, planned = (part[0].lengths for part in (entries, self.static_ranges[name]))
             expected = f"scans of lengths {planned} around {name}, as in prepare"
             checks.require(lengths == planned, f"Prepared.{method}", "args", expected, lengths)
-
-
-def _read_part(function: str, argument: str, name: str, record: Any, entry: _ranges.StaticRange) -> Any:
-    """Return the range or the learned scale of an activation."""
-    part = record.get(entry.place) if isinstance(record, Mapping) else None
-    if isinstance(part, LearnedScale):
-        return part
-    # A checkpoint that was loaded without a target has a dict for a named tuple.
-    if isinstance(part, Mapping) and set(part) == {"lo", "hi"}:
-        part = Range(part["lo"], part["hi"])
-    expected = f"{{{entry.place!r}: Range(lo, hi)}} at {name}"
-    # The state of a calibrator is a named tuple, too.
-    holds = (isinstance(part, Range) or type(part) is tuple) and len(part) == 2
-    checks.require_type(holds, function, argument, expected, checks.describe_value(record))
-    return part
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -16,6 +16,7 @@ from ..calibration.factory import describe_factory
 from ._plan import OperandPlan, Plan
 from ._programs.analysis import Analysis
 from ._programs.views import Constant
+from ._regions.point import OUTPUT, Point
 
 
 class StaticRange(NamedTuple):
@@ -53,16 +54,32 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
     ranges: dict[str, tuple[StaticRange, ...]] = {}
     for site in analysis.sites.values():
         planned = plan.sites[site.name]
+        arrivals = plan.regions.arrivals.get(site.name, ())
         entries = []
         for operand in planned.activations:
-            if operand.calibrator is not None:
-                shape = tuple(site.equation.invars[operand.place].aval.shape)
-                is_constant = isinstance(site.origins[operand.place], Constant)
+            if operand.calibrator is not None and operand.place not in arrivals:
+                shape = tuple(site.equation.invars[int(operand.place)].aval.shape)
+                is_constant = isinstance(site.origins[int(operand.place)], Constant)
                 lengths = site.lengths if planned.layers else ()
                 entries.append(StaticRange(operand, shape, lengths, is_constant))
+        point = plan.regions.find_point(site)
+        if point is not None:
+            entries.append(_make_output(plan, point))
         if entries:
-            ranges.setdefault(planned.record, tuple(entries))
+            # Of the contractions that share a record, some may get codes, or give floats.
+            merged = {entry.place: entry for entry in (*entries, *ranges.get(planned.record, ()))}
+            ranges[planned.record] = tuple(merged[place] for place in sorted(merged))
+    for point in plan.regions.points:
+        if point.site is None:
+            ranges[point.name] = (_make_output(plan, point),)
     return ranges
+
+
+def _make_output(plan: Plan, point: Point) -> StaticRange:
+    """Return the range of a result."""
+    assert plan.regions.graph is not None
+    operand = OperandPlan(OUTPUT, *point.output)
+    return StaticRange(operand, plan.regions.graph.find_shape(point.value), (), False)
 
 
 def make_states(ranges: StaticRanges) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ from ..calibration import minmax
 from ..calibration.factory import Factory
 from .rules import Activation, Rule, Weight
 
-__all__ = ["onednn", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_int4", "weight_only_int8"]
+__all__ = ["onednn", "onnx_runtime", "w4a8", "w8a8_dynamic", "w8a8_static", "weight_only_int4", "weight_only_int8"]
 
 
 def weight_only_int8() -> tuple[Rule, ...]:
@@ -71,4 +71,37 @@ def onednn() -> tuple[Rule, ...]:
     return (
         Rule(operation="take", keep="float"),
         Rule(weight=Weight("int8"), activation=Activation("uint8", range=minmax)),
+    )
+
+
+def onnx_runtime(calibrator: Factory = minmax) -> tuple[Rule, ...]:
+    """Return rules for integer-only networks, as ONNX Runtime runs them: int8 weights per output, uint8 results.
+
+    Biases are int32, and what is between two contractions runs on codes where the program allows it: relu and clip,
+    sums, products and concatenations of results, maxima and means, reshapes, transposes, slices and pads. A batch
+    normalization after a contraction becomes part of its weights. Lookups stay in floats.
+
+    Args:
+        calibrator: a function from a spec to a calibrator, for the inputs and for all results.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> def apply(params, x):
+        ...     x = jax.nn.relu(x @ params["first"] + params["bias"])
+        ...     return (x + jax.nn.relu(x @ params["second"])) @ params["last"]
+        >>> params = {"first": jnp.eye(4), "bias": jnp.ones((1, 4)), "second": jnp.eye(4), "last": jnp.ones((4, 2))}
+        >>> x = jnp.array([[-2.0, 0.5, 1.0, 2.5]])
+        >>> prepared = jq.prepare(apply, params, x, rules=jq.recipes.onnx_runtime())
+        >>> prepared.coverage.outputs
+        '3 of 3 contractions give codes; in codes: add'
+        >>> ranges = prepared.calibrate(params, [x])
+        >>> prepared.apply(prepared.convert(params), ranges, x).round(1)
+        Array([[14., 14.]], dtype=float32)
+
+    Source: Jacob et al., arXiv 1712.05877, section 2; ONNX Runtime's QLinearConv, QGemm and QLinearAdd.
+    """
+    activation = Activation("uint8", range=calibrator)
+    return (
+        Rule(operation="take", keep="float"),
+        Rule(weight=Weight("int8"), activation=activation, output=activation),
     )

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
+from .._contractions.output import check_output_spec
 from .._core import checks
+from .._core.granularity import PerTensor
 from ..calibration.factory import Factory, check_factory
 
 
@@ -67,6 +69,10 @@ class Activation:
     per: str = "tensor"
     range: Factory | None = None
     options: Any = ()
+
+    def make_spec(self) -> QuantSpec:
+        """Return the spec of activations with one scale."""
+        return QuantSpec(self.dtype, PerTensor(), **dict(self.options))
 
     def __post_init__(self) -> None:
         """Check the arguments, and store the options in a form that can be hashed."""
@@ -127,6 +133,9 @@ class Rule:
             between calls, as in a Python loop over time. Each layer of a scan over stacked layers has a range of its
             own, unless another use of the parameter is outside of such a scan.
         keep: "float" leaves the contractions that match in floats.
+        output: how results are quantized: an `Activation` of int8 or uint8 with a static range, for one scale. None
+            leaves them in floats. With it, what follows a contraction of activations with weights runs on codes up to
+            the next contraction, where the program allows it; the coverage says where and why it does not.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -142,6 +151,7 @@ class Rule:
     operands: str = "weight"
     shared: bool = False
     keep: str | None = None
+    output: Activation | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -155,10 +165,12 @@ class Rule:
             self.where is None or callable(self.where), "Rule", "where", "a function or None",
             checks.describe_value(self.where),
         )  # fmt: skip
-        for name, kind in (("weight", Weight), ("activation", Activation)):
+        for name, kind in (("weight", Weight), ("activation", Activation), ("output", Activation)):
             value = getattr(self, name)
-            is_kind = value is None or isinstance(value, kind)
-            checks.require_type(is_kind, "Rule", name, f"a {kind.__name__} or None", checks.describe_value(value))
+            is_kind, article = value is None or isinstance(value, kind), "a" if kind is Weight else "an"
+            checks.require_type(
+                is_kind, "Rule", name, f"{article} {kind.__name__} or None", checks.describe_value(value)
+            )
         checks.check_option("Rule", "operands", self.operands, ("weight", "activations"))
         checks.check_flag("Rule", "shared", self.shared)
         self._check_combination()
@@ -168,7 +180,10 @@ class Rule:
             checks.check_option("Rule", "keep", self.keep, ("float",))
             is_alone = self.weight is None and self.activation is None
             checks.require(is_alone, "Rule", "weight, activation", 'None, because keep="float"', "a spec")
+            checks.require(self.output is None, "Rule", "output", 'None, because keep="float"', self.output)
             return
+        if self.output is not None:
+            self._check_output(self.output)
         if self.operands == "activations":
             is_alone = self.weight is None and self.activation is not None
             expected = 'an activation and no weight, because operands="activations"'
@@ -176,6 +191,16 @@ class Rule:
             return
         expected = 'a Weight, or keep="float", or operands="activations"'
         checks.require(self.weight is not None, "Rule", "weight", expected, "None")
+
+    def _check_output(self, output: Activation) -> None:
+        """Check that integer kernels return such codes, for such operands."""
+        check_output_spec("Rule", "output", output.make_spec())
+        expected = "a function that makes a calibrator, such as jq.minmax, because a result has a static range"
+        checks.require(output.range is not None, "Rule", "output.range", expected, "None")
+        expected = 'a Weight without blocks and an Activation with per="tensor", because of the output'
+        holds = self.weight is not None and self.weight.block is None
+        holds = holds and self.activation is not None and self.activation.per == "tensor"
+        checks.require(holds, "Rule", "weight, activation", expected, f"{self.weight}, {self.activation}")
 
     def matches(self, site: SiteView) -> bool:
         """Return whether this rule applies to a contraction."""

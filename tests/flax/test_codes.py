@@ -211,9 +211,65 @@ def test_nnx(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(serving.first(x).codes, want.codes)
 
 
-def test_layers_that_give_floats_take_no_output_spec() -> None:
-    with pytest.raises(ValueError, match="output_spec, integer_bias: expected no value"):
-        qnnx.Embed(4, 2, weight_spec=W8, output_spec=A8, rngs=nnx.Rngs(0))
+class Tokens(nn.Module):
+    """A table whose rows are codes, and products whose features are not in the order of the kernel."""
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = qnn.Embed(16, 6, weight_spec=W8, output_spec=A8)(tokens)
+        x = qnn.Einsum((6, 3, 4), "...ti,ihd->...tdh", **CODES)(x)
+        x = jq.add(x, x, qnn.OutputRange(A8, relu=True))
+        return qnn.Einsum((4, 3, 5), "btdh,dho->bot", **CODES)(x)
+
+
+class NnxTokens(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        options: dict[str, Any] = {"weight_spec": W8, "output_spec": A8, "rngs": rngs}
+        self.embed = qnnx.Embed(16, 6, **options)
+        self.first = qnnx.Einsum("...ti,ihd->...tdh", (6, 3, 4), (4, 3), **options)
+        self.sum = qnnx.OutputRange(A8, relu=True)
+        self.second = qnnx.Einsum("btdh,dho->bot", (4, 3, 5), (5,), **options)
+
+    def __call__(self, tokens: Any) -> Any:
+        x: Any = self.first(self.embed(tokens))
+        return self.second(jq.add(x, x, self.sum))
+
+
+@pytest.mark.slow
+def test_tables_and_einsums_give_codes(rng: np.random.Generator) -> None:
+    """In Linen and in NNX, with the same parameters, the same codes."""
+    tokens, network = rng.integers(0, 16, (2, 7)).astype(np.int32), Tokens()
+    variables = prepare(network, tokens, rng)
+    serving = jq.flax.convert(network, variables)
+    q: Any = jax.jit(network.apply)(serving, tokens)
+    fake: Any = jax.jit(network.apply)(variables, tokens)
+    np.testing.assert_array_equal(fake.values, q.dequantize())
+    assert len(np.unique(q.codes)) > 20
+    params = variables["params"]
+    model = NnxTokens(nnx.Rngs(0))
+    names = (("embed", "Embed_0"), ("first", "Einsum_0"), ("second", "Einsum_1"))
+    for layer, name in names:
+        for key, value in params[name].items():
+            getattr(getattr(model, layer), key).set_value(value)
+    qnnx.calibrate(model, [tokens])
+    converted: Any = qnnx.convert(model)
+    np.testing.assert_array_equal(nnx.jit(lambda model, x: model(x))(converted, tokens).codes, q.codes)
+    # The formula of the second layer, with numpy.
+    first: Any = converted.first(converted.embed(tokens))
+    first = jq.add(first, first, converted.sum)
+    kernel, scale = (
+        np.asarray(part) for part in (converted.second.kernel[...].codes, converted.second.kernel[...].scale)
+    )
+    sums = np.einsum(
+        "btdh,dho->bot", np.asarray(first.codes, np.int64) - int(first.zero_point.item()), kernel.astype(np.int64)
+    )
+    products = np.asarray(first.scale).reshape(()) * scale.reshape(-1)
+    sums = sums + np.rint(np.asarray(params["Einsum_1"]["bias"]) / products).astype(np.int64)[:, None]
+    steps = np.rint(sums.astype(F) * (products / np.asarray(q.scale).reshape(()))[:, None]).astype(np.int64)
+    np.testing.assert_array_equal(q.codes, np.clip(steps + int(q.zero_point.item()), 0, 255))
+
+
+def test_circular_padding_takes_no_codes() -> None:
     q = jq.quantize(X, A8)
     layer = qnn.Conv(2, (3,), padding="CIRCULAR", **BOTH)
     with pytest.raises(ValueError, match="padding: expected VALID, SAME or pairs of ints"):

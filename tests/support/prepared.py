@@ -22,6 +22,7 @@ RECIPES = {
     "weight_only_int4": jq.recipes.weight_only_int4(block=4),
     "w4a8": jq.recipes.w4a8(),
     "onednn": jq.recipes.onednn(),
+    "onnx_runtime": jq.recipes.onnx_runtime(),
     "activations": (_ACTIVATIONS, *jq.recipes.w8a8_dynamic()),
 }
 

@@ -17,7 +17,14 @@ from ..cases.networks import FRAMEWORKS, NETWORKS, NnxCNN, make_network
 from ..support.contraction_crawler import count_contractions, count_rows
 from ..support.prepared import RECIPES, find_ranges, find_sqnr, same_trees
 
-LEAST_SQNR = {"w8a8_dynamic": 32, "w8a8_static": 30, "onednn": 30, "activations": 25, "weight_only_int8": 34}
+LEAST_SQNR = {
+    "w8a8_dynamic": 32,
+    "w8a8_static": 30,
+    "onednn": 30,
+    "onnx_runtime": 18,
+    "activations": 25,
+    "weight_only_int8": 34,
+}
 
 
 def _mark(name):

@@ -24,7 +24,8 @@ from ..support.prepared import (
 FORMS = {"integer": "i", "lookup": "l", "float": "f", "weight-only": "w"}
 # With 16 terms, 8 bits have about 40 dB for one product; 4 bits of a whole tensor about 15.
 LEAST_SQNR = {"w4a8": 6, "weight_only_int4": 6}
-LEAST_COSINE = {"w4a8": 0.5, "weight_only_int4": 0.5}
+# Results at the ends of their ranges may saturate, and then have no gradient.
+LEAST_COSINE = {"w4a8": 0.5, "weight_only_int4": 0.5, "onnx_runtime": 0.3}
 # The crawler's input must be arrays; ids and floats all are.
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 

@@ -100,6 +100,7 @@ SPECS = {
     "w8a8_static": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
     "w4a8": ("int4 PerAxis(axis=1)", "PerAxis(axis=(0, 1))"),
     "onednn": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
+    "onnx_runtime": ("int8 PerAxis(axis=1)", "uint8 PerTensor()"),
 }
 
 

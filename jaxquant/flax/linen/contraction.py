@@ -19,7 +19,7 @@ from ..._training.backward import Int8Backward
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
-from .._run_to_codes import make_stand_in, run_to_codes
+from .._run_to_codes import make_stand_in, run_lookup, run_to_codes
 from ..ranges import Dynamic, Observed
 from .record import NAME, Record
 
@@ -295,9 +295,12 @@ class Table(Contraction):
     """The two operations of an `Embed` on its table, which share one range."""
 
     @nn.compact
-    def __call__(self, operation: Operation, *operands: Any) -> jax.Array:
+    def __call__(self, operation: Operation, *operands: Any) -> Any:
         """Return rows of the table, or the products of queries with all rows."""
-        return self.run(operation, *operands)
+        if operation is not _operations.LOOKUP:
+            return self.run(operation, *operands)
+        call = operation.bind(*operands)
+        return run_lookup(operation, self, self.quantization, self.quantization.backward, call)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,7 +172,6 @@ class Dense(_CodesLayer, nn.Dense):
             floats. The layer then gives codes: a `QuantizedArray` if its kernel is converted, and in training a
             `FakeQuantizedArray`, with the same codes and a gradient. A layer takes both as its inputs, and uses their
             scale instead of its activation_spec. The bias is rounded to int32, in steps of the product of the scales.
-            Not for `Einsum` and `Embed`.
         output_range: `Observed()` (the default) or `Learned()`, as in activation_range.
         output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
         integer_bias: Whether the bias is rounded to int32 although the result is float.
@@ -252,21 +251,25 @@ class Einsum(_QuantizedLayer, nn.Einsum):
 
     # flax's Einsum has no attribute for its contraction, so this method repeats its steps.
     @nn.compact
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
         """Return the contraction of the inputs with the kernel, plus the bias.
 
         Args:
-            inputs: The first operand, a float array.
+            inputs: The first operand, floats or codes.
             einsum_str: Static. The equation, if the layer was constructed without one.
 
         Returns:
-            A float array with the axes that the equation names.
+            An array with the axes that the equation names: floats; or, with an output_spec, codes as those of `Dense`.
         """
         equation: Any = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         equation = equation.replace(" ", "")
         is_explicit = "->" in equation and equation.count(",") == 1
         with checks.prefix_errors(_find_path(self)):
             checks.require(is_explicit, _NAME, "einsum_str", 'two operands and an explicit "->"', repr(equation))
+            quantization = _check_quantization(self)
+        has_codes = needs_codes(quantization, inputs)
+        relay = Relay(inputs if is_codes(inputs) else None) if has_codes else None
+        inputs = make_stand_in(inputs)
         kernel: Any = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, broadcast_shape = None, None
         if self.use_bias:
@@ -275,9 +278,19 @@ class Einsum(_QuantizedLayer, nn.Einsum):
             bias_shape, broadcast_shape = self._get_bias_shape(equation, inputs, stand_in)
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        product = Product(_check_quantization(self))
-        y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
-        return y if bias is None else y + jnp.reshape(bias, broadcast_shape)
+        bias = None if bias is None else jnp.reshape(bias, broadcast_shape)
+        product = Product(quantization)
+        if relay is not None:
+            relay.bias = bias
+            object.__setattr__(self, "_relay", relay)
+        try:
+            y = product(equation, inputs, kernel, self.precision, self.preferred_element_type)
+        finally:
+            object.__setattr__(self, "_relay", None)
+        if quantization.output_spec is not None or quantization.integer_bias:
+            assert relay is not None
+            return relay.find_result(y, quantization)
+        return y if bias is None else y + bias
 
 
 class Embed(_QuantizedLayer, nn.Embed):
@@ -285,9 +298,10 @@ class Embed(_QuantizedLayer, nn.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. `attend`
-    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
-    activation range of the layer.
+    The added attributes and the errors are those of `Dense`. A lookup in a converted table reads its codes. With an
+    output_spec, the rows are rounded to codes with one scale. `attend` contracts queries with the table, and returns
+    floats; `activation_spec` says how to quantize the queries, and their range is the only activation range of the
+    layer.
 
     Raises:
         TypeError: At a call: the indices are not integers.
@@ -307,7 +321,7 @@ class Embed(_QuantizedLayer, nn.Embed):
         super().setup()
         self.table = Table(_check_quantization(self), kernel_name="embedding")
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> Any:
         """Return rows of the table.
 
         Args:
@@ -315,7 +329,7 @@ class Embed(_QuantizedLayer, nn.Embed):
 
         Returns:
             The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
-            table returns NaN.
+            table returns NaN. With an output_spec, codes as those of `Dense`.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
         with checks.prefix_errors(_find_path(self)):
@@ -323,8 +337,8 @@ class Embed(_QuantizedLayer, nn.Embed):
         # As in flax, a table of one row returns it for every index.
         if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
-        rows = self.table(_operations.LOOKUP, self.embedding, inputs)
-        return rows.astype(self.dtype or rows.dtype)
+        rows: Any = self.table(_operations.LOOKUP, self.embedding, inputs)
+        return rows if is_codes(rows) else rows.astype(self.dtype or rows.dtype)
 
     def attend(self, query: jax.Array) -> jax.Array:
         """Return the products of queries with every row of the table.

@@ -6,6 +6,7 @@ from .convert import convert, start
 from .fold_batch_norm import fold_batch_norm
 from .hooks import conv_general_dilated, dot_general
 from .layers import Conv, Einsum, Embed, Linear, LinearGeneral
+from .output_range import OutputRange
 from .variables import Codes, Ranges, Scale
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Embed",
     "Linear",
     "LinearGeneral",
+    "OutputRange",
     "Ranges",
     "Scale",
     "calibrate",

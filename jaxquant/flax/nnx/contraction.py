@@ -19,7 +19,7 @@ from ..._training.backward import Int8Backward
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation
-from .._run_to_codes import make_stand_in, run_to_codes
+from .._run_to_codes import is_codes, make_stand_in, run_lookup, run_to_codes
 from ..linen.contraction import ROUNDING
 from ..linen.contraction import promote_dtype as promote_linen_dtype
 from ..ranges import Dynamic, Observed
@@ -143,6 +143,9 @@ class Contraction(nnx.Module):
             )
             relay.result = result
             return make_stand_in(result).astype(call.arguments["preferred_element_type"])
+        if operation is _operations.LOOKUP:
+            y = run_lookup(operation, self, self.quantization, self.backward, call)
+            return y if is_codes(y) or out_sharding is None else reshard(y, out_sharding)
         y = _operations.run_operation(operation, self, self.backward, call)
         # Not every operation takes an out_sharding, so the result is resharded.
         return y if out_sharding is None else reshard(y, out_sharding)
@@ -184,12 +187,16 @@ class Contraction(nnx.Module):
 
     def check_converted(self, weight: LayerOperand, activation: LayerOperand | None, kernel: QuantizedArray) -> None:
         """Check that the state of this layer was converted with its specs and sources of ranges."""
+        self.check_description()
+        _converted.check_kernel(weight, kernel)
+
+    def check_description(self) -> None:
+        """Check that the description of the specs with which the state was converted is that of this layer."""
         # Variables written by another program may lack the description; their arrays are checked below.
         text = self.describe_specs().text
         converted = text if self.converted_specs is None else self.converted_specs.get_value().text
         expected = f"the weight_spec and activation_spec that the state was converted with: {converted}"
         checks.require(converted == text, _NAME, "specs", expected, text)
-        _converted.check_kernel(weight, kernel)
 
     def record_operands(
         self, weight: LayerOperand, activation: LayerOperand | None, kernel: jax.Array, stored_axes: tuple[int, ...]

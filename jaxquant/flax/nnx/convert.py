@@ -17,6 +17,7 @@ from .. import _converted, _learned, _observed, _operations
 from .._layer_operand import LayerOperand
 from ..ranges import Dynamic, Learned, Observed
 from .contraction import Contraction, Table, promote_dtype
+from .output_range import OutputRange
 from .variables import Codes, Partitioned, Ranges, Scale, find_partitioning
 
 _CONVERT, _START = "flax.nnx.convert", "flax.nnx.start"
@@ -126,7 +127,8 @@ def convert(model: Model) -> Model:
     require_module(_CONVERT, "model", model)
     serving = nnx.clone(model)
     layers = list(_find_layers(serving))
-    checks.require(bool(layers), _CONVERT, "model", "a model with quantized layers", "none")
+    has_range = any(True for _ in find_contractions(serving))
+    checks.require(has_range, _CONVERT, "model", "a model with quantized layers", "none")
     # The float variable is kept next to its codes, so that Python does not reuse its id for another variable.
     converted: dict[Any, Any] = {}
     for layer in layers:
@@ -153,7 +155,7 @@ def require_module(function: str, argument: str, value: Any) -> None:
 
 def find_path(path: tuple[Any, ...], module: Any) -> str:
     """Return the path of a layer, or of the layer around a contraction, for errors."""
-    is_inside = isinstance(module, Contraction)
+    is_inside = isinstance(module, Contraction) and not isinstance(module, OutputRange)
     name = module.layer if is_inside else type(module).__name__
     return "/".join(map(str, path[:-1] if is_inside else path)) or name
 
@@ -185,16 +187,23 @@ def _find_layers(model: nnx.Module) -> Iterator[_Layer]:
     """Yield the quantized layers, and check that each contraction is in a layer."""
     identities = set()
     for path, module in nnx.iter_modules(model):
-        for contraction in [value for value in vars(module).values() if isinstance(value, Contraction)]:
+        for contraction in [value for value in vars(module).values() if _has_kernel(value)]:
             kernel = "embedding" if isinstance(contraction, Table) else "kernel"
             if hasattr(module, kernel):
                 # A hook is an attribute of the layer that it contracts for.
                 identities.add(id(contraction))
                 yield _Layer(path, module, contraction, kernel)
     for path, contraction in find_contractions(model):
+        if not _has_kernel(contraction):
+            continue
         with checks.prefix_errors("/".join(map(str, path))):
             expected = 'a layer with a "kernel" around this module'
             checks.require(id(contraction) in identities, _CONVERT, "model", expected, "none")
+
+
+def _has_kernel(value: Any) -> bool:
+    """Return whether an attribute of a module contracts; an `OutputRange` only holds a range."""
+    return isinstance(value, Contraction) and not isinstance(value, OutputRange)
 
 
 def _check_kernel(layer: _Layer) -> nnx.Variable:

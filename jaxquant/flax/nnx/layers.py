@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -45,8 +45,6 @@ class _QuantizedLayer(nnx.Module):
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
         added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
         names = {p.name for p in parameters}
-        if bases[0] is _QuantizedLayer:  # a layer that gives floats
-            names |= {"output_spec", "output_range", "output_relu", "integer_bias"}
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
         parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
@@ -64,11 +62,6 @@ class _QuantizedLayer(nnx.Module):
         super().__init__(*sizes, rngs=rngs, **arguments)  # type: ignore[call-arg]
         output = (output_spec, output_range, output_relu, integer_bias)
         quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward, *output)
-        if not isinstance(self, _CodesLayer):
-            with checks.prefix_errors(type(self).__name__):
-                expected = "no value, because this layer gives floats"
-                is_float = output_spec is None and not integer_bias
-                checks.require(is_float, _NAME, "output_spec, integer_bias", expected, "one")
         kernel = getattr(self, self._kernel)
         shape = tuple(kernel[...].shape)
         features = find_feature_axes(self, len(shape))
@@ -76,6 +69,26 @@ class _QuantizedLayer(nnx.Module):
         place = f"{type(self).__name__}{shape}"
         contraction = self._contraction(place, quantization, use_running_average, rngs, kernel, shape, features)
         setattr(self, self._field, nnx.data(contraction))
+
+    def _make_relay(self, inputs: Any) -> Relay | None:
+        """Return what the contraction gets past flax's layer, or None if nothing is codes."""
+        # A user may have replaced the contraction by another function.
+        quantization = getattr(getattr(self, self._field), "quantization", None)
+        if quantization is None or not needs_codes(quantization, inputs):
+            return None
+        variable: Any = self.bias  # type: ignore[attr-defined]
+        return Relay(inputs if is_codes(inputs) else None, None if variable is None else variable[...])
+
+    def _relay_call(self, relay: Relay, call: Callable[[], Any]) -> Any:
+        """Return the result of a layer on codes."""
+        contraction = getattr(self, self._field)
+        # flax's layer gets floats of the same shape. What it computes with its result is not used.
+        object.__setattr__(contraction, "_relay", relay)
+        try:
+            y = call()
+        finally:
+            object.__setattr__(contraction, "_relay", None)
+        return relay.find_result(y, contraction.quantization)
 
 
 class _CodesLayer(_QuantizedLayer):
@@ -92,20 +105,10 @@ class _CodesLayer(_QuantizedLayer):
             Floats; or, with an output_spec, a QuantizedArray if the kernel is converted, and otherwise a
             FakeQuantizedArray.
         """
-        layer, contraction = super(), getattr(self, self._field)
-        # A user may have replaced the contraction by another function.
-        quantization = getattr(contraction, "quantization", None)
-        if quantization is None or not needs_codes(quantization, inputs):
+        layer, relay = super(), self._make_relay(inputs)
+        if relay is None:
             return layer.__call__(inputs, out_sharding)  # type: ignore[misc]
-        variable: Any = self.bias  # type: ignore[attr-defined]
-        relay = Relay(inputs if is_codes(inputs) else None, None if variable is None else variable[...])
-        # flax's layer gets floats of the same shape. What it computes with its result is not used.
-        object.__setattr__(contraction, "_relay", relay)
-        try:
-            y = layer.__call__(make_stand_in(inputs))  # type: ignore[misc]
-        finally:
-            object.__setattr__(contraction, "_relay", None)
-        return relay.find_result(y, quantization)
+        return self._relay_call(relay, lambda: layer.__call__(make_stand_in(inputs)))  # type: ignore[misc]
 
 
 def _check_arguments(layer: nnx.Module, arguments: dict[str, Any]) -> None:
@@ -146,7 +149,7 @@ class Linear(_CodesLayer, nnx.Linear):
         output_spec: How to quantize the result, a QuantSpec of int8 or uint8 per tensor; None gives floats. The layer
             then gives codes: a `QuantizedArray` if its kernel is converted, and in training a `FakeQuantizedArray`,
             with the same codes and a gradient. A layer with activation_spec=None takes both as its inputs. The bias is
-            rounded to int32, in steps of the product of the scales. Not for `Einsum` and `Embed`.
+            rounded to int32, in steps of the product of the scales.
         output_range: `Observed()` or `Learned()`, as in activation_range.
         output_relu: Whether a relu precedes the quantization of the result. Its range then begins at 0.
         integer_bias: Whether the bias is rounded to int32 although the result is float.
@@ -228,6 +231,28 @@ class Einsum(_QuantizedLayer, nnx.Einsum):
         shapes = (tuple(kernel_shape), None if bias_shape is None else tuple(bias_shape))
         super().__init__(einsum_str, *shapes, **arguments)
 
+    def __call__(self, inputs: Any, einsum_str: str | None = None, out_sharding: Any = None) -> Any:
+        """Return the contraction of the inputs with the kernel, plus the bias.
+
+        Args:
+            inputs: Floats, or codes: a QuantizedArray or, in training, a FakeQuantizedArray.
+            einsum_str: Static. The equation, if the layer was constructed without one.
+            out_sharding: Static. The sharding of a float result, or None.
+
+        Returns:
+            Floats; or, with an output_spec, codes as those of `Linear`.
+        """
+        relay = self._make_relay(inputs)
+        if relay is None:
+            return super().__call__(inputs, einsum_str, out_sharding)
+        equation = (einsum_str or self.einsum_str).replace(" ", "")
+        x = make_stand_in(inputs)
+        if relay.bias is not None:
+            # flax reads only the shapes, and a converted kernel is not an array.
+            kernel = jnp.broadcast_to(jnp.zeros(()), self.kernel_shape)
+            relay.bias = relay.bias.reshape(self._infer_broadcasted_bias_shape(equation, x, kernel))
+        return self._relay_call(relay, lambda: super(Einsum, self).__call__(x, einsum_str))
+
 
 class Conv(_CodesLayer, nnx.Conv):
     """`flax.nnx.Conv` with a quantized kernel and quantized inputs.
@@ -254,9 +279,10 @@ class Embed(_QuantizedLayer, nnx.Embed):
 
     y = take(quantize(embedding), indices)
 
-    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. `attend`
-    contracts queries with the table; `activation_spec` says how to quantize the queries, and their range is the only
-    activation range of the layer.
+    The added arguments and the errors are those of `Linear`. A lookup in a converted table reads its codes. With an
+    output_spec, the rows are rounded to codes with one scale. `attend` contracts queries with the table, and returns
+    floats; `activation_spec` says how to quantize the queries, and their range is the only activation range of the
+    layer.
 
     Args:
         *sizes: num_embeddings and features. They may be named.
@@ -271,7 +297,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
     _kernel = "embedding"
     table: Table
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> Any:
         """Return rows of the table.
 
         Args:
@@ -280,7 +306,7 @@ class Embed(_QuantizedLayer, nnx.Embed):
 
         Returns:
             The rows in the layer's dtype, of the shape of the indices followed by the features. An index beyond the
-            table returns NaN.
+            table returns NaN. With an output_spec, codes as those of `Linear`.
         """
         is_integer = jnp.issubdtype(inputs.dtype, jnp.integer)
         with checks.prefix_errors(self.table.layer):
@@ -288,8 +314,8 @@ class Embed(_QuantizedLayer, nnx.Embed):
         # As in flax, a table of one row returns it for every index.
         if self.num_embeddings == 1:
             inputs = jnp.zeros_like(inputs)
-        rows = self.table(self.embedding[...], inputs, out_sharding=out_sharding)
-        return rows.astype(self.dtype)
+        rows: Any = self.table(self.embedding[...], inputs, out_sharding=out_sharding)
+        return rows if is_codes(rows) else rows.astype(self.dtype)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Return the products of queries with every row of the table.

@@ -54,7 +54,19 @@ class Mode(Protocol):
         ...
 
     def convert_to_array(self, parameter: Any) -> jax.Array:
-        """Return a parameter as an array of floats."""
+        """Return a parameter, or codes between contractions, as an array of floats."""
+        ...
+
+    def find_action(self, address: Address) -> Any:
+        """Return what becomes of an equation between contractions that runs on codes, or None."""
+        ...
+
+    def run_action(self, action: Any, operands: Sequence[Any], records: Records) -> tuple[list[Any], Records]:
+        """Return the results of such an equation, and the records."""
+        ...
+
+    def is_codes(self, value: Any) -> bool:
+        """Return whether a value is codes between contractions."""
         ...
 
     def prepare_stacked(self, parameter: Any) -> Any:
@@ -107,11 +119,19 @@ class Interpreter:
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
+        action = self.mode.find_action(address)
+        if action is not None:
+            scope = jaxpr.find_scope(equation)
+            with _name_scope(scope), checks.prefix_errors(action.describe_action()):
+                results, self.records = self.mode.run_action(action, operands, self.records)
+            return results
         if address in self.analysis.followed and self._can_move(equation, operands):
             with checks.prefix_errors(f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"):
                 return self.mode.move_elements(equation, operands)
         enter = _ENTER.get(jaxpr.find_name(equation))
         if enter is not None and address in self.analysis.entered:
+            if not is_inlined(self.analysis, equation, address):
+                operands = [self._read_codes(value) for value in operands]
             with _name_scope(jaxpr.find_scope(equation)):
                 return enter(self, equation, operands, address)
         return jaxpr.evaluate(equation, [self._read_array(value) for value in operands])
@@ -125,7 +145,10 @@ class Interpreter:
         return any(are_parameters) if name in ("optimization_barrier", "select_n") else are_parameters[0]
 
     def _read_array(self, value: Any) -> Any:
-        return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else value
+        return self.mode.convert_to_array(value) if self.mode.is_parameter(value) else self._read_codes(value)
+
+    def _read_codes(self, value: Any) -> Any:
+        return self.mode.convert_to_array(value) if self.mode.is_codes(value) else value
 
     def _read_arrays(self, values: Sequence[Any]) -> list[Any]:
         return [self._read_array(value) for value in values]
@@ -154,9 +177,9 @@ class Interpreter:
 
     def _place_arrays(self, values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         """Return values, of which arrays have the shardings that an inlined `jax.jit` asks for."""
-        # The codes of a parameter keep the placement that the user chose for them.
+        # The codes of a parameter keep the placement that the user chose for them; those of a result follow them.
         return [
-            value if sharding is None or self.mode.is_parameter(value)
+            value if sharding is None or self.mode.is_parameter(value) or self.mode.is_codes(value)
             else lax.with_sharding_constraint(value, sharding)
             for value, sharding in zip(values, shardings, strict=True)
         ]  # fmt: skip
@@ -248,6 +271,13 @@ class Interpreter:
         moved, common = lax.while_loop(check, step, (carried, shared if updates else {}))
         self.records |= common
         return _merge_carries(carries, moved, invariant)
+
+
+def is_inlined(analysis: Analysis, equation: Any, address: Address) -> bool:
+    """Return whether an equation with a body is evaluated as if the body stood in its place."""
+    name = jaxpr.find_name(equation)
+    # A function with a derivative rule keeps it around contractions.
+    return name in jaxpr.CALLS and not (name in jaxpr.CUSTOM_RULES and analysis.list_below(address))
 
 
 def _name_scope(scope: str) -> Any:

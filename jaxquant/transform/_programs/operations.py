@@ -25,8 +25,11 @@ _NAME = "prepare"
 class Operation(Protocol):
     """A contraction that is linear in each of its operands."""
 
-    def contract_quantized(self, *operands: Any) -> jax.Array:
-        """Return the contraction of operands of which some are quantized and the others floats."""
+    def contract_quantized(self, *operands: Any, epilogue: Any = None) -> Any:
+        """Return the contraction of operands of which some are quantized and the others floats.
+
+        With the epilogue of an integer contraction, the result is codes.
+        """
         ...
 
     def contract_floats(self, *operands: jax.Array) -> jax.Array:

@@ -1,0 +1,334 @@
+"""The search for the parts of a program that can stay in codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ..._core import dtypes
+from .._programs import jaxpr
+from .._programs.analysis import Analysis
+from .._programs.interpret import is_inlined
+from .._programs.sites import Site
+from . import patterns
+from .folding import find_feature_axes
+from .graph import Graph, Node, make_graph
+from .point import Action, OutputPlan, Point, Regions, Step, is_product
+
+
+@dataclasses.dataclass
+class _Value:
+    """What is known about a value that is, or can be, codes.
+
+    Attributes:
+        point: where it is rounded.
+        stage: "affine" or "clip" while the point may take further equations, "codes" once it is rounded.
+        labels: the feature dimensions of a contraction.
+    """
+
+    point: Point
+    stage: str
+    labels: tuple[int | None, ...] = ()
+
+
+class Finder:
+    """One search.
+
+    Args:
+        graph: the program.
+        analysis: what is known about it.
+        sites: the plans of its contractions by name.
+        quantized: the places of the parameters that become codes.
+        parameters: for each parameter by its place, the value in the graph.
+    """
+
+    def __init__(
+        self, graph: Graph, analysis: Analysis, sites: Mapping[str, Any], quantized: Sequence[int],
+        parameters: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        self.graph, self.analysis, self.sites = graph, analysis, sites
+        self.moving = graph.depends_on([v for v in graph.inputs if v not in parameters.values()])
+        self.coded = graph.depends_on([parameters[place] for place in quantized])
+        self.parameters, self.quantized = parameters, quantized
+        self.values: dict[int, _Value] = {}
+        self.actions: dict[Any, Action] = {}
+        self.arrivals: dict[str, frozenset[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.absorbed: set[int] = set()
+
+    def search(self) -> Regions:
+        """Return the parts of the program that stay in codes."""
+        for node in self.graph.nodes:
+            is_moving = any(value in self.moving for value in node.inputs)
+            if is_moving and node.outputs[0] not in self.absorbed and not self._extend(node):
+                self._visit(node)
+        useful = self._find_useful()
+        points = self._keep_useful(useful)
+        self._explain(useful)
+        entered = {action.node.address[:n] for action in self.actions.values() for n in range(len(action.node.address))}
+        inputs = {place: value for place, value in self.parameters.items() if place not in self.quantized}
+        return Regions(self.graph, self.actions, points, self.arrivals, self.reasons, frozenset(entered), inputs)
+
+    # Forward: what could be codes.
+
+    def _extend(self, node: Node) -> bool:
+        """Add a node to the point of its operand, if it can be part of it."""
+        places = [place for place, value in enumerate(node.inputs) if value in self.moving]
+        value = self.values.get(node.inputs[places[0]])
+        if value is None or value.stage == "codes" or len(places) != 1 or len(node.outputs) != 1:
+            return False
+        place = places[0]
+        if self.graph.find_single_use(node.inputs[place]) != (node, place):
+            return False
+        if patterns.is_clip(self.graph, node, place):
+            self._add_step(node, Step(node, "clip", place), _Value(value.point, "clip"))
+            return True
+        if value.stage != "affine":
+            return False
+        followed = patterns.follow_labels(self.graph, node, place, value.labels)
+        if followed is None:
+            return False
+        step = Step(node, followed[0], place, value.labels)
+        if step.kind == "affine" and not self._can_fold(value.point, step):
+            return False
+        self._add_step(node, step, _Value(value.point, "affine", followed[1]))
+        return True
+
+    def _add_step(self, node: Node, step: Step, value: _Value) -> None:
+        value.point.steps.append(step)
+        value.point.value = node.outputs[0]
+        self.values[node.outputs[0]] = value
+        self.actions[node.address] = Action("pass", node, value.point, False)
+
+    def _can_fold(self, point: Point, step: Step) -> bool:
+        others = [value for place, value in enumerate(step.node.inputs) if place != step.place]
+        if any(value in self.coded for value in others):
+            return False
+        if not is_product(step) or point.needs_fold():
+            return True
+        reason = find_fold_obstacle(self.graph, point, self.parameters)
+        if reason:
+            assert point.site is not None
+            self.reasons[point.site.name] = f"{step.node.describe_node()} multiplies it, and {reason}"
+        return not reason
+
+    def _visit(self, node: Node) -> None:
+        site = self.analysis.sites.get(node.address)
+        if site is not None:
+            self._visit_site(node, site)
+            return
+        places = [place for place, value in enumerate(node.inputs) if value in self.moving]
+        values = [self.values.get(node.inputs[place]) for place in places]
+        if any(value is None for value in values):
+            return
+        known = [value for value in values if value is not None]
+        if len(known) == len(node.inputs):
+            if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
+                attributes = {"axis": node.parameters["dimension"]} if node.name == "concatenate" else {}
+                self._start(Point(_COMBINED[node.name], node, known[0].point.output, attributes=attributes), "clip")
+                return
+            if node.name in ("reduce_sum", "reduce_window_sum"):
+                self._visit_sum(node, known[0].point.output)
+                return
+        is_clip = len(places) == 1 and patterns.is_clip(self.graph, node, places[0])
+        if is_clip or (places == [0] and patterns.is_move(self.graph, node)):
+            self.actions[node.address] = Action("move", node, None, False)
+            self.values |= {output: _Value(known[0].point, "codes") for output in node.outputs}
+
+    def _visit_sum(self, node: Node, output: OutputPlan) -> None:
+        mean = patterns.find_mean(self.graph, node)
+        if mean is None:
+            return
+        name = "mean" if node.name == "reduce_sum" else "average_pool"
+        point = Point(name, node, output, attributes=mean[0])
+        self._start(point, "clip")
+        for step in mean[1]:
+            self.absorbed.add(step.node.outputs[0])
+            self._add_step(step.node, step, _Value(point, "clip"))
+
+    def _start(self, point: Point, stage: str, labels: tuple[int | None, ...] = ()) -> None:
+        point.value = point.node.outputs[0]
+        self.values[point.value] = _Value(point, stage, labels)
+        self.actions[point.node.address] = Action("start", point.node, point, False)
+
+    def _visit_site(self, node: Node, site: Site) -> None:
+        plan = self.sites[site.name]
+        places = {operand.place for operand in plan.activations}
+        arrivals = frozenset(place for place in places if node.inputs[place] in self.values)
+        if plan.is_replaced and arrivals:
+            self.arrivals[site.name] = arrivals
+        if plan.output is None:
+            return
+        reason = find_site_obstacle(site, plan)
+        if reason:
+            self.reasons[site.name] = reason
+            return
+        features = find_features(site)
+        rank = len(self.graph.find_shape(node.outputs[0]))
+        labels = tuple(features.index(axis) if axis in features else None for axis in range(rank))
+        arrived = [self.values[node.inputs[place]].point for place in arrivals]
+        point = Point(site.operation, node, plan.output, site, features, source=arrived[0] if arrived else None)
+        self._start(point, "affine", labels)
+
+    # Backward: what is read as codes.
+
+    def _find_useful(self) -> set[int]:
+        """Return the values that a contraction of codes or the caller reads, or from which such a value is made."""
+        useful = {value for value in self.graph.results if value in self.values}
+        for node in reversed(self.graph.nodes):
+            site = self.analysis.sites.get(node.address)
+            if site is not None:
+                useful |= {node.inputs[place] for place in self.arrivals.get(site.name, ())}
+            elif node.address in self.actions and not useful.isdisjoint(node.outputs):
+                useful |= {value for value in node.inputs if value in self.values}
+        return useful
+
+    def _keep_useful(self, useful: set[int]) -> tuple[Point, ...]:
+        """Keep the actions whose results are useful, and return their points with names."""
+        kept = {}
+        points = list[Point]()
+        names = {plan.record for plan in self.sites.values()}
+        for action in self.actions.values():
+            node, point = action.node, action.point
+            if useful.isdisjoint(node.outputs):
+                continue
+            kept[node.address] = action._replace(is_end=point is not None and point.value == node.outputs[0])
+            if action.kind == "start" and point is not None:
+                points.append(point)
+                if point.site is not None:
+                    point.name = self.sites[point.site.name].record
+                    continue
+                point.name = _find_new_name(f"{point.operation}@{node.scope}" if node.scope else point.operation, names)
+                names.add(point.name)
+        self.actions = kept
+        return tuple(points)
+
+    # The report.
+
+    def _explain(self, useful: set[int]) -> None:
+        """Find why the results of contractions are floats although a rule asks for codes."""
+        nodes = {node.address: node for node in self.graph.nodes}
+        for site in self.analysis.sites.values():
+            plan = self.sites[site.name]
+            if plan.output is None or site.address in self.actions or site.name in self.reasons:
+                continue
+            node = nodes.get(site.address)
+            # Only calls are inlined.
+            self.reasons[site.name] = _IN_BODY if node is None else self._explain_value(node.outputs[0])
+
+    def _explain_value(self, value: int) -> str:
+        """Return which operation reads a value as floats."""
+        for node, _ in self.graph.uses.get(value, []):
+            inner = [self._explain_value(output) for output in node.outputs if output in self.values]
+            if inner and node.address not in self.analysis.sites:
+                return inner[0]
+            if node.name in _COMBINED and any(v not in self.values for v in node.inputs):
+                other = "a parameter" if any(v not in self.moving for v in node.inputs) else "floats"
+                return f"{node.describe_node()} has {other} as another operand"
+            return f"{node.describe_node()} reads it as floats"
+        return "nothing reads it"
+
+
+def _find_new_name(stem: str, names: Collection[str]) -> str:
+    """Return a name that is not among others: with a number, if needed."""
+    numbered = (f"{stem}#{number}" if number else stem for number in itertools.count())
+    return next(name for name in numbered if name not in names)
+
+
+_COMBINED = {"add": "add", "mul": "multiply", "concatenate": "concatenate"}
+_IN_BODY = "it is in a loop, a branch, a checkpoint or a function with its own derivative, whose results are floats"
+
+
+def find_features(site: Site) -> tuple[int, ...]:
+    """Return the dimensions of the result of a contraction along which its weights vary, in the order of the result."""
+    numbers = site.equation.params["dimension_numbers"]
+    if site.operation == "conv_general_dilated":
+        return (numbers.out_spec[1],)
+    (contracted, batch), weight = numbers, site.weight
+    assert weight is not None
+    ranks = [len(variable.aval.shape) for variable in site.equation.invars[:2]]
+    frees = [ranks[side] - len(contracted[side]) - len(batch[side]) for side in (0, 1)]
+    start = len(batch[0]) + (frees[0] if weight == 1 else 0)
+    return (*range(len(batch[0])), *range(start, start + frees[weight]))
+
+
+def find_site_obstacle(site: Site, plan: Any) -> str:
+    """Return why the result of a planned contraction cannot be rounded to codes, or ""."""
+    if not plan.is_replaced:
+        return plan.reason
+    variables = (*site.equation.invars[:2], site.equation.outvars[0])
+    kinds = {str(variable.aval.dtype) for variable in variables}
+    if kinds != {str(dtypes.FLOAT32)}:
+        return f"its dtypes are {', '.join(sorted(kinds))}, and integer kernels scale in float32"
+    if site.weight is None:
+        return "it has no parameter"
+    shape = site.equation.invars[site.weight].aval.shape
+    if site.operation == "conv_general_dilated":
+        if site.weight != 1:
+            return "the parameter is convolved with the activations as its kernel"
+        if site.equation.params["batch_group_count"] != 1:
+            return "it has groups of images"
+    terms = math.prod(shape[axis] for axis in site.contracted)
+    limit = (2**31 - 1) // (255 * (128 if plan.weight.symmetric else 255))
+    return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
+
+
+def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]) -> str:
+    """Return why weights cannot be multiplied by an array of their features, or ""."""
+    site = point.site
+    assert site is not None
+    assert site.weight is not None
+    if find_feature_axes(point) is None:
+        return "its weights are not a whole parameter"
+    value = point.node.inputs[site.weight]
+    while value not in parameters.values():
+        if graph.find_single_use(value) is None:
+            return "its weights have another use"
+        node = graph.producers.get(value)
+        if node is None:
+            return "its weights are not a whole parameter"
+        value = node.inputs[0]
+    return "" if graph.find_single_use(value) is not None else "its weights have another use"
+
+
+def find_regions(
+    trace: jaxpr.Trace, analysis: Analysis, sites: Mapping[str, Any], quantized: Sequence[int],
+    parameters: Mapping[int, int],
+) -> Regions:  # fmt: skip
+    """Return the parts of a program that stay in codes; none if no rule asks for codes.
+
+    Args:
+        trace: the program.
+        analysis: what is known about it.
+        sites: the plans of its contractions by name.
+        quantized: the places of the parameters that become codes.
+        parameters: for each parameter by its place, the place of its operand of the program.
+    """
+    if not any(plan.output is not None for plan in sites.values()):
+        return Regions()
+    opaque: set[Any] = set()
+
+    def is_entered(equation: Any, address: Any) -> bool:
+        return address not in opaque and is_inlined(analysis, equation, address)
+
+    while True:
+        graph = make_graph(jaxpr.Body(trace.program, trace.constants), is_entered)
+        values = {place: graph.inputs[operand] for place, operand in parameters.items()}
+        finder = Finder(graph, analysis, sites, quantized, values)
+        regions = finder.search()
+        # A function with a derivative rule of its own keeps it, unless all of its body runs on codes.
+        partial = {call.address for call, places in graph.calls if _is_partial(finder, regions, call, places)}
+        if not partial:
+            return regions
+        opaque |= partial
+
+
+def _is_partial(finder: Finder, regions: Regions, call: Node, places: range) -> bool:
+    if call.name not in jaxpr.CUSTOM_RULES:
+        return False
+    inner = [finder.graph.nodes[place] for place in places]
+    moving = [node.address in regions.actions for node in inner if not finder.moving.isdisjoint(node.inputs)]
+    return any(moving) and not all(moving)

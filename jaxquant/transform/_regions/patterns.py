@@ -1,0 +1,165 @@
+"""The equations that have a form on codes: how they are recognized."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..._codes.pooling import Windows
+from .graph import Graph, Node
+from .point import Step
+from .statics import find_number, find_varying
+
+# Equations that only move elements, and maxima, whose result is among the elements.
+MOVES = frozenset(
+    {
+        *("transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "slice", "split", "copy", "copy_p", "pad"),
+        *("convert_element_type", "reduce_max", "reduce_window_max"),
+    }
+)
+CLIPS = ("max", "min", "clamp")
+
+
+def is_move(graph: Graph, node: Node) -> bool:
+    """Return whether a node gives elements of its first operand, and no others but zeros."""
+    if node.name not in MOVES:
+        return False
+    if node.name == "pad":
+        return find_number(graph, node.inputs[1]) == 0
+    if node.name == "convert_element_type":
+        return node.parameters["new_dtype"] == graph.avals[node.inputs[0]].dtype
+    return node.name != "reduce_window_max" or find_windows(node.parameters) is not None
+
+
+def is_clip(graph: Graph, node: Node, place: int) -> bool:
+    """Return whether a node clips one of its operands by numbers."""
+    if node.name not in CLIPS or (node.name == "clamp" and place != 1):
+        return False
+    return all(find_number(graph, value) is not None for p, value in enumerate(node.inputs) if p != place)
+
+
+def find_bounds(graph: Graph, step: Step) -> tuple[float | None, float | None]:
+    """Return the numbers between which a step clips."""
+    numbers = [None if p == step.place else find_number(graph, v) for p, v in enumerate(step.node.inputs)]
+    if step.node.name == "clamp":
+        return numbers[0], numbers[2]
+    number = numbers[1 - step.place]
+    return (number, None) if step.node.name == "max" else (None, number)
+
+
+def find_windows(parameters: dict[str, Any]) -> Windows | None:
+    """Return the windows of a pooling with these parameters, or None if they have gaps."""
+    if any(n != 1 for name in ("base_dilation", "window_dilation") for n in parameters[name]):
+        return None
+    parts = zip(parameters["window_dimensions"], parameters["window_strides"], parameters["padding"], strict=True)
+    windows = [(axis, *part) for axis, part in enumerate(parts) if part != (1, 1, (0, 0))]
+    axes, lengths, strides, padding = zip(*windows, strict=True) if windows else ((), (), (), ())
+    pairs = tuple((int(low), int(high)) for low, high in padding)
+    is_covered = all(0 <= n < length for length, pair in zip(lengths, pairs, strict=True) for n in pair)
+    return Windows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
+
+
+def find_spatial(windows: Windows, rank: int) -> tuple[Windows, bool] | None:
+    """Return windows over all spatial dimensions, and whether the features are last; None for other windows."""
+    for channels_last, axes in ((True, range(1, rank - 1)), (False, range(2, rank))):
+        if rank >= 3 and set(windows.axes) <= set(axes):
+            parts = {axis: part for axis, *part in zip(windows.axes, *windows[:3], strict=True)}
+            lengths, strides, padding = zip(*(parts.get(axis, (1, 1, (0, 0))) for axis in axes), strict=True)
+            return Windows(lengths, strides, padding, tuple(axes)), channels_last
+    return None
+
+
+def is_unit_move(graph: Graph, node: Node) -> bool:
+    """Return whether a node only adds or removes dimensions of length 1."""
+    if node.name not in ("reshape", "squeeze", "broadcast_in_dim"):
+        return False
+    if node.name == "reshape" and node.parameters["dimensions"] is not None:
+        return False
+    before, after = graph.find_shape(node.inputs[0]), graph.find_shape(node.outputs[0])
+    return [n for n in before if n != 1] == [n for n in after if n != 1]
+
+
+def find_mean(graph: Graph, node: Node) -> tuple[dict[str, Any], list[Step]] | None:
+    """Return the static arguments of a mean that begins with this sum, and the equations up to its division."""
+    value, steps = node.outputs[0], list[Step]()
+    while (use := graph.find_single_use(value)) is not None:
+        follower, place = use
+        if is_unit_move(graph, follower):
+            steps.append(Step(follower, "move", place))
+        elif follower.name in ("div", "mul") and (place == 0 or follower.name == "mul"):
+            attributes = _match_division(graph, node, follower, place)
+            return None if attributes is None else (attributes, [*steps, Step(follower, "divide", place)])
+        else:
+            return None
+        value = follower.outputs[0]
+    return None
+
+
+def _match_division(graph: Graph, node: Node, division: Node, place: int) -> dict[str, Any] | None:
+    """Return the static arguments of a mean, or None if a sum is not divided by the number of its terms."""
+    if graph.find_shape(division.inputs[place]) != graph.find_shape(division.outputs[0]):
+        return None
+    shape, divisor = graph.find_shape(node.inputs[0]), division.inputs[1 - place]
+    number = find_number(graph, divisor)
+    if node.name == "reduce_sum":
+        axes = tuple(node.parameters["axes"])
+        count = math.prod(shape[axis] for axis in axes)
+        return {"axes": axes} if _is_count(number, count, division.name) else None
+    windows = find_windows(node.parameters)
+    spatial = None if windows is None else find_spatial(windows, len(shape))
+    if windows is None or spatial is None:
+        return None
+    attributes = {"windows": spatial[0], "channels_last": spatial[1]}
+    if _is_count(number, math.prod(windows.lengths), division.name):
+        return {**attributes, "counts_padding": True}
+    is_counted = division.name == "div" and _counts_windows(graph, divisor, node)
+    return {**attributes, "counts_padding": False} if is_counted else None
+
+
+def _is_count(number: float | None, count: int, name: str) -> bool:
+    if number is None or not count:
+        return False
+    # The reciprocal in float32 is within one rounding of the quotient.
+    return number == count if name == "div" else abs(number * count - 1) < 2**-23
+
+
+def _counts_windows(graph: Graph, divisor: int, node: Node) -> bool:
+    """Return whether a divisor is the number of elements in each window of a pooling, without its padding."""
+    counter = graph.producers.get(divisor)
+    while counter is not None and counter.name in ("broadcast_in_dim", "reshape"):
+        counter = graph.producers.get(counter.inputs[0])
+    if counter is None or counter.name != "reduce_window_sum" or find_number(graph, counter.inputs[0]) != 1:
+        return False
+    names = ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+    windows, shape = find_windows(node.parameters), graph.find_shape(node.inputs[0])
+    lengths = graph.find_shape(counter.inputs[0])
+    is_alike = all(counter.parameters[name] == node.parameters[name] for name in names)
+    return is_alike and windows is not None and all(lengths[axis] == shape[axis] for axis in windows.axes)
+
+
+def follow_labels(
+    graph: Graph, node: Node, place: int, labels: tuple[int | None, ...]
+) -> tuple[str, tuple[int | None, ...]] | None:
+    """Return the kind of a step after a contraction, and the feature dimensions of its result; None for other nodes.
+
+    Args:
+        graph: the graph.
+        node: the node after the contraction and the steps so far.
+        place: the place of the result so far among its operands.
+        labels: its feature dimensions.
+    """
+    before, after = graph.find_shape(node.inputs[place]), graph.find_shape(node.outputs[0])
+    if node.name in ("copy", "copy_p") or (node.name == "convert_element_type" and is_move(graph, node)):
+        return "move", labels
+    if node.name == "transpose":
+        return "move", tuple(labels[axis] for axis in node.parameters["permutation"])
+    if is_unit_move(graph, node):
+        kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
+        return "move", tuple(None if n == 1 else next(kept) for n in after)
+    if node.name == "neg":
+        return "affine", labels
+    is_affine = node.name in ("add", "sub", "mul") or (node.name == "div" and place == 0)
+    if not is_affine or before != after:
+        return None
+    varying = find_varying(graph, node.inputs[1 - place])
+    return ("affine", labels) if all(labels[axis] is not None for axis in varying) else None

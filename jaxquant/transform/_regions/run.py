@@ -1,0 +1,218 @@
+"""The equations of a region on codes, and on floats that carry codes in training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._arrays.quantized_array import QuantizedArray
+from ..._codes import arrangement, elementwise, pooling
+from ..._codes.bias import quantize_bias
+from ..._codes.carrier import FakeQuantizedArray
+from ..._contractions.output import make_array, read_affine, read_epilogue
+from ..._core import dtypes
+from ..._core.affine import quantize_affine
+from ..._core.granularity import PerTensor
+from .._programs import jaxpr
+from .folding import find_weight_places
+from .graph import Graph
+from .patterns import find_bounds, find_windows
+from .point import Action, Point, Step
+
+_NAME = "Prepared.apply"
+Array = QuantizedArray | FakeQuantizedArray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Codes:
+    """A value of a program that is codes; in training, floats that carry codes."""
+
+    array: Any
+
+    def to_array(self) -> jax.Array:
+        """Return the floats that the codes stand for."""
+        return self.array.dequantize()
+
+
+class Pending(NamedTuple):
+    """A result that is not rounded yet, because equations of its point follow.
+
+    Attributes:
+        point: where it is rounded.
+        operands: the operands of the operation.
+    """
+
+    point: Point
+    operands: Sequence[Any]
+
+
+def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Codes]:
+    """Return the results of an equation that gives codes with the scale of its operand."""
+    place = next(p for p, value in enumerate(operands) if isinstance(value, Codes))
+    array = operands[place].array
+    if len(action.node.inputs) > 1 and action.node.name != "pad":
+        return [Codes(_clip(array, *find_bounds(graph, Step(action.node, "clip", place))))]
+    return [Codes(result) for result in _move(action.node.equation, array)]
+
+
+def _move(equation: Any, array: Array) -> list[Array]:
+    """Return the results of an equation that moves elements, or finds their maxima."""
+    if isinstance(array, FakeQuantizedArray):
+        zero = jnp.zeros((), array.dtype)
+        return [array.replace_values(x) for x in _evaluate_move(equation, array.values, zero)]
+    affine = read_affine(_NAME, "x", array)
+    zero = jnp.zeros((), affine.dtype) if affine.zero_point is None else jnp.asarray(affine.zero_point)
+    return [make_array(x, affine, array.dtype) for x in _evaluate_move(equation, array.codes, zero)]
+
+
+def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Array]:
+    name = jaxpr.find_name(equation)
+    if name == "pad":
+        return [lax.pad(x, zero, equation.params["padding_config"])]
+    if name == "convert_element_type":  # to the dtype of the floats
+        return [x]
+    if name == "reduce_window_max":
+        windows = find_windows(equation.params)
+        assert windows is not None
+        return [pooling.find_maxima(x, windows=windows)]
+    return jaxpr.evaluate(equation, [x])
+
+
+def _clip(array: Array, low: float | None, high: float | None) -> Array:
+    """Return codes clipped to those of numbers."""
+    if low == 0:
+        array, low = elementwise.relu(array), None
+    if low is None and high is None:
+        return array
+    affine = read_affine(_NAME, "x", array) if isinstance(array, QuantizedArray) else array
+    dtype = affine.dtype if isinstance(array, QuantizedArray) else array.codes_dtype
+    point = jnp.zeros((), jnp.int32) if affine.zero_point is None else affine.zero_point.astype(jnp.int32)
+
+    def encode(number: float) -> jax.Array:
+        x = jnp.asarray(number, jnp.float32)
+        return quantize_affine(x, lax.stop_gradient(affine.scale), point, PerTensor(), dtype, dtypes.FLOAT32)
+
+    def clip(x: jax.Array, bounds: Sequence[Any]) -> jax.Array:
+        for operation, bound in zip((jnp.maximum, jnp.minimum), bounds, strict=True):
+            x = x if bound is None else operation(x, jnp.broadcast_to(bound, x.shape))
+        return x
+
+    codes = [None if number is None else encode(number) for number in (low, high)]
+    if isinstance(array, QuantizedArray):
+        return array.replace(codes=clip(array.codes, codes))
+    floats = [
+        None if code is None else (code.astype(jnp.int32) - point).astype(jnp.float32) * affine.scale for code in codes
+    ]
+    return array.replace_values(clip(array.values, floats))
+
+
+def combine_codes(graph: Graph, point: Point, arrays: Sequence[Array], output: Any) -> Array:
+    """Return the result of an operation that is no contraction."""
+    operation = functools.partial(_OPERATIONS[point.operation], arrays, point.attributes, output)
+    return finish_steps(graph, point, operation())
+
+
+def _add(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    return elementwise.add(arrays[0], arrays[1], output)
+
+
+def _multiply(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    return elementwise.multiply(arrays[0], arrays[1], output)
+
+
+def _concatenate(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    return arrangement.concatenate(list(arrays), attributes["axis"], output=output)
+
+
+def _average(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    windows = attributes["windows"]
+    return pooling.average_pool(
+        arrays[0], windows.lengths, windows.strides, windows.padding, attributes["counts_padding"],
+        attributes["channels_last"], output=output,
+    )  # fmt: skip
+
+
+def _find_mean(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    return pooling.mean(arrays[0], attributes["axes"], output=output)
+
+
+_OPERATIONS = {
+    "add": _add, "multiply": _multiply, "concatenate": _concatenate, "average_pool": _average, "mean": _find_mean
+}  # fmt: skip
+
+
+def finish_steps(graph: Graph, point: Point, array: Array) -> Array:
+    """Return the result of an operation after the moves and clips of its point."""
+    for step in point.steps:
+        if step.kind == "move":
+            (array,) = _move(step.node.equation, array)
+        elif step.kind == "clip":
+            array = _clip(array, *find_bounds(graph, step))
+    return array
+
+
+def finish_floats(graph: Graph, point: Point, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Return the floats of which the codes of a contraction are the rounding.
+
+    Args:
+        graph: the program.
+        point: the contraction.
+        y: its result, with the weights multiplied.
+        bias: the bias, of the feature dimensions, or None.
+    """
+    y = y if bias is None else y + spread_features(point, bias, y.shape)
+    for step in point.steps:
+        if step.kind == "move":
+            (y,) = jaxpr.evaluate(step.node.equation, [y])
+        elif step.kind == "clip":
+            low, high = find_bounds(graph, step)
+            y = jax.nn.relu(y) if low == 0 else y if low is None else jnp.maximum(y, np.float32(low))
+            y = y if high is None else jnp.minimum(y, np.float32(high))
+    return y
+
+
+def spread_features(point: Point, part: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Return an array of the feature dimensions, broadcast to the result of a contraction."""
+    return lax.broadcast_in_dim(part, tuple(shape), point.features)
+
+
+def contract_to_codes(
+    graph: Graph, point: Point, operation: Any, operands: Sequence[QuantizedArray], bias: jax.Array | None, output: Any
+) -> Any:
+    """Return the codes of a contraction of codes, with its bias in steps of int32.
+
+    Args:
+        graph: the program.
+        point: the contraction.
+        operation: the operation.
+        operands: both operands.
+        bias: float32, of the feature dimensions, or None.
+        output: a Quantizer.
+    """
+    site = point.site
+    assert site is not None
+    assert site.weight is not None
+    if bias is not None:
+        weight, x = operands[site.weight], operands[1 - site.weight]
+        places = find_weight_places(point)
+        rest = [axis for axis in range(weight.ndim) if axis not in places]
+        lengths = [weight.scale.shape[place] for place in places]
+        scale = lax.transpose(weight.scale, (*rest, *places)).reshape(lengths)
+        scale = scale if scale.size == 1 else jnp.broadcast_to(scale, bias.shape)
+        steps = quantize_bias(lax.stop_gradient(bias), x.scale, scale)
+        if site.operation != "conv_general_dilated":
+            rank = len(graph.find_shape(point.node.outputs[0]))
+            shape = [1] * rank
+            for place, axis in enumerate(point.features):
+                shape[axis] = bias.shape[place]
+            steps = steps.reshape(shape)
+        bias = steps
+    epilogue = read_epilogue(_NAME, bias, output, None, (operands[0], operands[1]))
+    return finish_steps(graph, point, operation.contract_quantized(*operands, epilogue=epilogue))

@@ -1,0 +1,307 @@
+"""Which parts of a program stay in codes, and what the coverage says about the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import jaxquant as jq
+
+from ..support.prepared import find_ranges, find_sqnr
+
+F = np.float32
+RULES = jq.recipes.onnx_runtime()
+ACTIVATIONS = jq.Rule(operands="activations", activation=jq.Activation("uint8", range=jq.minmax))
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def convolve(x: Any, w: Any, numbers: Any = NHWC) -> Any:
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+
+def pool_and_join(p: Any, x: Any) -> Any:
+    """Averages without padding and maxima of NCHW images, a slice, a mean with its dimensions, and a clip."""
+    numbers = ("NCHW", "OIHW", "NCHW")
+    x = jnp.clip(convolve(x, p["c"], numbers) + p["g"][None, :, None, None], -0.5, 1.5)
+    window = ((1, 1, 2, 2), (1, 1, 2, 2), ((0, 0), (0, 0), (0, 1), (1, 0)))
+    ones = lax.reduce_window(jnp.ones((1, 1, *x.shape[2:])), np.float32(0), lax.add, *window)
+    mean = lax.reduce_window(x, np.float32(0), lax.add, *window) / ones
+    x = jnp.concatenate([mean, lax.reduce_window(x, -np.float32(np.inf), lax.max, *window)], 1)[:, :8]
+    return x.mean((2, 3), keepdims=True).max(-1).reshape(x.shape[0], 8) @ p["a"]
+
+
+def normalize(p: Any, x: Any) -> Any:
+    """Subtract from, divide and negate by features, with the weights on the left."""
+    y = jnp.einsum("bi,io->ob", x, p["a"])
+    y = -(p["g"][:8, None] - y) / p["h"][:8, None] * 0.5
+    return jax.nn.relu(y).T @ p["b"]
+
+
+def split_and_multiply(p: Any, x: Any) -> Any:
+    first, second = jnp.split(jax.nn.relu(x @ p["b"]), 2, axis=-1)
+    both = lax.rev(first, (1,)) * second
+    return (both + both) @ p["d"]
+
+
+def attend(p: Any, x: Any) -> Any:
+    """Products of codes with codes; the softmax is floats."""
+    q, k = x @ p["a"] + p["h"][:8], x @ p["b"]
+    return jax.nn.softmax(q @ k[..., :8].T) @ q
+
+
+def scan(p: Any, x: Any) -> Any:
+    return lax.scan(lambda x, _: (jax.nn.relu(x @ p["a"]), None), x @ p["a"], None, length=2)[0]
+
+
+PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "pools": (pool_and_join, "2 of 2 contractions give codes; in codes: average_pool, max_pool, concatenate, slice, "
+              "mean, max, reshape"),
+    "features": (normalize, "2 of 2 contractions give codes; in codes: transpose"),
+    "products": (split_and_multiply, "2 of 2 contractions give codes; in codes: split, rev, multiply, add"),
+    "two results": (lambda p, x: (y := jax.nn.relu(x @ p["a"]), y @ p["b"]), "2 of 2 contractions give codes"),
+    "relu of a result": (lambda p, x: jax.nn.relu(y := x @ p["a"]) + y, "1 of 1 contractions give codes; in codes: "
+                         "clip, add"),
+    "attention": (attend, "2 of 2 contractions give codes; in codes: slice, transpose"),
+    "loop": (scan, "0 of 2 contractions give codes"),
+}  # fmt: skip
+IMAGES = ("pools",)
+
+
+def draw(rng: np.random.Generator, is_image: bool = False) -> tuple[Any, jax.Array]:
+    shapes = {"a": (8, 8), "b": (8, 12), "d": (6, 4), "c": (12, 3, 3, 3), "e": (3, 3, 4, 4), "g": (12,), "h": (12,)}
+    params = {
+        name: jnp.asarray(rng.uniform(0.1, 1, shape) - (name in "abdc") * 0.5, F) for name, shape in shapes.items()
+    }
+    return params, jnp.asarray(rng.normal(0, 1, (2, 3, 7, 9) if is_image else (16, 8)), F)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.sample(3)
+def test_programs(name: str, rng: np.random.Generator) -> None:
+    """The results are near those of floats, and training has the same numbers."""
+    function, outputs = PROGRAMS[name]
+    with jax.numpy_rank_promotion("allow"):
+        params, x = draw(rng, name in IMAGES)
+        prepared = jq.prepare(function, params, x, rules=(ACTIVATIONS, *RULES))
+        assert prepared.coverage.outputs == outputs, str(prepared.coverage)
+        ranges = find_ranges(prepared, params, x)
+        y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
+        trained, gradient = jax.jit(jax.value_and_grad(_sum_squares(prepared, ranges, x), has_aux=True))(params)
+        expected = jax.jit(jax.grad(_sum_squares(None, function, x), has_aux=True))(params)[0]
+    jax.tree.map(np.testing.assert_array_equal, trained[1], y)
+    for part, want in zip(jax.tree.leaves(y), jax.tree.leaves(function_result(function, params, x)), strict=True):
+        assert find_sqnr(part, want) > 22
+    for key, part in gradient.items():
+        # Codes tie where floats do not, so that maxima share their gradient.
+        norms = np.linalg.norm(part) * np.linalg.norm(expected[key])
+        assert np.vdot(part, expected[key]) >= 0.8 * norms, key
+
+
+def function_result(function: Any, params: Any, x: Any) -> Any:
+    with jax.numpy_rank_promotion("allow"):
+        return jax.jit(function)(params, x)
+
+
+def _sum_squares(prepared: Any, ranges: Any, x: Any) -> Any:
+    def compute(params: Any) -> Any:
+        y = ranges(params, x) if prepared is None else prepared.fake_apply(params, ranges, x)
+        return sum(jnp.sum(part**2) for part in jax.tree.leaves(y)), y
+
+    return compute
+
+
+def block(p: Any, x: Any) -> Any:
+    y = jax.nn.relu(x @ p["a"] + p["g"][None, :8])
+    return jax.nn.relu(y + y @ p["a"]) @ p["b"] + p["h"][None]
+
+
+def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    prepared = jq.prepare(block, params, x, rules=RULES, strict=True)
+    ranges = find_ranges(prepared, params, x)
+    converted, spec = prepared.convert(params), jq.QuantSpec("uint8")
+    assert sorted(ranges) == ["a", "a#1", "add", "b"]
+    assert [sorted(record) for record in ranges.values()] == [["0", "output"], ["output"], ["output"], ["output"]]
+
+    def output(name: str) -> jq.Quantizer:
+        return jq.Quantizer.from_range(spec, *(end.reshape(()) for end in ranges[name]["output"]))
+
+    @jax.jit
+    def compute(x: jax.Array) -> jax.Array:
+        a, b = converted["a"], converted["b"]
+        q = jq.quantize(x, spec, *ranges["a"]["0"])
+        bias = jq.quantize_bias(params["g"][:8], q.scale, a.scale)
+        y = jq.relu(jq.matmul(q, a, bias=bias, output=output("a")))
+        z = jq.relu(jq.add(y, jq.matmul(y, a, output=output("a#1")), output("add")))
+        bias = jq.quantize_bias(params["h"], z.scale, b.scale)
+        return jq.matmul(z, b, bias=bias, output=output("b")).dequantize()
+
+    y = compute(x)
+    np.testing.assert_array_equal(jax.jit(prepared.apply)(converted, ranges, x), y)
+
+
+@pytest.mark.slow
+def test_calls_of_one_row_and_outside_of_jit(rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    prepared = jq.prepare(block, params, x, rules=RULES)
+    ranges, converted = find_ranges(prepared, params, x), prepared.convert(params)
+    y = jax.jit(prepared.apply)(converted, ranges, x)
+    np.testing.assert_array_equal(prepared.apply(converted, ranges, x), y)
+    rows = jax.jit(jax.vmap(lambda x: prepared.apply(converted, ranges, x[None])[0]))(x)
+    np.testing.assert_array_equal(rows, y)
+    with pytest.raises(TypeError, match="expected no gradient through the codes"):
+        jax.grad(lambda bias: prepared.apply({**converted, "g": bias}, ranges, x).sum())(params["g"])
+    # A bias of more steps than int32 holds.
+    wrong = {**params, "g": params["g"] * 1e9}
+    prepared.convert(wrong)
+    with pytest.raises(ValueError, match=r"a \(dot_general at .*quantize_bias: bias: expected biases of at most 2"):
+        prepared.convert(wrong, ranges)
+    with pytest.raises(ValueError, match=r"a \(dot_general at .*quantize_bias: bias: expected biases of at most 2"):
+        prepared.apply({**converted, "g": params["g"] * 1e9}, ranges, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", [jq.LSQ(), jq.LSQPlus()], ids=["LSQ", "LSQPlus"])
+@pytest.mark.sample(1)
+def test_ranges_of_results_are_trained(estimator: Any, rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    prepared = jq.prepare(block, params, x, rules=RULES)
+    scales = prepared.learned(params, find_ranges(prepared, params, x), estimator=estimator)
+    gradient = jax.jit(jax.grad(lambda scales: (prepared.fake_apply(params, scales, x) ** 2).sum()))(scales)
+    assert all(float(jnp.abs(record["output"].scale).max()) > 0 for record in gradient.activations.values())
+    scales = jax.tree.map(lambda scale, g: scale + 1e-4 * g, scales, gradient)
+    trained = jax.jit(prepared.fake_apply)(params, scales, x)
+    served = jax.jit(prepared.apply)(prepared.convert(params, scales), scales, x)
+    np.testing.assert_array_equal(trained, served)
+
+
+def tie_weights(p: Any, x: Any) -> Any:
+    """The weights are multiplied after one of their uses."""
+    return jax.nn.relu(x @ p["a"] * p["g"][None, :8]) @ p["a"]
+
+
+def scale_after_relu(p: Any, x: Any) -> Any:
+    return (jax.nn.relu(x @ p["a"]) * p["g"][None, :8]) @ p["b"]
+
+
+FLOATS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+    "softmax": (lambda p, x: jax.nn.softmax(jax.nn.relu(x @ p["a"])) @ p["b"], (".* reads it as floats", "")),
+    "tied": (tie_weights, ("mul at .* multiplies it, and its weights have another use", "")),
+    "scaled": (scale_after_relu, ("mul at .* has a parameter as another operand", "")),
+    "floats": (lambda p, x: (x + x @ p["a"]) @ p["b"], ("add at .* has floats as another operand", "")),
+    "loop": (scan, ("scan at .* reads it as floats", "it is in a loop, a branch")),
+    "derivative": (lambda p, x: jax.checkpoint(block)(p, x), ("it is in a loop", "it is in a loop", "it is in a loop")),
+    "bfloat16": (
+        lambda p, x: (x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)), ("its dtypes are bfloat16, and integer",)
+    ),
+    "unused": (lambda p, x: (x @ p["b"], x)[1] @ p["a"], ("", "")),
+    "groups": (
+        lambda p, x: lax.conv_general_dilated(
+            x.reshape(4, 4, 2, 4), p["e"], (1, 1), "SAME", dimension_numbers=NHWC,
+            batch_group_count=2,
+        ),
+        ("it has groups of images",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FLOATS))
+def test_reasons_for_floats(name: str, rng: np.random.Generator) -> None:
+    """Nothing is computed, so these are cheap."""
+    function, reasons = FLOATS[name]
+    params, x = draw(rng)
+    rows = jq.prepare(function, params, x, rules=RULES).coverage.rows
+    assert len(rows) == len(reasons), rows
+    for row, reason in zip(rows, reasons, strict=True):
+        assert bool(row.output_reason) == bool(reason), row
+        assert (row.output is None) or not reason
+        assert re.match(reason, row.output_reason)
+
+
+def test_coverage_of_results(rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    coverage = jq.prepare(block, params, x, rules=RULES).coverage
+    (operation,) = coverage.operations
+    assert operation[:3] == ("add", "add", (16, 8))
+    assert operation.output == jq.QuantSpec("uint8")
+    lines = str(coverage).splitlines()
+    assert "output" in lines[0].split()
+    assert lines[-1] == "3 of 3 contractions give codes; in codes: add"
+    assert coverage.to_dict()["b"]["output"] == repr(operation.output)
+    floats = jq.prepare(block, params, x, rules=jq.recipes.w8a8_static()).coverage
+    assert "output" not in str(floats)
+    assert not floats.operations
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv, self.norm = nnx.Conv(3, 8, (3, 3), rngs=rngs), nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+        self.out = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(nnx.relu(self.norm(self.conv(x))).mean((1, 2)))
+
+
+@pytest.mark.slow
+def test_nnx_module(rng: np.random.Generator) -> None:
+    model, x = Layers(nnx.Rngs(0)), jnp.asarray(rng.normal(0, 1, (2, 6, 6, 3)), F)
+    prepared = jq.prepare(lambda model, x: model(x), model, x, rules=RULES, strict=True)
+    assert prepared.coverage.outputs == "2 of 2 contractions give codes; in codes: mean"
+    ranges = prepared.calibrate(model, [x], progress=False)
+    converted = prepared.convert(model)
+    y = jax.jit(lambda x: prepared.apply(converted, ranges, x))(x)
+    assert find_sqnr(y, jax.jit(model)(x)) > 25
+    np.testing.assert_array_equal(jax.jit(lambda x: prepared.fake_apply(model, ranges, x))(x), y)
+
+
+def test_another_program_is_refused(rng: np.random.Generator) -> None:
+    """In training a batch normalization has the statistics of the batch, so it cannot become part of the weights."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+
+    x = jnp.ones((2, 3))
+    variables = jax.eval_shape(lambda: Net().init(jax.random.key(0), x, False))
+
+    def apply(variables: Any, x: jax.Array, train: bool) -> Any:
+        return Net().apply(variables, x, train, mutable="batch_stats")[0]
+
+    prepared = jq.prepare(apply, variables, x, False, rules=RULES)
+    with pytest.raises(
+        ValueError, match="check: args: expected arguments at which params/Dense_0/kernel is multiplied"
+    ):
+        prepared.check(variables, x, True)
+
+
+A = jq.Activation("uint8", range=jq.minmax)
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "type": ({"output": "uint8"}, "Rule: output: expected an Activation or None"),
+    "range": ({"output": jq.Activation("uint8")}, "Rule: output.range: expected a function that makes a calibrator"),
+    "dtype": ({"output": jq.Activation("int4", range=jq.minmax)}, "Rule: output: expected a spec of int8 or uint8"),
+    "blocks": ({"weight": jq.Weight("int8", block=4)}, "Rule: weight, activation: expected a Weight without blocks"),
+    "rows": ({"activation": jq.Activation("uint8", per="row")}, "Rule: weight, activation: expected a Weight without"),
+    "floats": ({"activation": None}, "Rule: weight, activation: expected a Weight without blocks"),
+    "keep": ({"weight": None, "activation": None, "keep": "float"}, "Rule: output: expected None"),
+    "narrow": (
+        {"output": jq.Activation("int8", range=jq.absmax, options={"symmetric": True, "narrow_range": True})},
+        "Rule: output: expected narrow_range=False",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_rules_are_refused(name: str) -> None:
+    arguments, text = ERRORS[name]
+    with pytest.raises((TypeError, ValueError), match=text):
+        jq.Rule(**{"weight": jq.Weight("int8"), "activation": A, "output": A, **arguments})
