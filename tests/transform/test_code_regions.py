@@ -170,6 +170,17 @@ def test_calls_of_one_row_and_outside_of_jit(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+def test_export_with_symbolic_batch(rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    prepared = jq.prepare(block, params, x, rules=RULES)
+    ranges, converted = find_ranges(prepared, params, x), prepared.convert(params)
+    run = jax.jit(lambda x: prepared.apply(converted, ranges, x))
+    (size,) = jax.export.symbolic_shape("batch")
+    exported = jax.export.export(run)(jax.ShapeDtypeStruct((size, 8), F))
+    np.testing.assert_array_equal(exported.call(x), run(x))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [jq.LSQ(), jq.LSQPlus()], ids=["LSQ", "LSQPlus"])
 @pytest.mark.sample(1)
 def test_ranges_of_results_are_trained(estimator: Any, rng: np.random.Generator) -> None:
