@@ -85,7 +85,7 @@ def draw(rng: np.random.Generator, is_image: bool = False) -> tuple[Any, jax.Arr
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_programs(name: str, rng: np.random.Generator) -> None:
     """The results are near those of floats, and training has the same numbers."""
     function, outputs = PROGRAMS[name]
