@@ -361,13 +361,15 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
 
     Args:
         spec: how it is quantized.
-        x: the array.
+        x: the array; with a `Range`, its shape is enough.
         part: its `Range`, its `LearnedScale`, or None for the range of the array itself.
     """
     if isinstance(part, LearnedScale):
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
-    return find_parameters(_NAME, lax.stop_gradient(x), spec, lo, hi)[:2]
+    # Of a shape, nothing is read but the rank.
+    fixed = x if isinstance(x, jax.ShapeDtypeStruct) else lax.stop_gradient(x)
+    return find_parameters(_NAME, fixed, spec, lo, hi)[:2]
 
 
 def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[str, str], Any]:

@@ -284,6 +284,11 @@ def make(**arguments: Any) -> nn.Module:
 
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "table": (lambda: qnn.Embed(4, 2, weight_spec=W8, integer_bias=True), "integer_bias: expected False, because a"),
+    "nnx table": (
+        lambda: qnnx.Embed(4, 2, weight_spec=W8, integer_bias=True, rngs=nnx.Rngs(0)),
+        "Embed: .*integer_bias: expected no value, because a table",
+    ),
     "narrow": (lambda: make(output_spec=jq.QuantSpec("int8")), "output_spec: expected narrow_range=False"),
     "int4": (lambda: make(output_spec=jq.QuantSpec("int4")), "output_spec: expected a spec of int8 or uint8"),
     "spec": (lambda: make(output_spec="uint8"), "output_spec: expected a QuantSpec, or None"),

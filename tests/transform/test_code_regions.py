@@ -85,7 +85,7 @@ def draw(rng: np.random.Generator, is_image: bool = False) -> tuple[Any, jax.Arr
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_programs(name: str, rng: np.random.Generator) -> None:
     """The results are near those of floats, and training has the same numbers."""
     function, outputs = PROGRAMS[name]
@@ -167,6 +167,17 @@ def test_calls_of_one_row_and_outside_of_jit(rng: np.random.Generator) -> None:
         prepared.convert(wrong, ranges)
     with pytest.raises(ValueError, match=r"a \(dot_general at .*quantize_bias: bias: expected biases of at most 2"):
         prepared.apply({**converted, "g": params["g"] * 1e9}, ranges, x)
+
+
+@pytest.mark.slow
+def test_export_with_symbolic_batch(rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    prepared = jq.prepare(block, params, x, rules=RULES)
+    ranges, converted = find_ranges(prepared, params, x), prepared.convert(params)
+    run = jax.jit(lambda x: prepared.apply(converted, ranges, x))
+    (size,) = jax.export.symbolic_shape("batch")
+    exported = jax.export.export(run)(jax.ShapeDtypeStruct((size, 8), F))
+    np.testing.assert_array_equal(exported.call(x), run(x))
 
 
 @pytest.mark.slow

@@ -305,7 +305,7 @@ class Embed(_QuantizedLayer, nn.Embed):
 
     Raises:
         TypeError: At a call: the indices are not integers.
-        ValueError: At construction: `promote_dtype` is set.
+        ValueError: At construction: `promote_dtype` or `integer_bias` is set.
     """
 
     def __post_init__(self) -> None:
@@ -315,6 +315,7 @@ class Embed(_QuantizedLayer, nn.Embed):
         with checks.prefix_errors(_find_path(self)):
             is_default = self.promote_dtype is promote_dtype
             checks.require(is_default, _NAME, "promote_dtype", expected, "another function")
+            checks.require(not self.integer_bias, _NAME, "integer_bias", "False, because a table has no bias", "True")
 
     def setup(self) -> None:
         """Make the table and the module that reads it."""

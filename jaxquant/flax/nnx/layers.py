@@ -44,7 +44,7 @@ class _QuantizedLayer(nnx.Module):
         hidden = ("self", "mask", *_RESERVED)
         parameters = [p for p in inspect.signature(flax_layer.__init__).parameters.values() if p.name not in hidden]
         added = inspect.signature(_QuantizedLayer.__init__).parameters.values()
-        names = {p.name for p in parameters}
+        names = {p.name for p in parameters} | ({"integer_bias"} if cls._contraction is Table else set())
         parameters += [p for p in added if p.kind is p.KEYWORD_ONLY and p.name not in names]
         # Positional parameters come first, as Python requires, and rngs last, as in flax.
         parameters.sort(key=lambda p: (p.kind, p.kind is p.KEYWORD_ONLY and p.name == "rngs"))
@@ -62,6 +62,10 @@ class _QuantizedLayer(nnx.Module):
         super().__init__(*sizes, rngs=rngs, **arguments)  # type: ignore[call-arg]
         output = (output_spec, output_range, output_relu, integer_bias)
         quantization = Quantization(weight_spec, activation_spec, weight_range, activation_range, backward, *output)
+        if self._contraction is Table:
+            with checks.prefix_errors(type(self).__name__):
+                expected = "no value, because a table has no bias"
+                checks.require(not integer_bias, _NAME, "integer_bias", expected, "one")
         kernel = getattr(self, self._kernel)
         shape = tuple(kernel[...].shape)
         features = find_feature_axes(self, len(shape))
