@@ -1,0 +1,97 @@
+"""ONNX's own operators on codes, by jaxquant's functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxquant as jq
+
+from ..tensors import find_onnx_dtype
+from .registry import register
+
+_CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def read_scalar(value: Any) -> Any:
+    """Return an array of one element as a scalar, and anything else unchanged: ONNX allows both for a scale."""
+    return value.reshape(()) if value is not None and value.size == 1 else value
+
+
+def list_given(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return those of the attributes that the node has."""
+    return {name: call.get(name) for name in names if call.get(name) is not None}
+
+
+def _read_dtype(call: Any, name: str) -> Any:
+    number = call.get(name, 0)
+    return find_onnx_dtype(number, name) if number else None
+
+
+def _find_granularity(call: Any) -> dict[str, Any]:
+    return {"axis": call.get("axis", 1), "block_size": call.get("block_size", 0)}
+
+
+@register("QuantizeLinear", keeps=(1, 2))
+def quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+    """ONNX QuantizeLinear."""
+    precision = _read_dtype(call, "precision")
+    # ONNX Runtime divides float16 in float32.
+    precision = jnp.float32 if precision is None and x.dtype == jnp.float16 else precision
+    scale, zero_point = read_scalar(scale), read_scalar(zero_point)
+    return jq.quantize_linear(
+        x, scale, zero_point, output_dtype=_read_dtype(call, "output_dtype") if zero_point is None else None,
+        saturate=bool(call.get("saturate", 1)), precision=precision, **_find_granularity(call),
+    )  # fmt: skip
+
+
+@register("DequantizeLinear", keeps=(1, 2))
+def dequantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+    """ONNX DequantizeLinear."""
+    scale, zero_point = read_scalar(scale), read_scalar(zero_point)
+    output = _read_dtype(call, "output_dtype")
+    return jq.dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
+
+
+@register("DynamicQuantizeLinear")
+def quantize_dynamically(call: Any, x: Any) -> Any:
+    """ONNX DynamicQuantizeLinear."""
+    return tuple(jq.dynamic_quantize_linear(x))
+
+
+@register("MatMulInteger", keeps=(2, 3))
+def multiply_codes(call: Any, a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+    """ONNX MatMulInteger."""
+    return jq.matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
+
+
+@register("ConvInteger", keeps=(2, 3))
+def convolve_codes(call: Any, x: Any, w: Any, x_zero_point: Any = None, w_zero_point: Any = None) -> Any:
+    """ONNX ConvInteger."""
+    points = read_scalar(x_zero_point), read_scalar(w_zero_point)
+    return jq.conv_integer(x, w, *points, **list_given(call, _CONV_ATTRIBUTES))
+
+
+@register("QLinearMatMul", keeps=(1, 2, 4, 5, 6, 7))
+def multiply_and_requantize(call: Any, a: Any, *inputs: Any) -> Any:
+    """ONNX QLinearMatMul."""
+    a_scale, a_point, b, *rest = inputs
+    return jq.qlinear_matmul(a, read_scalar(a_scale), read_scalar(a_point), b, *map(read_scalar, rest))
+
+
+@register("QLinearConv", keeps=(1, 2, 4, 5, 6, 7))
+def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
+    """ONNX QLinearConv."""
+    x_scale, x_point, w, w_scale, w_point, y_scale, y_point, *bias = inputs
+    scales = read_scalar(x_scale), read_scalar(x_point), w, read_scalar(w_scale), read_scalar(w_point)
+    b = bias[0] if bias else None
+    return jq.qlinear_conv(
+        x, *scales, read_scalar(y_scale), read_scalar(y_point), b, **list_given(call, _CONV_ATTRIBUTES)
+    )
+
+
+def make_zero(dtype: Any) -> np.ndarray:
+    """Return a zero point of 0."""
+    return np.zeros((), dtype)
