@@ -1,4 +1,4 @@
-"""Checks of a decoded model before anything of it is converted: onnx's own checker, and limits that it does not have."""
+"""Checks of a decoded model before anything of it is converted: onnx's own checker, and our limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx
 
 from ..errors import ModelError
 from .limits import Limits
-from .read_file import Source, load_external_data, find_folder, read_model
+from .read_file import Source, find_folder, load_external_data, read_model
 
 # The least opset whose element-wise operators broadcast as numpy does.
 _LEAST_OPSET = 7
@@ -119,26 +119,39 @@ def _list_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
 
 def _run_checker(model: onnx.ModelProto) -> None:
     """Run onnx's checker without `full_check`, whose shape inference takes exponential time on nested functions."""
+    _check_no_external_attributes(model)
+    try:
+        onnx.checker.check_model(_make_checkable(model))
+    except Exception as error:  # ValidationError, UnicodeDecodeError, ValueError for more than 2 GB
+        raise ModelError(f"onnx's checker refuses the model: {error}") from error
+
+
+def _make_checkable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model without what the checker should not see, or the model itself.
+
+    The checker would look for external data itself; as inputs the tensors take no part in its checks of data. It also
+    refuses inputs and outputs without a shape, which ONNX Runtime accepts.
+    """
     external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    values = (*model.graph.input, *model.graph.output)
+    bare = [v for v in values if v.type.HasField("tensor_type") and not v.type.tensor_type.HasField("shape")]
+    if not external and not bare:
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for value in (*copy.graph.input, *copy.graph.output):
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
+            value.type.tensor_type.shape.SetInParent()
     if external:
-        # The checker would look for the files itself. As inputs the tensors take no part in its checks of data.
-        skeleton = onnx.ModelProto()
-        skeleton.CopyFrom(model)
-        inner = [t for t in skeleton.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
-        copies = [onnx.TensorProto.FromString(t.SerializeToString()) for t in inner]
-        del skeleton.graph.initializer[:]
-        skeleton.graph.initializer.extend(copies)
-        names = {value.name for value in skeleton.graph.input}
+        inner = [t for t in model.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
+        del copy.graph.initializer[:]
+        copy.graph.initializer.extend(inner)
+        names = {value.name for value in copy.graph.input}
         for tensor in external:
             if tensor.name not in names:
                 value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-                skeleton.graph.input.append(value)
-        model = skeleton
-    _check_no_external_attributes(model)
-    try:
-        onnx.checker.check_model(model)
-    except Exception as error:  # ValidationError, UnicodeDecodeError, ValueError for more than 2 GB
-        raise ModelError(f"onnx's checker refuses the model: {error}") from error
+                copy.graph.input.append(value)
+    return copy
 
 
 def _check_no_external_attributes(model: onnx.ModelProto) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ModelError
 from .graph import Graph, Node
 from .limits import Limits, check_memory, count_bytes
-from .operators.registry import Operator, find_operator
+from .registry import Operator, find_operator
 from .values import convert_to_jax, is_known, read_static
 
 
@@ -63,7 +63,9 @@ class Run:
             raise (error if text.startswith("node ") else ModelError(f"{node.label}: {text}")) from error.__cause__
         except Exception as error:
             raise ModelError(f"{node.label}: {type(error).__name__}: {str(error)[:500]}") from error
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        # numpy returns scalars in place of arrays of rank 0.
+        return [np.asarray(value) if isinstance(value, np.generic) else value for value in outputs]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,14 +12,14 @@ import onnx
 
 from ..._core import checks
 from ..errors import ModelError
-from .check_file import list_opsets, read_checked_model
+from .check_file import read_checked_model
 from .fuse import fuse_graph
 from .graph import Graph, convert_model
 from .interpret import Run, find_static_names
 from .limits import Limits, check_memory
-from .operators.registry import find_operator
 from .parameters import Parameters, split_constants, spread_parameters
 from .read_file import Source
+from .registry import find_operator
 from .tensors import find_onnx_dtype
 from .values import canonicalize_dtype, convert_to_jax
 
@@ -61,6 +61,11 @@ class LoadedFunction:
     _parameters: Parameters
     _static: frozenset[str]
     _examined: set[Any] = dataclasses.field(default_factory=set)
+
+    @property
+    def static_inputs(self) -> frozenset[str]:
+        """The inputs that decide about shapes, and must be numpy arrays when the function is traced."""
+        return self._static
 
     def __repr__(self) -> str:
         names = ", ".join(x.name for x in self.inputs)
@@ -187,8 +192,11 @@ def _build_function(proto: onnx.ModelProto, limits: Limits) -> tuple[LoadedFunct
     check_memory(limits, sum(array.nbytes for array in graph.constants.values()), "the constants of the model")
     _check_operators(graph)
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
-    graph = fuse_graph(graph, list_opsets(proto.opset_import).get("", 1))
     parameters = split_constants(graph)
+    names = set(graph.constants)
+    graph = fuse_graph(graph)
+    made = {name: array for name, array in graph.constants.items() if name not in names}
+    parameters = parameters._replace(constants={**parameters.constants, **made})
     static = frozenset(find_static_names(graph) & set(graph.inputs))
     bare = dataclasses.replace(graph, constants={})
     fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static)

@@ -14,7 +14,7 @@ from ..._arrays.quantized_array import QuantizedArray
 from ..._core import dtypes
 from .graph import Graph, Node
 from .interpret import find_static_names
-from .operators.registry import find_operator
+from .registry import find_operator
 from .values import convert_to_jax
 
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
@@ -53,6 +53,8 @@ class Parameters(NamedTuple):
 
 def split_constants(graph: Graph) -> Parameters:
     """Return the parameters and the constants of a graph.
+
+    The graph is the one before fusing: afterwards no DequantizeLinear tells which scale belongs to which codes.
 
     Parameters are floats, codes and int32 biases. Constants are shapes and other integers, what an operator must know
     when it is traced, the scales and zero points of operators on codes, and scalars of Constant nodes.
@@ -108,15 +110,8 @@ def _is_parameter(graph: Graph, name: str, array: np.ndarray, readers: Any, stat
         return any(_BIASES.get(node.op) == position for node, position in uses)
     if not (is_float or dtype in _CODES):
         return False
-    if name in static:
-        # Scales are among what operators keep; that of constant codes belongs to them.
-        return is_float and any(_is_weight_scale(graph, node, position) for node, position in uses)
-    return bool(uses) or name in graph.outputs
-
-
-def _is_weight_scale(graph: Graph, node: Node, position: int) -> bool:
-    """Return whether an input is the scale of a DequantizeLinear of constant codes."""
-    return node.op == "DequantizeLinear" and position == 1 and node.inputs[0] in graph.constants
+    # The scales of DequantizeLinear are among what operators keep; that of constant codes belongs to the codes.
+    return name not in static and bool(uses or name in graph.outputs)
 
 
 def _find_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Weight]:

@@ -1,4 +1,4 @@
-"""The values of a graph: numpy arrays where they are known when JAX traces, such as shapes, and JAX arrays elsewhere."""
+"""The values of a graph: numpy arrays where JAX must know them, such as shapes, and JAX arrays elsewhere."""
 
 from __future__ import annotations
 

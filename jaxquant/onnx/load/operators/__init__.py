@@ -2,26 +2,34 @@
 
 from . import (
     activations,
+    attention,
+    control_flow,
     elementwise,
     indexing,
     microsoft,
     neural,
     normalization,
     quantized,
+    recurrent,
     reductions,
-    registry,
+    resampling,
     shapes,
+    signal,
 )
 
 __all__ = [
     "activations",
+    "attention",
+    "control_flow",
     "elementwise",
     "indexing",
     "microsoft",
     "neural",
     "normalization",
     "quantized",
+    "recurrent",
     "reductions",
-    "registry",
+    "resampling",
     "shapes",
+    "signal",
 ]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..registry import register
 from ..values import normalize_axis
-from .registry import register
 
 _Elementwise = Callable[..., Any]
 

@@ -11,24 +11,40 @@ import numpy as np
 from jax import lax
 
 from ...._core import barriers, dtypes, small_floats
+from ..registry import register
 from ..tensors import find_onnx_dtype
 from ..values import canonicalize_dtype, convert_to_jax, namespace
-from .registry import register
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
     **{name: name.lower() for name in ("Abs", "Floor", "Ceil", "Sign", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan")},
     **{name: name.lower() for name in ("Sinh", "Cosh", "Tanh", "IsNaN")},
-    **{"Neg": "negative", "Asin": "arcsin", "Acos": "arccos", "Atan": "arctan"},
-    **{"Asinh": "arcsinh", "Acosh": "arccosh", "Atanh": "arctanh"},
-    **{"Not": "logical_not", "BitwiseNot": "invert", "Round": "rint"},
+    "Neg": "negative",
+    "Asin": "arcsin",
+    "Acos": "arccos",
+    "Atan": "arctan",
+    "Asinh": "arcsinh",
+    "Acosh": "arccosh",
+    "Atanh": "arctanh",
+    "Not": "logical_not",
+    "BitwiseNot": "invert",
+    "Round": "rint",
 }
 _BINARY = {
-    **{"Add": "add", "Sub": "subtract", "Mul": "multiply"},
-    **{"And": "logical_and", "Or": "logical_or", "Xor": "logical_xor"},
-    **{"BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor"},
-    **{"Equal": "equal", "Less": "less", "Greater": "greater"},
-    **{"LessOrEqual": "less_equal", "GreaterOrEqual": "greater_equal"},
+    "Add": "add",
+    "Sub": "subtract",
+    "Mul": "multiply",
+    "And": "logical_and",
+    "Or": "logical_or",
+    "Xor": "logical_xor",
+    "BitwiseAnd": "bitwise_and",
+    "BitwiseOr": "bitwise_or",
+    "BitwiseXor": "bitwise_xor",
+    "Equal": "equal",
+    "Less": "less",
+    "Greater": "greater",
+    "LessOrEqual": "less_equal",
+    "GreaterOrEqual": "greater_equal",
 }
 _VARIADIC = {"Max": "maximum", "Min": "minimum", "Sum": "add"}
 _NUMPY_KINDS = "biuf"
@@ -206,9 +222,9 @@ def pass_on(call: Any, x: Any) -> Any:
 @register("Dropout", keeps=(1, 2))
 def drop_out(call: Any, x: Any, ratio: Any = None, training: Any = None) -> Any:
     """ONNX Dropout without training: the input, and a mask of True."""
-    if training is not None and bool(np.asarray(training).reshape(())):
-        if ratio is None or float(np.asarray(ratio).reshape(())) != 0:
-            raise ValueError("Dropout in training mode is random, which is not supported")
+    is_training = training is not None and bool(np.asarray(training).reshape(()))
+    if is_training and (ratio is None or float(np.asarray(ratio).reshape(())) != 0):
+        raise ValueError("Dropout in training mode is random, which is not supported")
     return (x, jnp.ones(x.shape, bool)) if call.has_output(1) else x
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import ModelError
+from ..registry import register
 from ..values import list_ints, namespace, normalize_axis
-from .registry import register
 
 
 def _wrap(index: Any, length: int) -> Any:

@@ -6,14 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jaxquant as jq
 
+from ..registry import OPERATORS, register
 from . import quantized
+from .activations import apply_activation
+from .neural import convolve, multiply_general
+from .normalization import normalize_layer, normalize_mean_square
 from .quantized import list_given, make_zero, read_scalar
-from .registry import OPERATORS, register
 
 _DOMAIN = "com.microsoft"
 _register = functools.partial(register, domain=_DOMAIN)
@@ -100,3 +105,74 @@ def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any
         raise ValueError("MatMulNBits with g_idx is not supported")
     attributes = {name: call.get(name) for name in ("K", "N", "block_size")}
     return jq.matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
+
+
+@_register("FusedMatMul", "TransposeMatMul")
+def multiply_transposed(call: Any, a: Any, b: Any) -> Any:
+    """ONNX Runtime's FusedMatMul."""
+    a = a.swapaxes(-1, -2) if call.get("transA", 0) else a
+    b = b.swapaxes(-1, -2) if call.get("transB", 0) else b
+    y = jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return y if call.get("alpha", 1.0) == 1 else y * call.get("alpha")
+
+
+def _activate(call: Any, y: Any) -> Any:
+    """Apply the activation of a fused operator."""
+    name, parameters = call.get("activation", ""), call.get("activation_params") or ()
+    if not name:
+        return y
+    if name == "Clip":
+        return jnp.clip(y, *parameters)
+    if name == "Tanh":
+        return jnp.tanh(y)
+    return apply_activation(name, y, **dict(zip(("alpha", "beta"), parameters, strict=False)))
+
+
+@_register("FusedConv")
+def convolve_fused(call: Any, x: Any, w: Any, b: Any = None, z: Any = None) -> Any:
+    """ONNX Runtime's FusedConv: a convolution, a sum, and an activation."""
+    y = convolve(call, x, w, b)
+    return _activate(call, y if z is None else y + z)
+
+
+@_register("FusedGemm")
+def multiply_fused(call: Any, a: Any, b: Any, c: Any = None) -> Any:
+    """ONNX Runtime's FusedGemm."""
+    y = multiply_general(call, a, b, c)
+    parameters = {n: call.get(f"activation_{n}") for n in ("alpha", "beta", "gamma")}
+    return apply_activation(call.get("activation"), y, **parameters) if call.get("activation") else y
+
+
+@_register("Gelu", "BiasGelu")
+def apply_exact_gelu(call: Any, x: Any, bias: Any = None) -> Any:
+    """ONNX Runtime's Gelu and BiasGelu."""
+    return jax.nn.gelu(x if bias is None else x + bias, approximate=False)
+
+
+@_register("FastGelu")
+def apply_fast_gelu(call: Any, x: Any, bias: Any = None) -> Any:
+    """ONNX Runtime's FastGelu, by the hyperbolic tangent."""
+    return jax.nn.gelu(x if bias is None else x + bias, approximate=True)
+
+
+@_register("QuickGelu")
+def apply_quick_gelu(call: Any, x: Any) -> Any:
+    """ONNX Runtime's QuickGelu."""
+    return x * jax.nn.sigmoid(call.get("alpha", 1.702) * x)
+
+
+@_register("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
+def normalize_skip(call: Any, x: Any, skip: Any, gamma: Any, *inputs: Any) -> Any:
+    """ONNX Runtime's SkipLayerNormalization: the normalized sum of two inputs and a bias, and the sum."""
+    is_simple = "Simplified" in call.node.op
+    beta, bias = (None, *inputs, None)[:2] if is_simple else [*inputs, None, None][:2]
+    total = x + skip if bias is None else x + skip + bias
+    if is_simple:
+        y, mean, inverse = normalize_mean_square(call, total, gamma), None, None
+    else:
+        y, mean, inverse = normalize_layer(call, total, gamma, beta)
+    return y, mean, inverse, total
+
+
+register("SimplifiedLayerNormalization")(normalize_mean_square)
+_register("SimplifiedLayerNormalization")(normalize_mean_square)

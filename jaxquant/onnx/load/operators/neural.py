@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..registry import register
 from ..values import list_ints
-from .registry import register
 from .windows import count_elements, find_windows, list_window_elements, reduce_windows
 
 _HIGHEST = lax.Precision.HIGHEST
@@ -156,7 +156,7 @@ def unpool(call: Any, x: Any, indices: Any, shape: Any = None) -> Any:
     rank = x.ndim - 2
     strides, pads = tuple(call.get("strides") or (1,) * rank), tuple(call.get("pads") or (0,) * (2 * rank))
     kernel = call.get("kernel_shape")
-    lengths = [(n - 1) * s - pads[i] - pads[rank + i] + kernel[i] for i, (n, s) in enumerate(zip(x.shape[2:], strides))]
+    lengths = [(n - 1) * strides[i] - pads[i] - pads[rank + i] + kernel[i] for i, n in enumerate(x.shape[2:])]
     target = (*x.shape[:2], *lengths) if shape is None else list_ints(shape)
     call.reserve(target, x.dtype)
     index = indices.astype(jnp.int32).reshape(-1)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..registry import register
 from ..values import normalize_axis
-from .registry import register
 
 
 def _along_channels(parameter: Any, x: Any) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 
 import jaxquant as jq
 
+from ..registry import register
 from ..tensors import find_onnx_dtype
-from .registry import register
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -90,6 +90,12 @@ def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
     return jq.qlinear_conv(
         x, *scales, read_scalar(y_scale), read_scalar(y_point), b, **list_given(call, _CONV_ATTRIBUTES)
     )
+
+
+@register("QuantizeBias", domain="jaxquant", keeps=(1, 2))
+def quantize_float_bias(call: Any, bias: Any, x_scale: Any, w_scale: Any) -> Any:
+    """Quantize a float bias in steps of the accumulator, as ONNX Runtime does when it fuses a Conv or Gemm."""
+    return jq.quantize_bias(bias.reshape(-1), read_scalar(x_scale), read_scalar(w_scale))
 
 
 def make_zero(dtype: Any) -> np.ndarray:

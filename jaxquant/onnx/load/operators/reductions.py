@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..registry import register
 from ..values import list_ints, namespace, normalize_axis
-from .registry import register
 
 
 def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
@@ -86,10 +86,8 @@ def find_extreme(call: Any, x: Any) -> Any:
     """ONNX ArgMax and ArgMin: of equal elements the first, or with select_last_index the last."""
     axis, xp = normalize_axis(call.get("axis", 0), x.ndim), namespace(x)
     find = xp.argmax if call.node.op == "ArgMax" else xp.argmin
-    if call.get("select_last_index", 0):
-        index = x.shape[axis] - 1 - find(xp.flip(x, axis), axis)
-    else:
-        index = find(x, axis)
+    is_last = bool(call.get("select_last_index", 0))
+    index = x.shape[axis] - 1 - find(xp.flip(x, axis), axis) if is_last else find(x, axis)
     index = index.astype(np.int64 if xp is np else jnp.int32)
     return xp.expand_dims(index, axis) if call.get("keepdims", 1) else index
 

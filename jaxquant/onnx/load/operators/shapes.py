@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import ModelError
+from ..registry import register
 from ..tensors import find_onnx_dtype
 from ..values import canonicalize_dtype, list_ints, namespace, normalize_axis
-from .registry import register
 
 
 @register("Shape")
