@@ -73,8 +73,9 @@ def find_function_key(proto: Any) -> tuple[str, str, str]:
 
 def _check_opsets(model: onnx.ModelProto) -> None:
     version = list_opsets(model.opset_import).get("")
-    if version is not None and version < _LEAST_OPSET:
-        raise ModelError(f"expected opset {_LEAST_OPSET} or later, got {version}")
+    latest = onnx.defs.onnx_opset_version()
+    if version is not None and not _LEAST_OPSET <= version <= latest:
+        raise ModelError(f"expected opset {_LEAST_OPSET} to {latest}, got {version}")
 
 
 def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:

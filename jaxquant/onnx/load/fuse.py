@@ -17,6 +17,8 @@ _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
+# Marks a node that was moved: an attribute that no model can have.
+_MOVED = "jaxquant/moved"
 # How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
 _CLOSE = float(np.finfo(np.float32).eps)
 
@@ -70,7 +72,7 @@ class _Fuser:
     def find_source(self, name: str) -> Node | None:
         """Return the DequantizeLinear that makes a value, if its scale is constant."""
         node = self.producers.get(name)
-        if node is None or node.op != "DequantizeLinear" or self._find_codes_dtype(node) is None:
+        if node is None or node.op != "DequantizeLinear" or self.find_codes_dtype(node) is None:
             return None
         return node if all(part in self.constants for part in node.inputs[1:] if part) else None
 
@@ -84,7 +86,7 @@ class _Fuser:
             return None
         return sink if all(part in self.constants for part in sink.inputs[1:] if part) else None
 
-    def _find_codes_dtype(self, node: Node) -> np.dtype | None:
+    def find_codes_dtype(self, node: Node) -> np.dtype | None:
         """Return the dtype of the codes of a DequantizeLinear or QuantizeLinear, or None if it is unknown."""
         point = node.inputs[2] if len(node.inputs) > 2 else ""
         if point:
@@ -95,7 +97,11 @@ class _Fuser:
         if codes in self.constants:
             return self.constants[codes].dtype
         source = self.producers.get(codes)
-        return self._find_codes_dtype(source) if source is not None and source.op == "QuantizeLinear" else None
+        return self.find_codes_dtype(source) if source is not None and source.op == "QuantizeLinear" else None
+
+    def find_seen_dtype(self, node: Node) -> np.dtype | None:
+        """Return the dtype of codes as ONNX Runtime's rules see it: it takes codes that it moved for uint8."""
+        return np.dtype(np.uint8) if node.attributes.get(_MOVED) else self.find_codes_dtype(node)
 
     def is_per_tensor(self, node: Node) -> bool:
         """Return whether a QuantizeLinear or DequantizeLinear has a single scale."""
@@ -105,7 +111,7 @@ class _Fuser:
         """Return the names of the scale and of the zero point, which is made if the node has none."""
         if len(node.inputs) > 2 and node.inputs[2]:
             return node.inputs[1], node.inputs[2]
-        dtype, scale = self._find_codes_dtype(node), node.inputs[1]
+        dtype, scale = self.find_codes_dtype(node), node.inputs[1]
         name = f"{scale}/zero point of {dtype}"
         self.constants[name] = np.zeros(self.constants[scale].shape, dtype)
         self.literals.add(name)
@@ -126,7 +132,7 @@ class _Fuser:
             if node.op not in ("Relu", "Clip"):
                 continue
             sink = self.find_sink(node)
-            if sink is None or not self.is_per_tensor(sink) or self._find_codes_dtype(sink) not in _EIGHT_BITS:
+            if sink is None or not self.is_per_tensor(sink) or self.find_codes_dtype(sink) not in _EIGHT_BITS:
                 continue
             bounds = self._find_bounds(node)
             scale, point = (self.constants[name].reshape(()) for name in self.read_affine(sink))
@@ -188,15 +194,15 @@ class _Fuser:
             return None
         source, sink = self.find_source(node.inputs[0]), self.find_sink(node)
         has_source = source is not None and self.is_per_tensor(source)
-        has_sink = sink is not None and self.is_per_tensor(sink) and _allows_codes(node, self._find_codes_dtype(sink))
+        has_sink = sink is not None and self.is_per_tensor(sink) and _allows_codes(node, self.find_codes_dtype(sink))
         if node.op not in _MOVING and not (has_source and has_sink and self.have_same_affine(source, sink)):
             return None
         codes = f"{node.outputs[0]}/codes"
-        if has_source and _allows_codes(node, self._find_codes_dtype(source)):
+        if has_source and _allows_codes(node, self.find_codes_dtype(source)):
             inner = dataclasses.replace(node, inputs=(source.inputs[0], *node.inputs[1:]), outputs=(codes,))
-            return [inner, dataclasses.replace(source, inputs=(codes, *source.inputs[1:]), outputs=node.outputs)]
+            return [inner, _mark_moved(source, (codes, *source.inputs[1:]), node.outputs)]
         if has_sink and sink not in replaced:
-            quantized = dataclasses.replace(sink, inputs=(node.inputs[0], *sink.inputs[1:]), outputs=(codes,))
+            quantized = _mark_moved(sink, (node.inputs[0], *sink.inputs[1:]), (codes,))
             inner = dataclasses.replace(node, inputs=(codes, *node.inputs[1:]), outputs=sink.outputs)
             replaced[sink] = []
             return [quantized, inner]
@@ -223,6 +229,11 @@ class _Fuser:
                 node = dataclasses.replace(node, op="RoundedMul", domain="jaxquant")
             nodes.append(node)
         self.nodes = nodes
+
+
+def _mark_moved(node: Node, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Node:
+    """Return a QuantizeLinear or DequantizeLinear at another place."""
+    return dataclasses.replace(node, inputs=inputs, outputs=outputs, attributes={**node.attributes, _MOVED: True})
 
 
 def _allows_codes(node: Node, dtype: Any) -> bool:

@@ -24,6 +24,8 @@ _UNARY: dict[str, tuple[str, tuple[str, ...]]] = {
     "Softmax": ("QLinearSoftmax", ("axis",)),
 }
 _BINARY = {"Add": "QLinearAdd", "Mul": "QLinearMul"}
+# How much the scale of a bias may differ in ONNX Runtime, in all and in proportion.
+_CLOSE, _CLOSE_RATIO = 1e-6, 1e-2
 Match = tuple[Node, list[Node]]
 
 
@@ -43,7 +45,7 @@ def select_operator(fuser: _Fuser, node: Node) -> Match | None:
 def _find_sources(fuser: _Fuser, names: Any) -> list[Node] | None:
     """Return the DequantizeLinear of each input, or None if one has none or not 8 bits."""
     sources = [fuser.find_source(name) for name in names]
-    if any(source is None or fuser._find_codes_dtype(source) not in _EIGHT_BITS for source in sources):
+    if any(source is None or fuser.find_codes_dtype(source) not in _EIGHT_BITS for source in sources):
         return None
     return sources  # type: ignore[return-value]
 
@@ -51,7 +53,7 @@ def _find_sources(fuser: _Fuser, names: Any) -> list[Node] | None:
 def _find_result(fuser: _Fuser, node: Node, dtype: Any) -> Node | None:
     """Return the QuantizeLinear to codes of this dtype that reads a node."""
     sink = fuser.find_sink(node)
-    if sink is None or not fuser.is_per_tensor(sink) or fuser._find_codes_dtype(sink) != dtype:
+    if sink is None or not fuser.is_per_tensor(sink) or fuser.find_seen_dtype(sink) != dtype:
         return None
     return sink
 
@@ -76,8 +78,8 @@ def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
     sources = _find_sources(fuser, data)
     if sources is None or not all(fuser.is_per_tensor(source) for source in sources):
         return None
-    dtypes = {fuser._find_codes_dtype(source) for source in sources}
-    sink = _find_result(fuser, node, fuser._find_codes_dtype(sources[0]))
+    dtypes = {fuser.find_seen_dtype(source) for source in sources}
+    sink = _find_result(fuser, node, fuser.find_seen_dtype(sources[0]))
     if len(dtypes) > 1 or sink is None or any(node.outputs[1:]):
         return None
     operands = [name for source in sources for name in _describe(fuser, source)]
@@ -104,7 +106,7 @@ def _select_conv(fuser: _Fuser, node: Node) -> Match | None:
     sources = _find_sources(fuser, node.inputs[:2])
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
-    dtype = fuser._find_codes_dtype(sources[0])
+    dtype = fuser.find_seen_dtype(sources[0])
     sink = _find_result(fuser, node, dtype)
     # On x86-64, ONNX Runtime has no integer convolution of int8 activations.
     if sink is None or dtype == _INT8:
@@ -125,8 +127,9 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
     source = fuser.producers.get(name)
     if source is not None and source.op == "DequantizeLinear":
         codes = source.inputs[0]
-        is_int32 = codes in fuser.constants and fuser.constants[codes].dtype == _INT32
-        return ([codes], []) if is_int32 else None
+        if codes not in fuser.constants or fuser.constants[codes].dtype != _INT32:
+            return None
+        return ([codes], []) if node.op == "Gemm" or _fits_accumulator(fuser, source, operands) else None
     if name not in fuser.constants or fuser.constants[name].dtype != np.float32:
         return None
     codes = f"{node.outputs[0]}/bias in steps"
@@ -134,12 +137,21 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
     return [codes], [quantized]
 
 
+def _fits_accumulator(fuser: _Fuser, source: Node, operands: list[str]) -> bool:
+    """Return whether the scale of a bias is, about, the product of the scales of x and w."""
+    scale, x_scale, w_scale = (fuser.constants.get(name) for name in (source.inputs[1], operands[1], operands[4]))
+    if scale is None or x_scale is None or w_scale is None or scale.size not in (1, w_scale.size):
+        return False
+    product = x_scale.reshape(-1).astype(np.float64) * w_scale.reshape(-1)
+    return bool(np.all(np.abs(scale.reshape(-1) - product) <= _CLOSE + _CLOSE_RATIO * np.abs(product)))
+
+
 def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     """MatMul and Gemm, with or without QuantizeLinear, and MatMul with Add."""
     sources = _find_sources(fuser, node.inputs[:2])
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
-    left, right = (fuser._find_codes_dtype(source) for source in sources)
+    left, right = (fuser.find_seen_dtype(source) for source in sources)
     if left == _INT8 and right != left:
         return None
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
@@ -182,7 +194,8 @@ def _find_added(fuser: _Fuser, node: Node, sources: list[Node]) -> tuple[Node, N
 
 def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dtype: Any) -> Match | None:
     """Gemm as QGemm, with codes or float32 as its result."""
-    if gemm.attributes.get("beta", 1.0) != 1:
+    has_bias = len(gemm.inputs) > 2 and bool(gemm.inputs[2])
+    if has_bias and not gemm.attributes.get("beta", 1.0) == gemm.attributes.get("alpha", 1.0) == 1:
         return None
     sink = fuser.find_sink(last)
     has_codes = sink is not None and _find_result(fuser, last, dtype) is not None

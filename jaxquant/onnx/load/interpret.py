@@ -60,7 +60,7 @@ class Run:
                 outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
         except ModelError as error:
             text = str(error)
-            raise (error if text.startswith("node ") else ModelError(f"{node.label}: {text}")) from error.__cause__
+            raise (error if text.startswith("node ") else type(error)(f"{node.label}: {text}")) from error.__cause__
         except Exception as error:
             raise ModelError(f"{node.label}: {type(error).__name__}: {str(error)[:500]}") from error
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -124,14 +124,17 @@ def prepare_inputs(operator: Operator, node: Node, inputs: Sequence[Any]) -> lis
     return prepared
 
 
-def find_static_names(graph: Graph) -> set[str]:
-    """Return the names of values that some operator needs to know when the function is traced, and of their sources."""
+def find_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
+    """Return the names of values that some operator needs to know when the function is traced, and of their sources.
+
+    `with_kept` adds those that operators take as numpy arrays if they are known.
+    """
     needed: set[str] = set()
     for node in reversed(graph.nodes):
         operator = find_operator(node)
         subgraphs = [value for value in node.attributes.values() if isinstance(value, Graph)]
         for subgraph in [*subgraphs, *([node.body] if node.body is not None else [])]:
-            inner = find_static_names(subgraph)
+            inner = find_static_names(subgraph, with_kept)
             needed |= inner & set(subgraph.list_captures())
             if node.body is not None:
                 needed |= {name for name, own in zip(node.inputs, subgraph.inputs, strict=False) if own in inner}
@@ -139,7 +142,8 @@ def find_static_names(graph: Graph) -> set[str]:
             continue
         if operator.folds and not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
-        needed.update(node.inputs[i] for i in (*operator.static, *operator.keeps) if i < len(node.inputs))
+        positions = (*operator.static, *operator.keeps) if with_kept else operator.static
+        needed.update(node.inputs[i] for i in positions if i < len(node.inputs))
     return needed - {""}
 
 

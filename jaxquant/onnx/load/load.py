@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from .parameters import Parameters, split_constants, spread_parameters
 from .read_file import Source
 from .registry import find_operator
 from .tensors import find_onnx_dtype
-from .values import canonicalize_dtype, convert_to_jax
+from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
 
@@ -232,9 +233,12 @@ def _read_declaration(value: onnx.ValueInfoProto) -> Input:
 def _trace_declared(fn: LoadedFunction, params: Any) -> None:
     """Examine the shapes of all values now, if the model fixes those of its inputs."""
     shapes = {x.name: x.shape for x in fn.inputs}
-    if fn._static or any(s is None or not all(isinstance(n, int) for n in s) for s in shapes.values()):
+    required = find_static_names(fn.graph, with_kept=False) & set(shapes)
+    if required or any(s is None or not all(isinstance(n, int) for n in s) for s in shapes.values()):
         return
     inputs: dict[str, Any] = {}
     for x in fn.inputs:
         inputs[x.name] = jax.ShapeDtypeStruct(x.shape, canonicalize_dtype(x.dtype))  # type: ignore[arg-type]
-    jax.eval_shape(lambda p, v: fn._run(p, v), params, inputs)
+    # An input may be the trip count of a Loop.
+    with contextlib.suppress(UnknownValueError):
+        jax.eval_shape(lambda p, v: fn._run(p, v), params, inputs)

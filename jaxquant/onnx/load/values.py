@@ -13,6 +13,10 @@ from ..errors import ModelError
 _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
+class UnknownValueError(ModelError):
+    """The error for a value that is traced, but must be known when the function is traced."""
+
+
 def canonicalize_dtype(dtype: Any) -> np.dtype:
     """Return the dtype that JAX has for a numpy dtype: 32 bits in place of 64, unless x64 is enabled."""
     dtype = np.dtype(dtype)
@@ -48,7 +52,9 @@ def read_static(value: Any, what: str) -> Any:
     if value is None or isinstance(value, np.ndarray):
         return value
     if isinstance(value, jax.core.Tracer):
-        raise ModelError(f"{what} must be known when the function is traced: pass it as a numpy array, outside of jit")
+        raise UnknownValueError(
+            f"{what} must be known when the function is traced: pass it as a numpy array, outside of jit"
+        )
     return np.asarray(value)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from ...errors import ModelError
 from ..registry import register
-from ..values import convert_to_jax, is_known, list_ints, namespace, normalize_axis
+from ..values import UnknownValueError, convert_to_jax, is_known, list_ints, namespace, normalize_axis
 
 # A loop that lax.scan cannot run, because shapes change, is written out up to this many times under jit.
 _MOST_UNROLLED = 256
@@ -114,7 +114,9 @@ def _loop_in_python(
         step += 1
         if not is_fixed:
             if not is_known(result):
-                raise ModelError("the condition of a Loop with scan outputs must be known when the loop is traced")
+                raise UnknownValueError(
+                    "the condition of a Loop with scan outputs must be known when the loop is traced"
+                )
             is_active = bool(np.asarray(result).reshape(()))
     parts = zip(*scanned, strict=True) if scanned else [()] * (len(body.outputs) - 1 - len(states))
     return (*carried, *(_stack(list(values)) for values in parts))
@@ -142,7 +144,9 @@ def _loop_by_scan(call: Any, body: Any, trips: int, states: Sequence[Any]) -> tu
 
 def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Sequence[Any]) -> tuple[Any, ...]:
     if len(body.outputs) > 1 + len(states):
-        raise ModelError("a Loop with scan outputs needs a trip count and a condition that are known when it is traced")
+        raise UnknownValueError(
+            "a Loop with scan outputs needs a trip count and a condition that are known when it is traced"
+        )
     limit = call.run.limits.iterations
     most = jnp.asarray(limit if trips is None else trips, jnp.int32).reshape(())
     first = jnp.asarray(True if condition is None else convert_to_jax(condition)).reshape(())
