@@ -17,8 +17,6 @@ _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
-# Marks a node that was moved: an attribute that no model can have.
-_MOVED = "jaxquant/moved"
 # How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
 _CLOSE = float(np.finfo(np.float32).eps)
 
@@ -48,13 +46,14 @@ class _Fuser:
         self.literals = set(graph.literals)
 
     def run(self) -> Graph:
-        """Apply all rules."""
+        """Apply all rules, in ONNX Runtime's order."""
+        self._index()
         if any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes):
-            for rule in (self._drop_relu, self._move_past, self._move_past, self._move_past, self._select):
-                self._index()
+            rules = (self._drop_identities, self._drop_relu, self._insert_pairs, self._insert_pairs, self._insert_pairs)
+            for rule in (*rules, self._use_uint8, self._select, self._drop_conversions, self._drop_pairs):
                 rule()
                 self.nodes = list(select_live(self.nodes, self.graph.outputs))
-        self._index()
+                self._index()
         self._round_products()
         nodes = select_live(self.nodes, self.graph.outputs)
         read = {*self.graph.outputs, *(name for node in nodes for name in node.list_reads())}
@@ -99,10 +98,6 @@ class _Fuser:
         source = self.producers.get(codes)
         return self.find_codes_dtype(source) if source is not None and source.op == "QuantizeLinear" else None
 
-    def find_seen_dtype(self, node: Node) -> np.dtype | None:
-        """Return the dtype of codes as ONNX Runtime's rules see it: it takes codes that it moved for uint8."""
-        return np.dtype(np.uint8) if node.attributes.get(_MOVED) else self.find_codes_dtype(node)
-
     def is_per_tensor(self, node: Node) -> bool:
         """Return whether a QuantizeLinear or DequantizeLinear has a single scale."""
         return self.constants[node.inputs[1]].size == 1
@@ -124,6 +119,15 @@ class _Fuser:
         parts = (self.read_affine(node) for node in (source, sink))
         left, right = ([self.constants[name].reshape(()) for name in pair] for pair in parts)
         return all(a.dtype == b.dtype and a == b for a, b in zip(left, right, strict=True))
+
+    def _drop_identities(self) -> None:
+        """Drop Identity, and Dropout without a mask: they would hide a pattern."""
+        names = {
+            node.outputs[0]: node.inputs[0]
+            for node in self.nodes
+            if node.op == "Identity" or (node.op == "Dropout" and len(node.inputs) == 1 and not any(node.outputs[1:]))
+        }
+        self._rename_inputs({name: source for name, source in names.items() if name not in self.graph.outputs})
 
     def _drop_relu(self) -> None:
         """Drop Relu and Clip before a QuantizeLinear that saturates at the same values."""
@@ -164,49 +168,92 @@ class _Fuser:
                 dataclasses.replace(node, inputs=tuple(resolve(name) for name in node.inputs)) for node in self.nodes
             ]
 
-    def _move_past(self) -> None:
-        """Move DequantizeLinear behind, and QuantizeLinear before, operators that move elements; drop equal pairs."""
+    def _insert_pairs(self) -> None:
+        """Insert QuantizeLinear and DequantizeLinear behind, or before, an operator that moves quantized elements."""
         result: list[Node] = []
-        replaced: dict[Node, list[Node]] = {}
+        for node in self.nodes:
+            is_moving = node.op in _MOVING and not node.domain and not any(node.outputs[1:])
+            source, sink = (self.find_source(node.inputs[0]), self.find_sink(node)) if is_moving else (None, None)
+            if source is not None and self.is_per_tensor(source) and not self._feeds_quantization(node):
+                inner = f"{node.outputs[0]}/moved"
+                pair = self._make_pair(source, inner, node.outputs[0])
+                result += [dataclasses.replace(node, outputs=(inner,)), *pair]
+            elif source is None and sink is not None and self.is_per_tensor(sink):
+                inner = f"{node.outputs[0]}/before"
+                pair = self._make_pair(sink, node.inputs[0], inner)
+                result += [*pair, dataclasses.replace(node, inputs=(inner, *node.inputs[1:]))]
+            else:
+                result.append(node)
+        self.nodes = result
+
+    def _feeds_quantization(self, node: Node) -> bool:
+        return any(reader.op == "QuantizeLinear" for reader in self.readers[node.outputs[0]])
+
+    def _make_pair(self, like: Node, x: str, y: str) -> list[Node]:
+        """Return QuantizeLinear and DequantizeLinear from x to y with the scale and zero point of a node."""
+        affine, codes = self.read_affine(like), f"{y}/codes"
+        attributes = {key: like.attributes[key] for key in ("axis",) if key in like.attributes}
+        nodes = (("QuantizeLinear", x, codes), ("DequantizeLinear", codes, y))
+        return [
+            dataclasses.replace(like, op=op, inputs=(source, *affine), outputs=(target,), attributes=attributes)
+            for op, source, target in nodes
+        ]
+
+    def _use_uint8(self) -> None:
+        """Give QuantizeLinear to int8 with a single DequantizeLinear behind it uint8, as ONNX Runtime does on x86-64.
+
+        The zero point is 128 more. The values are the same, but kernels that add the zero point before they round may
+        round another way.
+        """
+        points: dict[Node, str] = {}
+        for node in self.nodes:
+            if node.op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
+                continue
+            readers = self.readers[node.outputs[0]]
+            if len(readers) != 1 or readers[0].op != "DequantizeLinear" or self.find_codes_dtype(node) != np.int8:
+                continue
+            target = readers[0].outputs[0]
+            uses = len(self.readers[target]) + (target in self.graph.outputs)
+            constant = all(part in self.constants for part in (*node.inputs[1:], *readers[0].inputs[1:]) if part)
+            if uses == 1 and constant and self.have_same_affine(node, readers[0]):
+                point = node.inputs[2]
+                name = f"{point}/uint8"
+                self.constants[name] = (self.constants[point].astype(np.int16) + 128).astype(np.uint8)
+                self.literals.add(name)
+                points[node] = points[readers[0]] = name
+        self.nodes = [
+            dataclasses.replace(node, inputs=(*node.inputs[:2], points[node])) if node in points else node
+            for node in self.nodes
+        ]
+
+    def _drop_conversions(self) -> None:
+        """Run operators that move elements on codes, between DequantizeLinear and an equal QuantizeLinear."""
+        replaced: dict[str, Node] = {}
+        for node in self.nodes:
+            if node.op not in _SANDWICHED or node.domain or any(node.outputs[1:]):
+                continue
+            source, sink = self.find_source(node.inputs[0]), self.find_sink(node)
+            if source is None or sink is None or not self.have_same_affine(source, sink):
+                continue
+            if _allows_codes(node, self.find_codes_dtype(source)):
+                # A chain of such operators becomes a chain on codes.
+                codes = source.inputs[0]
+                replaced[sink.outputs[0]] = dataclasses.replace(
+                    node, inputs=(codes, *node.inputs[1:]), outputs=sink.outputs
+                )
+        self.nodes = [replaced.get(node.outputs[0], node) for node in self.nodes]
+
+    def _drop_pairs(self) -> None:
+        """Drop DequantizeLinear and an equal QuantizeLinear behind it, which give back the same codes."""
         renamed: dict[str, str] = {}
         for node in self.nodes:
-            if node.op == "QuantizeLinear":
-                source = self.find_source(node.inputs[0])
-                constant = all(part in self.constants for part in node.inputs[1:] if part)
-                if source is not None and constant and self.have_same_affine(source, node):
-                    renamed[node.outputs[0]] = source.inputs[0]
-                    continue
-            if node in replaced:
-                result += replaced[node]
+            if node.op != "QuantizeLinear" or node.outputs[0] in self.graph.outputs:
                 continue
-            moved = self._move_node(node, replaced)
-            result += [node] if moved is None else moved
-        kept = [node for node in result if not (node.outputs and node.outputs[0] in renamed)]
-        outputs = set(self.graph.outputs)
-        # A name of an output of the graph must stay.
-        kept += [_copy_codes(name, renamed[name]) for name in renamed if name in outputs]
-        self.nodes = kept
-        self._rename_inputs({name: target for name, target in renamed.items() if name not in outputs})
-
-    def _move_node(self, node: Node, replaced: dict[Node, list[Node]]) -> list[Node] | None:
-        """Return what replaces an operator that moves elements, or None; `replaced` gets what replaces its reader."""
-        if node.op not in _SANDWICHED or node.domain or any(node.outputs[1:]):
-            return None
-        source, sink = self.find_source(node.inputs[0]), self.find_sink(node)
-        has_source = source is not None and self.is_per_tensor(source)
-        has_sink = sink is not None and self.is_per_tensor(sink) and _allows_codes(node, self.find_codes_dtype(sink))
-        if node.op not in _MOVING and not (has_source and has_sink and self.have_same_affine(source, sink)):
-            return None
-        codes = f"{node.outputs[0]}/codes"
-        if has_source and _allows_codes(node, self.find_codes_dtype(source)):
-            inner = dataclasses.replace(node, inputs=(source.inputs[0], *node.inputs[1:]), outputs=(codes,))
-            return [inner, _mark_moved(source, (codes, *source.inputs[1:]), node.outputs)]
-        if has_sink and sink not in replaced:
-            quantized = _mark_moved(sink, (node.inputs[0], *sink.inputs[1:]), (codes,))
-            inner = dataclasses.replace(node, inputs=(codes, *node.inputs[1:]), outputs=sink.outputs)
-            replaced[sink] = []
-            return [quantized, inner]
-        return None
+            source = self.find_source(node.inputs[0])
+            constant = all(part in self.constants for part in node.inputs[1:] if part)
+            if source is not None and constant and self.have_same_affine(source, node):
+                renamed[node.outputs[0]] = source.inputs[0]
+        self._rename_inputs(renamed)
 
     def _select(self) -> None:
         """Replace operators between DequantizeLinear and QuantizeLinear by operators on codes."""
@@ -231,15 +278,6 @@ class _Fuser:
         self.nodes = nodes
 
 
-def _mark_moved(node: Node, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Node:
-    """Return a QuantizeLinear or DequantizeLinear at another place."""
-    return dataclasses.replace(node, inputs=inputs, outputs=outputs, attributes={**node.attributes, _MOVED: True})
-
-
 def _allows_codes(node: Node, dtype: Any) -> bool:
     """Return whether an operator runs on codes of this dtype."""
     return dtype in _EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)
-
-
-def _copy_codes(name: str, source: str) -> Node:
-    return Node("Identity", "", (source,), (name,), {}, 13, f"copy of {source}")

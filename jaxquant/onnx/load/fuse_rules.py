@@ -53,7 +53,7 @@ def _find_sources(fuser: _Fuser, names: Any) -> list[Node] | None:
 def _find_result(fuser: _Fuser, node: Node, dtype: Any) -> Node | None:
     """Return the QuantizeLinear to codes of this dtype that reads a node."""
     sink = fuser.find_sink(node)
-    if sink is None or not fuser.is_per_tensor(sink) or fuser.find_seen_dtype(sink) != dtype:
+    if sink is None or not fuser.is_per_tensor(sink) or fuser.find_codes_dtype(sink) != dtype:
         return None
     return sink
 
@@ -78,8 +78,8 @@ def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
     sources = _find_sources(fuser, data)
     if sources is None or not all(fuser.is_per_tensor(source) for source in sources):
         return None
-    dtypes = {fuser.find_seen_dtype(source) for source in sources}
-    sink = _find_result(fuser, node, fuser.find_seen_dtype(sources[0]))
+    dtypes = {fuser.find_codes_dtype(source) for source in sources}
+    sink = _find_result(fuser, node, fuser.find_codes_dtype(sources[0]))
     if len(dtypes) > 1 or sink is None or any(node.outputs[1:]):
         return None
     operands = [name for source in sources for name in _describe(fuser, source)]
@@ -106,7 +106,7 @@ def _select_conv(fuser: _Fuser, node: Node) -> Match | None:
     sources = _find_sources(fuser, node.inputs[:2])
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
-    dtype = fuser.find_seen_dtype(sources[0])
+    dtype = fuser.find_codes_dtype(sources[0])
     sink = _find_result(fuser, node, dtype)
     # On x86-64, ONNX Runtime has no integer convolution of int8 activations.
     if sink is None or dtype == _INT8:
@@ -151,7 +151,7 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     sources = _find_sources(fuser, node.inputs[:2])
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
-    left, right = (fuser.find_seen_dtype(source) for source in sources)
+    left, right = (fuser.find_codes_dtype(source) for source in sources)
     if left == _INT8 and right != left:
         return None
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
