@@ -113,7 +113,7 @@ class _Reader(CalibrationDataReader):
 def quantize_model(
     model: onnx.ModelProto, batches: list[np.ndarray], kind: str, folder: pathlib.Path, per_channel: bool = False
 ) -> onnx.ModelProto:
-    """Return a model quantized by onnxruntime.quantization: "qdq", "operators", "dynamic" or "nbits"."""
+    """Return a model quantized by onnxruntime.quantization: "qdq", "int8", "operators", "dynamic" or "nbits"."""
     logging.disable(logging.WARNING)
     source, target = folder / "float.onnx", folder / f"{kind}.onnx"
     onnx.save(model, source)
@@ -122,10 +122,11 @@ def quantize_model(
     elif kind == "nbits":
         return pack_weights(model)
     else:
-        form = QuantFormat.QDQ if kind == "qdq" else QuantFormat.QOperator
+        form = QuantFormat.QOperator if kind == "operators" else QuantFormat.QDQ
+        activation = QuantType.QInt8 if kind == "int8" else QuantType.QUInt8
         quantize_static(
             source, target, _Reader(batches), quant_format=form, per_channel=per_channel,
-            activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+            activation_type=activation, weight_type=QuantType.QInt8,
         )  # fmt: skip
     logging.disable(logging.NOTSET)
     return onnx.load(target)

@@ -13,11 +13,11 @@ from jaxquant import onnx as jqonnx
 from ..cases.onnx_models import MODELS, quantize_model, run_runtime
 
 # Kinds whose networks hold only integers, or float operations that both round alike, between input and output.
-EXACT = {("mlp", "qdq"), ("mlp", "operators"), ("mlp", "dynamic"), ("cnn", "qdq"), ("cnn", "operators")}
+EXACT = {*((network, kind) for network in ("mlp", "cnn") for kind in ("qdq", "int8", "operators")), ("mlp", "dynamic")}
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channel"])
-@pytest.mark.parametrize("kind", ["qdq", "operators", "dynamic", "nbits"])
+@pytest.mark.parametrize("kind", ["qdq", "int8", "operators", "dynamic", "nbits"])
 @pytest.mark.parametrize("network", list(MODELS))
 def test_loaded_model_equals_the_runtime(
     network: str, kind: str, per_channel: bool, rng: np.random.Generator, tmp_path: pathlib.Path

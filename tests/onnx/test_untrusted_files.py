@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each gives a ModelError that says what is wrong, without a read or memory beyond limits."""
+"""Damaged and hostile files: each gives a ModelError that says what is wrong, without memory beyond its limits."""
 
 from __future__ import annotations
 
@@ -236,7 +236,9 @@ def make_corpus(rng: np.random.Generator) -> list[bytes]:
         node("DequantizeLinear", ["n", "s", "z"], ["y"]),
     ]
     constants = {
-        "s": np.float32(0.1), "z": np.uint8(3), "w": np.ones((2, 2), np.int8),
+        "s": np.float32(0.1),
+        "z": np.uint8(3),
+        "w": np.ones((2, 2), np.int8),
         "ws": np.array([0.1, 0.2], np.float32),
     }
     models.append(make_model(quantized, constants))

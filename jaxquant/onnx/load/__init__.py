@@ -2,7 +2,7 @@
 
 from . import operators
 from .check_file import check
+from .function import LoadedFunction, load
 from .limits import Limits
-from .load import LoadedFunction, load
 
 __all__ = ["Limits", "LoadedFunction", "check", "load", "operators"]

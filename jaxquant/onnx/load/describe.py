@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from ..._core import dtypes
+from .function import LoadedFunction
 from .graph import Graph, Node
-from .load import LoadedFunction
 
 # Operators that read or write codes and whose names do not begin with QLinear.
 _QUANTIZED = (
