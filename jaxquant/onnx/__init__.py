@@ -7,3 +7,7 @@ from .errors import ModelError
 from .load import Limits, LoadedFunction, check, load
 
 __all__ = ["Limits", "LoadedFunction", "ModelError", "check", "load"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -65,6 +65,31 @@ def run_case(case: Any) -> None:
             compare(read_value(expected), result, max(case.rtol, 1e-3), max(case.atol, 1e-5))
 
 
+def run_cases_at_once(cases: list[Any]) -> None:
+    """Run the first data set of several cases in one compiled program, which takes less time than each operation."""
+    functions, known, traced, expected = [], [], [], []
+    for case in cases:
+        fn, params = jqonnx.load(case.model)
+        inputs, outputs = case.data_sets[0]
+        values = {x.name: read_value(value) for x, value in zip(fn.inputs, inputs, strict=True)}
+        known.append({name: value for name, value in values.items() if name in fn.static_inputs})
+        traced.append({name: value for name, value in values.items() if name not in fn.static_inputs})
+        functions.append((fn, params))
+        expected.append([read_value(value) for value in outputs])
+
+    def run_all(arrays: list[Any]) -> list[Any]:
+        pairs = zip(functions, known, arrays, strict=True)
+        return [fn(params, **statics, **values) for (fn, params), statics, values in pairs]
+
+    for case, results, outputs in zip(cases, jax.jit(run_all)(traced), expected, strict=True):
+        actual = results if isinstance(results, tuple) else (results,)
+        for result, output in zip(actual, outputs, strict=True):
+            try:
+                compare(output, result, max(case.rtol, 1e-3), max(case.atol, 1e-5))
+            except AssertionError as error:
+                raise AssertionError(f"{case.name}: {error}") from error
+
+
 def count_passed(cases: list[Any], verbose: bool = False) -> tuple[int, collections.Counter[str]]:
     """Return how many cases pass, and how many fail for each error."""
     passed, failures = 0, collections.Counter[str]()

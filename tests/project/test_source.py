@@ -21,6 +21,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import checkpoint
 from jaxquant import flax as jqf
+from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
@@ -39,8 +40,9 @@ PACKAGES = {
     "flax.nnx.": qnnx,
     "integer.": jq.integer,
     "onednn.": jq.onednn,
+    "onnx.": jqonnx,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx"}, "flax.": {"nnx"}}
 # jax.checkpoint calls the policy, not a user.
 POLICIES = ("save_codes",)
 
@@ -150,6 +152,8 @@ SIGNATURES = {
     "percentile": "spec q bins every",
     "mse": "spec bins grid every",
     "entropy": "spec bins every",
+    "onnx.check": "model limits",
+    "onnx.load": "model limits trainable",
     "onednn.quantize": "src scales zps qtype axis dtype",
     "onednn.dequantize": "src scales zps qtype axis",
     "onednn.dynamic_quantize": "src scales zps qtype axis dtype",

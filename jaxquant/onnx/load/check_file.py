@@ -26,8 +26,11 @@ def check(model: Source, *, limits: Limits | None = None) -> None:
     does all this itself, and afterwards examines the shapes of all values.
 
     Args:
-        model: Static. The path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
+        model: the path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
         limits: Static. What the model may take; None means Limits().
+
+    Returns:
+        None, if nothing is wrong.
 
     Raises:
         ModelError: the model is damaged, unsafe, or needs more than its limits.

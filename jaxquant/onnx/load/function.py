@@ -22,9 +22,11 @@ from .parameters import Parameters, split_constants, spread_parameters
 from .read_file import Source
 from .registry import find_operator
 from .tensors import find_onnx_dtype
+from .trainable import make_trainable, quantize_constants
 from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
+_LINEAR = ("QuantizeLinear", "DequantizeLinear")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,7 @@ class LoadedFunction:
     _parameters: Parameters
     _static: frozenset[str]
     _examined: set[Any] = dataclasses.field(default_factory=set)
+    _source: Graph | None = None
 
     @property
     def static_inputs(self) -> frozenset[str]:
@@ -93,6 +96,27 @@ class LoadedFunction:
         self._examine(params, values)
         outputs = self._run(params, values)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def convert(self, params: Mapping[str, Any]) -> tuple[LoadedFunction, dict[str, Any]]:
+        """Return the integer function, and its parameters, of a function that was loaded with trainable=True.
+
+        Args:
+            params: the trained parameters.
+
+        Returns:
+            What `load` would return for the model with these weights and scales.
+
+        Raises:
+            ValueError: the function was not loaded with trainable=True, or a scale is not positive.
+        """
+        source = self._source
+        checks.require(source is not None, "onnx", "convert", "a function loaded with trainable=True", repr(self))
+        assert source is not None
+        scales = {name for node in source.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
+        for name in scales & set(params):
+            positive = bool(np.all(np.asarray(params[name]) > 0))
+            checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
+        return _make_function(quantize_constants(source, params), self.inputs, self.limits)
 
     def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
         # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
@@ -141,7 +165,9 @@ class LoadedFunction:
         return np.asarray(array) if is_known else convert_to_jax(array)
 
 
-def load(model: Source, *, limits: Limits | None = None) -> tuple[LoadedFunction, dict[str, Any]]:
+def load(
+    model: Source, *, limits: Limits | None = None, trainable: bool = False
+) -> tuple[LoadedFunction, dict[str, Any]]:
     """Return an ONNX model as a pure function and its parameters: y = fn(params, *inputs).
 
     The file may be damaged or hostile: it is checked first, as by `check`, and the shapes of all values are examined
@@ -150,8 +176,11 @@ def load(model: Source, *, limits: Limits | None = None) -> tuple[LoadedFunction
     does this function, with the same formulas; then the result equals that of ONNX Runtime with all optimizations.
 
     Args:
-        model: Static. The path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
+        model: the path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
         limits: Static. What the model may take; None means Limits().
+        trainable: Static. For a model in QDQ form: whether the function is fake-quantized instead, in floats, with
+            straight-through gradients. The parameters are then floats: the dequantized weights and biases, and the
+            scales of weights and of activations. `fn.convert(params)` returns the integer function of trained ones.
 
     Returns:
         fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
@@ -178,21 +207,33 @@ def load(model: Source, *, limits: Limits | None = None) -> tuple[LoadedFunction
     Source: ONNX opsets 7 to 26; com.microsoft operators of ONNX Runtime 1.31.
     """
     limits = Limits() if limits is None else limits
+    checks.check_flag(_NAME, "trainable", trainable)
     checks.require_type(isinstance(limits, Limits), _NAME, "limits", "Limits or None", checks.describe_value(limits))
     proto = read_checked_model(model, limits)
     try:
-        return _build_function(proto, limits)
+        return _build_function(proto, limits, bool(trainable))
     except ModelError:
         raise
     except Exception as error:  # whatever a damaged model makes JAX or numpy raise
         raise ModelError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _build_function(proto: onnx.ModelProto, limits: Limits) -> tuple[LoadedFunction, dict[str, Any]]:
+def _build_function(
+    proto: onnx.ModelProto, limits: Limits, trainable: bool
+) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     graph = convert_model(proto)
     check_memory(limits, sum(array.nbytes for array in graph.constants.values()), "the constants of the model")
     _check_operators(graph)
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
+    if trainable:
+        return _make_function(make_trainable(graph), inputs, limits, graph)
+    return _make_function(graph, inputs, limits)
+
+
+def _make_function(
+    graph: Graph, inputs: tuple[Input, ...], limits: Limits, source: Graph | None = None
+) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
+    """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
     parameters = split_constants(graph)
     names = set(graph.constants)
     graph = fuse_graph(graph)
@@ -200,7 +241,7 @@ def _build_function(proto: onnx.ModelProto, limits: Limits) -> tuple[LoadedFunct
     parameters = parameters._replace(constants={**parameters.constants, **made})
     static = frozenset(find_static_names(graph) & set(graph.inputs))
     bare = dataclasses.replace(graph, constants={})
-    fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static)
+    fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, _source=source)
     _trace_declared(fn, parameters.params)
     return fn, dict(parameters.params)
 

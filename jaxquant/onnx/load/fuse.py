@@ -33,7 +33,7 @@ def fuse_graph(graph: Graph) -> Graph:
         body = None if node.body is None else fuse_graph(node.body)
         nodes.append(dataclasses.replace(node, attributes=inner, body=body))
     fuser = _Fuser(dataclasses.replace(graph, nodes=tuple(nodes)))
-    return fuser.run()
+    return fuser.apply_rules()
 
 
 class _Fuser:
@@ -45,7 +45,7 @@ class _Fuser:
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
 
-    def run(self) -> Graph:
+    def apply_rules(self) -> Graph:
         """Apply all rules, in ONNX Runtime's order."""
         self._index()
         if any(node.op in ("QuantizeLinear", "DequantizeLinear") for node in self.nodes):

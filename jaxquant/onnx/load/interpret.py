@@ -32,7 +32,7 @@ class Run:
     def run_graph(self, graph: Graph, values: Mapping[str, Any]) -> list[Any]:
         """Return the outputs of a graph; `values` has its inputs and all that it reads from outside."""
         values = {**graph.constants, **values}
-        ends = find_last_uses(graph)
+        ends, before = find_last_uses(graph), self.live
         for node in graph.nodes:
             outputs = self._run_node(node, values)
             for name, value in zip(node.outputs, outputs, strict=False):
@@ -45,6 +45,8 @@ class Run:
         missing = [name for name in graph.outputs if name not in values]
         if missing:
             raise ModelError(f"expected the outputs {missing} to be the results of nodes")
+        # The outputs of a subgraph are counted as those of the node that runs it.
+        self.live = before
         return [values[name] for name in graph.outputs]
 
     def _run_node(self, node: Node, values: Mapping[str, Any]) -> Sequence[Any]:

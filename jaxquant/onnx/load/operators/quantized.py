@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,7 +37,7 @@ def _find_granularity(call: Any) -> dict[str, Any]:
 
 
 @register("QuantizeLinear", keeps=(1, 2))
-def quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+def apply_quantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
     """ONNX QuantizeLinear."""
     precision = _read_dtype(call, "precision")
     # ONNX Runtime divides float16 in float32.
@@ -48,7 +50,7 @@ def quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
 
 
 @register("DequantizeLinear", keeps=(1, 2))
-def dequantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+def apply_dequantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
     """ONNX DequantizeLinear."""
     scale, zero_point = read_scalar(scale), read_scalar(zero_point)
     output = _read_dtype(call, "output_dtype")
@@ -90,6 +92,31 @@ def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
     return jq.qlinear_conv(
         x, *scales, read_scalar(y_scale), read_scalar(y_point), b, **list_given(call, _CONV_ATTRIBUTES)
     )
+
+
+@register("FakeQuantize", domain="jaxquant", keeps=(2,))
+def fake_quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+    """Quantize and dequantize with a straight-through gradient: the operator of trainable graphs.
+
+    The gradient of the scale is divided by sqrt(n * qmax), where n is the number of elements that share a scale (Esser
+    et al., LSQ, arXiv 1902.08153): it sums over them, and would be far larger than that of a weight.
+    """
+    dtype = call.get("dtype")
+    scale, zero_point = read_scalar(jnp.asarray(scale)), read_scalar(zero_point)
+    most = float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
+    scale = _scale_gradient(scale, (max(x.size / scale.size, 1) * most) ** -0.5)
+    return jq.fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_find_granularity(call))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _scale_gradient(x: jax.Array, factor: float) -> jax.Array:
+    """Return x unchanged, with its gradient multiplied by a factor."""
+    return x
+
+
+@_scale_gradient.defjvp
+def _scale_gradient_jvp(factor: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[0] * factor
 
 
 @register("QuantizeBias", domain="jaxquant", keeps=(1, 2))
