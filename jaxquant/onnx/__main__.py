@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from . import Limits, ModelError, load
-from .load.describe import describe_function
 
 
 def inspect_model(arguments: argparse.Namespace) -> None:
@@ -20,7 +19,7 @@ def inspect_model(arguments: argparse.Namespace) -> None:
     for x in fn.inputs:
         print(f"input {x.name}: {x.dtype}{'' if x.shape is None else list(x.shape)}")
     print(f"outputs {', '.join(fn.outputs)}")
-    print(describe_function(fn, params))
+    print(fn.describe(params))
 
 
 def run_model(arguments: argparse.Namespace) -> None:
@@ -31,7 +30,7 @@ def run_model(arguments: argparse.Namespace) -> None:
     known = {name: inputs.pop(name) for name in list(inputs) if name in fn.static_inputs}
     outputs: Any = jax.jit(lambda p, values: fn(p, **values, **known))(params, inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    results = {name: np.asarray(y) for name, y in zip(fn.outputs, outputs, strict=True)}
+    results: dict[str, Any] = {name: np.asarray(y) for name, y in zip(fn.outputs, outputs, strict=True)}
     for name, y in results.items():
         print(f"{name}: {y.dtype}{list(y.shape)}" + (f", {y.min()} to {y.max()}" if y.size else ""))
     if arguments.outputs:

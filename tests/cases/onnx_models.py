@@ -37,7 +37,7 @@ class Builder:
 
     def draw(self, *shape: int) -> str:
         """Add an initializer of random weights."""
-        fan = int(np.prod(shape[1:])) if len(shape) > 2 else shape[0]
+        fan = int(np.prod(shape[1:] if len(shape) > 2 else shape[:1]))
         return self.hold(self.rng.normal(size=shape) / np.sqrt(max(fan, 1)))
 
     def add(self, op: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:

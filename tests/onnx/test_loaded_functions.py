@@ -111,7 +111,7 @@ def test_loop(count: int, is_known: bool, rng: np.random.Generator) -> None:
     nodes = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Mul", ["v", "s"], ["w"])]
     body = helper.make_graph(nodes, "b", inner, [info("d", TensorProto.BOOL, []), info("w", TensorProto.FLOAT, [4])])
     loop = helper.make_node("Loop", ["m", "", "x"], ["y"], body=body)
-    constants = [numpy_helper.from_array(np.float32(1.01), "s")]
+    constants = [numpy_helper.from_array(np.asarray(1.01, np.float32), "s")]
     inputs = [info("x", TensorProto.FLOAT, [4])]
     inputs += [] if is_known else [info("m", TensorProto.INT64, [])]
     constants += [numpy_helper.from_array(np.asarray(count), "m")] if is_known else []

@@ -261,11 +261,11 @@ def test_comments_explain_the_code() -> None:
 
 
 def list_prose(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers; of Python code, `floor` is removed: there it is the function."""
+    """Yield the lines of a file with their numbers; of Python code, `floor`, a function, is removed."""
     text = path.read_text()
     prose = find_docstring_lines(text) | find_comment_lines(text) if path.suffix == ".py" else None
     for number, line in enumerate(text.splitlines(), 1):
-        yield number, line if prose is None or number in prose else re.sub(r"\bfloor\b", "", line)
+        yield number, line if prose is None or number in prose else re.sub(r"\b[Ff]loor\b", "", line)
 
 
 def test_no_metaphors_of_buildings() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from ..._core import dtypes
-from .function import LoadedFunction
 from .graph import Graph, Node
+
+if TYPE_CHECKING:
+    from .function import LoadedFunction
 
 # Operators that read or write codes and whose names do not begin with QLinear.
 _QUANTIZED = (

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import onnx
+from jax.core import Tracer
 
 from ..._core import checks
 from ..errors import ModelError
@@ -97,6 +98,16 @@ class LoadedFunction:
         outputs = self._run(params, values)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    def describe(self, params: Mapping[str, Any]) -> str:
+        """Return a table of the nodes that run: which compute with codes, and the bytes of their constants.
+
+        Args:
+            params: the parameters that `load` returned.
+        """
+        from .describe import describe_function
+
+        return describe_function(self, params)
+
     def convert(self, params: Mapping[str, Any]) -> tuple[LoadedFunction, dict[str, Any]]:
         """Return the integer function, and its parameters, of a function that was loaded with trainable=True.
 
@@ -130,7 +141,7 @@ class LoadedFunction:
         known = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
         traced = {name: x for name, x in values.items() if name not in known}
         leaves = jax.tree.leaves((params, traced))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in leaves):
             return  # the trace in progress counts
         key = (tuple((x.shape, str(x.dtype)) for x in leaves), tuple((n, x.tobytes()) for n, x in known.items()))
         if key not in self._examined:
@@ -161,7 +172,7 @@ class LoadedFunction:
                 not isinstance(n, int) or n == m for n, m in zip(declared.shape, array.shape, strict=True)
             )
             checks.require(fits, "onnx", declared.name, f"shape {declared.shape}", f"shape {array.shape}")
-        is_known = declared.name in self._static and not isinstance(array, jax.core.Tracer)
+        is_known = declared.name in self._static and not isinstance(array, Tracer)
         return np.asarray(array) if is_known else convert_to_jax(array)
 
 

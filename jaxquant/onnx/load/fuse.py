@@ -87,7 +87,7 @@ class _Fuser:
 
     def find_codes_dtype(self, node: Node) -> np.dtype | None:
         """Return the dtype of the codes of a DequantizeLinear or QuantizeLinear, or None if it is unknown."""
-        point = node.inputs[2] if len(node.inputs) > 2 else ""
+        point = "".join(node.inputs[2:3])
         if point:
             return self.constants[point].dtype if point in self.constants else None
         if node.op == "QuantizeLinear":
@@ -104,9 +104,10 @@ class _Fuser:
 
     def read_affine(self, node: Node) -> tuple[str, str]:
         """Return the names of the scale and of the zero point, which is made if the node has none."""
-        if len(node.inputs) > 2 and node.inputs[2]:
-            return node.inputs[1], node.inputs[2]
-        dtype, scale = self.find_codes_dtype(node), node.inputs[1]
+        scale, point = [*node.inputs[1:3], ""][:2]
+        if point:
+            return scale, point
+        dtype = self.find_codes_dtype(node)
         name = f"{scale}/zero point of {dtype}"
         self.constants[name] = np.zeros(self.constants[scale].shape, dtype)
         self.literals.add(name)
@@ -139,7 +140,7 @@ class _Fuser:
             if sink is None or not self.is_per_tensor(sink) or self.find_codes_dtype(sink) not in _EIGHT_BITS:
                 continue
             bounds = self._find_bounds(node)
-            scale, point = (self.constants[name].reshape(()) for name in self.read_affine(sink))
+            scale, point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
             info = np.iinfo(point.dtype)
             low, high = ((float(code) - float(point)) * float(scale) for code in (info.min, info.max))
             if bounds is not None and bounds[0] - low <= _CLOSE and high - bounds[1] <= _CLOSE:

@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-import jaxquant as jq
-
 from ..._core import dtypes
+from ..._onnx_ops.dequantize_linear import dequantize_linear
+from ..._onnx_ops.quantize_linear import quantize_linear
 from ..errors import ModelError
 from .graph import Graph, Node
 
@@ -80,7 +80,7 @@ def quantize_constants(graph: Graph, params: Mapping[str, Any]) -> Graph:
             scale, point = (_read_part(constants, node, i) for i in (1, 2))
             options = {"axis": node.attributes.get("axis", 1), "block_size": node.attributes.get("block_size", 0)}
             dtype = graph.constants[codes].dtype
-            constants[codes] = np.asarray(jq.quantize_linear(value, scale, point, output_dtype=dtype, **options))
+            constants[codes] = np.asarray(quantize_linear(value, scale, point, output_dtype=dtype, **options))
     return dataclasses.replace(graph, constants=constants)
 
 
@@ -116,7 +116,7 @@ def _has_constant_codes(graph: Graph, node: Node) -> bool:
 
 def _make_fake(graph: Graph, node: Node) -> Node:
     """Return the node that quantizes and dequantizes at once."""
-    point = graph.constants.get(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] else None
+    point = graph.constants.get("".join(node.inputs[2:3]))
     dtype: Any = np.dtype(np.uint8) if point is None else point.dtype
     if node.op == "DequantizeLinear":
         dtype = graph.constants[node.inputs[0]].dtype
@@ -143,7 +143,7 @@ def _dequantize(graph: Graph, node: Node) -> np.ndarray:
     # A bias has rank 1, for which the default axis would be out of range.
     axis = 0 if codes.ndim == 1 else node.attributes.get("axis", 1)
     return np.asarray(
-        jq.dequantize_linear(codes, scale, point, axis=axis, block_size=node.attributes.get("block_size", 0))
+        dequantize_linear(codes, scale, point, axis=axis, block_size=node.attributes.get("block_size", 0))
     )
 
 

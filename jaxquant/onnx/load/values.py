@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ..errors import ModelError
 
@@ -44,14 +45,14 @@ def namespace(*values: Any) -> Any:
 
 def is_known(value: Any) -> bool:
     """Return whether the elements of a value can be read now."""
-    return value is None or isinstance(value, np.ndarray) or not isinstance(value, jax.core.Tracer)
+    return value is None or isinstance(value, np.ndarray) or not isinstance(value, Tracer)
 
 
 def read_static(value: Any, what: str) -> Any:
     """Return a value whose elements are needed now as a numpy array, and None unchanged."""
     if value is None or isinstance(value, np.ndarray):
         return value
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise UnknownValueError(
             f"{what} must be known when the function is traced: pass it as a numpy array, outside of jit"
         )

@@ -67,7 +67,7 @@ def _run_batched_scan(call: Any, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
     """Scan-8: every input has a batch dimension first."""
     if lengths is not None:
         raise ModelError("Scan-8 with sequence_lens is not supported")
-    names = dict.fromkeys(_SCAN_ATTRIBUTES)
+    names: dict[str, Any] = dict.fromkeys(_SCAN_ATTRIBUTES)
     names["scan_input_directions"] = call.get("directions")
     return jax.vmap(lambda *parts: _scan(call, call.get("body"), parts, names))(*inputs)
 
@@ -218,7 +218,7 @@ def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
         step = 1 if split is None else int(split)
         ends = list(range(step, length, step))
     else:
-        ends = list(np.cumsum(list_ints(split)))[:-1]
+        ends = [int(n) for n in np.cumsum(list_ints(split))[:-1]]
     parts = jnp.split(x, ends, axis)
     return [part.squeeze(axis) for part in parts] if split is None and not call.get("keepdims", 1) else parts
 

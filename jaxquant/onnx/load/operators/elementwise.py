@@ -17,7 +17,7 @@ from ..values import canonicalize_dtype, convert_to_jax, namespace
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
-    **{name: name.lower() for name in ("Abs", "Floor", "Ceil", "Sign", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan")},
+    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan")},
     **{name: name.lower() for name in ("Sinh", "Cosh", "Tanh", "IsNaN")},
     "Neg": "negative",
     "Asin": "arcsin",
@@ -26,6 +26,7 @@ _UNARY = {
     "Asinh": "arcsinh",
     "Acosh": "arccosh",
     "Atanh": "arctanh",
+    "Floor": "floor",
     "Not": "logical_not",
     "BitwiseNot": "invert",
     "Round": "rint",

@@ -11,8 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxquant as jq
-
+from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
+from ...._onnx_ops.matmul_integer_to_float import matmul_integer_to_float
+from ...._onnx_ops.matmul_nbits import matmul_nbits
+from ...._onnx_ops.microsoft.qlinear_add import qlinear_add
+from ...._onnx_ops.microsoft.qlinear_average_pool import qlinear_average_pool
+from ...._onnx_ops.microsoft.qlinear_concat import qlinear_concat
+from ...._onnx_ops.microsoft.qlinear_global_average_pool import qlinear_global_average_pool
+from ...._onnx_ops.microsoft.qlinear_leaky_relu import qlinear_leaky_relu
+from ...._onnx_ops.microsoft.qlinear_mul import qlinear_mul
+from ...._onnx_ops.microsoft.qlinear_reduce_mean import qlinear_reduce_mean
+from ...._onnx_ops.microsoft.qlinear_sigmoid import qlinear_sigmoid
+from ...._onnx_ops.microsoft.qlinear_softmax import qlinear_softmax
+from ...._onnx_ops.microsoft.qlinear_where import qlinear_where
+from ...._onnx_ops.qlinear_matmul import qlinear_matmul
 from ..registry import OPERATORS, register
 from . import quantized
 from .activations import apply_activation
@@ -25,15 +37,15 @@ _register = functools.partial(register, domain=_DOMAIN)
 _POOL_ATTRIBUTES = ("kernel_shape", "auto_pad", "ceil_mode", "channels_last", "count_include_pad", "pads", "strides")
 # For each operator: the function, its attributes, and the inputs that are codes and not scales or zero points.
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[int, ...]]] = {
-    "QLinearAdd": (jq.qlinear_add, (), (0, 3)),
-    "QLinearMul": (jq.qlinear_mul, (), (0, 3)),
-    "QLinearAveragePool": (jq.qlinear_average_pool, _POOL_ATTRIBUTES, (0,)),
-    "QLinearGlobalAveragePool": (jq.qlinear_global_average_pool, ("channels_last",), (0,)),
-    "QLinearReduceMean": (jq.qlinear_reduce_mean, ("axes", "keepdims"), (0,)),
-    "QLinearWhere": (jq.qlinear_where, (), (0, 1, 4)),
-    "QLinearSigmoid": (jq.qlinear_sigmoid, (), (0,)),
-    "QLinearLeakyRelu": (jq.qlinear_leaky_relu, ("alpha",), (0,)),
-    "QLinearSoftmax": (jq.qlinear_softmax, ("axis", "opset"), (0,)),
+    "QLinearAdd": (qlinear_add, (), (0, 3)),
+    "QLinearMul": (qlinear_mul, (), (0, 3)),
+    "QLinearAveragePool": (qlinear_average_pool, _POOL_ATTRIBUTES, (0,)),
+    "QLinearGlobalAveragePool": (qlinear_global_average_pool, ("channels_last",), (0,)),
+    "QLinearReduceMean": (qlinear_reduce_mean, ("axes", "keepdims"), (0,)),
+    "QLinearWhere": (qlinear_where, (), (0, 1, 4)),
+    "QLinearSigmoid": (qlinear_sigmoid, (), (0,)),
+    "QLinearLeakyRelu": (qlinear_leaky_relu, ("alpha",), (0,)),
+    "QLinearSoftmax": (qlinear_softmax, ("axis", "opset"), (0,)),
 }
 _FLAGS = ("ceil_mode", "channels_last", "count_include_pad", "keepdims")
 
@@ -63,20 +75,20 @@ assert quantized  # its import fills the table
 def concatenate_codes(call: Any, scale: Any, zero_point: Any, *inputs: Any) -> Any:
     """ONNX Runtime's QLinearConcat."""
     parts = [x if i % 3 == 0 else read_scalar(x) for i, x in enumerate(inputs)]
-    return jq.qlinear_concat(read_scalar(scale), read_scalar(zero_point), *parts, axis=call.get("axis"))
+    return qlinear_concat(read_scalar(scale), read_scalar(zero_point), *parts, axis=call.get("axis"))
 
 
 @_register("MatMulIntegerToFloat", keeps=(2, 3, 4, 5))
 def multiply_codes_to_float(call: Any, a: Any, b: Any, *inputs: Any) -> Any:
     """ONNX Runtime's MatMulIntegerToFloat."""
     scales = [read_scalar(x) for x in inputs[:4]]
-    return jq.matmul_integer_to_float(a, b, *scales, *inputs[4:])
+    return matmul_integer_to_float(a, b, *scales, *inputs[4:])
 
 
 @_register("DynamicQuantizeMatMul", keeps=(2, 3))
 def quantize_and_multiply(call: Any, a: Any, b: Any, scale: Any, zero_point: Any = None, bias: Any = None) -> Any:
     """ONNX Runtime's DynamicQuantizeMatMul."""
-    return jq.dynamic_quantize_matmul(a, b, read_scalar(scale), read_scalar(zero_point), bias)
+    return dynamic_quantize_matmul(a, b, read_scalar(scale), read_scalar(zero_point), bias)
 
 
 @_register("QGemm", keeps=(1, 2, 4, 5, 7, 8))
@@ -92,7 +104,7 @@ def multiply_general_codes(call: Any, a: Any, a_scale: Any, a_point: Any, b: Any
     if y_scale is not None and y_point is None:
         y_point = make_zero(a.dtype)
     bias = None if c is None else jnp.broadcast_to(c.reshape(-1), (b.shape[-1],))
-    return jq.qlinear_matmul(
+    return qlinear_matmul(
         a, a_scale, a_point, b, read_scalar(b_scale), b_point, read_scalar(y_scale), read_scalar(y_point), bias
     )
 
@@ -104,7 +116,7 @@ def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any
     if order is not None:
         raise ValueError("MatMulNBits with g_idx is not supported")
     attributes = {name: call.get(name) for name in ("K", "N", "block_size")}
-    return jq.matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
+    return matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
 
 
 @_register("FusedMatMul", "TransposeMatMul")

@@ -9,8 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxquant as jq
-
+from ...._codes.bias import quantize_bias
+from ...._onnx_ops.conv_integer import conv_integer
+from ...._onnx_ops.dequantize_linear import dequantize_linear
+from ...._onnx_ops.dynamic_quantize_linear import dynamic_quantize_linear
+from ...._onnx_ops.matmul_integer import matmul_integer
+from ...._onnx_ops.qlinear_conv import qlinear_conv
+from ...._onnx_ops.qlinear_matmul import qlinear_matmul
+from ...._onnx_ops.quantize_linear import quantize_linear
+from ...._training.fake_quantize_linear import fake_quantize_linear
 from ..registry import register
 from ..tensors import find_onnx_dtype
 
@@ -43,7 +50,7 @@ def apply_quantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None)
     # ONNX Runtime divides float16 in float32.
     precision = jnp.float32 if precision is None and x.dtype == jnp.float16 else precision
     scale, zero_point = read_scalar(scale), read_scalar(zero_point)
-    return jq.quantize_linear(
+    return quantize_linear(
         x, scale, zero_point, output_dtype=_read_dtype(call, "output_dtype") if zero_point is None else None,
         saturate=bool(call.get("saturate", 1)), precision=precision, **_find_granularity(call),
     )  # fmt: skip
@@ -54,33 +61,33 @@ def apply_dequantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = Non
     """ONNX DequantizeLinear."""
     scale, zero_point = read_scalar(scale), read_scalar(zero_point)
     output = _read_dtype(call, "output_dtype")
-    return jq.dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
+    return dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
 
 
 @register("DynamicQuantizeLinear")
 def quantize_dynamically(call: Any, x: Any) -> Any:
     """ONNX DynamicQuantizeLinear."""
-    return tuple(jq.dynamic_quantize_linear(x))
+    return tuple(dynamic_quantize_linear(x))
 
 
 @register("MatMulInteger", keeps=(2, 3))
 def multiply_codes(call: Any, a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
     """ONNX MatMulInteger."""
-    return jq.matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
+    return matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
 
 
 @register("ConvInteger", keeps=(2, 3))
 def convolve_codes(call: Any, x: Any, w: Any, x_zero_point: Any = None, w_zero_point: Any = None) -> Any:
     """ONNX ConvInteger."""
     points = read_scalar(x_zero_point), read_scalar(w_zero_point)
-    return jq.conv_integer(x, w, *points, **list_given(call, _CONV_ATTRIBUTES))
+    return conv_integer(x, w, *points, **list_given(call, _CONV_ATTRIBUTES))
 
 
 @register("QLinearMatMul", keeps=(1, 2, 4, 5, 6, 7))
 def multiply_and_requantize(call: Any, a: Any, *inputs: Any) -> Any:
     """ONNX QLinearMatMul."""
     a_scale, a_point, b, *rest = inputs
-    return jq.qlinear_matmul(a, read_scalar(a_scale), read_scalar(a_point), b, *map(read_scalar, rest))
+    return qlinear_matmul(a, read_scalar(a_scale), read_scalar(a_point), b, *map(read_scalar, rest))
 
 
 @register("QLinearConv", keeps=(1, 2, 4, 5, 6, 7))
@@ -89,9 +96,7 @@ def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
     x_scale, x_point, w, w_scale, w_point, y_scale, y_point, *bias = inputs
     scales = read_scalar(x_scale), read_scalar(x_point), w, read_scalar(w_scale), read_scalar(w_point)
     b = bias[0] if bias else None
-    return jq.qlinear_conv(
-        x, *scales, read_scalar(y_scale), read_scalar(y_point), b, **list_given(call, _CONV_ATTRIBUTES)
-    )
+    return qlinear_conv(x, *scales, read_scalar(y_scale), read_scalar(y_point), b, **list_given(call, _CONV_ATTRIBUTES))
 
 
 @register("FakeQuantize", domain="jaxquant", keeps=(2,))
@@ -105,7 +110,7 @@ def fake_quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
     scale, zero_point = read_scalar(jnp.asarray(scale)), read_scalar(zero_point)
     most = float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
     scale = _scale_gradient(scale, (max(x.size / scale.size, 1) * most) ** -0.5)
-    return jq.fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_find_granularity(call))
+    return fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_find_granularity(call))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -122,7 +127,7 @@ def _scale_gradient_jvp(factor: float, primals: Any, tangents: Any) -> tuple[jax
 @register("QuantizeBias", domain="jaxquant", keeps=(1, 2))
 def quantize_float_bias(call: Any, bias: Any, x_scale: Any, w_scale: Any) -> Any:
     """Quantize a float bias in steps of the accumulator, as ONNX Runtime does when it fuses a Conv or Gemm."""
-    return jq.quantize_bias(bias.reshape(-1), read_scalar(x_scale), read_scalar(w_scale))
+    return quantize_bias(bias.reshape(-1), read_scalar(x_scale), read_scalar(w_scale))
 
 
 def make_zero(dtype: Any) -> np.ndarray:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import jaxquant as jq
-
+from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
 from ..registry import register
 from .activations import apply_activation
 from .quantized import read_scalar
@@ -159,7 +158,7 @@ def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
         return None if part is None else read_scalar(part[d])
 
     def multiply(values: Any, weights: Any, scale: Any, point: Any, d: int) -> Any:
-        return jq.dynamic_quantize_matmul(values, weights[d], pick(scale, d), pick(point, d))
+        return dynamic_quantize_matmul(values, weights[d], pick(scale, d), pick(point, d))
 
     # All gates of the input at once: its range is that of the whole sequence.
     gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
