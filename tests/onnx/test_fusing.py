@@ -199,6 +199,7 @@ def load_and_run(model: Any, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     return y, sorted(node.op for node in fn.graph.nodes if node.op.startswith(QUANTIZED))
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 @pytest.mark.parametrize("name", list(PATTERNS))
 def test_pattern_equals_the_runtime(name: str, dtype: Any, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:

@@ -102,6 +102,7 @@ def test_a_shape_that_is_an_input_must_be_known() -> None:
         jax.jit(fn)(params, values, target)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [3, 300])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_loop(count: int, is_known: bool, rng: np.random.Generator) -> None:
@@ -124,6 +125,7 @@ def test_loop(count: int, is_known: bool, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(y, run_runtime(model, feeds)[0], rtol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
 def test_dynamic_quantize_lstm(direction: str, rng: np.random.Generator) -> None:
     count, size, hidden = 2 if direction == "bidirectional" else 1, 6, 8
@@ -152,6 +154,7 @@ def _draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("op", "shapes", "attributes"),
     [

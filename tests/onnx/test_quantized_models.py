@@ -16,6 +16,7 @@ from ..cases.onnx_models import MODELS, quantize_model, run_runtime
 EXACT = {*((network, kind) for network in ("mlp", "cnn") for kind in ("qdq", "int8", "operators")), ("mlp", "dynamic")}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("per_channel", [False, True], ids=["tensor", "channel"])
 @pytest.mark.parametrize("kind", ["qdq", "int8", "operators", "dynamic", "nbits"])
 @pytest.mark.parametrize("network", list(MODELS))

@@ -14,7 +14,7 @@ from jaxquant import onnx as jqonnx
 from ..cases.onnx_models import MODELS, quantize_model, run_runtime
 
 
-@pytest.mark.parametrize("network", ["mlp", "cnn"])
+@pytest.mark.parametrize("network", ["mlp", pytest.param("cnn", marks=pytest.mark.full)])
 def test_training_lowers_a_loss_and_converts(network: str, rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     make, shape = MODELS[network]
     batches = [rng.normal(size=shape).astype(np.float32) for _ in range(3)]
