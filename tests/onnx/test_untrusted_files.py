@@ -17,7 +17,7 @@ from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import make_cnn, make_mlp
 
-SMALL = jqonnx.Limits(memory_bytes=2**26, file_bytes=2**20, nodes=1000, iterations=1000)
+SMALL = jqonnx.Limits(memory_bytes=2**26, file_bytes=2**22, nodes=1000, iterations=1000)
 
 
 def make_model(
@@ -106,7 +106,7 @@ ATTACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown opset": (lambda: onnx.ModelProto.FromString(_with_opset(999)), "opset 7"),
     "recursive function": (lambda: make_functions(2, "F1"), "calls itself"),
     "functions in functions": (lambda: make_functions(40), "Limits.nodes"),
-    "infinite loop": (lambda: make_loop(None), "Limits.iterations"),
+    "infinite loop": (lambda: make_loop(None), "Limits.nodes"),
     "long loop": (lambda: make_loop(2**50), "Limits.iterations"),
     "doubled input": (lambda: make_doubling(45, False), "Limits.memory_bytes"),
     "doubled constant": (lambda: make_doubling(45, True), "Limits.memory_bytes"),
@@ -118,6 +118,13 @@ ATTACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "endless range": (lambda: make_shape("Range", 0, HUGE, 0, data=False), "node 0"),
     "one-hot": (lambda: make_shape("OneHot", HUGE, np.array([0.0, 1.0])), "Limits.memory_bytes"),
     "resize": (lambda: _resize_hugely(), "Limits.memory_bytes"),
+    "large kernel": (lambda: make_pool("AveragePool", 1, 2**40, count_include_pad=1), "Limits.memory_bytes"),
+    "large kernel with indices": (lambda: make_pool("MaxPool", 2, 2**13), "at most 4096 elements"),
+    "long resize": (lambda: _resize_hugely(2**15), "Limits.memory_bytes"),
+    "wide attention": (lambda: make_attention(2**13), "Limits.memory_bytes"),
+    "constants in functions": (lambda: make_constants(200), "Limits.memory_bytes"),
+    "loop that counts": (lambda: make_counter(), "Limits.nodes"),
+    "long shape": (lambda: make_shape("Reshape", np.ones(2**17, np.int64)), "at most 65536"),
     "negative shape": (lambda: make_shape("ConstantOfShape", [-5], data=False), "node 0"),
     "reshape": (lambda: make_shape("Reshape", [3, -1]), "node 0"),
     "axis": (lambda: make_model([node("Softmax", ["x"], ["y"], axis=7)]), "node 0"),
@@ -130,8 +137,45 @@ def _with_opset(version: int) -> bytes:
     return model.SerializeToString()
 
 
-def _resize_hugely() -> onnx.ModelProto:
-    return make_model([node("Resize", ["x", "", "s"], ["y"], mode="linear")], {"s": np.array([1e9, 1e9], np.float32)})
+def _resize_hugely(length: float = 1e9) -> onnx.ModelProto:
+    scales = np.array([length, length], np.float32)
+    return make_model([node("Resize", ["x", "", "s"], ["y"], mode="linear")], {"s": scales})
+
+
+def make_pool(op: str, outputs: int, kernel: int, **attributes: Any) -> onnx.ModelProto:
+    """Return a model with a pool whose kernel is in the padding."""
+    names = ["p", "i"][:outputs]
+    pool = node(op, ["r"], names, kernel_shape=[kernel], pads=[kernel, kernel], **attributes)
+    reads = [node("Cast", [names[-1]], ["y"], to=TensorProto.FLOAT)]
+    return make_model([node("Reshape", ["x", "s"], ["r"]), pool, *reads], {"s": np.array([1, 1, 4])})
+
+
+def make_attention(length: int) -> onnx.ModelProto:
+    """Return a model whose products of queries and keys take far more than its inputs."""
+    attend = node("Attention", ["x", "x", "x"], ["y"], q_num_heads=1, kv_num_heads=1)
+    model = make_model([attend], shape=(1, length, 1))
+    model.opset_import[0].version = 23
+    return model
+
+
+def make_constants(calls: int) -> onnx.ModelProto:
+    """Return a model that calls a function with a constant of 400 KB again and again."""
+    constant = node("Constant", [], ["w"], value=numpy_helper.from_array(np.zeros(10**5, np.float32)))
+    body = [constant, node("ReduceSum", ["w"], ["s"]), node("Add", ["a", "s"], ["b"])]
+    function = helper.make_function("f", "F", ["a"], ["b"], body, [helper.make_opsetid("", 21)])
+    names = ["x", *(f"t{i}" for i in range(calls - 1)), "y"]
+    return make_model([node("F", [names[i]], [names[i + 1]], domain="f") for i in range(calls)], functions=[function])
+
+
+def make_counter() -> onnx.ModelProto:
+    """Return a model with a Loop that ends by a condition that it computes, after 10**5 iterations."""
+    info = helper.make_tensor_value_info
+    inner = [info("i", TensorProto.INT64, []), info("c", TensorProto.BOOL, []), info("v", TensorProto.FLOAT, [2, 2])]
+    nodes = [node("Less", ["i", "most"], ["d"]), node("Relu", ["v"], ["w"])]
+    results = [info("d", TensorProto.BOOL, []), info("w", TensorProto.FLOAT, [2, 2])]
+    body = helper.make_graph(nodes, "body", inner, results)
+    loop = node("Loop", ["", "t", "x"], ["y"], body=body)
+    return make_model([loop], {"t": np.asarray(True), "most": np.asarray(10**5)})
 
 
 @pytest.mark.parametrize("name", list(ATTACKS))

@@ -18,7 +18,7 @@ from .check_file import read_checked_model
 from .fuse import fuse_graph
 from .graph import Graph, convert_model
 from .interpret import Run, find_static_names
-from .limits import Limits, check_memory
+from .limits import Limits
 from .parameters import Parameters, split_constants, spread_parameters
 from .read_file import Source
 from .registry import find_operator
@@ -232,8 +232,7 @@ def load(
 def _build_function(
     proto: onnx.ModelProto, limits: Limits, trainable: bool
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
-    graph = convert_model(proto)
-    check_memory(limits, sum(array.nbytes for array in graph.constants.values()), "the constants of the model")
+    graph = convert_model(proto, limits)
     _check_operators(graph)
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
     if trainable:

@@ -11,10 +11,10 @@ import onnx
 
 from ..errors import ModelError
 from .check_file import find_function_key, list_opsets
+from .limits import Limits, check_memory
 from .tensors import read_tensor
 
 _KIND = onnx.AttributeProto
-_OWN_DOMAINS = ("", "com.microsoft", "jaxquant")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,10 +74,10 @@ class Graph:
         yield from (name for name in self.outputs if name not in own)
 
 
-def convert_model(model: onnx.ModelProto) -> Graph:
+def convert_model(model: onnx.ModelProto, limits: Limits) -> Graph:
     """Return the main graph of a checked model."""
     functions = {find_function_key(function): function for function in model.functions}
-    return _Converter(functions, list_opsets(model.opset_import), {}).convert_graph(model.graph)
+    return _Converter(functions, list_opsets(model.opset_import), {}, _Reader(limits)).convert_graph(model.graph)
 
 
 def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ...]:
@@ -90,6 +90,20 @@ def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ..
     return tuple(reversed(kept))
 
 
+class _Reader:
+    """The arrays of tensors, counted: a function makes those of its body anew for each call."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._total = limits, 0
+
+    def read(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """Return the array of a tensor; raise if all together take more memory than the limits allow."""
+        array = read_tensor(tensor)
+        self._total += array.nbytes
+        check_memory(self._limits, self._total, "the constants of the model")
+        return array
+
+
 @dataclasses.dataclass(frozen=True)
 class _Converter:
     """The conversion of the nodes of one scope: the model, or one call of a function.
@@ -98,16 +112,18 @@ class _Converter:
         functions: the functions of the model.
         opsets: the versions of the domains in this scope.
         arguments: the attributes of the call, for references to them.
+        reader: what reads tensors.
     """
 
     functions: Mapping[tuple[str, str, str], onnx.FunctionProto]
     opsets: Mapping[str, int]
     arguments: Mapping[str, Any]
+    reader: _Reader
 
     def convert_graph(self, graph: onnx.GraphProto) -> Graph:
         if graph.sparse_initializer:
             raise ModelError("sparse initializers are not supported")
-        constants = {tensor.name: read_tensor(tensor) for tensor in graph.initializer}
+        constants = {tensor.name: self.reader.read(tensor) for tensor in graph.initializer}
         inputs = tuple(value.name for value in graph.input if value.name not in constants)
         return self._collect(inputs, tuple(value.name for value in graph.output), constants, graph.node)
 
@@ -144,7 +160,7 @@ class _Converter:
 
     def _convert_call(self, function: onnx.FunctionProto, arguments: Mapping[str, Any]) -> Graph:
         """Return the body of a function with the attributes of a call in it."""
-        converter = _Converter(self.functions, list_opsets(function.opset_import), {})
+        converter = _Converter(self.functions, list_opsets(function.opset_import), {}, self.reader)
         defaults = {a.name: converter._convert_attribute(a, function.name) for a in function.attribute_proto}
         converter = dataclasses.replace(converter, arguments={**defaults, **arguments})
         return converter._collect(tuple(function.input), tuple(function.output), {}, function.node)
@@ -152,7 +168,8 @@ class _Converter:
     def _convert_attribute(self, attribute: onnx.AttributeProto, label: str) -> Any:
         kind = attribute.type
         if kind == _KIND.TENSOR:
-            return _read_attribute_tensor(attribute.t)
+            # No supported operator reads strings.
+            return None if attribute.t.data_type == onnx.TensorProto.STRING else self.reader.read(attribute.t)
         if kind == _KIND.GRAPH:
             return self.convert_graph(attribute.g)
         if kind in (_KIND.FLOAT, _KIND.INT):
@@ -166,11 +183,6 @@ class _Converter:
         if kind == _KIND.TYPE_PROTO:
             return attribute.tp
         raise ModelError(f"{label}: attribute {attribute.name!r} has a kind that is not supported: {kind}")
-
-
-def _read_attribute_tensor(tensor: onnx.TensorProto) -> np.ndarray | None:
-    """Return the array of a tensor, or None for one of strings, which no supported operator reads."""
-    return None if tensor.data_type == onnx.TensorProto.STRING else read_tensor(tensor)
 
 
 def _read_constant(node: Node) -> np.ndarray:

@@ -24,16 +24,21 @@ class Run:
     Attributes:
         limits: what the execution may take.
         live: the bytes of the values that are alive.
+        count: how many nodes have run, those of a loop that is written out once for each iteration.
     """
 
     limits: Limits
     live: int = 0
+    count: int = 0
 
     def run_graph(self, graph: Graph, values: Mapping[str, Any]) -> list[Any]:
         """Return the outputs of a graph; `values` has its inputs and all that it reads from outside."""
         values = {**graph.constants, **values}
         ends, before = find_last_uses(graph), self.live
         for node in graph.nodes:
+            self.count += 1
+            if self.count > self.limits.nodes:
+                raise ModelError(f"{node.label}: loops are written out to more than Limits.nodes = {self.limits.nodes}")
             outputs = self._run_node(node, values)
             for name, value in zip(node.outputs, outputs, strict=False):
                 if name:

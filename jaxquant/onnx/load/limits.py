@@ -21,7 +21,8 @@ class Limits:
         file_bytes: the bytes of the file, and those of all its external data.
         memory_bytes: the bytes of all initializers, and of all values that are alive at the same time when the function
             runs, as far as shapes tell.
-        nodes: the nodes of the graph, with those of its subgraphs, and those of functions once for each call.
+        nodes: the nodes of the graph, with those of its subgraphs, those of functions once for each call, and those of
+            loops that are written out once for each iteration.
         iterations: the iterations of one Loop.
 
     Example:

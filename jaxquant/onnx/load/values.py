@@ -11,6 +11,8 @@ from jax.core import Tracer
 
 from ..errors import ModelError
 
+# A tuple of Python ints takes many times the memory of an array.
+_MOST_INTS = 2**16
 _NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -61,6 +63,8 @@ def read_static(value: Any, what: str) -> Any:
 
 def list_ints(value: Any) -> tuple[int, ...]:
     """Return the elements of an attribute or of a known array as ints."""
+    if np.size(value) > _MOST_INTS:
+        raise ModelError(f"expected at most {_MOST_INTS} numbers for a shape or for axes, got {np.size(value)}")
     return tuple(int(n) for n in np.asarray(value).reshape(-1))
 
 

@@ -36,6 +36,7 @@ def attend(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
     v = v if past_v is None else jnp.concatenate([past_v, v], axis=2)
     scale = call.get("scale")
     root = np.asarray(math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)).astype(q.dtype)
+    call.reserve((*q.shape[:3], k.shape[2]), q.dtype)
     repeats = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=1) for x in (k, v))
     products = jnp.einsum("bhqd,bhkd->bhqk", q * root, wide_k * root, precision=_HIGHEST)

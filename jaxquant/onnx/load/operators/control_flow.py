@@ -216,6 +216,8 @@ def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
     length = x.shape[axis]
     if split is None or split.ndim == 0:
         step = 1 if split is None else int(split)
+        if step <= 0 or length // step > call.run.limits.nodes:
+            raise ModelError(f"expected at most Limits.nodes = {call.run.limits.nodes} parts, got {length} by {step}")
         ends = list(range(step, length, step))
     else:
         ends = [int(n) for n in np.cumsum(list_ints(split))[:-1]]

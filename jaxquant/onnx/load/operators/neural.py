@@ -105,7 +105,7 @@ def pool_largest(call: Any, x: Any) -> Any:
     places = np.arange(math.prod(lengths), dtype=np.int32)
     places = places.reshape(lengths[::-1]).T if call.get("storage_order", 0) else places.reshape(lengths)
     index = jnp.asarray(np.broadcast_to(places, (1, 1, *lengths)))
-    values, positions = list_window_elements(x, windows, least), list_window_elements(index, windows, -1)
+    values, positions = (list_window_elements(call, v, windows, w) for v, w in ((x, least), (index, -1)))
     best, best_index = values[0], jnp.broadcast_to(positions[0], values[0].shape)
     for value, position in zip(values[1:], positions[1:], strict=True):
         is_better = (value > best) | ((best_index < 0) & (position >= 0))
@@ -119,7 +119,7 @@ def pool_average(call: Any, x: Any) -> Any:
     """ONNX AveragePool."""
     windows = find_windows(call, x.shape[2:])
     total = reduce_windows(x, windows, np.zeros((), x.dtype), lax.add)
-    counts = count_elements(windows, x.shape[2:], bool(call.get("count_include_pad", 0)))
+    counts = count_elements(call, windows, x.shape[2:], bool(call.get("count_include_pad", 0)))
     return (total / counts.astype(x.dtype)).astype(x.dtype)
 
 

@@ -11,8 +11,10 @@ from jax import lax
 
 from ..registry import register
 from ..values import list_ints, normalize_axis
+from .windows import check_kernel
 
 _HIGHEST = lax.Precision.HIGHEST
+_MOST_DENSE = 2**20
 
 
 @register("Upsample", static=(1,))
@@ -106,6 +108,7 @@ def _resample(
     alpha = call.get("cubic_coeff_a", -0.75)
     half = 1 if kind == "linear" else 2
     first = int(np.floor(-half / reach)) + 1
+    call.reserve([length, 2 - 2 * first], np.float64)
     offsets = np.arange(first, 2 - first)
     distance = np.abs((offsets[None, :] - ratio[:, None]) * reach)
     weights = np.clip(1 - distance, 0, 1) if kind == "linear" else _find_cubic_weights(distance, alpha)
@@ -114,7 +117,13 @@ def _resample(
         weights = np.where((index >= 0) & (index < old), weights, 0)
     if call.get("exclude_outside", 0) or reach != 1:
         weights = weights / weights.sum(axis=1, keepdims=True)
-    # A dense matrix: few rows, and a product is faster than a gather of strided elements.
+    if length * old > _MOST_DENSE:
+        check_kernel((len(offsets),))
+        shape = [1] * x.ndim
+        shape[axis] = length
+        parts = zip(np.clip(index, 0, old - 1).T, weights.astype(np.float32).T, strict=True)
+        return sum(jnp.take(x, i, axis=axis) * w.reshape(shape).astype(x.dtype) for i, w in parts)
+    # A product with a matrix is faster than a gather of strided elements, as long as the matrix is small.
     matrix = np.zeros((length, old))
     np.add.at(matrix, (np.arange(length)[:, None], np.clip(index, 0, old - 1)), weights)
     moved = jnp.tensordot(x, jnp.asarray(matrix, x.dtype), axes=((axis,), (1,)), precision=_HIGHEST)
@@ -156,6 +165,7 @@ def make_affine_grid(call: Any, theta: Any, size: Any) -> Any:
 def sample_grid(call: Any, x: Any, grid: Any) -> Any:
     """ONNX GridSample."""
     lengths, is_aligned = x.shape[2:], bool(call.get("align_corners", 0))
+    check_kernel((4,) * len(lengths))
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(call.get("mode", "linear"), call.get("mode", "linear"))
     padding = call.get("padding_mode", "zeros")
     terms = []  # for each spatial dimension: indices and weights of the neighbors

@@ -90,7 +90,7 @@ def split(call: Any, x: Any, split: Any = None) -> Any:
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     lengths = call.get("split") if split is None else split
     if lengths is None:
-        count = call.get("num_outputs", len(call.node.outputs))
+        count = len(call.node.outputs)
         step = -(-x.shape[axis] // count)
         lengths = [min(step, max(x.shape[axis] - i * step, 0)) for i in range(count)]
     lengths = list_ints(lengths)

@@ -11,6 +11,7 @@ import numpy as np
 from ..registry import register
 from ..tensors import find_onnx_dtype
 from ..values import canonicalize_dtype, list_ints, normalize_axis
+from .windows import check_kernel
 
 # The coefficients of the cosines of each window function.
 _WINDOWS = {
@@ -93,6 +94,7 @@ def find_determinant(call: Any, x: Any) -> Any:
 def add_columns(call: Any, x: Any, image: Any, block: Any) -> Any:
     """ONNX Col2Im: the sum of overlapping blocks."""
     lengths, kernel = list_ints(image), list_ints(block)
+    check_kernel(kernel)
     rank = len(lengths)
     strides, dilations = (tuple(call.get(name) or (1,) * rank) for name in ("strides", "dilations"))
     pads = tuple(call.get("pads") or (0,) * (2 * rank))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from ...errors import ModelError
+
+# Of a kernel, where each element becomes an operation.
+_MOST_ELEMENTS = 4096
 
 
 class Windows(NamedTuple):
@@ -80,9 +86,11 @@ def reduce_windows(x: Any, windows: Windows, initial: Any, combine: Any) -> Any:
     return y[(slice(None), slice(None), *(slice(n) for n in windows.positions))]
 
 
-def list_window_elements(x: Any, windows: Windows, filler: Any) -> list[Any]:
+def list_window_elements(call: Any, x: Any, windows: Windows, filler: Any) -> list[Any]:
     """Return for each element of the kernel an array with its value in each window, in the order of the kernel."""
     padding = windows.find_full_padding(x.shape[2:])
+    call.reserve([*x.shape[:2], *(n + sum(pair) for n, pair in zip(x.shape[2:], padding, strict=True))], x.dtype)
+    check_kernel(windows.kernel)
     padded = jnp.pad(x, ((0, 0), (0, 0), *padding), constant_values=filler)
     parts = []
     for offset in itertools.product(*(range(k) for k in windows.kernel)):
@@ -94,11 +102,18 @@ def list_window_elements(x: Any, windows: Windows, filler: Any) -> list[Any]:
     return parts
 
 
-def count_elements(windows: Windows, lengths: tuple[int, ...], include_pad: bool) -> np.ndarray:
+def check_kernel(kernel: tuple[int, ...]) -> None:
+    """Raise if a kernel has too many elements for a program with an operation for each of them."""
+    if math.prod(kernel) > _MOST_ELEMENTS:
+        raise ModelError(f"expected a kernel of at most {_MOST_ELEMENTS} elements, got {kernel}")
+
+
+def count_elements(call: Any, windows: Windows, lengths: tuple[int, ...], include_pad: bool) -> np.ndarray:
     """Return the number of elements in each window, those of the padding included or not."""
     total = np.ones((), np.float32)
     for i, length in enumerate(lengths):
         low, high = windows.padding[i]
+        call.reserve([windows.positions[i], windows.kernel[i]], np.int64)
         starts = np.arange(windows.positions[i]) * windows.strides[i] - low
         places = starts[:, None] + np.arange(windows.kernel[i]) * windows.dilations[i]
         first, last = (-low, length + high) if include_pad else (0, length)
