@@ -105,6 +105,7 @@ def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
                 raise ModelError(f"the model has more nodes than Limits.nodes = {limits.nodes}, functions expanded")
         return total
 
+    # A function that nobody calls is checked for recursion, too: onnx's checker visits all.
     for function in model.functions:
         count(function.node, 0)
     count(model.graph.node, 0)

@@ -140,6 +140,7 @@ class LoadedFunction:
         """Trace the function once for each set of shapes before it runs, so that nothing large is allocated."""
         known = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
         traced = {name: x for name, x in values.items() if name not in known}
+        # Known inputs are part of the key: they decide about shapes.
         leaves = jax.tree.leaves((params, traced))
         if any(isinstance(x, Tracer) for x in leaves):
             return  # the trace in progress counts

@@ -54,6 +54,7 @@ class _Fuser:
                 rule()
                 self.nodes = list(select_live(self.nodes, self.graph.outputs))
                 self._index()
+        # Last, because the rules before look for Mul.
         self._round_products()
         nodes = select_live(self.nodes, self.graph.outputs)
         read = {*self.graph.outputs, *(name for node in nodes for name in node.list_reads())}

@@ -80,6 +80,7 @@ def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
         return None
     dtypes = {fuser.find_codes_dtype(source) for source in sources}
     sink = _find_result(fuser, node, fuser.find_codes_dtype(sources[0]))
+    # ONNX Runtime's kernels take operands of one dtype.
     if len(dtypes) > 1 or sink is None or any(node.outputs[1:]):
         return None
     operands = [name for source in sources for name in _describe(fuser, source)]
@@ -166,6 +167,7 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     sink = _find_result(fuser, node, left)
     if sink is not None:
         return sink, [_make_node(node, "QLinearMatMul", "", [*operands, *fuser.read_affine(sink)], sink.outputs[0], {})]
+    # A product with several readers, one of which quantizes it, stays in floats.
     if any(reader.op == "QuantizeLinear" for reader in readers):
         return None
     a, a_scale, a_point, b, b_scale, b_point = operands

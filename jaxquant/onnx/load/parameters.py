@@ -103,6 +103,7 @@ def _find_readers(graph: Graph) -> dict[str, list[tuple[Node, int]]]:
 def _is_parameter(graph: Graph, name: str, array: np.ndarray, readers: Any, static: set[str]) -> bool:
     dtype = array.dtype
     is_float = dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS)
+    # Exporters write the constants of formulas, such as 0.5, as Constant nodes.
     uses = readers[name]
     if name in graph.literals and array.size <= _MOST_SCALAR:
         return False

@@ -37,6 +37,7 @@ def attend(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
     scale = call.get("scale")
     root = np.asarray(math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)).astype(q.dtype)
     call.reserve((*q.shape[:3], k.shape[2]), q.dtype)
+    # With fewer heads of keys than of queries, neighboring queries share one.
     repeats = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x if repeats == 1 else jnp.repeat(x, repeats, axis=1) for x in (k, v))
     products = jnp.einsum("bhqd,bhkd->bhqk", q * root, wide_k * root, precision=_HIGHEST)
@@ -76,6 +77,7 @@ def _find_bias(call: Any, q: Any, k: Any, mask: Any, past: Any, lengths: Any) ->
     distance = jnp.arange(rows)[:, None] + offset - jnp.arange(columns)
     left, right = call.get("left_window_size", -1), call.get("right_window_size", -1)
     right = min(right, 0) if right >= 0 and call.get("is_causal", 0) else 0 if call.get("is_causal", 0) else right
+    # Masks are added one by one: -inf plus -inf is still -inf, and a mask of the model may hold other numbers.
     if left >= 0:
         bias = bias + jnp.where(distance <= left, zero, infinity)
     if right >= 0:
@@ -91,6 +93,7 @@ def _find_weights(call: Any, products: Any, bias: Any) -> tuple[Any, Any]:
     biased = products + bias
     precision = call.get("softmax_precision")
     wide = biased if not precision else biased.astype(canonicalize_dtype(find_onnx_dtype(precision, "Attention")))
+    # jax.nn.softmax would give NaN for a query that may attend to no key.
     top = jnp.max(wide, axis=-1, keepdims=True)
     exponentials = jnp.exp(wide - jnp.where(jnp.isneginf(top), 0, top))
     total = jnp.sum(exponentials, axis=-1, keepdims=True)

@@ -81,6 +81,7 @@ def run_loop(call: Any, count: Any, condition: Any, *states: Any) -> Any:
     if isinstance(trips, int) and trips > limit and condition is None:
         raise ModelError(f"a Loop of {trips} iterations, more than Limits.iterations = {limit}")
     is_fixed = _keeps_condition(body) and (condition is None or (is_known(condition) and bool(np.all(condition))))
+    # A short loop is written out: its shapes may change from one iteration to the next.
     if isinstance(trips, int) and is_fixed and trips > _MOST_UNROLLED:
         return _loop_by_scan(call, body, trips, states)
     is_readable = (trips is None or isinstance(trips, int)) and (condition is None or is_known(condition))
@@ -107,6 +108,7 @@ def _loop_in_python(
     while is_active and (trips is None or step < trips):
         if step >= limit:
             raise ModelError(f"a Loop of more than Limits.iterations = {limit} iterations")
+        # The body runs only if the condition holds.
         flag = np.asarray(True)
         result, *outputs = call.run_subgraph(body, [np.asarray(step, np.int64), flag, *carried])
         carried, extra = outputs[: len(states)], outputs[len(states) :]

@@ -105,6 +105,7 @@ def divide(call: Any, a: Any, b: Any) -> Any:
         return xp.divide(a, b).astype(a.dtype)
     if xp is jnp:
         return lax.div(a, b)
+    # The quotient that numpy rounds down is one too small where the signs differ and a remainder is left.
     quotient = np.floor_divide(a, np.where(b == 0, np.ones_like(b), b))
     return (quotient + ((quotient * b != a) & ((a < 0) != (b < 0)))).astype(a.dtype)
 
@@ -126,6 +127,7 @@ def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
         base = base.astype(exponent.dtype)
     elif base.dtype != exponent.dtype:
         exponent = exponent.astype(base.dtype)
+    # numpy raises for integers with negative exponents.
     if xp is np and base.dtype.kind in "iu":
         exponent = np.maximum(exponent, np.zeros_like(exponent))
     return xp.power(base, exponent).astype(dtype)
@@ -202,6 +204,7 @@ def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
         return x
     if namespace(x) is np and dtype.kind in _NUMPY_KINDS and x.dtype.kind in _NUMPY_KINDS:
         return x != 0 if dtype == np.bool_ else x.astype(dtype)
+    # numpy's conversions to small floats know nothing of ONNX's saturation.
     x, dtype = convert_to_jax(x), canonicalize_dtype(dtype)
     if x.dtype in (*dtypes.SMALL_FLOATS, dtypes.E8M0):
         x = x.astype(jnp.float32)

@@ -74,6 +74,7 @@ def gather_nd(call: Any, x: Any, indices: Any) -> Any:
     if batch == 0:
         return x[index]
     rest = indices.ndim - 1 - batch
+    # Indices of the batch dimensions that broadcast against those of the model.
     grids = np.ix_(*(np.arange(n) for n in x.shape[:batch]))
     grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in grids]
     return x[(*grids, *index)]
@@ -138,6 +139,7 @@ def find_largest(call: Any, x: Any, k: Any = None) -> Any:
     count = int(call.get("k") if k is None else np.asarray(k).reshape(-1)[0])
     if not 0 <= count <= x.shape[axis]:
         raise ModelError(f"expected k in [0, {x.shape[axis]}], got {count}")
+    # lax.top_k has no largest=0, and no axis.
     order = jnp.argsort(x, axis=axis, stable=True, descending=bool(call.get("largest", 1)))
     index = jnp.take(order, np.arange(count), axis=axis)
     return jnp.take_along_axis(x, index, axis), index

@@ -28,6 +28,7 @@ def multiply_general(call: Any, a: Any, b: Any, c: Any = None) -> Any:
     a = a.T if call.get("transA", 0) else a
     b = b.T if call.get("transB", 0) else b
     alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
+    # A product by 1 would cost a pass over y if XLA did not see the constant.
     y = jnp.matmul(a, b, precision=_HIGHEST)
     y = y if alpha == 1 else (y * alpha).astype(a.dtype)
     if c is None or beta == 0:
@@ -66,7 +67,7 @@ def convolve_transposed(call: Any, x: Any, w: Any, b: Any = None) -> Any:
     extra = tuple(call.get("output_padding") or (0,) * rank)
     reach = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
     pads = _find_transposed_pads(call, x.shape[2:], reach, strides, extra)
-    # (C, M / group, *kernel) to (M, C / group, *kernel)
+    # The kernel is stored as (C, M / group, *kernel). A convolution wants (M, C / group, *kernel), flipped.
     channels, features = w.shape[0], w.shape[1]
     kernel = w.reshape(group, channels // group, features, *w.shape[2:]).swapaxes(1, 2)
     kernel = kernel.reshape(group * features, channels // group, *w.shape[2:])
@@ -107,6 +108,7 @@ def pool_largest(call: Any, x: Any) -> Any:
     index = jnp.asarray(np.broadcast_to(places, (1, 1, *lengths)))
     values, positions = (list_window_elements(call, v, windows, w) for v, w in ((x, least), (index, -1)))
     best, best_index = values[0], jnp.broadcast_to(positions[0], values[0].shape)
+    # In the order of the kernel, so that of equal elements the first one counts.
     for value, position in zip(values[1:], positions[1:], strict=True):
         is_better = (value > best) | ((best_index < 0) & (position >= 0))
         best, best_index = jnp.where(is_better, value, best), jnp.where(is_better, position, best_index)

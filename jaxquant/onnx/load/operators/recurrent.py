@@ -31,6 +31,7 @@ def _list_activations(call: Any, defaults: tuple[str, ...], direction: int) -> l
     names = call.get("activations") or defaults * 2
     alphas, betas = list(call.get("activation_alpha") or ()), list(call.get("activation_beta") or ())
     functions = []
+    # The lists of alphas and betas hold values only for the functions that take them.
     for i, name in enumerate(names):
         takes_alpha = name in ("LeakyRelu", "ThresholdedRelu", "HardSigmoid", "Elu", _AFFINE, _SCALED_TANH)
         alpha = alphas.pop(0) if takes_alpha and alphas else None
@@ -71,6 +72,7 @@ def _run_directions(call: Any, x: Any, lengths: Any, states: tuple[Any, ...], ma
         step = make_step(d)
         times = np.arange(x.shape[0], dtype=np.int32)
         sequence = x
+        # With lengths, only the part of a sequence that counts is turned around.
         if is_reverse:
             sequence = jnp.flip(x, 0) if lengths is None else reverse_first(x, lengths, batch=1, time=0)
 
@@ -152,6 +154,7 @@ def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
     integers for its input; the activation functions are not its approximations.
     """
     bias, lengths, h, c, peepholes, w_scale, w_point, r_scale, r_point = [*inputs, *[None] * (9 - len(inputs))]
+    # The weights are transposed, compared with ONNX's LSTM.
     x, lengths, states = _prepare(call, x, r.shape[1], w.shape[0], lengths, [h, c])
 
     def pick(part: Any, d: int) -> Any:

@@ -24,6 +24,7 @@ def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> An
     if x.dtype == np.bool_:
         return (xp.any if name == "max" else xp.all)(x, axis=axes, keepdims=keepdims)
     kind = x.dtype.kind in "iu"
+    # An empty slice has the neutral element, as in ONNX.
     least, most = (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max) if kind else (-np.inf, np.inf)
     initial = np.asarray(least if name == "max" else most, x.dtype)
     return getattr(xp, name)(x, axis=axes, keepdims=keepdims, initial=initial)
@@ -98,6 +99,7 @@ def accumulate(call: Any, x: Any, axis: Any) -> Any:
     axis, xp = normalize_axis(int(axis.reshape(())), x.ndim), namespace(x)
     product = call.node.op == "CumProd"
     y = xp.flip(x, axis) if call.get("reverse", 0) else x
+    # Exclusive: the neutral element comes first and the last element is left out.
     if call.get("exclusive", 0):
         first = xp.full_like(y.take(np.array([0]), axis), int(product))
         y = xp.concatenate([first, y.take(np.arange(x.shape[axis] - 1), axis)], axis)

@@ -135,6 +135,7 @@ def count_up(call: Any, start: Any, limit: Any, delta: Any) -> Any:
     else:
         count = -((int(first) - int(last)) // int(step))
     (count,) = call.reserve([max(count, 0)], np.int64)
+    # numpy's arange adds up rounding errors in small floats.
     wide = first.dtype if dtype.kind in "iuf" else np.float32
     values = first.astype(wide) + np.arange(count).astype(wide) * step.astype(wide)
     return values.astype(dtype)
@@ -193,6 +194,7 @@ def pad(call: Any, x: Any, pads: Any = None, value: Any = None, axes: Any = None
     x, widths = x[cut], [(max(low, 0), max(high, 0)) for low, high in widths]
     call.reserve([n + low + high for n, (low, high) in zip(x.shape, widths, strict=True)], x.dtype)
     mode, xp = call.get("mode", "constant"), namespace(x)
+    # The other modes take no value.
     if mode != "constant":
         return xp.pad(x, widths, {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}[mode])
     value = call.get("value", 0.0) if value is None else value.reshape(())

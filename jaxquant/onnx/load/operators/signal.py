@@ -73,6 +73,7 @@ def make_mel_weights(call: Any, bins: Any, length: Any, rate: Any, lower: Any, u
     low, high = (2595 * np.log10(1 + float(v.reshape(())) / 700) for v in (lower, upper))
     mel = np.arange(count + 2) * (high - low) / (count + 2) + low
     edges = ((size + 1) * 700 * (10 ** (mel / 2595) - 1) // rate).astype(int)
+    # Each column is a triangle between three neighboring edges.
     weights = np.zeros((size // 2 + 1, count))
     for i in range(count):
         start, center, end = edges[i : i + 3]
