@@ -36,15 +36,16 @@ def test_training_lowers_a_loss_and_converts(network: str, rng: np.random.Genera
     def find_loss(p: dict[str, jax.Array]) -> jax.Array:
         return jnp.mean((fn(p, x) - target) ** 2)
 
-    step = jax.jit(lambda p: jax.tree.map(lambda v, g: v - 1e-3 * g, p, jax.grad(find_loss)(p)))
+    # Scales are small numbers that must stay positive.
+    rates = {name: 1e-4 if "scale" in name else 2e-3 for name in params}
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(find_loss)(p), rates))
     trained = params
     for _ in range(20):
         trained = step(trained)
     before, after = (float(find_loss(p)) for p in (params, trained))
     assert after < before
     integer, codes = fn.convert(trained)
-    y = np.asarray(jax.jit(integer)(codes, x))
-    assert np.mean((y - target) ** 2) < before
+    np.testing.assert_allclose(jax.jit(integer)(codes, x), jax.jit(fn)(trained, x), atol=0.15)
 
 
 def test_other_forms_are_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
