@@ -216,7 +216,7 @@ def load(
         >>> fn(params, np.array([[1.0, 4.0]], np.float32))
         Array([[4.]], dtype=float32)
 
-    Source: ONNX opsets 7 to 26; com.microsoft operators of ONNX Runtime 1.31.
+    Source: ONNX opsets 7 to 28; com.microsoft operators of ONNX Runtime 1.31.
     """
     limits = Limits() if limits is None else limits
     checks.check_flag(_NAME, "trainable", trainable)
