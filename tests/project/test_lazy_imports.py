@@ -15,10 +15,11 @@ def run(program: str) -> None:
 def test_modules_load_on_first_use() -> None:
     run("""
         import sys, jaxquant as jq
-        assert not {"flax", "jaxquant.flax", "jaxquant.checkpoint"} & set(sys.modules)
-        assert {"flax", "checkpoint", "matmul"} <= set(dir(jq))
+        assert not {"flax", "jaxquant.flax", "jaxquant.checkpoint", "onnx", "jaxquant.onnx"} & set(sys.modules)
+        assert {"flax", "checkpoint", "onnx", "matmul"} <= set(dir(jq))
         assert jq.checkpoint.pack.__name__ == "pack"
-        assert "flax" not in sys.modules
+        assert not {"flax", "onnx"} & set(sys.modules)
+        assert jq.onnx.load.__name__ == "load"
         assert jq.flax.fold_batch_norm.__name__ == "fold_batch_norm"
         assert "jaxquant.flax.nnx" not in sys.modules
         assert {"linen", "nnx", "convert"} <= set(dir(jq.flax))

@@ -21,6 +21,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import checkpoint
 from jaxquant import flax as jqf
+from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
@@ -39,8 +40,9 @@ PACKAGES = {
     "flax.nnx.": qnnx,
     "integer.": jq.integer,
     "onednn.": jq.onednn,
+    "onnx.": jqonnx,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx"}, "flax.": {"nnx"}}
 # jax.checkpoint calls the policy, not a user.
 POLICIES = ("save_codes",)
 
@@ -150,6 +152,8 @@ SIGNATURES = {
     "percentile": "spec q bins every",
     "mse": "spec bins grid every",
     "entropy": "spec bins every",
+    "onnx.check": "model limits",
+    "onnx.load": "model limits trainable",
     "onednn.quantize": "src scales zps qtype axis dtype",
     "onednn.dequantize": "src scales zps qtype axis",
     "onednn.dynamic_quantize": "src scales zps qtype axis dtype",
@@ -257,11 +261,11 @@ def test_comments_explain_the_code() -> None:
 
 
 def list_prose(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers; of Python code, `floor` is removed: there it is the function."""
+    """Yield the lines of a file with their numbers; of Python code, `floor`, a function, is removed."""
     text = path.read_text()
     prose = find_docstring_lines(text) | find_comment_lines(text) if path.suffix == ".py" else None
     for number, line in enumerate(text.splitlines(), 1):
-        yield number, line if prose is None or number in prose else re.sub(r"\bfloor\b", "", line)
+        yield number, line if prose is None or number in prose else re.sub(r"\b[Ff]loor\b", "", line)
 
 
 def test_no_metaphors_of_buildings() -> None:

@@ -1,0 +1,80 @@
+"""A table of the nodes of a loaded model: what computes with codes, what with floats, and the bytes of constants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ..._core import dtypes
+from .graph import Graph, Node
+
+if TYPE_CHECKING:
+    from .function import LoadedFunction
+
+# Operators that read or write codes and whose names do not begin with QLinear.
+_QUANTIZED = (
+    *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm"),
+    *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "QuantizeBias"),
+)
+_CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
+
+
+def describe_function(fn: LoadedFunction, params: Any) -> str:
+    """Return a table of the nodes that run, after fusing.
+
+    Args:
+        fn: the function that `load` returned.
+        params: its parameters.
+
+    Returns:
+        A line for each node: its name, its operator, "integer" if it computes with codes, "quantized" if it converts
+        between codes and floats or reads codes as floats, "float" otherwise, and the bytes of the constants it reads.
+        The last lines are totals.
+    """
+    sizes = {name: _count_bytes(value) for name, value in params.items()}
+    sizes.update({name: _count_bytes(array) for name, array in fn._parameters.constants.items()})
+    codes = {name for name, value in params.items() if any(x.dtype in _CODES for x in jax.tree.leaves(value))}
+    rows = [("node", "operator", "kind", "bytes")]
+    totals: dict[str, list[int]] = {}
+    for label, node in _list_nodes(fn.graph, ""):
+        kind = _find_kind(node, codes)
+        size = sum(sizes.pop(name, 0) for name in dict.fromkeys(node.inputs))
+        operator = f"{node.domain}.{node.op}" if node.domain else node.op
+        rows.append((label, operator, kind, f"{size:,}"))
+        total = totals.setdefault(kind, [0, 0])
+        total[0], total[1] = total[0] + 1, total[1] + size
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3].rjust(widths[3])]) for row in rows]
+    lines += [f"{kind}: {count} nodes, {size:,} bytes of constants" for kind, (count, size) in sorted(totals.items())]
+    return "\n".join(lines)
+
+
+def _list_nodes(graph: Graph, prefix: str) -> list[tuple[str, Node]]:
+    """Return all nodes with a label that says in which subgraph they are."""
+    result = []
+    for node in graph.nodes:
+        label = f"{prefix}{node.outputs[0] or node.op}"
+        result.append((label, node))
+        for value in (*node.attributes.values(), node.body):
+            if isinstance(value, Graph):
+                result += _list_nodes(value, f"{label}/")
+    return result
+
+
+def _find_kind(node: Node, codes: set[str]) -> str:
+    if node.op in ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QuantizeBias", "MatMulNBits"):
+        return "quantized"
+    if node.op in _QUANTIZED or node.op.startswith("QLinear"):
+        return "integer"
+    return "quantized" if codes.intersection(node.inputs) else "float"
+
+
+def _count_bytes(value: Any) -> int:
+    """Return the bytes of an array or QuantizedArray, with codes of 4 and 2 bits packed."""
+    total = 0
+    for x in jax.tree.leaves(value):
+        width = dtypes.find_width(np.dtype(x.dtype)) if x.dtype in _CODES else 8 * np.dtype(x.dtype).itemsize
+        total += -(-x.size * width // 8)
+    return total

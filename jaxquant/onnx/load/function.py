@@ -1,0 +1,296 @@
+"""A model as a pure function of its parameters and inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+from jax.core import Tracer
+
+from ..._core import checks
+from ..errors import ModelError
+from .check_file import read_checked_model
+from .fuse import fuse_graph
+from .graph import Graph, convert_model
+from .interpret import Run, find_static_names
+from .limits import Limits
+from .parameters import Parameters, split_constants, spread_parameters
+from .read_file import Source
+from .registry import find_operator
+from .tensors import find_onnx_dtype
+from .trainable import make_trainable, quantize_constants
+from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
+
+_NAME = "onnx.load"
+_LINEAR = ("QuantizeLinear", "DequantizeLinear")
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input or output of a model, as the model declares it.
+
+    Attributes:
+        name: its name.
+        dtype: its dtype in ONNX.
+        shape: its lengths; a name or None for one that is not fixed; None for an unknown rank.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int | str | None, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedFunction:
+    """A model as a pure function: `fn(params, *inputs)`, with inputs in the model's order or by name.
+
+    It returns an array, or a tuple if the model has several outputs. jax.jit, jax.vmap and jax.grad apply to it.
+
+    Attributes:
+        inputs: the declared inputs.
+        outputs: the names of the outputs.
+        graph: the graph that is run, after fusing.
+        limits: what a run may take.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    graph: Graph
+    limits: Limits
+    _parameters: Parameters
+    _static: frozenset[str]
+    _examined: set[Any] = dataclasses.field(default_factory=set)
+    _source: Graph | None = None
+
+    @property
+    def static_inputs(self) -> frozenset[str]:
+        """The inputs that decide about shapes, and must be numpy arrays when the function is traced."""
+        return self._static
+
+    def __repr__(self) -> str:
+        names = ", ".join(x.name for x in self.inputs)
+        return f"LoadedFunction(params, {names}) -> {', '.join(self.outputs)}"
+
+    def __call__(self, params: Mapping[str, Any], /, *inputs: Any, **named: Any) -> Any:
+        """Run the model.
+
+        Args:
+            params: the parameters that `load` returned, or others of the same structure.
+            *inputs: arrays, in the order of the model's inputs. An input that decides about shapes must be a numpy
+                array when the function is traced.
+            **named: inputs by name.
+
+        Returns:
+            The output, or a tuple of the outputs. int64 is int32 and float64 is float32, unless x64 is enabled.
+
+        Raises:
+            ValueError: an input is missing, or does not have its declared shape.
+            TypeError: an input does not have its declared dtype.
+            ModelError: the values need more memory than the limits allow, or a node cannot be run on these inputs.
+        """
+        values = self._read_inputs(inputs, named)
+        self._examine(params, values)
+        outputs = self._run(params, values)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def describe(self, params: Mapping[str, Any]) -> str:
+        """Return a table of the nodes that run: which compute with codes, and the bytes of their constants.
+
+        Args:
+            params: the parameters that `load` returned.
+        """
+        from .describe import describe_function
+
+        return describe_function(self, params)
+
+    def convert(self, params: Mapping[str, Any]) -> tuple[LoadedFunction, dict[str, Any]]:
+        """Return the integer function, and its parameters, of a function that was loaded with trainable=True.
+
+        Args:
+            params: the trained parameters.
+
+        Returns:
+            What `load` would return for the model with these weights and scales.
+
+        Raises:
+            ValueError: the function was not loaded with trainable=True, or a scale is not positive.
+        """
+        source = self._source
+        checks.require(source is not None, "onnx", "convert", "a function loaded with trainable=True", repr(self))
+        assert source is not None
+        scales = {name for node in source.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
+        for name in scales & set(params):
+            positive = bool(np.all(np.asarray(params[name]) > 0))
+            checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
+        return _make_function(quantize_constants(source, params), self.inputs, self.limits)
+
+    def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
+        # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            constants = spread_parameters(params, self._parameters)
+            outputs = Run(self.limits).run_graph(self.graph, {**constants, **values})
+            return tuple(convert_to_jax(value) for value in outputs)
+
+    def _examine(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Trace the function once for each set of shapes before it runs, so that nothing large is allocated."""
+        known = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
+        traced = {name: x for name, x in values.items() if name not in known}
+        # Known inputs are part of the key: they decide about shapes.
+        leaves = jax.tree.leaves((params, traced))
+        if any(isinstance(x, Tracer) for x in leaves):
+            return  # the trace in progress counts
+        key = (tuple((x.shape, str(x.dtype)) for x in leaves), tuple((n, x.tobytes()) for n, x in known.items()))
+        if key not in self._examined:
+            jax.eval_shape(lambda p, v: self._run(p, {**known, **v}), params, traced)
+            self._examined.add(key)
+
+    def _read_inputs(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        names = [x.name for x in self.inputs]
+        checks.require(len(inputs) <= len(names), "onnx", "inputs", f"at most {len(names)}", f"{len(inputs)}")
+        given = {**dict(zip(names, inputs, strict=False)), **named}
+        holds = set(given) == set(names) and len(given) == len(inputs) + len(named)
+        checks.require(holds, "onnx", "inputs", f"each of {names} once", f"{[*names[: len(inputs)], *named]}")
+        return {x.name: self._read_input(x, given[x.name]) for x in self.inputs}
+
+    def _read_input(self, declared: Input, value: Any) -> Any:
+        if isinstance(value, list):  # a sequence of ONNX
+            return [convert_to_jax(np.asarray(part)) for part in value]
+        checks.check_readable("onnx", declared.name, None if isinstance(value, np.ndarray) else value)
+        array = (
+            value
+            if isinstance(value, jax.Array)
+            else np.asarray(value, None if hasattr(value, "dtype") else declared.dtype)
+        )
+        expected = (declared.dtype, canonicalize_dtype(declared.dtype))
+        checks.require_type(array.dtype in expected, "onnx", declared.name, f"dtype {declared.dtype}", array.dtype)
+        if declared.shape is not None:
+            fits = len(declared.shape) == array.ndim and all(
+                not isinstance(n, int) or n == m for n, m in zip(declared.shape, array.shape, strict=True)
+            )
+            checks.require(fits, "onnx", declared.name, f"shape {declared.shape}", f"shape {array.shape}")
+        is_known = declared.name in self._static and not isinstance(array, Tracer)
+        return np.asarray(array) if is_known else convert_to_jax(array)
+
+
+def load(
+    model: Source, *, limits: Limits | None = None, trainable: bool = False
+) -> tuple[LoadedFunction, dict[str, Any]]:
+    """Return an ONNX model as a pure function and its parameters: y = fn(params, *inputs).
+
+    The file may be damaged or hostile: it is checked first, as by `check`, and the shapes of all values are examined
+    against the limits before anything is computed. Operators on codes are jaxquant's, which have ONNX Runtime's
+    integers. Where ONNX Runtime fuses DequantizeLinear, an operator and QuantizeLinear into one operator on codes, so
+    does this function, with the same formulas; then the result equals that of ONNX Runtime with all optimizations.
+
+    Args:
+        model: the path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
+        limits: Static. What the model may take; None means Limits().
+        trainable: Static. For a model in QDQ form: whether the function is fake-quantized instead, in floats, with
+            straight-through gradients. The parameters are then floats: the dequantized weights and biases, and the
+            scales of weights and of activations. `fn.convert(params)` returns the integer function of trained ones.
+
+    Returns:
+        fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
+        params: the parameters by name: floats as arrays; constant codes with their scale and zero point as
+            QuantizedArray, other codes as arrays. Shapes, and the scales of activations, stay inside the function.
+
+    Raises:
+        ModelError: the model is damaged, unsafe, needs more than its limits, or has operators that are not supported,
+            which the error lists.
+        TypeError: `model` is none of these types.
+
+    Example:
+        >>> import numpy as np, onnx
+        >>> from onnx import helper, numpy_helper
+        >>> from jaxquant import onnx as jqonnx
+        >>> weight = numpy_helper.from_array(np.array([[2.0], [0.5]], np.float32), "w")
+        >>> x, y = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy")
+        >>> graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+        >>> model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        >>> fn, params = jqonnx.load(model)
+        >>> fn(params, np.array([[1.0, 4.0]], np.float32))
+        Array([[4.]], dtype=float32)
+
+    Source: ONNX opsets 7 to 28; com.microsoft operators of ONNX Runtime 1.31.
+    """
+    limits = Limits() if limits is None else limits
+    checks.check_flag(_NAME, "trainable", trainable)
+    checks.require_type(isinstance(limits, Limits), _NAME, "limits", "Limits or None", checks.describe_value(limits))
+    proto = read_checked_model(model, limits)
+    try:
+        return _build_function(proto, limits, bool(trainable))
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a damaged model makes JAX or numpy raise
+        raise ModelError(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _build_function(
+    proto: onnx.ModelProto, limits: Limits, trainable: bool
+) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
+    graph = convert_model(proto, limits)
+    _check_operators(graph)
+    inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
+    if trainable:
+        return _make_function(make_trainable(graph), inputs, limits, graph)
+    return _make_function(graph, inputs, limits)
+
+
+def _make_function(
+    graph: Graph, inputs: tuple[Input, ...], limits: Limits, source: Graph | None = None
+) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
+    """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
+    parameters = split_constants(graph)
+    names = set(graph.constants)
+    graph = fuse_graph(graph)
+    made = {name: array for name, array in graph.constants.items() if name not in names}
+    parameters = parameters._replace(constants={**parameters.constants, **made})
+    static = frozenset(find_static_names(graph) & set(graph.inputs))
+    bare = dataclasses.replace(graph, constants={})
+    fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, _source=source)
+    _trace_declared(fn, parameters.params)
+    return fn, dict(parameters.params)
+
+
+def _check_operators(graph: Graph) -> None:
+    """Raise ModelError that lists all operators that are not supported."""
+    unknown: set[str] = set()
+    pending = [graph]
+    while pending:
+        for node in pending.pop().nodes:
+            subgraphs = [value for value in node.attributes.values() if isinstance(value, Graph)]
+            pending += [*subgraphs, *([node.body] if node.body is not None else [])]
+            if node.body is None and find_operator(node) is None:
+                unknown.add(f"{node.domain}.{node.op}" if node.domain else node.op)
+    if unknown:
+        raise ModelError(f"operators that are not supported: {', '.join(sorted(unknown))}")
+
+
+def _read_declaration(value: onnx.ValueInfoProto) -> Input:
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type"):
+        return Input(value.name, np.dtype(np.float32), None)
+    dtype = find_onnx_dtype(kind.elem_type, f"input {value.name!r}")
+    if not kind.HasField("shape"):
+        return Input(value.name, dtype, None)
+    lengths = [d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.shape.dim]
+    return Input(value.name, dtype, tuple(lengths))
+
+
+def _trace_declared(fn: LoadedFunction, params: Any) -> None:
+    """Examine the shapes of all values now, if the model fixes those of its inputs."""
+    shapes = {x.name: x.shape for x in fn.inputs}
+    required = find_static_names(fn.graph, with_kept=False) & set(shapes)
+    if required or any(s is None or not all(isinstance(n, int) for n in s) for s in shapes.values()):
+        return
+    inputs: dict[str, Any] = {}
+    for x in fn.inputs:
+        inputs[x.name] = jax.ShapeDtypeStruct(x.shape, canonicalize_dtype(x.dtype))  # type: ignore[arg-type]
+    # An input may be the trip count of a Loop.
+    with contextlib.suppress(UnknownValueError):
+        jax.eval_shape(lambda p, v: fn._run(p, v), params, inputs)

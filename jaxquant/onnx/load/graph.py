@@ -1,0 +1,196 @@
+"""A model's graph in Python: nodes with attributes as values, constants as numpy arrays, function calls as bodies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..errors import ModelError
+from .check_file import find_function_key, list_opsets
+from .limits import Limits, check_memory
+from .tensors import read_tensor
+
+_KIND = onnx.AttributeProto
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A node of a graph.
+
+    Attributes:
+        op: the operator's name.
+        domain: the operator's domain, "" for ONNX's own.
+        inputs: the names of the inputs; "" for one that is left out.
+        outputs: the names of the outputs; "" for one that nobody reads.
+        attributes: the values of the attributes; a subgraph is a Graph.
+        opset: the version of the domain.
+        label: what errors and tables call the node.
+        body: the graph of the function that the node calls, or None for an operator.
+    """
+
+    op: str
+    domain: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    opset: int
+    label: str
+    body: Graph | None = None
+
+    def list_reads(self) -> Iterator[str]:
+        """Yield the names that the node reads, also inside its subgraphs."""
+        yield from (name for name in self.inputs if name)
+        for value in self.attributes.values():
+            if isinstance(value, Graph):
+                yield from value.list_captures()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A graph, a subgraph or the body of a function.
+
+    Attributes:
+        inputs: the names of the inputs that are no initializers.
+        outputs: the names of the outputs.
+        constants: the initializers, and the results of Constant nodes.
+        literals: which of the constants are results of Constant nodes.
+        nodes: the nodes in an order in which they can run; those that no output needs are left out.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: dict[str, np.ndarray]
+    literals: frozenset[str]
+    nodes: tuple[Node, ...]
+
+    def list_captures(self) -> Iterator[str]:
+        """Yield the names that the graph reads from the graphs around it."""
+        own = {*self.inputs, *self.constants, *(name for node in self.nodes for name in node.outputs)}
+        yield from (name for node in self.nodes for name in node.list_reads() if name not in own)
+        yield from (name for name in self.outputs if name not in own)
+
+
+def convert_model(model: onnx.ModelProto, limits: Limits) -> Graph:
+    """Return the main graph of a checked model."""
+    functions = {find_function_key(function): function for function in model.functions}
+    return _Converter(functions, list_opsets(model.opset_import), {}, _Reader(limits)).convert_graph(model.graph)
+
+
+def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ...]:
+    """Return the nodes that the outputs need."""
+    needed, kept = set(outputs), []
+    for node in reversed(nodes):
+        if not needed.isdisjoint(name for name in node.outputs if name):
+            kept.append(node)
+            needed.update(node.list_reads())
+    return tuple(reversed(kept))
+
+
+class _Reader:
+    """The arrays of tensors, counted: a function makes those of its body anew for each call."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._total = limits, 0
+
+    def read(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """Return the array of a tensor; raise if all together take more memory than the limits allow."""
+        array = read_tensor(tensor)
+        self._total += array.nbytes
+        check_memory(self._limits, self._total, "the constants of the model")
+        return array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Converter:
+    """The conversion of the nodes of one scope: the model, or one call of a function.
+
+    Attributes:
+        functions: the functions of the model.
+        opsets: the versions of the domains in this scope.
+        arguments: the attributes of the call, for references to them.
+        reader: what reads tensors.
+    """
+
+    functions: Mapping[tuple[str, str, str], onnx.FunctionProto]
+    opsets: Mapping[str, int]
+    arguments: Mapping[str, Any]
+    reader: _Reader
+
+    def convert_graph(self, graph: onnx.GraphProto) -> Graph:
+        if graph.sparse_initializer:
+            raise ModelError("sparse initializers are not supported")
+        constants = {tensor.name: self.reader.read(tensor) for tensor in graph.initializer}
+        inputs = tuple(value.name for value in graph.input if value.name not in constants)
+        return self._collect(inputs, tuple(value.name for value in graph.output), constants, graph.node)
+
+    def _collect(self, inputs: Any, outputs: Any, constants: dict[str, np.ndarray], protos: Any) -> Graph:
+        nodes, literals = [], set()
+        for index, proto in enumerate(protos):
+            node = self._convert_node(proto, index)
+            if node.op == "Constant" and not node.domain:
+                constants[node.outputs[0]] = _read_constant(node)
+                literals.add(node.outputs[0])
+            else:
+                nodes.append(node)
+        live = select_live(nodes, outputs)
+        read = {*outputs, *(name for node in live for name in node.list_reads())}
+        constants = {name: array for name, array in constants.items() if name in read}
+        return Graph(tuple(inputs), tuple(outputs), constants, frozenset(literals & read), live)
+
+    def _convert_node(self, proto: onnx.NodeProto, index: int) -> Node:
+        key = find_function_key(proto)
+        label = f"node {index}, {proto.op_type}" + (f" {proto.name!r}" if proto.name else "")
+        attributes = {}
+        for attribute in proto.attribute:
+            name = attribute.ref_attr_name
+            if name:
+                if name in self.arguments:
+                    attributes[attribute.name] = self.arguments[name]
+            else:
+                attributes[attribute.name] = self._convert_attribute(attribute, label)
+        body = None
+        if key in self.functions:
+            body = self._convert_call(self.functions[key], attributes)
+        domain, version = key[0], self.opsets.get(key[0], 1)
+        return Node(proto.op_type, domain, tuple(proto.input), tuple(proto.output), attributes, version, label, body)
+
+    def _convert_call(self, function: onnx.FunctionProto, arguments: Mapping[str, Any]) -> Graph:
+        """Return the body of a function with the attributes of a call in it."""
+        converter = _Converter(self.functions, list_opsets(function.opset_import), {}, self.reader)
+        defaults = {a.name: converter._convert_attribute(a, function.name) for a in function.attribute_proto}
+        converter = dataclasses.replace(converter, arguments={**defaults, **arguments})
+        return converter._collect(tuple(function.input), tuple(function.output), {}, function.node)
+
+    def _convert_attribute(self, attribute: onnx.AttributeProto, label: str) -> Any:
+        kind = attribute.type
+        if kind == _KIND.TENSOR:
+            # No supported operator reads strings.
+            return None if attribute.t.data_type == onnx.TensorProto.STRING else self.reader.read(attribute.t)
+        if kind == _KIND.GRAPH:
+            return self.convert_graph(attribute.g)
+        if kind in (_KIND.FLOAT, _KIND.INT):
+            return attribute.f if kind == _KIND.FLOAT else attribute.i
+        if kind in (_KIND.FLOATS, _KIND.INTS):
+            return tuple(attribute.floats if kind == _KIND.FLOATS else attribute.ints)
+        if kind == _KIND.STRING:
+            return attribute.s.decode(errors="replace")
+        if kind == _KIND.STRINGS:
+            return tuple(text.decode(errors="replace") for text in attribute.strings)
+        if kind == _KIND.TYPE_PROTO:
+            return attribute.tp
+        raise ModelError(f"{label}: attribute {attribute.name!r} has a kind that is not supported: {kind}")
+
+
+def _read_constant(node: Node) -> np.ndarray:
+    """Return the result of a Constant node."""
+    dtypes = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    for name, value in node.attributes.items():
+        if name == "value" and value is not None:
+            return value
+        if name in dtypes:
+            return np.asarray(value, dtypes[name])
+    raise ModelError(f"{node.label}: expected a tensor or numbers as its value, got {sorted(node.attributes)}")

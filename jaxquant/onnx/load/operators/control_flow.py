@@ -1,0 +1,238 @@
+"""If, Loop and Scan, and sequences, which are Python lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...errors import ModelError
+from ..registry import register
+from ..values import UnknownValueError, convert_to_jax, is_known, list_ints, namespace, normalize_axis
+
+# A loop that lax.scan cannot run, because shapes change, is written out up to this many times under jit.
+_MOST_UNROLLED = 256
+
+
+@register("If", keeps=(0,))
+def run_if(call: Any, condition: Any) -> Any:
+    """ONNX If: the branch that a known condition chooses, else jax.lax.cond of both."""
+    branches = call.get("then_branch"), call.get("else_branch")
+    if is_known(condition):
+        return tuple(call.run_subgraph(branches[0 if bool(condition.reshape(())) else 1], ()))
+
+    def make_branch(graph: Any) -> Any:
+        return lambda: tuple(convert_to_jax(value) for value in call.run_subgraph(graph, ()))
+
+    return lax.cond(condition.reshape(()), make_branch(branches[0]), make_branch(branches[1]))
+
+
+@register("Scan")
+def run_scan(call: Any, *inputs: Any) -> Any:
+    """ONNX Scan, as jax.lax.scan. The form before opset 9, with a batch dimension, is Scan-8."""
+    if call.opset < 9:
+        return _run_batched_scan(call, *inputs)
+    return _scan(call, call.get("body"), inputs, {n: call.get(n) for n in _SCAN_ATTRIBUTES})
+
+
+_SCAN_ATTRIBUTES = ("scan_input_axes", "scan_input_directions", "scan_output_axes", "scan_output_directions")
+
+
+def _scan(call: Any, body: Any, inputs: Sequence[Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
+    scanned = call.get("num_scan_inputs")
+    states, sequences = list(inputs[: len(inputs) - scanned]), list(inputs[len(inputs) - scanned :])
+    axes, directions = attributes["scan_input_axes"], attributes["scan_input_directions"]
+    for i, sequence in enumerate(sequences):
+        moved = jnp.moveaxis(sequence, axes[i] if axes else 0, 0)
+        sequences[i] = jnp.flip(moved, 0) if directions and directions[i] else moved
+
+    def advance(carry: Any, elements: Any) -> Any:
+        outputs = [convert_to_jax(value) for value in call.run_subgraph(body, [*carry, *elements])]
+        return tuple(outputs[: len(states)]), tuple(outputs[len(states) :])
+
+    last, stacked = lax.scan(advance, tuple(states), tuple(sequences))
+    axes, directions = attributes["scan_output_axes"], attributes["scan_output_directions"]
+    results = []
+    for i, y in enumerate(stacked):
+        y = jnp.flip(y, 0) if directions and directions[i] else y
+        results.append(jnp.moveaxis(y, 0, axes[i] if axes else 0))
+    return (*last, *results)
+
+
+def _run_batched_scan(call: Any, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
+    """Scan-8: every input has a batch dimension first."""
+    if lengths is not None:
+        raise ModelError("Scan-8 with sequence_lens is not supported")
+    names: dict[str, Any] = dict.fromkeys(_SCAN_ATTRIBUTES)
+    names["scan_input_directions"] = call.get("directions")
+    return jax.vmap(lambda *parts: _scan(call, call.get("body"), parts, names))(*inputs)
+
+
+@register("Loop", keeps=tuple(range(64)))
+def run_loop(call: Any, count: Any, condition: Any, *states: Any) -> Any:
+    """ONNX Loop: written out in Python if it can be, else jax.lax.scan or jax.lax.while_loop."""
+    body = call.get("body")
+    trips = None if count is None else int(count.reshape(())) if is_known(count) else count
+    limit = call.run.limits.iterations
+    if isinstance(trips, int) and trips > limit and condition is None:
+        raise ModelError(f"a Loop of {trips} iterations, more than Limits.iterations = {limit}")
+    is_fixed = _keeps_condition(body) and (condition is None or (is_known(condition) and bool(np.all(condition))))
+    # A short loop is written out: its shapes may change from one iteration to the next.
+    if isinstance(trips, int) and is_fixed and trips > _MOST_UNROLLED:
+        return _loop_by_scan(call, body, trips, states)
+    is_readable = (trips is None or isinstance(trips, int)) and (condition is None or is_known(condition))
+    if is_readable:
+        return _loop_in_python(call, body, trips, condition, states, is_fixed)
+    return _loop_by_while(call, body, trips, condition, states)
+
+
+def _keeps_condition(body: Any) -> bool:
+    """Return whether the body of a Loop passes its condition on, or returns True."""
+    name = body.outputs[0]
+    sources = {node.outputs[0]: node for node in body.nodes if node.op in ("Identity", "Cast")}
+    while name in sources:
+        name = sources[name].inputs[0]
+    return name == body.inputs[1] or (name in body.constants and bool(np.all(body.constants[name])))
+
+
+def _loop_in_python(
+    call: Any, body: Any, trips: int | None, condition: Any, states: Sequence[Any], is_fixed: bool
+) -> tuple[Any, ...]:
+    carried, scanned, step = list(states), [], 0
+    limit = call.run.limits.iterations
+    is_active = True if condition is None else bool(np.asarray(condition).reshape(()))
+    while is_active and (trips is None or step < trips):
+        if step >= limit:
+            raise ModelError(f"a Loop of more than Limits.iterations = {limit} iterations")
+        # The body runs only if the condition holds.
+        flag = np.asarray(True)
+        result, *outputs = call.run_subgraph(body, [np.asarray(step, np.int64), flag, *carried])
+        carried, extra = outputs[: len(states)], outputs[len(states) :]
+        scanned.append(extra)
+        step += 1
+        if not is_fixed:
+            if not is_known(result):
+                raise UnknownValueError(
+                    "the condition of a Loop with scan outputs must be known when the loop is traced"
+                )
+            is_active = bool(np.asarray(result).reshape(()))
+    parts = zip(*scanned, strict=True) if scanned else [()] * (len(body.outputs) - 1 - len(states))
+    return (*carried, *(_stack(list(values)) for values in parts))
+
+
+def _stack(values: list[Any]) -> Any:
+    if not values:
+        return np.zeros((0,), np.float32)
+    return namespace(*values).stack([v if namespace(*values) is np else convert_to_jax(v) for v in values])
+
+
+def _loop_by_scan(call: Any, body: Any, trips: int, states: Sequence[Any]) -> tuple[Any, ...]:
+    if trips > call.run.limits.iterations:
+        raise ModelError(f"a Loop of {trips} iterations, more than Limits.iterations = {call.run.limits.iterations}")
+
+    def advance(carry: Any, step: Any) -> Any:
+        outputs = call.run_subgraph(body, [step, np.asarray(True), *carry])[1:]
+        outputs = [convert_to_jax(value) for value in outputs]
+        return tuple(outputs[: len(states)]), tuple(outputs[len(states) :])
+
+    initial = tuple(convert_to_jax(state) for state in states)
+    last, stacked = lax.scan(advance, initial, jnp.arange(trips, dtype=jnp.int32))
+    return (*last, *stacked)
+
+
+def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Sequence[Any]) -> tuple[Any, ...]:
+    if len(body.outputs) > 1 + len(states):
+        raise UnknownValueError(
+            "a Loop with scan outputs needs a trip count and a condition that are known when it is traced"
+        )
+    limit = call.run.limits.iterations
+    most = jnp.asarray(limit if trips is None else trips, jnp.int32).reshape(())
+    first = jnp.asarray(True if condition is None else convert_to_jax(condition)).reshape(())
+
+    def is_active(carry: Any) -> Any:
+        return carry[1] & (carry[0] < jnp.minimum(most, limit))
+
+    def advance(carry: Any) -> Any:
+        step, flag, *values = carry
+        outputs = [convert_to_jax(value) for value in call.run_subgraph(body, [step, flag, *values])]
+        return (step + 1, outputs[0].reshape(()), *outputs[1:])
+
+    initial = (jnp.int32(0), first, *(convert_to_jax(state) for state in states))
+    return lax.while_loop(is_active, advance, initial)[2:]
+
+
+@register("SequenceConstruct")
+def make_sequence(call: Any, *values: Any) -> Any:
+    """ONNX SequenceConstruct."""
+    return list(values)
+
+
+@register("SequenceEmpty")
+def make_empty_sequence(call: Any) -> Any:
+    """ONNX SequenceEmpty."""
+    return []
+
+
+@register("SequenceAt", static=(1,))
+def take_from_sequence(call: Any, sequence: Any, position: Any) -> Any:
+    """ONNX SequenceAt."""
+    return sequence[int(position.reshape(()))]
+
+
+@register("SequenceInsert", static=(2,))
+def insert_into_sequence(call: Any, sequence: Any, value: Any, position: Any = None) -> Any:
+    """ONNX SequenceInsert."""
+    place = len(sequence) if position is None else int(position.reshape(()))
+    place = place + len(sequence) if place < 0 else place
+    return [*sequence[:place], value, *sequence[place:]]
+
+
+@register("SequenceErase", static=(1,))
+def erase_from_sequence(call: Any, sequence: Any, position: Any = None) -> Any:
+    """ONNX SequenceErase."""
+    place = (len(sequence) - 1 if position is None else int(position.reshape(()))) % max(len(sequence), 1)
+    return [*sequence[:place], *sequence[place + 1 :]]
+
+
+@register("SequenceLength")
+def count_sequence(call: Any, sequence: Any) -> Any:
+    """ONNX SequenceLength."""
+    return np.asarray(len(sequence), np.int64)
+
+
+@register("ConcatFromSequence")
+def concatenate_sequence(call: Any, sequence: Any) -> Any:
+    """ONNX ConcatFromSequence."""
+    axis = call.get("axis", 0)
+    return jnp.stack(sequence, axis) if call.get("new_axis", 0) else jnp.concatenate(sequence, axis)
+
+
+@register("SplitToSequence", static=(1,))
+def split_to_sequence(call: Any, x: Any, split: Any = None) -> Any:
+    """ONNX SplitToSequence."""
+    axis = normalize_axis(call.get("axis", 0), x.ndim)
+    length = x.shape[axis]
+    if split is None or split.ndim == 0:
+        step = 1 if split is None else int(split)
+        if step <= 0 or length // step > call.run.limits.nodes:
+            raise ModelError(f"expected at most Limits.nodes = {call.run.limits.nodes} parts, got {length} by {step}")
+        ends = list(range(step, length, step))
+    else:
+        ends = [int(n) for n in np.cumsum(list_ints(split))[:-1]]
+    parts = jnp.split(x, ends, axis)
+    return [part.squeeze(axis) for part in parts] if split is None and not call.get("keepdims", 1) else parts
+
+
+@register("SequenceMap")
+def map_sequence(call: Any, sequence: Any, *others: Any) -> Any:
+    """ONNX SequenceMap."""
+    body, results = call.get("body"), []
+    for i, value in enumerate(sequence):
+        extra = [other[i] if isinstance(other, list) else other for other in others]
+        results.append(call.run_subgraph(body, [value, *extra]))
+    columns = list(zip(*results, strict=True)) if results else [()] * len(body.outputs)
+    return tuple(list(column) for column in columns)

@@ -1,0 +1,238 @@
+"""Operators on each element: arithmetic, comparisons, logic, bits, casts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...._core import barriers, dtypes, small_floats
+from ..registry import register
+from ..tensors import find_onnx_dtype
+from ..values import canonicalize_dtype, convert_to_jax, namespace
+
+# Functions that numpy and jax.numpy have under one name.
+_UNARY = {
+    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan")},
+    **{name: name.lower() for name in ("Sinh", "Cosh", "Tanh", "IsNaN")},
+    "Neg": "negative",
+    "Asin": "arcsin",
+    "Acos": "arccos",
+    "Atan": "arctan",
+    "Asinh": "arcsinh",
+    "Acosh": "arccosh",
+    "Atanh": "arctanh",
+    "Floor": "floor",
+    "Not": "logical_not",
+    "BitwiseNot": "invert",
+    "Round": "rint",
+}
+_BINARY = {
+    "Add": "add",
+    "Sub": "subtract",
+    "Mul": "multiply",
+    "And": "logical_and",
+    "Or": "logical_or",
+    "Xor": "logical_xor",
+    "BitwiseAnd": "bitwise_and",
+    "BitwiseOr": "bitwise_or",
+    "BitwiseXor": "bitwise_xor",
+    "Equal": "equal",
+    "Less": "less",
+    "Greater": "greater",
+    "LessOrEqual": "less_equal",
+    "GreaterOrEqual": "greater_equal",
+}
+_VARIADIC = {"Max": "maximum", "Min": "minimum", "Sum": "add"}
+_NUMPY_KINDS = "biuf"
+
+
+def broadcast(call: Any, *values: Any) -> list[Any]:
+    """Return arrays broadcast against each other by numpy's rules, after a check of the memory that they take."""
+    shape = np.broadcast_shapes(*(value.shape for value in values))
+    call.reserve(shape, values[0].dtype)
+    return [value if value.shape == shape else namespace(value).broadcast_to(value, shape) for value in values]
+
+
+def _register_named() -> None:
+    for name, function in _UNARY.items():
+        register(name, folds=True)(functools.partial(_apply_unary, function))
+    for name, function in _BINARY.items():
+        register(name, folds=True)(functools.partial(_apply_binary, function))
+    for name, function in _VARIADIC.items():
+        register(name, folds=True)(functools.partial(_apply_variadic, function))
+
+
+def _apply_unary(function: str, call: Any, x: Any) -> Any:
+    y = getattr(namespace(x), function)(x)
+    return y if y.dtype == x.dtype or function == "isnan" else y.astype(x.dtype)
+
+
+def _apply_binary(function: str, call: Any, a: Any, b: Any) -> Any:
+    return getattr(namespace(a, b), function)(*broadcast(call, a, b))
+
+
+def _apply_variadic(function: str, call: Any, *values: Any) -> Any:
+    return functools.reduce(getattr(namespace(*values), function), broadcast(call, *values))
+
+
+_register_named()
+
+
+@register("RoundedMul", domain="jaxquant")
+def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
+    """Multiply, and round the product before a sum that follows: XLA would contract the two into one operation."""
+    product = jnp.multiply(*broadcast(call, a, b))
+    return barriers.round_result(product) if product.dtype == np.float32 else product
+
+
+@register("Mean", folds=True)
+def average_inputs(call: Any, *values: Any) -> Any:
+    """ONNX Mean: the average of all inputs."""
+    return (_apply_variadic("add", call, *values) / len(values)).astype(values[0].dtype)
+
+
+@register("Div", folds=True)
+def divide(call: Any, a: Any, b: Any) -> Any:
+    """ONNX Div: integers are divided towards zero."""
+    a, b = broadcast(call, a, b)
+    xp = namespace(a, b)
+    if a.dtype.kind not in "iu":
+        return xp.divide(a, b).astype(a.dtype)
+    if xp is jnp:
+        return lax.div(a, b)
+    # The quotient that numpy rounds down is one too small where the signs differ and a remainder is left.
+    quotient = np.floor_divide(a, np.where(b == 0, np.ones_like(b), b))
+    return (quotient + ((quotient * b != a) & ((a < 0) != (b < 0)))).astype(a.dtype)
+
+
+@register("Mod", folds=True)
+def find_remainder(call: Any, a: Any, b: Any) -> Any:
+    """ONNX Mod: the sign is the divisor's, or with fmod=1 the dividend's."""
+    xp = namespace(a, b)
+    return (xp.fmod if call.get("fmod", 0) else xp.mod)(*broadcast(call, a, b))
+
+
+@register("Pow", folds=True)
+def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
+    """ONNX Pow: the result has the dtype of the base."""
+    dtype = base.dtype
+    base, exponent = broadcast(call, base, exponent)
+    xp = namespace(base, exponent)
+    if dtype.kind in "iu" and exponent.dtype.kind not in "iu":
+        base = base.astype(exponent.dtype)
+    elif base.dtype != exponent.dtype:
+        exponent = exponent.astype(base.dtype)
+    # numpy raises for integers with negative exponents.
+    if xp is np and base.dtype.kind in "iu":
+        exponent = np.maximum(exponent, np.zeros_like(exponent))
+    return xp.power(base, exponent).astype(dtype)
+
+
+@register("BitShift", folds=True)
+def shift_bits(call: Any, x: Any, y: Any) -> Any:
+    """ONNX BitShift."""
+    x, y = broadcast(call, x, y)
+    xp = namespace(x, y)
+    return xp.left_shift(x, y) if call.get("direction") == "LEFT" else xp.right_shift(x, y)
+
+
+@register("IsInf", folds=True)
+def find_infinities(call: Any, x: Any) -> Any:
+    """ONNX IsInf."""
+    xp = namespace(x)
+    y = xp.isinf(x)
+    if not call.get("detect_negative", 1):
+        y = y & (x > 0)
+    return y if call.get("detect_positive", 1) else y & (x < 0)
+
+
+@register("Reciprocal", folds=True)
+def invert_number(call: Any, x: Any) -> Any:
+    """ONNX Reciprocal."""
+    return (np.ones((), x.dtype) / x).astype(x.dtype)
+
+
+@register("Where", folds=True)
+def choose(call: Any, condition: Any, x: Any, y: Any) -> Any:
+    """ONNX Where."""
+    return namespace(condition, x, y).where(*broadcast(call, condition, x, y))
+
+
+@register("Clip", folds=True)
+def clip(call: Any, x: Any, low: Any = None, high: Any = None) -> Any:
+    """ONNX Clip: the bounds are attributes before opset 11."""
+    xp = namespace(x, low, high)
+    if call.opset < 11:
+        low, high = (None if call.get(n) is None else np.asarray(call.get(n), x.dtype) for n in ("min", "max"))
+    y = x if low is None else xp.maximum(x, low.reshape(()))
+    return y if high is None else xp.minimum(y, high.reshape(()))
+
+
+@register("Cast", folds=True)
+def cast(call: Any, x: Any) -> Any:
+    """ONNX Cast."""
+    return cast_to(x, find_onnx_dtype(call.get("to"), "Cast"), bool(call.get("saturate", 1)))
+
+
+@register("CastLike", folds=True)
+def cast_like(call: Any, x: Any, like: Any) -> Any:
+    """ONNX CastLike."""
+    return cast_to(x, like.dtype, bool(call.get("saturate", 1)))
+
+
+@register("BitCast", folds=True)
+def cast_bits(call: Any, x: Any) -> Any:
+    """ONNX BitCast."""
+    dtype = find_onnx_dtype(call.get("to"), "BitCast")
+    if namespace(x) is np:
+        return x.view(dtype)
+    dtype = canonicalize_dtype(dtype)
+    if np.bool_ in (x.dtype, dtype):
+        return x.view(dtype) if x.dtype == dtype else (x != 0 if dtype == np.bool_ else x.astype(dtype))
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
+    """Return an array in another dtype, with ONNX's rules for floats of 8 bits and fewer."""
+    dtype = np.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if namespace(x) is np and dtype.kind in _NUMPY_KINDS and x.dtype.kind in _NUMPY_KINDS:
+        return x != 0 if dtype == np.bool_ else x.astype(dtype)
+    # numpy's conversions to small floats know nothing of ONNX's saturation.
+    x, dtype = convert_to_jax(x), canonicalize_dtype(dtype)
+    if x.dtype in (*dtypes.SMALL_FLOATS, dtypes.E8M0):
+        x = x.astype(jnp.float32)
+    if dtype in dtypes.SMALL_FLOATS:
+        return small_floats.encode_small_float(x.astype(jnp.float32), dtype, saturate)
+    if dtype == np.bool_:
+        return x != 0
+    if dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8:
+        return x.astype(jnp.int32).astype(dtype)  # the low bits, as for the wider integers
+    return x.astype(dtype)
+
+
+@register("Identity", folds=True)
+def pass_on(call: Any, x: Any) -> Any:
+    """ONNX Identity."""
+    return x
+
+
+@register("Dropout", keeps=(1, 2))
+def drop_out(call: Any, x: Any, ratio: Any = None, training: Any = None) -> Any:
+    """ONNX Dropout without training: the input, and a mask of True."""
+    is_training = training is not None and bool(np.asarray(training).reshape(()))
+    if is_training and (ratio is None or float(np.asarray(ratio).reshape(())) != 0):
+        raise ValueError("Dropout in training mode is random, which is not supported")
+    return (x, jnp.ones(x.shape, bool)) if call.has_output(1) else x
+
+
+@register("Erf")
+def find_error_function(call: Any, x: Any) -> Any:
+    """ONNX Erf."""
+    return jax.scipy.special.erf(x) if x.dtype.kind in "fV" else x

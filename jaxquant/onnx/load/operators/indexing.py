@@ -1,0 +1,159 @@
+"""Operators that select or replace elements by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import ModelError
+from ..registry import register
+from ..values import list_ints, namespace, normalize_axis
+
+
+def _wrap(index: Any, length: int) -> Any:
+    """Return indices of which negative ones count from the back."""
+    index = index if isinstance(index, np.ndarray) else index.astype(jnp.int32)
+    return namespace(index).where(index < 0, index + np.asarray(length, index.dtype), index)
+
+
+@register("Slice", static=(1, 2, 3, 4), folds=True)
+def slice_array(call: Any, x: Any, *arguments: Any) -> Any:
+    """ONNX Slice: the arguments are attributes before opset 10."""
+    names = ("starts", "ends", "axes", "steps")
+    given = [*arguments, *[None] * (4 - len(arguments))]
+    values = [call.get(n) if value is None else value for n, value in zip(names, given, strict=True)]
+    starts, ends, axes, steps = (None if value is None else list_ints(value) for value in values)
+    if starts is None or ends is None:
+        raise ModelError("expected starts and ends")
+    axes = tuple(range(len(starts))) if axes is None else axes
+    steps = (1,) * len(starts) if steps is None else steps
+    cuts = [slice(None)] * x.ndim
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis = normalize_axis(axis, x.ndim)
+        cuts[axis] = _find_slice(start, end, step, x.shape[axis])
+    return x[tuple(cuts)]
+
+
+def _find_slice(start: int, end: int, step: int, length: int) -> slice:
+    """Return Python's slice of ONNX's bounds, which count from the back if they are negative, and are clamped."""
+    if step == 0:
+        raise ModelError("expected a step that is not 0")
+    low, high = (0, length) if step > 0 else (-1, length - 1)
+    start, end = (min(max(n + length if n < 0 else n, low), high) for n in (start, end))
+    return slice(max(start, 0), None if end < 0 else end, step)
+
+
+@register("Gather", folds=True)
+def gather(call: Any, x: Any, indices: Any) -> Any:
+    """ONNX Gather."""
+    axis = normalize_axis(call.get("axis", 0), x.ndim)
+    call.reserve((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
+    index = _wrap(indices, x.shape[axis])
+    return np.take(x, index, axis) if namespace(x, index) is np else jnp.take(x, index, axis=axis, mode="clip")
+
+
+@register("GatherElements", folds=True)
+def gather_elements(call: Any, x: Any, indices: Any) -> Any:
+    """ONNX GatherElements."""
+    axis = normalize_axis(call.get("axis", 0), x.ndim)
+    xp, index = namespace(x, indices), _wrap(indices, x.shape[axis])
+    # The other dimensions of the indices may be shorter than those of x.
+    cut = tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))
+    return xp.take_along_axis(x[cut], index, axis)
+
+
+@register("GatherND", folds=True)
+def gather_nd(call: Any, x: Any, indices: Any) -> Any:
+    """ONNX GatherND."""
+    batch = call.get("batch_dims", 0)
+    index = tuple(
+        _wrap(indices[..., i], x.shape[batch + i]) for i in range(indices.shape[-1])
+    )  # one array for each indexed dimension
+    if batch == 0:
+        return x[index]
+    rest = indices.ndim - 1 - batch
+    # Indices of the batch dimensions that broadcast against those of the model.
+    grids = np.ix_(*(np.arange(n) for n in x.shape[:batch]))
+    grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in grids]
+    return x[(*grids, *index)]
+
+
+_REDUCTIONS = {"none": "set", "add": "add", "mul": "multiply", "max": "max", "min": "min"}
+
+
+def _update(call: Any, x: Any, index: tuple[Any, ...], updates: Any) -> Any:
+    return getattr(x.at[index], _REDUCTIONS[call.get("reduction", "none")])(updates)
+
+
+@register("ScatterElements", "Scatter")
+def scatter_elements(call: Any, x: Any, indices: Any, updates: Any) -> Any:
+    """ONNX ScatterElements."""
+    axis = normalize_axis(call.get("axis", 0), x.ndim)
+    grids = list(np.ix_(*(np.arange(n) for n in indices.shape)))
+    index = tuple(_wrap(indices, x.shape[axis]) if i == axis else grid for i, grid in enumerate(grids))
+    return _update(call, x, index, updates)
+
+
+@register("ScatterND")
+def scatter_nd(call: Any, x: Any, indices: Any, updates: Any) -> Any:
+    """ONNX ScatterND."""
+    index = tuple(_wrap(indices[..., i], x.shape[i]) for i in range(indices.shape[-1]))
+    return _update(call, x, index, updates)
+
+
+@register("TensorScatter")
+def scatter_into_cache(call: Any, past: Any, update: Any, starts: Any = None) -> Any:
+    """ONNX TensorScatter: write rows into a cache, from an index of each batch on."""
+    axis = normalize_axis(call.get("axis", -2), past.ndim)
+    batch, length = past.shape[0], update.shape[axis]
+    start = jnp.zeros(batch, jnp.int32) if starts is None else starts.astype(jnp.int32)
+    index = start[:, None] + jnp.arange(length)[None, :]
+    if call.get("mode", "linear") == "circular":
+        index = index % past.shape[axis]
+    moved, rows = jnp.moveaxis(past, axis, 1), jnp.moveaxis(update, axis, 1)
+    return jnp.moveaxis(moved.at[jnp.arange(batch)[:, None], index].set(rows), 1, axis)
+
+
+@register("Compress", static=(1,), folds=True)
+def compress(call: Any, x: Any, condition: Any) -> Any:
+    """ONNX Compress with a known condition."""
+    (index,) = np.nonzero(condition)
+    axis = call.get("axis")
+    if axis is None:
+        return x.reshape(-1)[index]
+    return namespace(x).take(x, index, axis)
+
+
+@register("NonZero", static=(0,))
+def find_nonzero(call: Any, x: Any) -> Any:
+    """ONNX NonZero of a known array."""
+    return np.stack(np.nonzero(x)).astype(np.int64) if x.ndim else np.zeros((0, int(bool(x))), np.int64)
+
+
+@register("TopK", static=(1,))
+def find_largest(call: Any, x: Any, k: Any = None) -> Any:
+    """ONNX TopK: of equal elements the one with the lower index comes first."""
+    axis = normalize_axis(call.get("axis", -1), x.ndim)
+    count = int(call.get("k") if k is None else np.asarray(k).reshape(-1)[0])
+    if not 0 <= count <= x.shape[axis]:
+        raise ModelError(f"expected k in [0, {x.shape[axis]}], got {count}")
+    # lax.top_k has no largest=0, and no axis.
+    order = jnp.argsort(x, axis=axis, stable=True, descending=bool(call.get("largest", 1)))
+    index = jnp.take(order, np.arange(count), axis=axis)
+    return jnp.take_along_axis(x, index, axis), index
+
+
+@register("Unique", static=(0,))
+def find_unique(call: Any, x: Any) -> Any:
+    """ONNX Unique of a known array."""
+    axis = call.get("axis")
+    values, first, inverse, counts = np.unique(x, True, True, True, axis=axis)
+    inverse = inverse.reshape(-1)
+    if not call.get("sorted", 1):
+        order = np.argsort(first)
+        rank = np.argsort(order)
+        values = np.take(values, order, 0 if axis is None else axis)
+        first, inverse, counts = first[order], rank[inverse], counts[order]
+    return values, first.astype(np.int64), inverse.astype(np.int64), counts.astype(np.int64)

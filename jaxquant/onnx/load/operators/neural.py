@@ -1,0 +1,169 @@
+"""Products of matrices, convolutions and pools of floats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..registry import register
+from ..values import list_ints
+from .windows import count_elements, find_windows, list_window_elements, reduce_windows
+
+_HIGHEST = lax.Precision.HIGHEST
+
+
+@register("MatMul")
+def multiply_matrices(call: Any, a: Any, b: Any) -> Any:
+    """ONNX MatMul."""
+    return jnp.matmul(a, b, precision=_HIGHEST)
+
+
+@register("Gemm")
+def multiply_general(call: Any, a: Any, b: Any, c: Any = None) -> Any:
+    """ONNX Gemm: alpha * a @ b + beta * c."""
+    a = a.T if call.get("transA", 0) else a
+    b = b.T if call.get("transB", 0) else b
+    alpha, beta = call.get("alpha", 1.0), call.get("beta", 1.0)
+    # A product by 1 would cost a pass over y if XLA did not see the constant.
+    y = jnp.matmul(a, b, precision=_HIGHEST)
+    y = y if alpha == 1 else (y * alpha).astype(a.dtype)
+    if c is None or beta == 0:
+        return y
+    return (y + (c if beta == 1 else c * beta)).astype(a.dtype)
+
+
+@register("Einsum")
+def sum_products(call: Any, *operands: Any) -> Any:
+    """ONNX Einsum."""
+    return jnp.einsum(call.get("equation").replace(" ", ""), *operands, precision=_HIGHEST)
+
+
+def _spatial_numbers(rank: int) -> lax.ConvDimensionNumbers:
+    """Return the layout (N, C, *spatial) and (M, C, *kernel)."""
+    order = tuple(range(rank))
+    return lax.ConvDimensionNumbers(order, order, order)
+
+
+@register("Conv")
+def convolve(call: Any, x: Any, w: Any, b: Any = None) -> Any:
+    """ONNX Conv."""
+    windows = find_windows(call, x.shape[2:], w.shape[2:])
+    y = lax.conv_general_dilated(
+        x, w, windows.strides, windows.padding, None, windows.dilations, _spatial_numbers(x.ndim),
+        call.get("group", 1), precision=_HIGHEST,
+    )  # fmt: skip
+    return y if b is None else y + b.reshape(1, -1, *(1,) * (x.ndim - 2))
+
+
+@register("ConvTranspose")
+def convolve_transposed(call: Any, x: Any, w: Any, b: Any = None) -> Any:
+    """ONNX ConvTranspose: a convolution of x with its elements a stride apart, by the flipped kernel."""
+    rank, group = x.ndim - 2, call.get("group", 1)
+    strides, dilations = (tuple(call.get(name) or (1,) * rank) for name in ("strides", "dilations"))
+    extra = tuple(call.get("output_padding") or (0,) * rank)
+    reach = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
+    pads = _find_transposed_pads(call, x.shape[2:], reach, strides, extra)
+    # The kernel is stored as (C, M / group, *kernel). A convolution wants (M, C / group, *kernel), flipped.
+    channels, features = w.shape[0], w.shape[1]
+    kernel = w.reshape(group, channels // group, features, *w.shape[2:]).swapaxes(1, 2)
+    kernel = kernel.reshape(group * features, channels // group, *w.shape[2:])
+    kernel = jnp.flip(kernel, tuple(range(2, w.ndim)))
+    padding = [(r - 1 - low, r - 1 - high + e) for r, (low, high), e in zip(reach, pads, extra, strict=True)]
+    y = lax.conv_general_dilated(
+        x, kernel, (1,) * rank, padding, strides, dilations, _spatial_numbers(x.ndim), group, precision=_HIGHEST
+    )
+    return y if b is None else y + b.reshape(1, -1, *(1,) * rank)
+
+
+def _find_transposed_pads(call: Any, lengths: Any, reach: Any, strides: Any, extra: Any) -> list[tuple[int, int]]:
+    """Return how much a transposed convolution cuts off at the beginning and the end of each dimension."""
+    rank = len(lengths)
+    shape, auto_pad = call.get("output_shape"), call.get("auto_pad", "NOTSET")
+    if shape is None and not auto_pad.startswith("SAME"):
+        pads = call.get("pads") or (0,) * (2 * rank)
+        return [(pads[i], pads[rank + i]) if auto_pad == "NOTSET" else (0, 0) for i in range(rank)]
+    target = [n * s for n, s in zip(lengths, strides, strict=True)] if shape is None else list(shape)[-rank:]
+    result = []
+    for n, s, e, r, length in zip(lengths, strides, extra, reach, target, strict=True):
+        total = s * (n - 1) + e + r - length
+        small = total // 2
+        result.append((small, total - small) if auto_pad == "SAME_UPPER" else (total - small, small))
+    return result
+
+
+@register("MaxPool")
+def pool_largest(call: Any, x: Any) -> Any:
+    """ONNX MaxPool, with the positions of the maxima if the graph reads them."""
+    windows = find_windows(call, x.shape[2:])
+    least = np.asarray(np.iinfo(x.dtype).min if x.dtype.kind in "iu" else -np.inf, x.dtype)
+    if not call.has_output(1):
+        return reduce_windows(x, windows, least, lax.max)
+    lengths = x.shape[2:]
+    places = np.arange(math.prod(lengths), dtype=np.int32)
+    places = places.reshape(lengths[::-1]).T if call.get("storage_order", 0) else places.reshape(lengths)
+    index = jnp.asarray(np.broadcast_to(places, (1, 1, *lengths)))
+    values, positions = (list_window_elements(call, v, windows, w) for v, w in ((x, least), (index, -1)))
+    best, best_index = values[0], jnp.broadcast_to(positions[0], values[0].shape)
+    # In the order of the kernel, so that of equal elements the first one counts.
+    for value, position in zip(values[1:], positions[1:], strict=True):
+        is_better = (value > best) | ((best_index < 0) & (position >= 0))
+        best, best_index = jnp.where(is_better, value, best), jnp.where(is_better, position, best_index)
+    planes = np.arange(math.prod(x.shape[:2]), dtype=np.int32).reshape(*x.shape[:2], *(1,) * len(lengths))
+    return best, best_index + planes * np.int32(math.prod(lengths))
+
+
+@register("AveragePool")
+def pool_average(call: Any, x: Any) -> Any:
+    """ONNX AveragePool."""
+    windows = find_windows(call, x.shape[2:])
+    total = reduce_windows(x, windows, np.zeros((), x.dtype), lax.add)
+    counts = count_elements(call, windows, x.shape[2:], bool(call.get("count_include_pad", 0)))
+    return (total / counts.astype(x.dtype)).astype(x.dtype)
+
+
+@register("LpPool")
+def pool_norm(call: Any, x: Any) -> Any:
+    """ONNX LpPool."""
+    p = call.get("p", 2)
+    total = reduce_windows(jnp.abs(x) ** p, find_windows(call, x.shape[2:]), np.zeros((), x.dtype), lax.add)
+    return total ** (1 / p)
+
+
+@register("GlobalAveragePool")
+def pool_global_average(call: Any, x: Any) -> Any:
+    """ONNX GlobalAveragePool."""
+    return jnp.mean(x, tuple(range(2, x.ndim)), keepdims=True)
+
+
+@register("GlobalMaxPool")
+def pool_global_largest(call: Any, x: Any) -> Any:
+    """ONNX GlobalMaxPool."""
+    return jnp.max(x, tuple(range(2, x.ndim)), keepdims=True)
+
+
+@register("GlobalLpPool")
+def pool_global_norm(call: Any, x: Any) -> Any:
+    """ONNX GlobalLpPool."""
+    p = call.get("p", 2)
+    return jnp.sum(jnp.abs(x) ** p, tuple(range(2, x.ndim)), keepdims=True) ** (1 / p)
+
+
+@register("MaxUnpool", static=(2,))
+def unpool(call: Any, x: Any, indices: Any, shape: Any = None) -> Any:
+    """ONNX MaxUnpool: the inverse of MaxPool, zeros elsewhere."""
+    rank = x.ndim - 2
+    strides, pads = tuple(call.get("strides") or (1,) * rank), tuple(call.get("pads") or (0,) * (2 * rank))
+    kernel = call.get("kernel_shape")
+    lengths = [(n - 1) * strides[i] - pads[i] - pads[rank + i] + kernel[i] for i, n in enumerate(x.shape[2:])]
+    target = (*x.shape[:2], *lengths) if shape is None else list_ints(shape)
+    call.reserve(target, x.dtype)
+    index = indices.astype(jnp.int32).reshape(-1)
+    if shape is not None:
+        # The indices count the elements of the array that the pool saw; with a larger output only its corner is used.
+        place = jnp.unravel_index(index, (*x.shape[:2], *lengths))
+        return jnp.zeros(target, x.dtype).at[place].set(x.reshape(-1))
+    return jnp.zeros(math.prod(target), x.dtype).at[index].set(x.reshape(-1)).reshape(target)

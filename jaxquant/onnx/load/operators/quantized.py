@@ -1,0 +1,135 @@
+"""ONNX's own operators on codes, by jaxquant's functions."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...._codes.bias import quantize_bias
+from ...._onnx_ops.conv_integer import conv_integer
+from ...._onnx_ops.dequantize_linear import dequantize_linear
+from ...._onnx_ops.dynamic_quantize_linear import dynamic_quantize_linear
+from ...._onnx_ops.matmul_integer import matmul_integer
+from ...._onnx_ops.qlinear_conv import qlinear_conv
+from ...._onnx_ops.qlinear_matmul import qlinear_matmul
+from ...._onnx_ops.quantize_linear import quantize_linear
+from ...._training.fake_quantize_linear import fake_quantize_linear
+from ..registry import register
+from ..tensors import find_onnx_dtype
+
+_CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def read_scalar(value: Any) -> Any:
+    """Return an array of one element as a scalar, and anything else unchanged: ONNX allows both for a scale."""
+    return value.reshape(()) if value is not None and value.size == 1 else value
+
+
+def list_given(call: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return those of the attributes that the node has."""
+    return {name: call.get(name) for name in names if call.get(name) is not None}
+
+
+def _read_dtype(call: Any, name: str) -> Any:
+    number = call.get(name, 0)
+    return find_onnx_dtype(number, name) if number else None
+
+
+def _find_granularity(call: Any) -> dict[str, Any]:
+    return {"axis": call.get("axis", 1), "block_size": call.get("block_size", 0)}
+
+
+@register("QuantizeLinear", keeps=(1, 2))
+def apply_quantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+    """ONNX QuantizeLinear."""
+    precision = _read_dtype(call, "precision")
+    # ONNX Runtime divides float16 in float32.
+    precision = jnp.float32 if precision is None and x.dtype == jnp.float16 else precision
+    scale, zero_point = read_scalar(scale), read_scalar(zero_point)
+    return quantize_linear(
+        x, scale, zero_point, output_dtype=_read_dtype(call, "output_dtype") if zero_point is None else None,
+        saturate=bool(call.get("saturate", 1)), precision=precision, **_find_granularity(call),
+    )  # fmt: skip
+
+
+@register("DequantizeLinear", keeps=(1, 2))
+def apply_dequantize_linear(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+    """ONNX DequantizeLinear."""
+    scale, zero_point = read_scalar(scale), read_scalar(zero_point)
+    output = _read_dtype(call, "output_dtype")
+    return dequantize_linear(x, scale, zero_point, output_dtype=output, **_find_granularity(call))
+
+
+@register("DynamicQuantizeLinear")
+def quantize_dynamically(call: Any, x: Any) -> Any:
+    """ONNX DynamicQuantizeLinear."""
+    return tuple(dynamic_quantize_linear(x))
+
+
+@register("MatMulInteger", keeps=(2, 3))
+def multiply_codes(call: Any, a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+    """ONNX MatMulInteger."""
+    return matmul_integer(a, b, read_scalar(a_zero_point), read_scalar(b_zero_point))
+
+
+@register("ConvInteger", keeps=(2, 3))
+def convolve_codes(call: Any, x: Any, w: Any, x_zero_point: Any = None, w_zero_point: Any = None) -> Any:
+    """ONNX ConvInteger."""
+    points = read_scalar(x_zero_point), read_scalar(w_zero_point)
+    return conv_integer(x, w, *points, **list_given(call, _CONV_ATTRIBUTES))
+
+
+@register("QLinearMatMul", keeps=(1, 2, 4, 5, 6, 7))
+def multiply_and_requantize(call: Any, a: Any, *inputs: Any) -> Any:
+    """ONNX QLinearMatMul."""
+    a_scale, a_point, b, *rest = inputs
+    return qlinear_matmul(a, read_scalar(a_scale), read_scalar(a_point), b, *map(read_scalar, rest))
+
+
+@register("QLinearConv", keeps=(1, 2, 4, 5, 6, 7))
+def convolve_and_requantize(call: Any, x: Any, *inputs: Any) -> Any:
+    """ONNX QLinearConv."""
+    x_scale, x_point, w, w_scale, w_point, y_scale, y_point, *bias = inputs
+    scales = read_scalar(x_scale), read_scalar(x_point), w, read_scalar(w_scale), read_scalar(w_point)
+    b = bias[0] if bias else None
+    return qlinear_conv(x, *scales, read_scalar(y_scale), read_scalar(y_point), b, **list_given(call, _CONV_ATTRIBUTES))
+
+
+@register("FakeQuantize", domain="jaxquant", keeps=(2,))
+def fake_quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
+    """Quantize and dequantize with a straight-through gradient: the operator of trainable graphs.
+
+    The gradient of the scale is divided by sqrt(n * qmax), where n is the number of elements that share a scale (Esser
+    et al., LSQ, arXiv 1902.08153): it sums over them, and would be far larger than that of a weight.
+    """
+    dtype = call.get("dtype")
+    scale, zero_point = read_scalar(jnp.asarray(scale)), read_scalar(zero_point)
+    most = float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
+    scale = _scale_gradient(scale, (max(x.size / scale.size, 1) * most) ** -0.5)
+    return fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_find_granularity(call))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _scale_gradient(x: jax.Array, factor: float) -> jax.Array:
+    """Return x unchanged, with its gradient multiplied by a factor."""
+    return x
+
+
+@_scale_gradient.defjvp
+def _scale_gradient_jvp(factor: float, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[0] * factor
+
+
+@register("QuantizeBias", domain="jaxquant", keeps=(1, 2))
+def quantize_float_bias(call: Any, bias: Any, x_scale: Any, w_scale: Any) -> Any:
+    """Quantize a float bias in steps of the accumulator, as ONNX Runtime does when it fuses a Conv or Gemm."""
+    return quantize_bias(bias.reshape(-1), read_scalar(x_scale), read_scalar(w_scale))
+
+
+def make_zero(dtype: Any) -> np.ndarray:
+    """Return a zero point of 0."""
+    return np.zeros((), dtype)

@@ -1,0 +1,219 @@
+"""LSTM, GRU and RNN, by jax.lax.scan over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
+from ..registry import register
+from .activations import apply_activation
+from .quantized import read_scalar
+from .shapes import reverse_first
+
+_HIGHEST = lax.Precision.HIGHEST
+# The activations whose attributes have other defaults inside recurrent operators.
+_AFFINE = "Affine"
+_SCALED_TANH = "ScaledTanh"
+
+
+def _dot(a: Any, b: Any) -> Any:
+    return jnp.matmul(a, b, precision=_HIGHEST)
+
+
+def _list_activations(call: Any, defaults: tuple[str, ...], direction: int) -> list[Callable[[Any], Any]]:
+    """Return the activation functions of a direction."""
+    count = len(defaults)
+    names = call.get("activations") or defaults * 2
+    alphas, betas = list(call.get("activation_alpha") or ()), list(call.get("activation_beta") or ())
+    functions = []
+    # The lists of alphas and betas hold values only for the functions that take them.
+    for i, name in enumerate(names):
+        takes_alpha = name in ("LeakyRelu", "ThresholdedRelu", "HardSigmoid", "Elu", _AFFINE, _SCALED_TANH)
+        alpha = alphas.pop(0) if takes_alpha and alphas else None
+        takes_beta = name in ("HardSigmoid", _AFFINE, _SCALED_TANH)
+        beta = betas.pop(0) if takes_beta and betas else None
+        if direction * count <= i < (direction + 1) * count:
+            functions.append(_make_activation(name, alpha, beta))
+    return functions
+
+
+def _make_activation(name: str, alpha: float | None, beta: float | None) -> Callable[[Any], Any]:
+    if name == "Tanh":
+        return jnp.tanh
+    if name in (_AFFINE, _SCALED_TANH):
+        factor, offset = (1.0 if alpha is None else alpha), (0.0 if beta is None else beta)
+        if name == _AFFINE:
+            return lambda x: factor * x + offset
+        return lambda x: factor * jnp.tanh(offset * x)
+    return lambda x: apply_activation(name, x, alpha=alpha, beta=beta)
+
+
+def _run_directions(call: Any, x: Any, lengths: Any, states: tuple[Any, ...], make_step: Any) -> tuple[Any, ...]:
+    """Run a cell over time in each direction; return Y and the last states, in ONNX's layout.
+
+    Args:
+        call: the node's Call.
+        x: [time, batch, input].
+        lengths: the length of each sequence, or None.
+        states: the initial states, [directions, batch, hidden] each.
+        make_step: from a direction to a function of the states and the input at a time, which returns the new states;
+            the first state is the output.
+    """
+    direction = call.get("direction", "forward")
+    count = 2 if direction == "bidirectional" else 1
+    outputs, lasts = [], []
+    for d in range(count):
+        is_reverse = direction == "reverse" or d == 1
+        step = make_step(d)
+        times = np.arange(x.shape[0], dtype=np.int32)
+        sequence = x
+        # With lengths, only the part of a sequence that counts is turned around.
+        if is_reverse:
+            sequence = jnp.flip(x, 0) if lengths is None else reverse_first(x, lengths, batch=1, time=0)
+
+        def advance(carry: Any, element: Any, step: Any = step) -> Any:
+            value, time = element
+            new = step(carry, value)
+            if lengths is None:
+                return new, new[0]
+            is_inside = (time < lengths)[:, None]
+            kept = tuple(jnp.where(is_inside, n, old) for n, old in zip(new, carry, strict=True))
+            return kept, jnp.where(is_inside, new[0], jnp.zeros_like(new[0]))
+
+        last, y = lax.scan(advance, tuple(state[d] for state in states), (sequence, times))
+        if is_reverse:
+            y = jnp.flip(y, 0) if lengths is None else reverse_first(y, lengths, batch=1, time=0)
+        outputs.append(y)
+        lasts.append(last)
+    y = jnp.stack(outputs, axis=1)
+    finals = tuple(jnp.stack(parts) for parts in zip(*lasts, strict=True))
+    if call.get("layout", 0):
+        return y.transpose(2, 0, 1, 3), *(state.swapaxes(0, 1) for state in finals)
+    return y, *finals
+
+
+def _prepare(call: Any, x: Any, hidden: int, count: int, lengths: Any, initial: list[Any]) -> tuple[Any, Any, Any]:
+    """Return x as [time, batch, input], the lengths as int32, and the initial states."""
+    if call.get("layout", 0):
+        x, initial = x.swapaxes(0, 1), [None if h is None else h.swapaxes(0, 1) for h in initial]
+    zeros = jnp.zeros((count, x.shape[1], hidden), x.dtype)
+    states = tuple(zeros if h is None else h for h in initial)
+    return x, None if lengths is None else lengths.astype(jnp.int32), states
+
+
+def _clip(call: Any, x: Any) -> Any:
+    limit = call.get("clip", 0.0)
+    return jnp.clip(x, -limit, limit) if limit else x
+
+
+def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: Any) -> Any:
+    """Return the step of an LSTM in a direction; the products with W and R are functions."""
+
+    def make_step(d: int) -> Any:
+        f, g, h = _list_activations(call, ("Sigmoid", "Tanh", "Tanh"), d)
+
+        def step(states: Any, x: Any) -> Any:
+            hidden, cell = states
+            gates = project(d, x) + recur(d, hidden)
+            if bias is not None:
+                gates = gates + sum(jnp.split(bias[d], 2))
+            i, o, forget, c = jnp.split(gates, 4, axis=-1)
+            p_i, p_o, p_f = (0, 0, 0) if peepholes is None else jnp.split(peepholes[d], 3)
+            i, forget = f(_clip(call, i + p_i * cell)), f(_clip(call, forget + p_f * cell))
+            forget = 1 - i if call.get("input_forget", 0) else forget
+            new = forget * cell + i * g(_clip(call, c))
+            o = f(_clip(call, o + p_o * new))
+            return o * h(new), new
+
+        return step
+
+    return make_step
+
+
+@register("LSTM")
+def run_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+    """ONNX LSTM."""
+    bias, lengths, h, c, peepholes = [*inputs, *[None] * (5 - len(inputs))]
+    x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h, c])
+    make_step = _make_lstm_step(
+        call, lambda d, v: _dot(v, w[d].T), lambda d, v: _dot(v, r[d].T), bias, peepholes
+    )  # fmt: skip
+    return _run_directions(call, x, lengths, states, make_step)
+
+
+@register("DynamicQuantizeLSTM", domain="com.microsoft", keeps=(8, 9, 10, 11))
+def run_quantized_lstm(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+    """ONNX Runtime's DynamicQuantizeLSTM: each product quantizes its input with the input's own range.
+
+    The whole input sequence has one range, and the hidden state one at each time. Each product has ONNX Runtime's
+    integers for its input; the activation functions are not its approximations.
+    """
+    bias, lengths, h, c, peepholes, w_scale, w_point, r_scale, r_point = [*inputs, *[None] * (9 - len(inputs))]
+    # The weights are transposed, compared with ONNX's LSTM.
+    x, lengths, states = _prepare(call, x, r.shape[1], w.shape[0], lengths, [h, c])
+
+    def pick(part: Any, d: int) -> Any:
+        return None if part is None else read_scalar(part[d])
+
+    def multiply(values: Any, weights: Any, scale: Any, point: Any, d: int) -> Any:
+        return dynamic_quantize_matmul(values, weights[d], pick(scale, d), pick(point, d))
+
+    # All gates of the input at once: its range is that of the whole sequence.
+    gates = jnp.stack([multiply(x, w, w_scale, w_point, d) for d in range(w.shape[0])], axis=2)
+    wide = gates.reshape(*x.shape[:2], -1)
+    count = w.shape[2]
+    make_step = _make_lstm_step(
+        call, lambda d, v: v[:, d * count : (d + 1) * count], lambda d, v: multiply(v, r, r_scale, r_point, d), bias,
+        peepholes,
+    )  # fmt: skip
+    return _run_directions(call, wide, lengths, states, make_step)
+
+
+@register("GRU")
+def run_gru(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+    """ONNX GRU."""
+    bias, lengths, h = [*inputs, *[None] * (3 - len(inputs))]
+    hidden = r.shape[-1]
+    x, lengths, states = _prepare(call, x, hidden, w.shape[0], lengths, [h])
+
+    def make_step(d: int) -> Any:
+        f, g = _list_activations(call, ("Sigmoid", "Tanh"), d)
+        both = jnp.zeros((2, 3 * hidden), x.dtype) if bias is None else bias[d].reshape(2, -1)
+        (b_zr, b_h), (r_zr, r_h) = (jnp.split(part, [2 * hidden]) for part in both)
+
+        def step(states: Any, value: Any) -> Any:
+            (old,) = states
+            projected = _dot(value, w[d].T)
+            z, reset = jnp.split(
+                f(_clip(call, projected[:, : 2 * hidden] + _dot(old, r[d][: 2 * hidden].T) + b_zr + r_zr)), 2, axis=-1
+            )
+            kernel = r[d][2 * hidden :].T
+            if call.get("linear_before_reset", 0):
+                inner = reset * (_dot(old, kernel) + r_h)
+            else:
+                inner = _dot(reset * old, kernel) + r_h
+            new = g(_clip(call, projected[:, 2 * hidden :] + inner + b_h))
+            return ((1 - z) * new + z * old,)
+
+        return step
+
+    return _run_directions(call, x, lengths, states, make_step)
+
+
+@register("RNN")
+def run_rnn(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
+    """ONNX RNN."""
+    bias, lengths, h = [*inputs, *[None] * (3 - len(inputs))]
+    x, lengths, states = _prepare(call, x, r.shape[-1], w.shape[0], lengths, [h])
+
+    def make_step(d: int) -> Any:
+        (f,) = _list_activations(call, ("Tanh",), d)
+        offset = 0 if bias is None else sum(jnp.split(bias[d], 2))
+        return lambda states, value: (f(_clip(call, _dot(value, w[d].T) + _dot(states[0], r[d].T) + offset)),)
+
+    return _run_directions(call, x, lengths, states, make_step)

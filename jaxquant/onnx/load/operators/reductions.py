@@ -1,0 +1,107 @@
+"""Reductions, cumulative sums, and the positions of extremes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..registry import register
+from ..values import list_ints, namespace, normalize_axis
+
+
+def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
+    """Return the axes to reduce, or None if x stays as it is."""
+    value = call.get("axes") if axes is None else axes
+    if value is None or not len(list_ints(value)):
+        return None if call.get("noop_with_empty_axes", 0) else tuple(range(x.ndim))
+    return tuple(normalize_axis(axis, x.ndim) for axis in list_ints(value))
+
+
+def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> Any:
+    if x.dtype == np.bool_:
+        return (xp.any if name == "max" else xp.all)(x, axis=axes, keepdims=keepdims)
+    kind = x.dtype.kind in "iu"
+    # An empty slice has the neutral element, as in ONNX.
+    least, most = (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max) if kind else (-np.inf, np.inf)
+    initial = np.asarray(least if name == "max" else most, x.dtype)
+    return getattr(xp, name)(x, axis=axes, keepdims=keepdims, initial=initial)
+
+
+def _square(x: Any) -> Any:
+    return x * x
+
+
+# For each operator: what is applied to the elements, the reduction, and what is applied to its result.
+_REDUCTIONS: dict[str, tuple[Any, str, Any]] = {
+    "ReduceSum": (None, "sum", None),
+    "ReduceMean": (None, "mean", None),
+    "ReduceProd": (None, "prod", None),
+    "ReduceMax": (None, "max", None),
+    "ReduceMin": (None, "min", None),
+    "ReduceL1": ("abs", "sum", None),
+    "ReduceL2": (_square, "sum", "sqrt"),
+    "ReduceSumSquare": (_square, "sum", None),
+    "ReduceLogSum": (None, "sum", "log"),
+}
+
+
+def _apply(xp: Any, function: Any, x: Any) -> Any:
+    if function is None:
+        return x
+    return getattr(xp, function)(x) if isinstance(function, str) else function(x)
+
+
+def _register_reductions() -> None:
+    def bind(before: Any, reduction: str, after: Any) -> Any:
+        def reduce(call: Any, x: Any, axes: Any = None) -> Any:
+            xp, kept, keepdims = namespace(x), _find_axes(call, x, axes), bool(call.get("keepdims", 1))
+            y = _apply(xp, before, x)
+            if kept is not None:
+                if reduction in ("max", "min"):
+                    y = _reduce_extreme(xp, reduction, y, kept, keepdims)
+                else:
+                    y = getattr(xp, reduction)(y, axis=kept, keepdims=keepdims)
+            return _apply(xp, after, y).astype(x.dtype)
+
+        return reduce
+
+    for name, parts in _REDUCTIONS.items():
+        register(name, static=(1,), folds=True)(bind(*parts))
+
+
+_register_reductions()
+
+
+@register("ReduceLogSumExp", static=(1,))
+def reduce_log_sum_exp(call: Any, x: Any, axes: Any = None) -> Any:
+    """ONNX ReduceLogSumExp."""
+    kept = _find_axes(call, x, axes)
+    return x if kept is None else jax.nn.logsumexp(x, axis=kept, keepdims=bool(call.get("keepdims", 1)))
+
+
+@register("ArgMax", "ArgMin", folds=True)
+def find_extreme(call: Any, x: Any) -> Any:
+    """ONNX ArgMax and ArgMin: of equal elements the first, or with select_last_index the last."""
+    axis, xp = normalize_axis(call.get("axis", 0), x.ndim), namespace(x)
+    find = xp.argmax if call.node.op == "ArgMax" else xp.argmin
+    is_last = bool(call.get("select_last_index", 0))
+    index = x.shape[axis] - 1 - find(xp.flip(x, axis), axis) if is_last else find(x, axis)
+    index = index.astype(np.int64 if xp is np else jnp.int32)
+    return xp.expand_dims(index, axis) if call.get("keepdims", 1) else index
+
+
+@register("CumSum", "CumProd", static=(1,), folds=True)
+def accumulate(call: Any, x: Any, axis: Any) -> Any:
+    """ONNX CumSum and CumProd."""
+    axis, xp = normalize_axis(int(axis.reshape(())), x.ndim), namespace(x)
+    product = call.node.op == "CumProd"
+    y = xp.flip(x, axis) if call.get("reverse", 0) else x
+    # Exclusive: the neutral element comes first and the last element is left out.
+    if call.get("exclusive", 0):
+        first = xp.full_like(y.take(np.array([0]), axis), int(product))
+        y = xp.concatenate([first, y.take(np.arange(x.shape[axis] - 1), axis)], axis)
+    y = (xp.cumprod if product else xp.cumsum)(y, axis).astype(x.dtype)
+    return xp.flip(y, axis) if call.get("reverse", 0) else y

@@ -1,0 +1,250 @@
+"""Operators that move elements or make new arrays from shapes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import ModelError
+from ..registry import register
+from ..tensors import find_onnx_dtype
+from ..values import canonicalize_dtype, list_ints, namespace, normalize_axis
+
+
+@register("Shape")
+def read_shape(call: Any, x: Any) -> Any:
+    """ONNX Shape."""
+    rank = x.ndim
+    start, end = (min(max(n + rank if n < 0 else n, 0), rank) for n in (call.get("start", 0), call.get("end", rank)))
+    return np.asarray(x.shape[start:end], np.int64)
+
+
+@register("Size")
+def count_size(call: Any, x: Any) -> Any:
+    """ONNX Size."""
+    return np.asarray(x.size, np.int64)
+
+
+@register("Reshape", static=(1,), folds=True)
+def reshape(call: Any, x: Any, shape: Any = None) -> Any:
+    """ONNX Reshape: 0 keeps a length, -1 is what remains."""
+    lengths = list(list_ints(call.get("shape") if shape is None else shape))
+    if not call.get("allowzero", 0):
+        lengths = [x.shape[i] if n == 0 else n for i, n in enumerate(lengths)]
+    if lengths.count(-1) == 1:
+        rest = math.prod(n for n in lengths if n != -1)
+        lengths[lengths.index(-1)] = x.size // rest if rest else 0
+    return x.reshape(lengths)
+
+
+@register("Flatten", folds=True)
+def flatten(call: Any, x: Any) -> Any:
+    """ONNX Flatten."""
+    axis = call.get("axis", 1)
+    axis = axis + x.ndim if axis < 0 else axis
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+@register("Transpose", folds=True)
+def transpose(call: Any, x: Any) -> Any:
+    """ONNX Transpose."""
+    return x.transpose(call.get("perm", tuple(range(x.ndim))[::-1]))
+
+
+def _read_axes(call: Any, axes: Any) -> tuple[int, ...] | None:
+    """Return the axes of an input, or of the attribute of earlier opsets."""
+    value = call.get("axes") if axes is None else axes
+    return None if value is None else list_ints(value)
+
+
+@register("Squeeze", static=(1,), folds=True)
+def squeeze(call: Any, x: Any, axes: Any = None) -> Any:
+    """ONNX Squeeze."""
+    values = _read_axes(call, axes)
+    values = [i for i, n in enumerate(x.shape) if n == 1] if values is None else values
+    return x.squeeze(tuple(normalize_axis(axis, x.ndim) for axis in values))
+
+
+@register("Unsqueeze", static=(1,), folds=True)
+def unsqueeze(call: Any, x: Any, axes: Any = None) -> Any:
+    """ONNX Unsqueeze."""
+    values = _read_axes(call, axes) or ()
+    return namespace(x).expand_dims(x, tuple(normalize_axis(axis, x.ndim + len(values)) for axis in values))
+
+
+@register("Concat", folds=True)
+def concatenate(call: Any, *parts: Any) -> Any:
+    """ONNX Concat."""
+    axis = normalize_axis(call.get("axis", 1), parts[0].ndim)
+    shape = (*parts[0].shape[:axis], sum(part.shape[axis] for part in parts), *parts[0].shape[axis + 1 :])
+    call.reserve(shape, parts[0].dtype)
+    return namespace(*parts).concatenate(parts, axis)
+
+
+@register("Split", static=(1,), folds=True)
+def split(call: Any, x: Any, split: Any = None) -> Any:
+    """ONNX Split."""
+    axis = normalize_axis(call.get("axis", 0), x.ndim)
+    lengths = call.get("split") if split is None else split
+    if lengths is None:
+        count = len(call.node.outputs)
+        step = -(-x.shape[axis] // count)
+        lengths = [min(step, max(x.shape[axis] - i * step, 0)) for i in range(count)]
+    lengths = list_ints(lengths)
+    if sum(lengths) != x.shape[axis] or min(lengths, default=0) < 0:
+        raise ModelError(f"expected parts that add up to {x.shape[axis]}, got {lengths}")
+    ends = np.cumsum(lengths)[:-1]
+    return tuple(namespace(x).split(x, ends, axis))
+
+
+@register("Expand", static=(1,), folds=True)
+def expand(call: Any, x: Any, shape: Any) -> Any:
+    """ONNX Expand: both shapes broadcast against each other."""
+    target = np.broadcast_shapes(x.shape, list_ints(shape))
+    return namespace(x).broadcast_to(x, call.reserve(target, x.dtype))
+
+
+@register("Tile", static=(1,), folds=True)
+def tile(call: Any, x: Any, repeats: Any) -> Any:
+    """ONNX Tile."""
+    counts = list_ints(repeats)
+    call.reserve([n * k for n, k in zip(x.shape, counts, strict=True)], x.dtype)
+    return namespace(x).tile(x, counts)
+
+
+@register("ConstantOfShape", static=(0,))
+def fill(call: Any, shape: Any) -> Any:
+    """ONNX ConstantOfShape."""
+    value = call.get("value")
+    value = np.zeros(1, np.float32) if value is None else value
+    lengths = call.reserve(list_ints(shape), value.dtype)
+    # Small results are shape arithmetic; a view of one element takes no memory.
+    return np.broadcast_to(value.reshape(()), lengths)
+
+
+@register("Range", static=(0, 1, 2))
+def count_up(call: Any, start: Any, limit: Any, delta: Any) -> Any:
+    """ONNX Range."""
+    first, last, step = (x.reshape(()) for x in (start, limit, delta))
+    dtype = first.dtype
+    if dtype.kind == "f" or dtype.name == "bfloat16":
+        count = math.ceil((float(last) - float(first)) / float(step))
+    else:
+        count = -((int(first) - int(last)) // int(step))
+    (count,) = call.reserve([max(count, 0)], np.int64)
+    # numpy's arange adds up rounding errors in small floats.
+    wide = first.dtype if dtype.kind in "iuf" else np.float32
+    values = first.astype(wide) + np.arange(count).astype(wide) * step.astype(wide)
+    return values.astype(dtype)
+
+
+@register("EyeLike")
+def make_identity(call: Any, x: Any) -> Any:
+    """ONNX EyeLike."""
+    number = call.get("dtype")
+    dtype = x.dtype if number is None else canonicalize_dtype(find_onnx_dtype(number, "EyeLike"))
+    return jnp.eye(*x.shape, k=call.get("k", 0), dtype=dtype)
+
+
+@register("Trilu", static=(1,), folds=True)
+def keep_triangle(call: Any, x: Any, k: Any = None) -> Any:
+    """ONNX Trilu."""
+    xp, diagonal = namespace(x), 0 if k is None else int(k.reshape(()))
+    # Offsets beyond the matrix are all alike, and numpy refuses those beyond int64.
+    diagonal = min(max(diagonal, -x.shape[-2] - 1), x.shape[-1] + 1)
+    return (xp.triu if call.get("upper", 1) else xp.tril)(x, diagonal)
+
+
+@register("DepthToSpace")
+def move_depth_to_space(call: Any, x: Any) -> Any:
+    """ONNX DepthToSpace."""
+    n, c, h, w = x.shape
+    size = call.get("blocksize")
+    if call.get("mode", "DCR") == "DCR":
+        blocks = x.reshape(n, size, size, c // size**2, h, w).transpose(0, 3, 4, 1, 5, 2)
+    else:
+        blocks = x.reshape(n, c // size**2, size, size, h, w).transpose(0, 1, 4, 2, 5, 3)
+    return blocks.reshape(n, c // size**2, h * size, w * size)
+
+
+@register("SpaceToDepth")
+def move_space_to_depth(call: Any, x: Any) -> Any:
+    """ONNX SpaceToDepth."""
+    n, c, h, w = x.shape
+    size = call.get("blocksize")
+    if call.get("mode", "DCR") == "CRD":
+        blocks = x.reshape(n, c, h // size, size, w // size, size).transpose(0, 1, 3, 5, 2, 4)
+    else:
+        blocks = x.reshape(n, c, h // size, size, w // size, size).transpose(0, 3, 5, 1, 2, 4)
+    return blocks.reshape(n, c * size**2, h // size, w // size)
+
+
+@register("Pad", static=(1, 3), keeps=(2,), folds=True)
+def pad(call: Any, x: Any, pads: Any = None, value: Any = None, axes: Any = None) -> Any:
+    """ONNX Pad, with negative lengths that cut elements off."""
+    amounts = list_ints(call.get("pads") if pads is None else pads)
+    kept = range(x.ndim) if axes is None else [normalize_axis(axis, x.ndim) for axis in list_ints(axes)]
+    widths = [(0, 0)] * x.ndim
+    for axis, low, high in zip(kept, amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :], strict=True):
+        widths[axis] = (low, high)
+    cut = tuple(slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(x.shape, widths, strict=True))
+    x, widths = x[cut], [(max(low, 0), max(high, 0)) for low, high in widths]
+    call.reserve([n + low + high for n, (low, high) in zip(x.shape, widths, strict=True)], x.dtype)
+    mode, xp = call.get("mode", "constant"), namespace(x)
+    # The other modes take no value.
+    if mode != "constant":
+        return xp.pad(x, widths, {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}[mode])
+    value = call.get("value", 0.0) if value is None else value.reshape(())
+    if xp is np and not isinstance(value, float | np.ndarray | np.generic):
+        x, xp = jnp.asarray(x), jnp
+    filler = value if isinstance(value, float) else value.astype(x.dtype)
+    return xp.pad(x, widths, constant_values=filler)
+
+
+@register("CenterCropPad", static=(1,), folds=True)
+def crop_or_pad_center(call: Any, x: Any, shape: Any) -> Any:
+    """ONNX CenterCropPad."""
+    axes = call.get("axes", tuple(range(x.ndim)))
+    target = list(x.shape)
+    for axis, length in zip(axes, list_ints(shape), strict=True):
+        target[axis] = length
+    call.reserve(target, x.dtype)
+    cuts, widths = [], []
+    for n, length in zip(x.shape, target, strict=True):
+        start = max(n - length, 0) // 2
+        cuts.append(slice(start, start + min(n, length)))
+        low = max(length - n, 0) // 2
+        widths.append((low, max(length - n, 0) - low))
+    return namespace(x).pad(x[tuple(cuts)], widths)
+
+
+@register("OneHot", static=(1,))
+def encode_one_hot(call: Any, indices: Any, depth: Any, values: Any) -> Any:
+    """ONNX OneHot: negative indices count from the back."""
+    length = int(depth.reshape(()))
+    axis = normalize_axis(call.get("axis", -1), indices.ndim + 1)
+    call.reserve((*indices.shape, length), values.dtype)
+    index = indices.astype(jnp.int32)
+    index = jnp.where(index < 0, index + length, index)
+    hits = jnp.expand_dims(index, axis) == jnp.arange(length).reshape(-1, *(1,) * (indices.ndim - axis))
+    return jnp.where(hits, values[1], values[0])
+
+
+@register("ReverseSequence")
+def reverse_sequences(call: Any, x: Any, lengths: Any) -> Any:
+    """ONNX ReverseSequence."""
+    batch, time = call.get("batch_axis", 1), call.get("time_axis", 0)
+    return reverse_first(x, lengths, batch=batch, time=time)
+
+
+def reverse_first(x: Any, lengths: Any, *, batch: int, time: int) -> Any:
+    """Return x with the first `lengths` elements of each sequence in reverse order."""
+    moved = jnp.moveaxis(x, (batch, time), (0, 1))
+    position = jnp.arange(moved.shape[1])[None, :]
+    count = lengths.astype(jnp.int32)[:, None]
+    index = jnp.where(position < count, count - 1 - position, position)
+    index = index.reshape(*index.shape, *(1,) * (moved.ndim - 2))
+    return jnp.moveaxis(jnp.take_along_axis(moved, index, axis=1), (0, 1), (batch, time))

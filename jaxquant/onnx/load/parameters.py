@@ -1,0 +1,150 @@
+"""The constants of a graph: which become parameters, and which stay numpy arrays inside the function."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..._arrays.onnx_view import from_onnx
+from ..._arrays.quantized_array import QuantizedArray
+from ..._core import dtypes
+from .graph import Graph, Node
+from .interpret import find_static_names
+from .registry import find_operator
+from .values import convert_to_jax
+
+_CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
+# Operators that add an int32 bias to an accumulator, and the position of that input.
+_BIASES = {"QLinearConv": 8, "QGemm": 6, "DequantizeLinear": 0}
+_MOST_SCALAR = 1
+
+
+class Weight(NamedTuple):
+    """A parameter that is a QuantizedArray, and the constants of the graph that its parts stand for.
+
+    Attributes:
+        scale: the name of the scale.
+        scale_shape: the shape of the scale in the graph.
+        zero_point: the name of the zero point, or None if it stays a constant of zeros.
+    """
+
+    scale: str
+    scale_shape: tuple[int, ...]
+    zero_point: str | None
+
+
+class Parameters(NamedTuple):
+    """The parameters of a function, and how to make the graph's constants of them.
+
+    Attributes:
+        params: the parameters by the names of the initializers.
+        weights: the parameters that are QuantizedArrays.
+        constants: the other constants.
+    """
+
+    params: dict[str, Any]
+    weights: dict[str, Weight]
+    constants: dict[str, np.ndarray]
+
+
+def split_constants(graph: Graph) -> Parameters:
+    """Return the parameters and the constants of a graph.
+
+    The graph is the one before fusing: afterwards no DequantizeLinear tells which scale belongs to which codes.
+
+    Parameters are floats, codes and int32 biases. Constants are shapes and other integers, what an operator must know
+    when it is traced, the scales and zero points of operators on codes, and scalars of Constant nodes.
+    """
+    readers = _find_readers(graph)
+    static = find_static_names(graph)
+    names = [name for name, array in graph.constants.items() if _is_parameter(graph, name, array, readers, static)]
+    weights = _find_weights(graph, set(names), readers)
+    params: dict[str, Any] = {}
+    held = {part for weight in weights.values() for part in (weight.scale, weight.zero_point) if part}
+    for name in names:
+        if name in weights:
+            params[name] = _make_weight(graph, name, weights[name], readers)
+        elif name not in held:
+            params[name] = convert_to_jax(graph.constants[name])
+    rest = {name: array for name, array in graph.constants.items() if name not in params and name not in held}
+    return Parameters(params, weights, rest)
+
+
+def spread_parameters(params: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """Return all constants of the graph by name, those of the parameters from `params`."""
+    values: dict[str, Any] = dict(parameters.constants)
+    for name, value in params.items():
+        weight = parameters.weights.get(name)
+        if weight is None or not isinstance(value, QuantizedArray):
+            values[name] = value
+            continue
+        values[name] = value.codes
+        values[weight.scale] = value.scale.reshape(weight.scale_shape)
+        if weight.zero_point is not None and value.zero_point is not None:
+            values[weight.zero_point] = value.zero_point.reshape(weight.scale_shape)
+    return values
+
+
+def _find_readers(graph: Graph) -> dict[str, list[tuple[Node, int]]]:
+    """Return for each name the nodes that read it and the positions of the inputs; -1 for a read in a subgraph."""
+    readers: dict[str, list[tuple[Node, int]]] = collections.defaultdict(list)
+    for node in graph.nodes:
+        for position, name in enumerate(node.inputs):
+            readers[name].append((node, position))
+        for name in set(node.list_reads()) - set(node.inputs):
+            readers[name].append((node, -1))
+    return readers
+
+
+def _is_parameter(graph: Graph, name: str, array: np.ndarray, readers: Any, static: set[str]) -> bool:
+    dtype = array.dtype
+    is_float = dtype.kind == "f" or dtype in (dtypes.BFLOAT16, *dtypes.SMALL_FLOATS)
+    # Exporters write the constants of formulas, such as 0.5, as Constant nodes.
+    uses = readers[name]
+    if name in graph.literals and array.size <= _MOST_SCALAR:
+        return False
+    if dtype == np.int32:
+        return any(_BIASES.get(node.op) == position for node, position in uses)
+    if not (is_float or dtype in _CODES):
+        return False
+    # The scales of DequantizeLinear are among what operators keep; that of constant codes belongs to the codes.
+    return name not in static and bool(uses or name in graph.outputs)
+
+
+def _find_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Weight]:
+    """Return the codes that a DequantizeLinear turns into floats, with a scale that nothing else has."""
+    weights: dict[str, Weight] = {}
+    for node in graph.nodes:
+        operator = find_operator(node)
+        if operator is None or node.op != "DequantizeLinear" or node.inputs[0] not in names:
+            continue
+        codes, scale, *rest = node.inputs
+        point = rest[0] if rest and rest[0] else None
+        parts = [graph.constants.get(part) for part in (codes, scale, *([point] if point else []))]
+        if any(part is None for part in parts) or len(readers[codes]) > 1 or codes in weights:
+            continue
+        if len(readers[scale]) > 1 or graph.constants[codes].dtype not in _CODES:
+            continue
+        values = np.asarray(graph.constants[scale]).astype(np.float32)
+        if not (values.size and np.all(np.isfinite(values)) and np.all(values > 0)):
+            continue  # a QuantizedArray has positive scales
+        own_point = point is not None and bool(np.any(graph.constants[point])) and len(readers[point]) == 1
+        if point is not None and not own_point and np.any(graph.constants[point]):
+            continue
+        weights[codes] = Weight(scale, graph.constants[scale].shape, point if own_point else None)
+    return weights
+
+
+def _make_weight(graph: Graph, name: str, weight: Weight, readers: Any) -> QuantizedArray:
+    """Return constant codes, their scale and their zero point as a QuantizedArray."""
+    ((node, _),) = readers[name]
+    codes, scale = (jnp.asarray(graph.constants[part]) for part in (name, weight.scale))
+    point = None if weight.zero_point is None else jnp.asarray(graph.constants[weight.zero_point])
+    if scale.size == 1:
+        scale, point = scale.reshape(()), None if point is None else point.reshape(())
+    axis, block = node.attributes.get("axis", 1), node.attributes.get("block_size", 0)
+    return from_onnx(codes, scale, point, axis=axis, block_size=block)

@@ -1,0 +1,201 @@
+"""Loaded functions under JAX's transformations, their parameters, their inputs, the command line, and operators of
+ONNX Runtime."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxquant as jq
+from jaxquant import onnx as jqonnx
+from jaxquant.onnx.__main__ import main
+
+from ..cases.onnx_models import make_mlp, quantize_model, run_runtime
+
+
+def make_single(
+    op: str, feeds: dict[str, Any], constants: dict[str, Any] | None = None, outputs: int = 1, **attributes: Any
+) -> onnx.ModelProto:
+    """Return a model of one operator of ONNX Runtime; an input that is None is left out."""
+    constants = constants or {}
+    names = [name if value is not None else "" for name, value in {**feeds, **constants}.items()]
+    results = [f"y{i}" for i in range(outputs)]
+    node = helper.make_node(op, names, results, domain="com.microsoft", **attributes)
+    kind = helper.np_dtype_to_tensor_dtype
+    inputs = [helper.make_tensor_value_info(n, kind(x.dtype), x.shape) for n, x in feeds.items() if x is not None]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in results]
+    tensors = [numpy_helper.from_array(np.asarray(a), n) for n, a in constants.items() if a is not None]
+    graph = helper.make_graph([node], "g", inputs, values, tensors)
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+@pytest.fixture
+def mlp(rng: np.random.Generator, tmp_path: pathlib.Path) -> onnx.ModelProto:
+    batches = [rng.normal(size=(8, 16)).astype(np.float32) for _ in range(3)]
+    return quantize_model(make_mlp(rng), batches, "qdq", tmp_path, per_channel=True)
+
+
+def test_jit_vmap_and_keywords_give_the_same_bits(mlp: onnx.ModelProto, rng: np.random.Generator) -> None:
+    fn, params = jqonnx.load(mlp)
+    x = rng.normal(size=(3, 8, 16)).astype(np.float32)
+    expected = np.stack([run_runtime(mlp, {"x": part})[0] for part in x])
+    mapped = jax.jit(jax.vmap(fn, (None, 0)))(params, x)
+    np.testing.assert_array_equal(mapped, expected)
+    np.testing.assert_array_equal(jax.jit(lambda p, v: fn(p, x=v))(params, x[0]), expected[0])
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(fn(params, x[1]), expected[1])
+
+
+def test_params_hold_weights_as_quantized_arrays(mlp: onnx.ModelProto) -> None:
+    _, params = jqonnx.load(mlp)
+    weights = [value for value in params.values() if isinstance(value, jq.QuantizedArray)]
+    assert sorted(w.shape for w in weights) == [(1, 32), (16, 32), (32, 5), (32, 32)] or len(weights) == 4
+    assert all(value.dtype == jnp.int32 for value in params.values() if not isinstance(value, jq.QuantizedArray))
+
+
+def test_float_parameters_have_gradients(rng: np.random.Generator) -> None:
+    model = make_mlp(rng)
+    fn, params = jqonnx.load(model)
+    x = rng.normal(size=(8, 16)).astype(np.float32)
+    gradients = jax.jit(jax.grad(lambda p: jnp.sum(fn(p, x) ** 2)))(params)
+    step = jax.tree.map(lambda p, g: p - 1e-4 * g, params, gradients)
+    loss = jax.jit(lambda p: jnp.sum(fn(p, x) ** 2))
+    assert loss(step) < loss(params)
+    assert all(np.any(np.asarray(g)) for g in gradients.values())
+
+
+def test_wrong_inputs_are_named(rng: np.random.Generator) -> None:
+    fn, params = jqonnx.load(make_mlp(rng))
+    x = np.zeros((8, 16), np.float32)
+    calls = (
+        (lambda: fn(params), ValueError, "inputs: expected each of"),
+        (lambda: fn(params, x, x), ValueError, "inputs: expected at most 1"),
+        (lambda: fn(params, x, x=x), ValueError, "inputs: expected each of"),
+        (lambda: fn(params, x[0]), ValueError, r"x: expected shape \('n', 16\), got shape \(16,\)"),
+        (lambda: fn(params, x[:, :5]), ValueError, "x: expected shape"),
+        (lambda: fn(params, x.astype(np.int32)), TypeError, "x: expected dtype float32, got int32"),
+    )
+    for call, error, text in calls:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_a_shape_that_is_an_input_must_be_known() -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3])
+    shape = helper.make_tensor_value_info("shape", TensorProto.INT64, [1])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None])
+    graph = helper.make_graph([helper.make_node("Reshape", ["x", "shape"], ["y"])], "g", [x, shape], [y])
+    fn, params = jqonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    values, target = np.ones((2, 3), np.float32), np.array([6])
+    assert fn.static_inputs == {"shape"}
+    assert fn(params, values, target).shape == (6,)
+    assert jax.jit(lambda v: fn(params, v, target))(values).shape == (6,)
+    with pytest.raises(jqonnx.ModelError, match="'shape', must be known"):
+        jax.jit(fn)(params, values, target)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("count", [3, 300])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_loop(count: int, is_known: bool, rng: np.random.Generator) -> None:
+    """A loop is written out, is jax.lax.scan, or is jax.lax.while_loop, by what is known of its trip count."""
+    info = helper.make_tensor_value_info
+    inner = [info("i", TensorProto.INT64, []), info("c", TensorProto.BOOL, []), info("v", TensorProto.FLOAT, [4])]
+    nodes = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Mul", ["v", "s"], ["w"])]
+    body = helper.make_graph(nodes, "b", inner, [info("d", TensorProto.BOOL, []), info("w", TensorProto.FLOAT, [4])])
+    loop = helper.make_node("Loop", ["m", "", "x"], ["y"], body=body)
+    constants = [numpy_helper.from_array(np.asarray(1.01, np.float32), "s")]
+    inputs = [info("x", TensorProto.FLOAT, [4])]
+    inputs += [] if is_known else [info("m", TensorProto.INT64, [])]
+    constants += [numpy_helper.from_array(np.asarray(count), "m")] if is_known else []
+    graph = helper.make_graph([loop], "g", inputs, [info("y", TensorProto.FLOAT, [4])], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    fn, params = jqonnx.load(model)
+    x = rng.normal(size=4).astype(np.float32)
+    feeds = {"x": x} if is_known else {"x": x, "m": np.asarray(count)}
+    y = jax.jit(lambda p, v: fn(p, **v))(params, feeds)
+    np.testing.assert_allclose(y, run_runtime(model, feeds)[0], rtol=1e-5)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_dynamic_quantize_lstm(direction: str, rng: np.random.Generator) -> None:
+    count, size, hidden = 2 if direction == "bidirectional" else 1, 6, 8
+    x = rng.normal(size=(5, 2, size)).astype(np.float32)
+    constants = {
+        "w": rng.integers(-127, 128, (count, size, 4 * hidden)).astype(np.int8),
+        "r": rng.integers(-127, 128, (count, hidden, 4 * hidden)).astype(np.int8),
+        "b": rng.normal(size=(count, 8 * hidden)).astype(np.float32),
+        "lengths": None,
+        "h": None,
+        "c": None,
+        "p": None,
+        "ws": np.full((count, 4 * hidden), 0.004, np.float32),
+        "wz": np.zeros((count, 4 * hidden), np.int8),
+        "rs": np.full((count, 4 * hidden), 0.003, np.float32),
+        "rz": np.zeros((count, 4 * hidden), np.int8),
+    }
+    model = make_single("DynamicQuantizeLSTM", {"x": x}, constants, outputs=3, direction=direction, hidden_size=hidden)
+    fn, params = jqonnx.load(model)
+    assert {name: value.dtype for name, value in params.items()} == {"w": np.int8, "r": np.int8, "b": np.float32}
+    for actual, expected in zip(jax.jit(fn)(params, x), run_runtime(model, {"x": x}), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-3)
+
+
+def _draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("op", "shapes", "attributes"),
+    [
+        ("FusedMatMul", [(5, 4), (5, 6)], {"transA": 1, "alpha": 0.5}),
+        ("BiasGelu", [(5, 4), (4,)], {}),
+        ("Gelu", [(5, 4)], {}),
+        ("FastGelu", [(5, 4), (4,)], {}),
+        ("QuickGelu", [(5, 4)], {}),
+        ("SkipLayerNormalization", [(2, 5, 4), (2, 5, 4), (4,), (4,), (4,)], {}),
+        ("SkipSimplifiedLayerNormalization", [(2, 5, 4), (2, 5, 4), (4,)], {}),
+        ("FusedConv", [(1, 2, 5, 5), (3, 2, 3, 3), (3,)], {"activation": "Relu"}),
+        ("FusedGemm", [(5, 4), (4, 3), (3,)], {"activation": "LeakyRelu", "activation_alpha": 0.2}),
+    ],
+)
+def test_fused_float_operator(op: str, shapes: Any, attributes: Any, rng: np.random.Generator) -> None:
+    feeds = {f"x{i}": _draw(rng, *shape) for i, shape in enumerate(shapes)}
+    model = make_single(op, feeds, **attributes)
+    fn, params = jqonnx.load(model)
+    actual = jax.jit(fn)(params, *feeds.values())
+    np.testing.assert_allclose(actual, run_runtime(model, feeds)[0], atol=1e-4, rtol=1e-3)
+
+
+def test_command_line(mlp: onnx.ModelProto, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, x = tmp_path / "model.onnx", np.ones((8, 16), np.float32)
+    onnx.save(mlp, path)
+    assert main(["inspect", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "QGemm" in table
+    assert "integer: 4 nodes" in table
+    np.savez(tmp_path / "x.npz", x=x)
+    assert main(["run", str(path), "--inputs", str(tmp_path / "x.npz"), "--outputs", str(tmp_path / "y.npz")]) == 0
+    assert "float32[8, 5]" in capsys.readouterr().out
+    with np.load(tmp_path / "y.npz") as file:
+        (y,) = file.values()
+    np.testing.assert_array_equal(y, run_runtime(mlp, {"x": x})[0])
+    path.write_bytes(b"")
+    assert main(["inspect", str(path)]) == 1
+    assert "no ONNX model" in capsys.readouterr().err
+
+
+def test_documented_number_of_operators() -> None:
+    from jaxquant.onnx.load.registry import OPERATORS
+
+    assert len({key for key in OPERATORS if key[0] != "jaxquant"}) >= 160
