@@ -1,6 +1,6 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.checkpoint` and `jaxquant.transform` are imported when they are first used.
+`jaxquant.flax`, `jaxquant.checkpoint`, `jaxquant.transform` and `jaxquant.ptq` are imported when they are first used.
 """
 
 import importlib
@@ -161,10 +161,16 @@ __all__ = [  # noqa: RUF022 as grouped
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import flax as flax
+    from . import ptq as ptq
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "flax", "transform")  # of these, flax needs a package that jaxquant does not depend on
+    _LAZY = (
+        "checkpoint",
+        "flax",
+        "ptq",
+        "transform",
+    )  # of these, flax needs a package that jaxquant does not depend on
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:

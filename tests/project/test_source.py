@@ -19,7 +19,7 @@ import jax
 import pytest
 
 import jaxquant as jq
-from jaxquant import checkpoint
+from jaxquant import checkpoint, ptq
 from jaxquant import flax as jqf
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
@@ -39,8 +39,9 @@ PACKAGES = {
     "flax.nnx.": qnnx,
     "integer.": jq.integer,
     "onednn.": jq.onednn,
+    "ptq.": ptq,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "ptq"}, "flax.": {"nnx"}}
 # jax.checkpoint calls the policy, not a user.
 POLICIES = ("save_codes",)
 
