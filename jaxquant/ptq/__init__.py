@@ -1,9 +1,15 @@
 """Post-training quantization with calibration data: arrays, and passes over prepared functions."""
 
+from ._passes.apply import apply
+from ._passes.collect import Statistics, collect
+from ._passes.correct_bias import correct_bias
+from ._passes.notes import Note, Notes, Outcome
+from ._passes.scaling import equalize, smooth
 from .adaround import adaround
 from .gptq import Diagnostics, gptq
 from .hqq import hqq
 from .input_scales import awq, smoothquant
+from .methods import GPTQ, HQQ, AdaRound, Nearest
 from .moments import Accumulator, Moments, MomentsState, second_moments
 from .search_range import search_range
 
@@ -20,6 +26,20 @@ __all__ = [  # noqa: RUF022 as grouped
     "Diagnostics",
     "Moments",
     "MomentsState",
+    # Passes over prepared functions.
+    "collect",
+    "Statistics",
+    "apply",
+    "GPTQ",
+    "AdaRound",
+    "HQQ",
+    "Nearest",
+    "smooth",
+    "equalize",
+    "correct_bias",
+    "Outcome",
+    "Notes",
+    "Note",
 ]
 
 

@@ -44,9 +44,9 @@ def adaround(
     grid: QuantizedArray | None = None,
     *,
     axis: int | tuple[int, ...] = -1,
-    steps: int = 1000,
-    rate: float = 0.02,
-    penalty: float = 0.03,
+    steps: int = 300,
+    rate: float = 0.05,
+    penalty: float = 1.0,
     sweeps: int = 2,
     stored_last: int | tuple[int, ...] | None = None,
 ) -> QuantizedArray:
