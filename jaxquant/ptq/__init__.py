@@ -1,5 +1,6 @@
 """Post-training quantization with calibration data: arrays, and passes over prepared functions."""
 
+from ._passes.allocate import BitPlan, allocate_bits
 from ._passes.apply import apply
 from ._passes.collect import Statistics, collect
 from ._passes.correct_bias import correct_bias
@@ -37,6 +38,8 @@ __all__ = [  # noqa: RUF022 as grouped
     "smooth",
     "equalize",
     "correct_bias",
+    "allocate_bits",
+    "BitPlan",
     "Outcome",
     "Notes",
     "Note",

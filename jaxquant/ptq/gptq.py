@@ -232,7 +232,7 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
     shape = jax.eval_shape(lambda: _grid.encode_values(rows, filled, spec))
 
     def round_block(index: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        errors, codes = state
+        errors, _ = state
         start = index * size
         columns = lax.dynamic_slice_in_dim(feedback, start, size, 1)
         block, own = (lax.dynamic_slice_in_dim(x, start, size) for x in (rows, columns))

@@ -127,8 +127,8 @@ def awq(
     s = mean|x|^a / its geometric mean, where a in {0, 1/steps, ..., 1 - 1/steps} minimizes trace(E^T H E)
 
     E = w - (s * w)_q / s is the error of the weight after rounding, and H the mean of x x^T, so that the search
-    measures the squared error of the output itself, for all calibration data. Inputs with large values get large scales, and
-    their weights finer steps. a = 0, round-to-nearest without scales, is among the candidates.
+    measures the squared error of the output itself, for all calibration data. Inputs with large values get large
+    scales, and their weights finer steps. a = 0, round-to-nearest without scales, is among the candidates.
 
     Args:
         w: the weight, float32, float16 or bfloat16, of any shape.

@@ -34,8 +34,8 @@ def apply(
     - batches: layer by layer. All batches go through the program together, operation by operation. At each contraction
       the weight is quantized with the inputs that come from the quantized weights before it, and the outputs go on with
       the quantized weight. So each layer can make up for the errors of earlier ones, as in the paper on GPTQ. All
-      values of all batches are in memory. Contractions in a loop get the inputs of a loop of float weights, and a weight with
-      several uses those of the first;
+      values of all batches are in memory. Contractions in a loop get the inputs of a loop of float weights, and a
+      weight with several uses those of the first;
     - `ptq.Statistics`, as `collect` returns them: all inputs are those of the float function, which needs one pass over
       the batches in a jitted program, and memory for one batch;
     - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.

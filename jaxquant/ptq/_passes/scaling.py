@@ -102,7 +102,8 @@ def smooth(
 def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> Outcome:
     """Give the channels between two contractions equal ranges on both sides, without changing a float.
 
-    s_i = sqrt(max|W1_i| / max|W2_i|): the outputs i of W1, and its bias, are divided by s_i, the inputs i of W2 multiplied
+    s_i = sqrt(max|W1_i| / max|W2_i|): the outputs i of W1 and its bias are divided by s_i, the inputs i of W2
+    multiplied by it
 
     Between the two may be what commutes with a positive factor: a relu, a maximum over windows, reshapes that keep the
     channels last. After that, both weights lose the same number of digits to a scale that all channels share. With a
