@@ -1,6 +1,7 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.checkpoint`, `jaxquant.transform` and `jaxquant.ptq` are imported when they are first used.
+`jaxquant.flax`, `jaxquant.checkpoint`, `jaxquant.transform`, `jaxquant.ptq` and `jaxquant.report` are imported when
+they are first used.
 """
 
 import importlib
@@ -162,15 +163,12 @@ if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import flax as flax
     from . import ptq as ptq
+    from . import report as report
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    _LAZY = (
-        "checkpoint",
-        "flax",
-        "ptq",
-        "transform",
-    )  # of these, flax needs a package that jaxquant does not depend on
+    # Of these, flax needs a package that jaxquant does not depend on.
+    _LAZY = ("checkpoint", "flax", "ptq", "report", "transform")
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:

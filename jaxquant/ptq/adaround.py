@@ -150,12 +150,11 @@ def _learn_group(
     def measure(variable: jax.Array, exponent: jax.Array, weight: jax.Array) -> jax.Array:
         share = relax(variable)
         errors = w - grid.scale * (jnp.clip(low + share, *bounds) - point)
-        products = jnp.matmul(hessian, errors, precision=_HIGHEST)
         # The magnitude has no derivative of a power at 0.
         distance = jnp.maximum(jnp.abs(2 * share - 1), np.float32(1e-6))
-        return jnp.sum(errors * products / unit) + weight * jnp.sum(1 - distance**exponent)
+        return jnp.sum(_find_costs(errors, hessian) / unit) + weight * jnp.sum(1 - distance**exponent)
 
-    def step(state: _Adam, plan: tuple[jax.Array, ...]) -> tuple[_Adam, None]:
+    def move_downhill(state: _Adam, plan: tuple[jax.Array, ...]) -> tuple[_Adam, None]:
         index, exponent, weight = plan
         slope = jax.grad(measure)(state.variable, exponent, weight)
         mean = _DECAY[0] * state.mean + (1 - _DECAY[0]) * slope
@@ -166,15 +165,19 @@ def _learn_group(
     share = jnp.clip(place - low, 1e-3, 1 - 1e-3)
     variable = -jnp.log((_HIGH - _LOW) / (share - _LOW) - 1)
     zeros = jnp.zeros_like(w)
-    state, _ = lax.scan(step, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))
+    state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))
     learned = jnp.where(relax(state.variable) >= np.float32(0.5), highest, lowest)
     nearest = _grid.encode_values(w, grid, spec)
     codes = learned.astype(nearest.dtype)
     limits = (lowest.astype(nearest.dtype), highest.astype(nearest.dtype))
     codes = descend(w, codes, hessian, grid, spec, sweeps, limits)
-    values = [_grid.decode_values(x, grid, spec) for x in (codes, nearest)]
-    costs = [jnp.sum((w - x) * jnp.matmul(hessian, w - x, precision=_HIGHEST), 0, keepdims=True) for x in values]
+    costs = [_find_costs(w - _grid.decode_values(x, grid, spec), hessian) for x in (codes, nearest)]
     return jnp.where(costs[0] < costs[1], codes, nearest)
+
+
+def _find_costs(errors: jax.Array, hessian: jax.Array) -> jax.Array:
+    """Return the error of each output."""
+    return jnp.sum(errors * jnp.matmul(hessian, errors, precision=_HIGHEST), 0, keepdims=True)
 
 
 def _plan_steps(steps: int, penalty: float) -> tuple[np.ndarray, ...]:

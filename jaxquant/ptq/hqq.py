@@ -109,14 +109,14 @@ def _find_range(
     def measure(low: jax.Array, high: jax.Array) -> jax.Array:
         return slices.sum((jnp.abs(slices.w - slices.round_to_range(low, high)) / unit) ** np.float32(p))
 
-    def step(best: tuple[jax.Array, ...], weight: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def try_step(best: tuple[jax.Array, ...], weight: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         ends = _improve(slices, best[1], best[2], unit, p, weight)
         best = _ranges.keep_better(best, (measure(*ends), *ends))  # type: ignore[assignment]
         return best, jnp.sum(best[0])
 
     start = (measure(low, high), low, high)
     weights = np.asarray(beta * growth ** np.arange(steps), np.float32)
-    (_, low, high), sums = lax.scan(step, start, weights)
+    (_, low, high), sums = lax.scan(try_step, start, weights)
     return (low, high), jnp.concatenate([jnp.sum(start[0])[None], sums])
 
 

@@ -32,7 +32,7 @@ _LEAST, _LARGEST = np.float32(1e-4), np.float32(1e4)
 
 
 def smoothquant(
-    w: ArrayLike | Sequence[ArrayLike], x_max: ArrayLike, alpha: float = 0.5, *, channel: int = -2
+    w: ArrayLike | Sequence[ArrayLike], x_max: ArrayLike, alpha: ArrayLike = 0.5, *, channel: int = -2
 ) -> jax.Array:
     """Return the scale of each input that moves the difficulty of rounding from the inputs to the weight.
 
@@ -47,7 +47,7 @@ def smoothquant(
         w: the weight, float32, float16 or bfloat16; or several weights of one rank that contract the same inputs, such
             as those of queries, keys and values, of which the largest |w_i| counts.
         x_max: the largest |x| of each input, float32 [inputs], `Moments.largest`.
-        alpha: Static. How much of the differences to move, from 0 to 1: 0.5 for inputs and weights that are equally
+        alpha: how much of the differences to move, from 0 to 1: 0.5 for inputs and weights that are equally
             hard to round; more for inputs with larger outliers.
         channel: Static. The axis of w with the inputs: -2 in dense layers and in convolutions of layout HWIO.
 
@@ -74,8 +74,12 @@ def smoothquant(
 
     Source: Xiao et al., arXiv 2211.10438, section 4, equations 3 and 4.
     """
-    checks.check_real(_SMOOTHQUANT, "alpha", alpha)
-    checks.require(0 <= alpha <= 1, _SMOOTHQUANT, "alpha", "a number from 0 to 1", alpha)
+    alpha = convert_number(alpha)
+    checks.check_array(
+        _SMOOTHQUANT, "alpha", np.asarray(alpha) if isinstance(alpha, np.generic) else alpha, dtypes.FLOATS
+    )
+    if not checks.is_traced(alpha):
+        checks.require(bool(0 <= alpha <= 1), _SMOOTHQUANT, "alpha", "a number from 0 to 1", alpha)
     checks.check_integer(_SMOOTHQUANT, "channel", channel)
     weights = tuple(convert_number(x) for x in (w if isinstance(w, tuple | list) else (w,)))
     checks.require(len(weights) > 0, _SMOOTHQUANT, "w", "one or more weights", "none")
@@ -84,11 +88,11 @@ def smoothquant(
         _grid.check_finite(_SMOOTHQUANT, w=x)
     x_max = convert_number(x_max)
     _grid.check_finite(_SMOOTHQUANT, x_max=x_max)
-    return _smoothquant(convert_numpy(*weights), x_max, alpha=float(alpha), channel=int(channel))
+    return _smoothquant(convert_numpy(*weights), x_max, alpha, channel=int(channel))
 
 
-@functools.partial(jax.jit, static_argnames=("alpha", "channel"))
-def _smoothquant(weights: tuple[jax.Array, ...], x_max: Any, *, alpha: float, channel: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("channel",))
+def _smoothquant(weights: tuple[jax.Array, ...], x_max: Any, alpha: Any, *, channel: int) -> jax.Array:
     x_max = jnp.asarray(x_max)
     checks.check_array(_SMOOTHQUANT, "x_max", x_max, dtypes.FLOATS)
     first = weights[0]
@@ -103,7 +107,8 @@ def _smoothquant(weights: tuple[jax.Array, ...], x_max: Any, *, alpha: float, ch
     largest = [jnp.max(jnp.abs(w.astype(jnp.float32)), others, initial=0.0) for w in weights]
     w_max, x_max = functools.reduce(jnp.maximum, largest), jnp.abs(x_max.astype(jnp.float32))
     is_live = (x_max > 0) & (w_max > 0)
-    logarithm = np.float32(alpha) * _log_or_zero(x_max, is_live) - np.float32(1 - alpha) * _log_or_zero(w_max, is_live)
+    share = jnp.asarray(alpha, jnp.float32)
+    logarithm = share * _log_or_zero(x_max, is_live) - (1 - share) * _log_or_zero(w_max, is_live)
     scale = jnp.where(is_live, jnp.exp(logarithm - _find_mean(logarithm, is_live)), np.float32(1))
     scale = jnp.where(jnp.isnan(x_max) | jnp.isnan(w_max), np.float32(np.nan), scale)
     return scale.reshape([-1 if a == axis else 1 for a in range(first.ndim)])
@@ -194,13 +199,13 @@ def _awq(
     def scale_inputs(exponent: Any) -> jax.Array:
         return jnp.clip(jnp.exp(exponent * logarithm), _LEAST, _LARGEST)
 
-    def measure(exponent: jax.Array) -> jax.Array:
+    def measure_exponent(exponent: jax.Array) -> jax.Array:
         scale = scale_inputs(exponent)
         errors = layout.arrange(w - _round_nearest(w * scale, spec) / scale)
         return jnp.sum(jax.vmap(find_error)(errors, hessian))
 
     exponents = np.arange(steps, dtype=np.float32) / np.float32(steps)
-    costs = lax.map(measure, exponents)
+    costs = lax.map(measure_exponent, exponents)
     scale = scale_inputs(jnp.asarray(exponents)[jnp.argmin(costs)])
     is_valid = jnp.isfinite(costs).all() & jnp.isfinite(magnitude).all()
     return _grid.spoil_scale(scale, is_valid)

@@ -80,14 +80,14 @@ def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec
         squares = jnp.broadcast_to(importance.astype(jnp.float32), w.shape)
     low, high = slices.find_extremes()
 
-    def measure(factor: jax.Array) -> jax.Array:
+    def measure_factor(factor: jax.Array) -> jax.Array:
         return slices.sum(squares * (slices.w - slices.round_to_range(low * factor, high * factor)) ** 2)
 
-    def step(best: tuple[jax.Array, ...], factor: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        return _ranges.keep_better(best, (measure(factor), jnp.full(slices.shape, factor))), None
+    def try_factor(best: tuple[jax.Array, ...], factor: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        return _ranges.keep_better(best, (measure_factor(factor), jnp.full(slices.shape, factor))), None
 
     # From the whole range down, so that it wins a tie.
     factors = np.linspace(1, least, steps, dtype=np.float32)
     start = (jnp.full(slices.shape, np.float32(np.inf)), jnp.ones(slices.shape, jnp.float32))
-    (_, factor), _ = lax.scan(step, start, factors)
+    (_, factor), _ = lax.scan(try_factor, start, factors)
     return Range(low * factor, high * factor)

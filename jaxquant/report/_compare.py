@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,12 +14,11 @@ from jax import lax
 from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
 from .._core import checks
-from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import Config, make_array
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._calls import Call, Signature
-from ..transform._modes import TrainMode, Twin, find_scale
+from ..transform._modes import InspectMode, Twin, find_scale
 from ..transform._programs import jaxpr, operations
 from ..transform._programs.interpret import Records
 from ..transform._programs.sites import Site
@@ -29,46 +29,30 @@ _SUMS = ("activation", "activation_error", "saturated", "elements", "output", "o
 _BINS = 64
 
 
-class CompareMode(TrainMode):
-    """The float program, which also computes each contraction on codes and sums the squared differences."""
+def _make_mode(plan: Any) -> InspectMode:
+    """Return the float program that also computes each contraction on codes and sums the squared differences."""
+    return InspectMode(plan, lambda site: plan.sites[site.name].is_replaced, functools.partial(_compare_site, plan))
 
-    updates_records = True
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
-        """Return the float result, and the sums with those of this contraction."""
-        record = records[site.name]
-        floats = [x.floats if isinstance(x, Twin) else x for x in operands]
-        (result,) = jaxpr.evaluate(site.equation, floats)
-        if site.operation == "take":
-            values = operations.look_up(site.equation, operands[0].codes, operands[1])
-            sums = _sum_squares(result, values, "output")
-        else:
-            codes = [x.codes if isinstance(x, Twin) else x for x in operands]
-            sums = {}
-            for operand in self.plan.sites[site.name].activations:
-                x, part = operands[operand.place], record["ranges"].get(str(operand.place))
-                scale, point = find_scale(operand.spec, x, part)
-                q = make_array(Config(operand.spec), x, scale, point, None)
-                sums = _add(sums, _sum_squares(x, q.dequantize(), "activation"))
-                sums = _add(sums, _count_saturated(x, q, scale))
-                codes[operand.place] = q
-            values = operations.make_operation(site.equation).contract_quantized(*codes)
-            sums = _add(sums, _sum_squares(result, values, "output"))
-        return result, {**records, site.name: {**record, "sums": _add(record["sums"], sums)}}
-
-    def find_record(self, site: Site) -> tuple[str, tuple[Any, ...]]:
-        """Return the name of a site's record, and the scans with an entry for each iteration."""
-        return site.name, site.layers
-
-    def convert_to_array(self, parameter: Any) -> jax.Array:
-        """Return the floats: the function itself runs in floats."""
-        return parameter.floats
-
-    def call_with_rule(self, equation: Any, operands: Any, run: Any, records: Records) -> Any:
-        """Return the results of the body: comparing has no derivative."""
-        return run(operands, records)
-
-    call_with_remat = call_with_rule
+def _compare_site(plan: Any, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    """Return the float result, and the sums with those of this contraction."""
+    record = records[site.name]
+    (result,) = jaxpr.evaluate(site.equation, [x.floats if isinstance(x, Twin) else x for x in operands])
+    codes = [x.codes if isinstance(x, Twin) else x for x in operands]
+    sums: dict[str, Any] = {}
+    if site.operation == "take":
+        values = operations.look_up(site.equation, *codes)
+    else:
+        for operand in plan.sites[site.name].activations:
+            x, part = operands[operand.place], record["ranges"].get(str(operand.place))
+            scale, point = find_scale(operand.spec, x, part)
+            q = make_array(Config(operand.spec), x, scale, point, None)
+            sums = _add(sums, _sum_squares(x, q.dequantize(), "activation"))
+            sums = _add(sums, _count_saturated(x, q, scale))
+            codes[operand.place] = q
+        values = operations.make_operation(site.equation).contract_quantized(*codes)
+    sums = _add(sums, _sum_squares(result, values, "output"))
+    return result, {**records, site.name: {**record, "sums": _add(record["sums"], sums)}}
 
 
 def _add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +82,9 @@ def compare(
 
     SQNR = 10 log10(sum x^2 / sum (x - x_q)^2), in decibels
 
-    The function runs in floats, and each contraction also on codes, with the same inputs. So the errors of a contraction
-    are those of its own weight and activations, without those of earlier ones. The error of the result is that of
-    `Prepared.apply`, with all of them.
+    The function runs in floats, and each contraction also on codes, with the same inputs. So the errors of a
+    contraction are those of its own weight and activations, without those of earlier ones. The error of the result is
+    that of `Prepared.apply`, with all of them.
 
     Args:
         prepared: the prepared function.
@@ -157,7 +141,7 @@ def _measure_calls(
     others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run(arrays: Any, quantized: Any, rest: Any) -> Any:
+    def run_sites(arrays: Any, quantized: Any, rest: Any) -> Any:
         positional, named = others[0].rebuild(rest)
         call = prepared._trace("compare", signature.rebuild(arrays), positional, named)
         parameters = [
@@ -165,11 +149,11 @@ def _measure_calls(
             for place, x in enumerate(call.parameters.arrays)
         ]
         records = _make_records(call, ranges)
-        final = prepared._interpret(CompareMode(call.plan, StraightThrough()), call, parameters, records)[1]
+        final = prepared._interpret(_make_mode(call.plan), call, parameters, records)[1]
         return {name: jax.tree.map(jnp.sum, record["sums"]) for name, record in final.items()}
 
     for other in others:
-        for name, sums in run(signature.arrays, codes.arrays, other.arrays).items():
+        for name, sums in run_sites(signature.arrays, codes.arrays, other.arrays).items():
             totals[name] = _add(totals.get(name, {}), {key: float(value) for key, value in sums.items()})
     return totals
 
@@ -199,7 +183,7 @@ def _measure_result(
     others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run(arrays: Any, quantized: Any, rest: Any) -> Any:
+    def run_results(arrays: Any, quantized: Any, rest: Any) -> Any:
         positional, named = others[0].rebuild(rest)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
         actual = prepared.apply(codes.rebuild(quantized), ranges, *positional, **named)
@@ -210,7 +194,7 @@ def _measure_result(
         return jnp.asarray(sums, jnp.float32).sum(0)
 
     for other in others:
-        totals += np.asarray(run(floats.arrays, codes.arrays, other.arrays), np.float64)
+        totals += np.asarray(run_results(floats.arrays, codes.arrays, other.arrays), np.float64)
     return _find_ratio(*totals)
 
 
@@ -222,9 +206,11 @@ def _find_ratio(signal: float, noise: float) -> float:
 
 
 def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature) -> SiteRow:
-    places = [place for place in prepared.leaves if prepared.names[place] in row.paths]
-    on_codes = row.form != "float"
-    weights = [(signature.arrays[place], codes.arrays[place]) for place in places if on_codes]
+    places = [place for place, name in enumerate(prepared.names) if name in row.paths]
+    is_converted = row.form != "float"
+    weights = [
+        (signature.arrays[place], codes.arrays[place]) for place in places if is_converted and place in prepared.leaves
+    ]
     errors = [quantization_error(jnp.asarray(w), q) for w, q in weights]
     sizes = [parts.count_stored_bytes(signature.arrays[place]) for place in places]
     return SiteRow(

@@ -223,6 +223,42 @@ class TrainMode:
         return call(operands, records)
 
 
+class InspectMode(TrainMode):
+    """The float program, in which a function looks at the operands of contractions and returns their results.
+
+    Parameters are arrays, or `Twin`s, of which the function itself reads the floats.
+    """
+
+    updates_records = True
+
+    def __init__(self, plan: Plan, wants: Callable[[Site], bool], visit: Callable[..., tuple[Any, Records]]) -> None:
+        super().__init__(plan, StraightThrough())
+        self.wants = wants
+        self.visit = visit
+
+    def replaces(self, site: Site) -> bool:
+        """Return whether the function looks at the contraction."""
+        return self.wants(site)
+
+    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+        """Return what the function returns for a contraction: the result, and the updated records."""
+        return self.visit(site, operands, records)
+
+    def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:
+        """Return the name of a site, and the scans with an entry for each iteration."""
+        return site.name, site.layers
+
+    def convert_to_array(self, parameter: Any) -> jax.Array:
+        """Return the floats of a parameter."""
+        return parameter.floats
+
+    def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
+        """Return the results of the body: inspecting has no derivative."""
+        return run(operands, records)
+
+    call_with_remat = call_with_rule
+
+
 def find_scale(spec: QuantSpec, x: jax.Array, part: Any) -> tuple[jax.Array, jax.Array | None]:
     """Return the scale and the zero point of an array.
 

@@ -27,6 +27,8 @@ MODULES = {
     "jaxquant.onednn": jq.onednn,
     "jaxquant.integer": jq.integer,
     "jaxquant.checkpoint": jq.checkpoint,
+    "jaxquant.ptq": jq.ptq,
+    "jaxquant.report": jq.report,
     "jaxquant.flax": jq.flax,
     "jaxquant.flax.linen": qnn,
     "jaxquant.flax.nnx": qnnx,

@@ -137,22 +137,22 @@ def _make_measure(prepared: Prepared, signature: Signature, calls: Sequence[tupl
     others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run(arrays: Any, rest: Any) -> jax.Array:
+    def run_function(arrays: Any, rest: Any) -> jax.Array:
         positional, named = others[0].rebuild(rest)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
         floats = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         return jnp.concatenate([x.astype(jnp.float32).ravel() for x in floats])
 
-    expected = [np.asarray(run(signature.arrays, other.arrays), np.float64) for other in others]
+    expected = [np.asarray(run_function(signature.arrays, other.arrays), np.float64) for other in others]
     total = sum(float(np.sum(x**2)) for x in expected)
 
-    def measure(leaf: int, values: jax.Array) -> float:
+    def measure_damage(leaf: int, values: jax.Array) -> float:
         arrays = [values if place == leaf else x for place, x in enumerate(signature.arrays)]
         pairs = zip(others, expected, strict=True)
-        squares = [np.sum((np.asarray(run(arrays, other.arrays), np.float64) - x) ** 2) for other, x in pairs]
+        squares = [np.sum((np.asarray(run_function(arrays, other.arrays), np.float64) - x) ** 2) for other, x in pairs]
         return float(np.sum(squares)) / max(total, np.finfo(np.float64).tiny)
 
-    return measure
+    return measure_damage
 
 
 def solve_plan(

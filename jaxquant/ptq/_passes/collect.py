@@ -15,7 +15,7 @@ from ..._core import checks
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Call, Signature
-from ...transform._modes import ObserveMode
+from ...transform._modes import InspectMode
 from ...transform._programs import jaxpr
 from ...transform._programs.interpret import Records
 from ...transform._programs.sites import Site
@@ -23,7 +23,7 @@ from ..moments import Moments, MomentsState, second_moments
 from . import inputs
 
 _NAME = "ptq.collect"
-_MOMENTS = second_moments(groups=True)
+MOMENTS = second_moments(groups=True)
 Uses = tuple[tuple[str, tuple[inputs.Uses, ...]], ...]
 
 
@@ -57,23 +57,17 @@ class Statistics:
         return dict(self.uses).get(path, ())
 
 
-class CollectMode(ObserveMode):
-    """The float program, which also accumulates the second moments of the inputs of each contraction."""
+def make_mode(plan: Any) -> InspectMode:
+    """Return the float program that also accumulates the second moments of the inputs of each contraction."""
+    return InspectMode(plan, functools.partial(has_statistics, plan), _accumulate)
 
-    def replaces(self, site: Site) -> bool:
-        """Return whether the contraction has a parameter that is quantized."""
-        return has_statistics(self.plan, site)
 
-    def contract(self, site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
-        """Return the float result, and the states updated by the inputs."""
-        vectors = inputs.read_vectors(site, lax.stop_gradient(inputs.find_operand(site, operands)))
-        state = _MOMENTS.update(records[site.name], vectors)
-        (result,) = jaxpr.evaluate(site.equation, operands)
-        return result, {**records, site.name: state}
-
-    def find_record(self, site: Site) -> tuple[str, tuple[Any, ...]]:
-        """Return the name of a site's record, and the scans with an entry for each iteration."""
-        return site.name, site.layers
+def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
+    """Return the float result, and the states updated by the inputs."""
+    vectors = inputs.read_vectors(site, lax.stop_gradient(inputs.find_operand(site, operands)))
+    state = MOMENTS.update(records[site.name], vectors)
+    (result,) = jaxpr.evaluate(site.equation, operands)
+    return result, {**records, site.name: state}
 
 
 def has_statistics(plan: Any, site: Site) -> bool:
@@ -88,7 +82,7 @@ def make_states(call: Call) -> dict[str, MomentsState]:
         if has_statistics(call.plan, site):
             operand = site.equation.invars[1 - site.weight].aval  # type: ignore[operator]
             shape = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
-            state = _MOMENTS.init(jax.eval_shape(functools.partial(inputs.read_vectors, site), shape))
+            state = MOMENTS.init(jax.eval_shape(functools.partial(inputs.read_vectors, site), shape))
             lengths = site.lengths
             states[site.name] = jax.tree.map(lambda x, n=lengths: jnp.broadcast_to(x, (*n, *x.shape)), state)
     return states
@@ -98,7 +92,7 @@ def update_states(prepared: Prepared, states: Any, params: Any, args: Any, kwarg
     """Return the states after one call of the function in floats."""
     call = prepared._trace("collect", params, args, kwargs)
     prepared._check_floats("collect", call.parameters)
-    return prepared._interpret(CollectMode(call.plan), call, call.parameters.arrays, states)[1]
+    return prepared._interpret(make_mode(call.plan), call, call.parameters.arrays, states)[1]
 
 
 def collect(
@@ -162,7 +156,7 @@ def collect(
         call = prepared._trace("collect", params, first[0], {**first[1], **arguments})
         states, uses = make_states(call), list_all_uses(prepared, call)
     final = loop.run_loop(step, states, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None)
-    return Statistics({name: _finalize(name, state) for name, state in final.items()}, uses)
+    return Statistics({name: finalize_moments(name, state) for name, state in final.items()}, uses)
 
 
 def list_all_uses(prepared: Prepared, call: Call) -> Uses:
@@ -183,11 +177,11 @@ def _are_finite(states: Any) -> jax.Array:
     return jnp.asarray([jnp.isfinite(state.second).all() for state in states.values()], bool).all()
 
 
-def _finalize(name: str, state: MomentsState) -> Moments:
+def finalize_moments(name: str, state: MomentsState) -> Moments:
     """Return the moments of a contraction, with the axes of its scans."""
     lengths = state.count.shape
     with checks.prefix_errors(name):
         layers = state.count.size
         flat = jax.tree.map(lambda x: x.reshape(layers, *x.shape[len(lengths) :]), state)
-        parts = [_MOMENTS.finalize(jax.tree.map(lambda x, at=index: x[at], flat)) for index in range(layers)]
+        parts = [MOMENTS.finalize(jax.tree.map(lambda x, at=index: x[at], flat)) for index in range(layers)]
     return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(*lengths, *xs[0].shape), *parts)

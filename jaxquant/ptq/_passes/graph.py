@@ -63,6 +63,8 @@ class Graph:
         if leaf is not None or array is None:
             return leaf
         maker = self.makers.get(array)
+        while maker is not None and maker.name in _MOVES and maker.operands[0] is not None:
+            maker = self.makers.get(maker.operands[0])
         if maker is None or maker.name != "mul":
             return None
         leaves = [self.find_factor(operand, size) for operand in maker.operands]

@@ -10,12 +10,13 @@ import jax
 from ..._core import checks
 from ...transform import Prepared
 from ...transform._calls import Call
+from ...transform._modes import InspectMode
 from ...transform._programs import jaxpr
 from ...transform._programs.interpret import Interpreter
 from ...transform._programs.sites import Address, Site
 from ..moments import Moments
 from . import inputs
-from .collect import _MOMENTS, CollectMode, _finalize, has_statistics, make_states
+from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
 
 _NAME = "ptq.apply"
 Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str"], jax.Array]
@@ -37,13 +38,13 @@ class Pending(NamedTuple):
     moves: tuple[tuple[Any, int], ...] = ()
 
 
-class LayerMode(CollectMode):
+class LayerMode(InspectMode):
     """The float program, whose parameters are read when they are contracted."""
 
     updates_records = False
 
     def __init__(self, plan: Any, weights: dict[int, Any]) -> None:
-        super().__init__(plan)
+        super().__init__(plan, lambda site: False, lambda *arguments: arguments)  # type: ignore[arg-type]
         self.weights = weights
 
     def is_parameter(self, value: Any) -> bool:
@@ -117,10 +118,10 @@ class LayerInterpreter(Interpreter):
         x = inputs.find_operand(site, operands)
         batches = x if isinstance(x, Each) else (x,)
         vectors = [inputs.read_vectors(site, batch) for batch in batches]
-        state = _MOMENTS.init(vectors[0])
+        state = MOMENTS.init(vectors[0])
         for batch in vectors:
-            state = _MOMENTS.update(state, batch)
-        self._quantize_views(site, _MOMENTS.finalize(state))
+            state = MOMENTS.update(state, batch)
+        self._quantize_views(site, MOMENTS.finalize(state))
 
     def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
         """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
@@ -130,15 +131,15 @@ class LayerInterpreter(Interpreter):
         count = next((len(x) for x in arrays if isinstance(x, Each)), 1)
 
         @jax.jit
-        def run(states: Any, values: Any) -> Any:
-            inner = Interpreter(self.analysis, CollectMode(self.call.plan), states)
+        def update_states(states: Any, values: Any) -> Any:
+            inner = Interpreter(self.analysis, make_mode(self.call.plan), states)
             inner._evaluate(equation, list(values), address)
             return inner.records
 
         for index in range(count):
-            states = run(states, _select(arrays, index))
+            states = update_states(states, _select(arrays, index))
         for site in sites:
-            self._quantize_views(site, _finalize(site.name, states[site.name]))
+            self._quantize_views(site, finalize_moments(site.name, states[site.name]))
 
     def _quantize_views(self, site: Site, moments: Moments) -> None:
         for view in site.views:

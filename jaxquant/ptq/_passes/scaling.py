@@ -56,7 +56,7 @@ def smooth(
         stats: statistics of its inputs, from `collect`.
         batch: one batch, as for `Prepared.calibrate`: the arguments on which the functions are compared.
         method: "smoothquant" for the factors of `smoothquant`, for quantized activations; "awq" for those of `awq`,
-            which are searched with the spec of the weight, for weights of few bits.
+            which are searched with the spec of the first weight that reads the array, for weights of few bits.
         alpha: how much "smoothquant" moves, from 0 to 1.
         **arguments: keyword arguments of the call.
 
@@ -205,6 +205,7 @@ def _scale_joints(
     call = prepared._trace("apply", params, args, {**kwargs, **arguments})
     compare = _make_comparison(prepared, signature, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}
+    before = arrays
     for joint in _list_joints(call, arrays):
         reason = joint.source.reason or _find_obstacle(joint, arrays)
         factors = reason or find_factors(joint, arrays)
@@ -303,15 +304,15 @@ def _make_comparison(
     others = Signature((args, kwargs))
 
     @jax.jit
-    def run(arrays: Any, rest: Any) -> Any:
+    def run_function(arrays: Any, rest: Any) -> Any:
         positional, named = others.rebuild(rest)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
         return [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
-    expected = run(signature.arrays, others.arrays)
+    expected = run_function(signature.arrays, others.arrays)
 
     def compare(arrays: Sequence[Any]) -> bool:
-        for x, y in zip(run(arrays, others.arrays), expected, strict=True):
+        for x, y in zip(run_function(arrays, others.arrays), expected, strict=True):
             if not bool(jnp.max(jnp.abs(x - y), initial=0) <= _TOLERANCE * jnp.max(jnp.abs(y), initial=0)):
                 return False
         return True
