@@ -51,7 +51,7 @@ def _stack(prepared: Any, params: Any, x: jax.Array) -> Any:
     smoothed = ptq.smooth(prepared, params, stats, x, method="awq").params
     qparams = ptq.apply(prepared, smoothed, [x], ptq.GPTQ(sweeps=3)).params
     stats = ptq.collect(prepared, smoothed, [x], progress=False)
-    return ptq.correct_bias(prepared, smoothed, qparams, stats, x).params
+    return ptq.correct_bias(prepared, smoothed, qparams, stats, batch=x).params
 
 
 def _awq(prepared: Any, params: Any, x: jax.Array) -> Any:
@@ -66,7 +66,7 @@ def _gptq_with_float_inputs(prepared: Any, params: Any, x: jax.Array) -> Any:
 
 def _correct_bias(prepared: Any, params: Any, x: jax.Array) -> Any:
     stats = ptq.collect(prepared, params, [x], progress=False)
-    return ptq.correct_bias(prepared, params, prepared.convert(params), stats, x).params
+    return ptq.correct_bias(prepared, params, prepared.convert(params), stats, batch=x).params
 
 
 _ALGORITHMS: dict[str, Outcome] = {

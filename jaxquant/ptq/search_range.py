@@ -50,8 +50,9 @@ def search_range(
         >>> w, spec = jnp.array([0.4, -0.45, 0.55, 0.35, 0.5, 1.0]), jq.QuantSpec("int2")
         >>> jq.quantize(w, spec).dequantize()
         Array([0., 0., 1., 0., 0., 1.], dtype=float32)
-        >>> jq.quantize(w, spec, range=ptq.search_range(w, spec)).dequantize().round(2)
-        Array([ 0.54, -0.54,  0.54,  0.54,  0.54,  0.54], dtype=float32)
+        >>> q = jq.quantize(w, spec, range=ptq.search_range(w, spec))
+        >>> [round(value, 2) for value in q.dequantize().tolist()]
+        [0.54, -0.54, 0.54, 0.54, 0.54, 0.54]
 
     Source: Lin et al., arXiv 2306.00978, section 5.1, whose search of a clipping range this is; Choukroun et al., arXiv
     1902.06822, section 4.1, for the minimum of the squared error.

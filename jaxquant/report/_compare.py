@@ -76,7 +76,7 @@ def _count_saturated(x: jax.Array, q: Any, scale: jax.Array) -> dict[str, jax.Ar
 
 
 def compare(
-    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], ranges: Any = None, **arguments: Any
+    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, ranges: Any = None, **arguments: Any
 ) -> Report:
     """Measure the error that each contraction of a prepared function gets from its codes.
 

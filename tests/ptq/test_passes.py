@@ -99,7 +99,7 @@ def test_factors_that_would_change_the_function_are_dropped(rng: np.random.Gener
 def test_correct_bias(block: Any) -> None:
     prepared, params, x, stats = block
     qparams = prepared.convert(params)
-    corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, x)
+    corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
     assert all(note.action.startswith("corrected in") for note in notes), str(notes)
     # The mean of the first layer's outputs is that of floats.
     patches = jax.lax.conv_general_dilated_patches(
@@ -122,6 +122,6 @@ def test_errors(block: Any) -> None:
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.smooth: stats: expected a ptq.Statistics, got dict"):
         ptq.smooth(prepared, params, {}, x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.correct_bias: qparams: expected a quantized array at params/"):
-        ptq.correct_bias(prepared, params, params, stats, x)
+        ptq.correct_bias(prepared, params, params, stats, batch=x)
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.equalize: prepared: expected a Prepared, got int"):
         ptq.equalize(3, params, x)  # type: ignore[arg-type]

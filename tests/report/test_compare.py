@@ -46,7 +46,7 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     prepared = jq.prepare(apply, params, *batches[0], rules=rules)
     ranges = prepared.calibrate(params, batches[:1], progress=False)
     qparams = prepared.convert(params)
-    report = jq.report.compare(prepared, params, qparams, batches, ranges)
+    report = jq.report.compare(prepared, params, qparams, batches, ranges=ranges)
     rows = {row.name: row for row in report}
     assert set(rows) == {row.name for row in prepared.coverage}
     assert rows["left+right"].form == "float"

@@ -178,14 +178,16 @@ def solve_plan(
         text = f'jaxquant.{_NAME}: expected the package scipy: pip install "jaxquant[ptq]", got none installed'
         raise ModuleNotFoundError(text, name="scipy") from error
     weights, candidates = sizes.shape
-    # The solver's tolerances are absolute, so that both rows are in units near 1.
-    unit = max(limit, np.finfo(float).tiny)
-    one_each = np.kron(np.eye(weights), np.ones(candidates))
+    # The solver's tolerances are absolute, so that all numbers are at most 1. What exceeds the limit is never chosen.
+    is_allowed = limited <= limit
+    rows = np.where(is_allowed, limited, 0) / (limit if limit > 0 else 1)
+    costs = np.where(is_allowed, goal, 0)
     result = optimize.milp(
-        goal.ravel() / max(goal.max(), np.finfo(float).tiny), integrality=np.ones(goal.size), bounds=(0, 1),
+        costs.ravel() / max(costs.max(), np.finfo(float).tiny), integrality=np.ones(goal.size),
+        bounds=optimize.Bounds(0, is_allowed.ravel().astype(float)),
         constraints=[
-            optimize.LinearConstraint(one_each, 1, 1),
-            optimize.LinearConstraint(limited.ravel()[None] / unit, -np.inf, limit / unit),
+            optimize.LinearConstraint(np.kron(np.eye(weights), np.ones(candidates)), 1, 1),
+            optimize.LinearConstraint(rows.ravel()[None], -np.inf, 1),
         ],
         options={"mip_rel_gap": 0.0},
     )  # fmt: skip

@@ -22,7 +22,7 @@ _MEASURE = "the largest mean error of an output, before and after"
 
 
 def correct_bias(
-    prepared: Prepared, params: Any, qparams: Any, stats: Statistics, batch: Any, **arguments: Any
+    prepared: Prepared, params: Any, qparams: Any, stats: Statistics, *, batch: Any, **arguments: Any
 ) -> Outcome:
     """Add the mean error that the rounding of a weight causes to the bias of its contraction.
 
@@ -55,7 +55,7 @@ def correct_bias(
         >>> x = jnp.array([[1.0, 3.0], [2.0, 1.0]])
         >>> prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
         >>> stats, qparams = ptq.collect(prepared, params, [x]), prepared.convert(params)
-        >>> corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, x)
+        >>> corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
         >>> corrected["bias"]  # 0.4 was rounded to 0, and the mean of its input is 2
         Array([0.8], dtype=float32)
 
