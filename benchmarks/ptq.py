@@ -10,6 +10,9 @@ the initial weights and the order of the batches. The algorithms see 512 trainin
 JAX has no dtype of 3 bits. The levels -3 to 3 are a codebook with 16 entries, of which several are equal but for 1e-6,
 so the arithmetic is that of 3 bits; the memory is that of 4. AdaRound chooses between integers, and has no row there.
 
+The last table compares GPTQ with that of qwix, if it is installed: on one matrix with the same second moments, without
+an order of the inputs, and with the scales that each of them finds.
+
 The exit status is 1 if, in the mean over the seeds, the best stack keeps less than 99.5 % of float32's accuracy at 4
 bits, or 98 % at 3 bits.
 """
@@ -17,6 +20,7 @@ bits, or 98 % at 3 bits.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import platform
 import sys
@@ -103,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scores = [_score_seed(name, seed) for seed in range(options.seeds)]
         _print_table(name, scores)
         missed += _list_faults(name, scores)
+    if importlib.util.find_spec("qwix") is not None:
+        _print_qwix()
     print(f"\n{time.perf_counter() - began:.0f} s")
     print("missed: " + "; ".join(missed) if missed else "each target is met")
     return 1 if missed else 0
@@ -124,6 +130,36 @@ def _print_table(name: str, scores: Sequence[dict[tuple[str, str], tuple[float, 
 def _format(values: Sequence[float], digits: int) -> str:
     spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
     return f"{np.mean(values):.{digits}f} ± {spread:.{digits}f}"
+
+
+def _print_qwix(shapes: Sequence[tuple[int, int]] = ((64, 128), (128, 64))) -> None:
+    """Print the times and the errors of GPTQ here and in qwix."""
+    import qwix
+    from qwix.contrib import gptq_core
+
+    print(f"\n### GPTQ at 4 bits beside qwix {importlib.metadata.version('qwix')}\n")
+    heads = ("inputs x outputs", "jaxquant ms", "qwix ms", "error jaxquant / qwix")
+    _print_line(heads)
+    _print_line(["---", *["--:"] * (len(heads) - 1)])
+    how = qwix.HowToQuantize(qtype=jnp.int4, channelwise_axes=(0,))
+    spec = jq.QuantSpec("int4", jq.PerAxis(1), narrow_range=False)
+    for inputs, outputs in shapes:
+        rng = np.random.default_rng(inputs)
+        w = jnp.asarray(rng.normal(size=(inputs, outputs)), jnp.float32)
+        x = jnp.asarray(rng.normal(size=(4 * inputs, inputs)) @ rng.normal(size=(inputs, inputs)), jnp.float32)
+        hessian = x.T @ x / len(x)
+        ours = lambda w=w, h=hessian: ptq.gptq(w, h, spec, activation_order=False)
+        theirs = lambda w=w, h=hessian: gptq_core.quantize_weight(w.T, h, how)[0]
+        jax.block_until_ready(ours().codes)
+        errors, seconds = [], []
+        for call in (ours, theirs):
+            begin = time.perf_counter()
+            q = call()
+            jax.block_until_ready(jax.tree.leaves(q))
+            seconds.append(time.perf_counter() - begin)
+            values = q.dequantize() if isinstance(q, jq.QuantizedArray) else (q.qvalue.astype(jnp.float32) * q.scale).T
+            errors.append(float(jnp.sum((x @ (w - values)) ** 2)))
+        _print_line([f"{inputs} x {outputs}", *(f"{1e3 * s:.1f}" for s in seconds), f"{errors[0] / errors[1]:.3f}"])
 
 
 def _list_faults(name: str, scores: Sequence[dict[tuple[str, str], tuple[float, float]]]) -> list[str]:

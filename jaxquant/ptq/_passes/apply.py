@@ -68,8 +68,8 @@ def apply(
         >>> x = jax.random.normal(keys[2], (64, 16))
         >>> prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
         >>> qparams, notes = ptq.apply(prepared, params, [x], ptq.GPTQ())
-        >>> qparams["first"].codes.dtype, [note.after < note.before for note in notes]
-        (dtype('int4'), [True, True])
+        >>> str(qparams["first"].codes.dtype), [note.after < note.before for note in notes]
+        ('int4', [True, True])
 
     Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -168,8 +169,9 @@ def _take_first(step: loop.Step, batches: Any) -> tuple[Any, Any]:
     """Return the arguments of the first batch, and all batches; None and the value itself if it holds none."""
     if not isinstance(batches, Iterable) or isinstance(batches, jax.Array | Mapping | str) or hasattr(batches, "dtype"):
         return None, batches  # the loop raises
-    batches = list(batches) if not hasattr(batches, "__len__") else batches
-    first = next(iter(batches), None)
+    first = next(iterator := iter(batches), None)
+    if iterator is batches:  # it cannot be started again
+        batches = itertools.chain(() if first is None else (first,), iterator)
     return (None if first is None else loop.split_arguments(step, 0, first)), batches
 
 
