@@ -20,6 +20,7 @@ bits, or 98 % at 3 bits.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -134,30 +135,31 @@ def _format(values: Sequence[float], digits: int) -> str:
 
 def _print_qwix(shapes: Sequence[tuple[int, int]] = ((64, 128), (128, 64))) -> None:
     """Print the times and the errors of GPTQ here and in qwix."""
-    import qwix
     from qwix.contrib import gptq_core
 
     print(f"\n### GPTQ at 4 bits beside qwix {importlib.metadata.version('qwix')}\n")
     heads = ("inputs x outputs", "jaxquant ms", "qwix ms", "error jaxquant / qwix")
     _print_line(heads)
     _print_line(["---", *["--:"] * (len(heads) - 1)])
-    how = qwix.HowToQuantize(qtype=jnp.int4, channelwise_axes=(0,))
+    how = gptq_core.qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=(0,))
     spec = jq.QuantSpec("int4", jq.PerAxis(1), narrow_range=False)
     for inputs, outputs in shapes:
         rng = np.random.default_rng(inputs)
         w = jnp.asarray(rng.normal(size=(inputs, outputs)), jnp.float32)
         x = jnp.asarray(rng.normal(size=(4 * inputs, inputs)) @ rng.normal(size=(inputs, inputs)), jnp.float32)
         hessian = x.T @ x / len(x)
-        ours = lambda w=w, h=hessian: ptq.gptq(w, h, spec, activation_order=False)
-        theirs = lambda w=w, h=hessian: gptq_core.quantize_weight(w.T, h, how)[0]
+        ours = functools.partial(ptq.gptq, w, hessian, spec, activation_order=False)
+        theirs = functools.partial(gptq_core.quantize_weight, w.T, hessian, how)
         jax.block_until_ready(ours().codes)
         errors, seconds = [], []
         for call in (ours, theirs):
             begin = time.perf_counter()
-            q = call()
-            jax.block_until_ready(jax.tree.leaves(q))
+            q = jax.block_until_ready(call())
             seconds.append(time.perf_counter() - begin)
-            values = q.dequantize() if isinstance(q, jq.QuantizedArray) else (q.qvalue.astype(jnp.float32) * q.scale).T
+            if isinstance(q, jq.QuantizedArray):
+                values = q.dequantize()
+            else:
+                values = (q[0].qvalue.astype(jnp.float32) * q[0].scale).T
             errors.append(float(jnp.sum((x @ (w - values)) ** 2)))
         _print_line([f"{inputs} x {outputs}", *(f"{1e3 * s:.1f}" for s in seconds), f"{errors[0] / errors[1]:.3f}"])
 

@@ -23,10 +23,11 @@ def draw_report(report: Report) -> Any:
     weights = list(report.histograms.items())[:_MOST_HISTOGRAMS]
     lines = math.ceil(len(weights) / _COLUMNS)
     bars = 1.2 + 0.45 * max(len(rows), 1)
-    figure = Figure(figsize=(11, bars + 1.9 * lines), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[bars, max(1.9 * lines, 0.1)])
+    figure = Figure(figsize=(11, bars + 2.1 * lines), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=[bars, max(2.1 * lines, 0.1)])
     _draw_bars(top.subplots(), rows)
     if weights:
+        bottom.suptitle("weights, on a logarithmic scale; dashed: the range of their codes", fontsize=8)
         _draw_histograms(bottom.subplots(lines, _COLUMNS, squeeze=False).ravel(), weights)
     return figure
 
@@ -44,7 +45,7 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
     axes.grid(axis="x", color=_GRAY, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
 
 
 def _draw_histograms(grid: Any, weights: list[Any]) -> None:
@@ -55,6 +56,7 @@ def _draw_histograms(grid: Any, weights: list[Any]) -> None:
             axes.axvline(end, color=_RANGE_COLOR, linewidth=1, linestyle="--")
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(bottom=0)
+        axes.locator_params(axis="x", nbins=4)
         axes.set_title(name if len(name) < 32 else f"...{name[-29:]}", fontsize=7)
         axes.tick_params(labelsize=6)
     for axes in grid[len(weights) :]:

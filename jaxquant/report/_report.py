@@ -112,7 +112,7 @@ class Report:
 
         grid = table.Table(title="Errors of contractions", caption=self.summary)
         for name in _HEADER:
-            grid.add_column(name, justify="left" if name in _HEADER[:3] else "right")
+            grid.add_column(name, justify="left" if name in _HEADER[:3] else "right", overflow="fold")
         for row in self.rows:
             grid.add_row(*_list_cells(row), style="yellow" if row.form == "float" else None)
         output = console.Console()

@@ -50,6 +50,7 @@ def sample(rng: np.random.Generator) -> tuple[Any, jax.Array]:
     return params, jnp.asarray(rng.normal(size=(32, 16)), F32)
 
 
+@pytest.mark.slow
 def test_plans_of_a_function(rng: np.random.Generator) -> None:
     params, x = sample(rng)
     prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic())

@@ -52,7 +52,9 @@ def sample_batches(rng: np.random.Generator, count: int) -> list[tuple[jax.Array
     ]
 
 
-def test_every_weight_is_listed(rng: np.random.Generator) -> None:
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["statistics", "batches"])
+def test_every_weight_is_listed(rng: np.random.Generator, kind: str) -> None:
     params, batches = sample_params(rng), sample_batches(rng, 3)
     prepared = jq.prepare(network, params, *batches[0], rules=INT4)
     stats = ptq.collect(prepared, params, batches)
@@ -66,21 +68,22 @@ def test_every_weight_is_listed(rng: np.random.Generator) -> None:
         "conv": (1, 18), "depthwise": (4, 9), "dense": (1, 32), "stack": (3, 1, 6), "experts": (1, 6), "mixed": (1, 8),
     }  # fmt: skip
     expected = prepared.convert(params)
-    for data in (stats, batches):
-        qparams, notes = ptq.apply(prepared, params, data, ptq.GPTQ(range="whole"))
-        assert jax.tree.structure(qparams) == jax.tree.structure(expected)
-        assert {note.path for note in notes} == set(params)
-        rows = {note.path: note for note in notes}
-        assert rows["table"].action == "Nearest for GPTQ"
-        assert rows["table"].reason == "a lookup has no inputs"
-        for name in set(params) - {"table"}:
-            assert rows[name].action == "GPTQ", rows[name]
-            assert rows[name].after <= rows[name].before * (1 + 1e-6), rows[name]  # type: ignore[operator]
-            check_equal(qparams[name].scale, expected[name].scale)
-        assert "table" in str(notes)
-        assert np.isfinite(np.asarray(prepared.apply(qparams, None, *batches[0]))).all()
+    data: Any = stats if kind == "statistics" else batches
+    qparams, notes = ptq.apply(prepared, params, data, ptq.GPTQ(range="whole"))
+    assert jax.tree.structure(qparams) == jax.tree.structure(expected)
+    assert {note.path for note in notes} == set(params)
+    rows = {note.path: note for note in notes}
+    assert rows["table"].action == "Nearest for GPTQ"
+    assert rows["table"].reason == "a lookup has no inputs"
+    for name in set(params) - {"table"}:
+        assert rows[name].action == "GPTQ", rows[name]
+        assert rows[name].after <= rows[name].before * (1 + 1e-6), rows[name]  # type: ignore[operator]
+        check_equal(qparams[name].scale, expected[name].scale)
+    assert "table" in str(notes)
+    assert np.isfinite(np.asarray(jax.jit(prepared.apply)(qparams, None, *batches[0]))).all()
 
 
+@pytest.mark.slow
 def test_codes_are_those_of_the_array_functions(rng: np.random.Generator) -> None:
     """Of statistics in floats: what a user computes by hand from the inputs of each layer."""
     params = {name: jnp.asarray(rng.normal(size=(12, 12)), F32) for name in ("first", "second")}
@@ -107,6 +110,7 @@ def test_codes_are_those_of_the_array_functions(rng: np.random.Generator) -> Non
         assert (np.asarray(expected.codes) == np.asarray(q.codes)).mean() > 0.97
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", [ptq.HQQ(), ptq.Nearest("whole"), ptq.AdaRound(steps=50)], ids=str)
 def test_methods(rng: np.random.Generator, method: Any) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(12, 5)), F32)}
@@ -120,6 +124,7 @@ def test_methods(rng: np.random.Generator, method: Any) -> None:
         check_equal(ptq.apply(prepared, params, None, method).params["w"].codes.shape, (12, 5))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_quantized_with_inputs_is_noted(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(12, 8)), F32), "v": jnp.asarray(rng.normal(size=(8, 8)), F32)}
     x = jnp.asarray(rng.normal(size=(16, 12)), F32)

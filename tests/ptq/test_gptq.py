@@ -135,6 +135,7 @@ def test_identity_rounds_to_nearest(rng: np.random.Generator) -> None:
     check_equal(ptq.gptq(w, np.diag(rng.uniform(1, 2, 150).astype(F32)), spec).codes, jq.quantize(w, spec).codes)
 
 
+@pytest.mark.slow
 def test_many_blocks(rng: np.random.Generator) -> None:
     """More inputs than a block has, and a number of them that no block divides."""
     w, x = rng.normal(size=(150, 8)).astype(F32), sample_inputs(rng, 1, 150)[:, 0]
@@ -150,6 +151,7 @@ def test_many_blocks(rng: np.random.Generator) -> None:
     assert objectives[0] <= objectives[1] * (1 + 1e-3)
 
 
+@pytest.mark.slow
 def test_transforms_and_stored_order(rng: np.random.Generator) -> None:
     problems = [make_problem(rng, "dense")[:2] for _ in range(3)]
     ws, hessians = (jnp.stack(parts) for parts in zip(*problems, strict=True))
@@ -241,6 +243,7 @@ def test_errors(change: dict[str, Any], text: str) -> None:
         ptq.gptq(**arguments)
 
 
+@pytest.mark.slow
 def test_one_program_for_each_shape(rng: np.random.Generator) -> None:
     spec = jq.QuantSpec("int4", jq.PerAxis(1))
     traces = []

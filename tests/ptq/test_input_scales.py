@@ -74,6 +74,7 @@ def test_awq_is_the_best_candidate(rng: np.random.Generator) -> None:
     assert min(costs) < costs[0]
 
 
+@pytest.mark.slow
 def test_awq_of_convolutions(rng: np.random.Generator) -> None:
     w = rng.normal(size=(3, 3, 4, 6)).astype(F32)
     x = (rng.normal(size=(64, 3, 3, 4)) * np.exp(rng.normal(size=4))).astype(F32).reshape(64, 36)

@@ -50,6 +50,7 @@ def check_same_function(prepared: Any, params: Any, changed: Any, x: Any) -> Non
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["smoothquant", "awq"])
 def test_smooth(block: Any, method: str) -> None:
     prepared, params, x, stats = block
@@ -71,6 +72,7 @@ def test_smooth(block: Any, method: str) -> None:
         np.testing.assert_allclose(factors, expected / np.exp(np.log(expected).mean()), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_equalize(block: Any) -> None:
     prepared, params, x, _ = block
     changed, notes = ptq.equalize(prepared, params, x)
@@ -96,6 +98,7 @@ def test_factors_that_would_change_the_function_are_dropped(rng: np.random.Gener
     np.testing.assert_array_equal(changed["w"], params["w"])
 
 
+@pytest.mark.slow
 def test_correct_bias(block: Any) -> None:
     prepared, params, x, stats = block
     qparams = prepared.convert(params)

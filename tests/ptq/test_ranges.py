@@ -33,7 +33,7 @@ def sum_powers(w: np.ndarray, q: Any, p: float) -> float:
     return float(np.sum(np.abs(w - np.asarray(q.dequantize(), np.float64)) ** p))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_hqq_falls_at_every_step(rng: np.random.Generator, spec: Any) -> None:
     w = sample(rng)
@@ -48,6 +48,7 @@ def test_hqq_falls_at_every_step(rng: np.random.Generator, spec: Any) -> None:
         np.testing.assert_allclose(ratio, sums[-1] / sums[0], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_hqq_has_less_error_than_round_to_nearest(rng: np.random.Generator) -> None:
     w = sample(rng)
     for spec in SPECS[:3]:
@@ -59,7 +60,7 @@ def test_hqq_has_less_error_than_round_to_nearest(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(q.codes[1], q.codes[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_searched_range_is_the_best_of_all(rng: np.random.Generator, spec: Any) -> None:
     w = sample(rng)

@@ -53,6 +53,7 @@ def test_adaround_against_all_roundings(rng: np.random.Generator) -> None:
     assert ours < 0.5 * theirs, ratios
 
 
+@pytest.mark.slow
 def test_adaround_chooses_between_two_codes(rng: np.random.Generator) -> None:
     w, hessian = make_problem(rng, 24, 5)
     for spec in (INT4, jq.QuantSpec("uint4", jq.Blocked(0, 8))):
@@ -63,6 +64,7 @@ def test_adaround_chooses_between_two_codes(rng: np.random.Generator) -> None:
         assert measure(w, q, hessian) < measure(w, nearest, hessian)
 
 
+@pytest.mark.slow
 def test_sweeps_never_raise_the_error(rng: np.random.Generator) -> None:
     w, hessian = make_problem(rng, 80, 6)
     errors = [measure(w, ptq.gptq(w, hessian, INT4, sweeps=sweeps), hessian) for sweeps in (0, 1, 3)]
