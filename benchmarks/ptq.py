@@ -79,6 +79,9 @@ _ALGORITHMS: dict[str, Outcome] = {
     "round-to-nearest, searched range": lambda prepared, params, x: (
         ptq.apply(prepared, params, [x], ptq.Nearest("searched")).params
     ),
+    "round-to-nearest, tried ranges": lambda prepared, params, x: (
+        ptq.apply(prepared, params, [x], ptq.Nearest()).params
+    ),
     "bias correction": _correct_bias,
     "equalization": lambda prepared, params, x: prepared.convert(ptq.equalize(prepared, params, x).params),
     "AWQ": _awq,

@@ -52,7 +52,7 @@ def check_integer_spec(function: str, spec: Any) -> None:
 def check_finite(function: str, **arrays: Any) -> None:
     """Raise if an array that is known contains a NaN or an infinity; wait for the accelerator that holds it."""
     for argument, x in arrays.items():
-        if x is None or isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype") or not hasattr(x, "ndim"):
+        if x is None or checks.is_traced(x) or not hasattr(x, "dtype") or not hasattr(x, "ndim"):
             continue
         # A check of the dtype follows, so that only floats are looked at here.
         if x.dtype not in dtypes.FLOATS:

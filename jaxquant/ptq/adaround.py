@@ -165,7 +165,7 @@ def _learn_group(
     share = jnp.clip(place - low, 1e-3, 1 - 1e-3)
     variable = -jnp.log((_HIGH - _LOW) / (share - _LOW) - 1)
     zeros = jnp.zeros_like(w)
-    state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))
+    state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))  # type: ignore[arg-type]
     learned = jnp.where(relax(state.variable) >= np.float32(0.5), highest, lowest)
     nearest = _grid.encode_values(w, grid, spec)
     codes = learned.astype(nearest.dtype)

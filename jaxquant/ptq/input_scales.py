@@ -79,7 +79,7 @@ def smoothquant(
         _SMOOTHQUANT, "alpha", np.asarray(alpha) if isinstance(alpha, np.generic) else alpha, dtypes.FLOATS
     )
     if not checks.is_traced(alpha):
-        checks.require(bool(0 <= alpha <= 1), _SMOOTHQUANT, "alpha", "a number from 0 to 1", alpha)
+        checks.require(0 <= float(np.asarray(alpha)) <= 1, _SMOOTHQUANT, "alpha", "a number from 0 to 1", alpha)
     checks.check_integer(_SMOOTHQUANT, "channel", channel)
     weights = tuple(convert_number(x) for x in (w if isinstance(w, tuple | list) else (w,)))
     checks.require(len(weights) > 0, _SMOOTHQUANT, "w", "one or more weights", "none")

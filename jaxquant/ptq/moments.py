@@ -157,8 +157,8 @@ def _read_shape(function: str, argument: str, shape: tuple[int, ...], axes: int)
 
 def _make_empty(shape: tuple[int, ...]) -> MomentsState:
     second, sums, largest = (*shape, shape[-1]), (2, *shape), shape
-    wide = [jnp.zeros(size, jnp.float32) for size in (second, second, sums, sums, largest)]
-    return MomentsState(*wide, jnp.zeros((), jnp.uint32))
+    sizes = (second, second, sums, sums, largest)
+    return MomentsState(*[jnp.zeros(size, jnp.float32) for size in sizes], count=jnp.zeros((), jnp.uint32))
 
 
 def _check_state(function: str, argument: str, state: Any) -> None:

@@ -41,7 +41,7 @@ def _compare_site(plan: Any, site: Site, operands: Sequence[Any], records: Recor
     codes = [x.codes if isinstance(x, Twin) else x for x in operands]
     sums: dict[str, Any] = {}
     if site.operation == "take":
-        values = operations.look_up(site.equation, *codes)
+        values = operations.look_up(site.equation, codes[0], operands[1])
     else:
         for operand in plan.sites[site.name].activations:
             x, part = operands[operand.place], record["ranges"].get(str(operand.place))

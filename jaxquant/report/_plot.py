@@ -24,7 +24,8 @@ def draw_report(report: Report) -> Any:
     lines = math.ceil(len(weights) / _COLUMNS)
     bars = 1.2 + 0.45 * max(len(rows), 1)
     figure = Figure(figsize=(11, bars + 2.1 * lines), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[bars, max(2.1 * lines, 0.1)])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[bars, max(2.1 * lines, 0.1)])
+    top, bottom = parts
     _draw_bars(top.subplots(), rows)
     if weights:
         bottom.suptitle("weights, on a logarithmic scale; dashed: the range of their codes", fontsize=8)

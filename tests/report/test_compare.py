@@ -57,7 +57,7 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     x = np.concatenate([np.asarray(x) + np.asarray(params["table"])[np.asarray(t)] for t, x in batches])
     spec = jq.QuantSpec("uint8", jq.PerAxis(0) if recipe == "dynamic" else jq.PerTensor())
     q = jq.quantize(x, spec, range=ranges["first"]["0"] if recipe == "static" else None)
-    row = rows["first"]
+    row: Any = rows["first"]
     np.testing.assert_allclose(row.activation_sqnr, find_sqnr(x, q.dequantize()), atol=0.01)
     np.testing.assert_allclose(row.weight_sqnr, find_sqnr(params["first"], qparams["first"].dequantize()), atol=0.01)
     np.testing.assert_allclose(row.output_sqnr, find_sqnr(x @ params["first"], q @ qparams["first"]), atol=0.02)

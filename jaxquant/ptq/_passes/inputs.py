@@ -188,10 +188,10 @@ def _order_moments(use: Uses, moments: Moments, shape: Sequence[int]) -> Moments
     """Return the moments of one use, with one axis of groups and inputs in the order of the parameter's axes."""
     inputs = moments.mean.shape[-1]
     second = order_inputs(use, moments.second.reshape(-1, inputs, inputs), shape, 2)
-    vectors = [order_inputs(use, x.reshape(-1, inputs), shape, 1) for x in moments[1:4]]
+    mean, magnitude, largest = (order_inputs(use, x.reshape(-1, inputs), shape, 1) for x in moments[1:4])
     # Each layer of a scan has a count, and all groups of it have the same.
     count = jnp.repeat(moments.count.reshape(-1), len(second) // moments.count.size)
-    return Moments(second, *vectors, count)
+    return Moments(second, mean, magnitude, largest, count)
 
 
 def find_operand(site: Site, operands: Sequence[Any]) -> Any:
