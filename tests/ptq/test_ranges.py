@@ -13,6 +13,7 @@ import jaxquant as jq
 from jaxquant import ptq
 
 F32 = np.float32
+call_hqq: Any = ptq.hqq
 SPECS = [
     jq.QuantSpec("int4", jq.PerAxis(1)),
     jq.QuantSpec("uint4", jq.Blocked(0, 12)),
@@ -104,7 +105,7 @@ def test_empty_slices_and_nan() -> None:
     [
         (lambda w, s: ptq.hqq(w, s, p=2.0), r"hqq: p: expected a number in \(0, 1\], got 2.0"),
         (lambda w, s: ptq.hqq(w, s, growth=0.5), "hqq: growth: expected 1 or a larger number, got 0.5"),
-        (lambda w, s: ptq.hqq(w, *["int4"]), r"hqq: spec: expected a QuantSpec, got 'int4' \(str\)"),
+        (lambda w, s: call_hqq(w, "int4"), r"hqq: spec: expected a QuantSpec, got 'int4' \(str\)"),
         (lambda w, s: ptq.search_range(w, s, least=0), r"search_range: least: expected a number in \(0, 1\], got 0"),
         (lambda w, s: ptq.search_range(w, s, np.ones((3, 2), F32)), "search_range: importance: expected shape"),
         (

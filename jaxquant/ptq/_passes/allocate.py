@@ -177,22 +177,35 @@ def solve_plan(
     except ModuleNotFoundError as error:
         text = f'jaxquant.{_NAME}: expected the package scipy: pip install "jaxquant[ptq]", got none installed'
         raise ModuleNotFoundError(text, name="scipy") from error
-    weights, candidates = sizes.shape
-    # The solver's tolerances are absolute, so that all numbers are at most 1. What exceeds the limit is never chosen.
     is_allowed = limited <= limit
-    rows = np.where(is_allowed, limited, 0) / (limit if limit > 0 else 1)
-    costs = np.where(is_allowed, goal, 0)
+    while True:
+        choice = _solve_once(optimize, goal, limited / (limit if limit > 0 else 1), is_allowed)
+        checks.require(choice is not None, _NAME, argument, "a plan that meets it", limit)
+        assert choice is not None
+        # The solver stops within an absolute gap. A candidate that alone costs more than this plan is in no better
+        # one: without it the costs are of the size of the plan's, and so is the gap.
+        value = goal[np.arange(len(goal)), choice].sum()
+        is_rest = is_allowed & (goal <= value)
+        if (is_rest == is_allowed).all():
+            return tuple(int(place) for place in choice)
+        is_allowed = is_rest
+
+
+def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: np.ndarray) -> np.ndarray | None:
+    """Return the choice with the least goal of which the sum of the rows is at most 1, or None."""
+    weights, candidates = goal.shape
+    # The solver's tolerances are absolute, so that all numbers are at most 1.
+    costs, rows = (np.where(is_allowed, x, 0).ravel() for x in (goal, rows))
     result = optimize.milp(
-        costs.ravel() / max(costs.max(), np.finfo(float).tiny), integrality=np.ones(goal.size),
+        costs / max(costs.max(), np.finfo(float).tiny), integrality=np.ones(goal.size),
         bounds=optimize.Bounds(0, is_allowed.ravel().astype(float)),
         constraints=[
             optimize.LinearConstraint(np.kron(np.eye(weights), np.ones(candidates)), 1, 1),
-            optimize.LinearConstraint(rows.ravel()[None], -np.inf, 1),
+            optimize.LinearConstraint(rows[None], -np.inf, 1),
         ],
         options={"mip_rel_gap": 0.0},
     )  # fmt: skip
-    checks.require(result.x is not None, _NAME, argument, "a plan that meets it", result.message)
-    return tuple(int(place) for place in result.x.reshape(weights, candidates).argmax(1))
+    return None if result.x is None else result.x.reshape(weights, candidates).argmax(1)
 
 
 def make_rules(prepared: Prepared, choices: Mapping[str, str]) -> tuple[Rule, ...]:
