@@ -87,7 +87,7 @@ def repeat_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_codes_are_those_of_the_paper(rng: np.random.Generator, layout: str) -> None:
     w, hessian, axis = make_problem(rng, layout)
@@ -99,7 +99,7 @@ def test_codes_are_those_of_the_paper(rng: np.random.Generator, layout: str) -> 
         check_against_oracle(q, w, hessian, layout, spec, order)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -128,6 +128,7 @@ def test_codebooks_and_floats_beat_round_to_nearest(rng: np.random.Generator, dt
     assert float(report.error[0]) < float(report.nearest_error[0])
 
 
+@pytest.mark.slow
 def test_identity_rounds_to_nearest(rng: np.random.Generator) -> None:
     """Inputs that are not correlated cannot make up for each other's errors, whatever the block in which they are."""
     w = rng.normal(size=(150, 3)).astype(F32)
@@ -169,6 +170,7 @@ def test_transforms_and_stored_order(rng: np.random.Generator) -> None:
     check_equal(q.codes, ptq.gptq(jnp.asarray(ws[0], jnp.bfloat16).astype(F32), hessians[0], spec).codes)
 
 
+@pytest.mark.slow
 def test_grid_of_another_array(rng: np.random.Generator) -> None:
     w, hessian, _ = make_problem(rng, "dense")
     spec = jq.QuantSpec("uint4", jq.PerAxis(1))
@@ -198,6 +200,7 @@ def test_singular_hessian_and_dead_inputs(rng: np.random.Generator) -> None:
     assert int(report.dead[0]) == 24
 
 
+@pytest.mark.slow
 def test_large_and_small_moments(rng: np.random.Generator) -> None:
     """A power of two times the second moments changes no code."""
     w, hessian, _ = make_problem(rng, "dense")
@@ -258,6 +261,7 @@ def test_one_program_for_each_shape(rng: np.random.Generator) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_sharded_outputs_have_the_same_codes(rng: np.random.Generator) -> None:
     w, hessian, _ = make_problem(rng, "dense")
     spec = jq.QuantSpec("int4", jq.PerAxis(1))

@@ -64,6 +64,7 @@ def find_error(w: np.ndarray, scale: Any, x: np.ndarray, spec: Any) -> float:
     return ptq_text.find_objective((w - values).reshape(-1, w.shape[-1]).T, x.T @ x / len(x))
 
 
+@pytest.mark.slow
 def test_awq_is_the_best_candidate(rng: np.random.Generator) -> None:
     w, x = sample(rng)
     scale = np.asarray(ptq.awq(w, find_moments(x), INT4, steps=5))

@@ -34,7 +34,7 @@ def sum_powers(w: np.ndarray, q: Any, p: float) -> float:
     return float(np.sum(np.abs(w - np.asarray(q.dequantize(), np.float64)) ** p))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_hqq_falls_at_every_step(rng: np.random.Generator, spec: Any) -> None:
     w = sample(rng)
@@ -61,7 +61,7 @@ def test_hqq_has_less_error_than_round_to_nearest(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(q.codes[1], q.codes[0])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_searched_range_is_the_best_of_all(rng: np.random.Generator, spec: Any) -> None:
     w = sample(rng)
@@ -87,6 +87,7 @@ def test_searched_range_is_the_best_of_all(rng: np.random.Generator, spec: Any) 
     np.testing.assert_allclose(measure(lo, hi), np.min(costs, 0), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_empty_slices_and_nan() -> None:
     w = jnp.zeros((4, 2)).at[0, 0].set(2.0)
     spec = jq.QuantSpec("int4", jq.PerAxis(1))

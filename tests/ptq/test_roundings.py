@@ -96,6 +96,7 @@ def test_adaround_errors(change: dict[str, Any], text: str) -> None:
         ptq.adaround(**arguments)
 
 
+@pytest.mark.slow
 def test_nan_under_jit() -> None:
     w = jnp.ones((4, 2)).at[0, 0].set(jnp.nan)
     q = jax.jit(lambda w, h: ptq.adaround(w, h, INT4, steps=1))(w, jnp.eye(4))

@@ -34,6 +34,7 @@ def check_moments(actual: Any, x: np.ndarray) -> None:
     assert float(actual.count) == len(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [False, True])
 def test_streams(rng: np.random.Generator, groups: bool) -> None:
     moments = ptq.second_moments(groups=groups)
@@ -69,6 +70,7 @@ def test_many_batches_lose_no_digits(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(moments.finalize(state).second, np.outer(exact, exact), rtol=2e-7)
 
 
+@pytest.mark.slow
 def test_devices_are_reduced(rng: np.random.Generator) -> None:
     moments = ptq.second_moments()
     x = rng.normal(size=(16, 5)).astype(F32)
@@ -82,6 +84,7 @@ def test_devices_are_reduced(rng: np.random.Generator) -> None:
     check_moments(moments.finalize(state), x)
 
 
+@pytest.mark.slow
 def test_low_precision(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(6, 4)), jnp.bfloat16)
     moments = ptq.second_moments()
