@@ -1,6 +1,7 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint` and `jaxquant.transform` are imported on first use.
+`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.transform`, `jaxquant.ptq` and `jaxquant.report` are
+imported when they are first used.
 """
 
 import importlib
@@ -162,11 +163,13 @@ if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import flax as flax
     from . import onnx as onnx
+    from . import ptq as ptq
+    from . import report as report
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
     # Of these, flax and onnx need a package that jaxquant does not depend on.
-    _LAZY = ("checkpoint", "flax", "onnx", "transform")
+    _LAZY = ("checkpoint", "flax", "onnx", "ptq", "report", "transform")
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:

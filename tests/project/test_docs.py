@@ -28,6 +28,8 @@ MODULES = {
     "jaxquant.integer": jq.integer,
     "jaxquant.checkpoint": jq.checkpoint,
     "jaxquant.onnx": jq.onnx,
+    "jaxquant.ptq": jq.ptq,
+    "jaxquant.report": jq.report,
     "jaxquant.flax": jq.flax,
     "jaxquant.flax.linen": qnn,
     "jaxquant.flax.nnx": qnnx,

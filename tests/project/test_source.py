@@ -19,7 +19,7 @@ import jax
 import pytest
 
 import jaxquant as jq
-from jaxquant import checkpoint
+from jaxquant import checkpoint, ptq, report
 from jaxquant import flax as jqf
 from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
@@ -41,8 +41,10 @@ PACKAGES = {
     "integer.": jq.integer,
     "onednn.": jq.onednn,
     "onnx.": jqonnx,
+    "ptq.": ptq,
+    "report.": report,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx", "ptq", "report"}, "flax.": {"nnx"}}
 # jax.checkpoint calls the policy, not a user.
 POLICIES = ("save_codes",)
 
@@ -59,7 +61,10 @@ def list_public_functions() -> dict[str, Callable[..., Any]]:
 
 PUBLIC = list_public_functions()
 # A loop on the host: its arguments are not traced.
-LOOPS = ("flax.calibrate", "flax.nnx.calibrate")
+LOOPS = (
+    *("flax.calibrate", "flax.nnx.calibrate", "ptq.collect", "ptq.apply", "ptq.smooth", "ptq.equalize"),
+    *("ptq.correct_bias", "ptq.allocate_bits", "report.compare"),
+)
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
 LIKE_JAX = (
     "integer.dot_general",
@@ -154,6 +159,20 @@ SIGNATURES = {
     "entropy": "spec bins every",
     "onnx.check": "model limits",
     "onnx.load": "model limits trainable",
+    "ptq.gptq": "w hessian spec grid axis activation_order damping sweeps stored_last diagnostics",
+    "ptq.hqq": "w spec p beta growth steps stored_last diagnostics",
+    "ptq.adaround": "w hessian spec grid axis steps rate penalty sweeps stored_last",
+    "ptq.search_range": "w spec importance least steps",
+    "ptq.awq": "w moments spec axis channel steps",
+    "ptq.smoothquant": "w x_max alpha channel",
+    "ptq.second_moments": "groups",
+    "ptq.collect": "prepared params batches checkpoint progress arguments",
+    "ptq.apply": "prepared params data method arguments",
+    "ptq.smooth": "prepared params stats batch method alpha arguments",
+    "ptq.equalize": "prepared params batch arguments",
+    "ptq.correct_bias": "prepared params qparams stats batch arguments",
+    "ptq.allocate_bits": "prepared params batches budget most_damage dtypes arguments",
+    "report.compare": "prepared params qparams batches ranges arguments",
     "onednn.quantize": "src scales zps qtype axis dtype",
     "onednn.dequantize": "src scales zps qtype axis",
     "onednn.dynamic_quantize": "src scales zps qtype axis dtype",

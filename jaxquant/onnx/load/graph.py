@@ -96,7 +96,7 @@ class _Reader:
     def __init__(self, limits: Limits) -> None:
         self._limits, self._total = limits, 0
 
-    def read(self, tensor: onnx.TensorProto) -> np.ndarray:
+    def read_constant(self, tensor: onnx.TensorProto) -> np.ndarray:
         """Return the array of a tensor; raise if all together take more memory than the limits allow."""
         array = read_tensor(tensor)
         self._total += array.nbytes
@@ -123,7 +123,7 @@ class _Converter:
     def convert_graph(self, graph: onnx.GraphProto) -> Graph:
         if graph.sparse_initializer:
             raise ModelError("sparse initializers are not supported")
-        constants = {tensor.name: self.reader.read(tensor) for tensor in graph.initializer}
+        constants = {tensor.name: self.reader.read_constant(tensor) for tensor in graph.initializer}
         inputs = tuple(value.name for value in graph.input if value.name not in constants)
         return self._collect(inputs, tuple(value.name for value in graph.output), constants, graph.node)
 
@@ -169,7 +169,7 @@ class _Converter:
         kind = attribute.type
         if kind == _KIND.TENSOR:
             # No supported operator reads strings.
-            return None if attribute.t.data_type == onnx.TensorProto.STRING else self.reader.read(attribute.t)
+            return None if attribute.t.data_type == onnx.TensorProto.STRING else self.reader.read_constant(attribute.t)
         if kind == _KIND.GRAPH:
             return self.convert_graph(attribute.g)
         if kind in (_KIND.FLOAT, _KIND.INT):

@@ -1,0 +1,149 @@
+"""The grid of a weight: the scale and the zero point of each element, and how a value is rounded to it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arrays import parts, scale_from_range
+from .._arrays.quantize import find_parameters
+from .._arrays.quantized_array import QuantizedArray, check_array
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes, granularity, packed_codes, small_floats
+from .._core.affine import dequantize_affine, divide_by_scale, quantize_affine
+from ._matrix import Layout
+
+_EACH = granularity.Aligned()
+
+
+class Scales(NamedTuple):
+    """A scale and a zero point, in the shapes in which a `QuantizedArray` stores them."""
+
+    scale: jax.Array
+    zero_point: jax.Array | None
+
+
+class Grid(NamedTuple):
+    """The scale, float32, and the zero point, int32 or None, of each element of a matrix."""
+
+    scale: jax.Array
+    zero_point: jax.Array | None
+
+    def take_row(self, index: Any) -> Grid:
+        """Return the grid of one row of the matrix."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self)
+
+
+def check_spec(function: str, spec: Any) -> None:
+    """Raise unless spec is a QuantSpec."""
+    checks.require_type(isinstance(spec, QuantSpec), function, "spec", "a QuantSpec", checks.describe_value(spec))
+
+
+def check_integer_spec(function: str, spec: Any) -> None:
+    """Raise unless spec is a QuantSpec whose codes are integers."""
+    check_spec(function, spec)
+    is_integer = spec.codebook is None and spec.dtype in dtypes.INTEGERS
+    checks.require(is_integer, function, "spec", "codes of an integer dtype", spec.dtype)
+
+
+def check_finite(function: str, **arrays: Any) -> None:
+    """Raise if an array that is known contains a NaN or an infinity; wait for the accelerator that holds it."""
+    for argument, x in arrays.items():
+        if x is None or checks.is_traced(x) or not hasattr(x, "dtype") or not hasattr(x, "ndim"):
+            continue
+        # A check of the dtype follows, so that only floats are looked at here.
+        if x.dtype not in dtypes.FLOATS:
+            continue
+        is_finite = bool(np.isfinite(x).all()) if isinstance(x, np.ndarray) else bool(_is_finite(x))
+        checks.require(is_finite, function, argument, "finite numbers", "a NaN or an infinity")
+
+
+@jax.jit
+def _is_finite(x: Any) -> jax.Array:
+    return jnp.isfinite(x).all()
+
+
+def read_grid(function: str, grid: Any) -> Scales | None:
+    """Return the scale and the zero point of the array that a caller passed as a grid, or None."""
+    if grid is None:
+        return None
+    q = check_array(function, "grid", grid)
+    return Scales(q.scale, q.zero_point)
+
+
+def check_grid(function: str, grid: Any, w: Any, spec: QuantSpec) -> None:
+    """Raise unless a grid is None or a quantized array with the shape of w and the codes of the spec."""
+    if grid is None:
+        return
+    q = check_array(function, "grid", grid)
+    checks.check_shape(function, "grid", q, tuple(w.shape), "that of w")
+    is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
+    name = q.codebook or q.codes.dtype
+    checks.require(is_same, function, "grid", f"codes of {spec.dtype}, as the spec has", name)
+
+
+def find_scales(function: str, w: jax.Array, spec: QuantSpec, grid: Scales | None) -> Scales:
+    """Return the scale and the zero point of a weight: those of a grid, or those that `jq.quantize` finds."""
+    return Scales(*find_parameters(function, w, spec, None, None)[:2]) if grid is None else grid
+
+
+def expand_scales(function: str, scales: Scales, spec: QuantSpec, like: jax.Array, layout: Layout) -> Grid:
+    """Return the scale and the zero point of each element, arranged as a matrix."""
+    aligned = granularity.Aligned(scale_from_range.check_one_block_size(function, spec))
+    scale = layout.arrange(aligned.expand(small_floats.scale_as_float32(scales.scale), like))
+    if scales.zero_point is None:
+        return Grid(scale, None)
+    return Grid(scale, layout.arrange(aligned.expand(scales.zero_point.astype(jnp.int32), like)))
+
+
+def encode_values(x: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
+    """Return the codes of float32 values as `jq.quantize` rounds them; those of less than 8 bits as int8."""
+    if spec.codebook is not None:
+        return spec.codebook.encode(divide_by_scale(x, grid.scale, dtypes.FLOAT32))
+    if spec.dtype in dtypes.SMALL_FLOATS:
+        return quantize_affine(x, grid.scale, None, _EACH, spec.dtype, dtypes.FLOAT32)
+    # A loop that writes one row after the other must not share bytes between codes.
+    wide = np.dtype(jnp.int8) if dtypes.count_bits(spec.dtype) < 8 else spec.dtype
+    bounds = (int(spec.bounds[0]), int(spec.bounds[1]))
+    return quantize_affine(x, grid.scale, grid.zero_point, _EACH, wide, dtypes.FLOAT32, bounds=bounds)
+
+
+def decode_values(codes: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
+    """Return the float32 values of codes that `encode_values` returned."""
+    if spec.codebook is not None:
+        return spec.codebook.decode(codes) * grid.scale
+    return dequantize_affine(codes, grid.scale, grid.zero_point, _EACH, dtypes.FLOAT32)
+
+
+def build_array(
+    function: str, codes: jax.Array, layout: Layout, scales: Scales, spec: QuantSpec, dtype: Any, stored_last: Any
+) -> QuantizedArray:
+    """Return the quantized array of a matrix of codes.
+
+    Args:
+        function: the public function that errors name.
+        codes: [groups, inputs, outputs], as `encode_values` returns them.
+        layout: the layout of the weight.
+        scales: the scale and the zero point.
+        spec: the spec.
+        dtype: the dtype of the weight.
+        stored_last: the axes that the codes hold last in memory, or None.
+    """
+    codes = layout.restore(codes)
+    if codes.dtype != spec.carrier:
+        codes = packed_codes.narrow_codes(codes, spec.carrier)
+    axes = stored_last if isinstance(stored_last, tuple | list) else (stored_last,)
+    order = None if stored_last is None else parts.move_axes_last(function, "stored_last", axes, codes.ndim)
+    block_size = scale_from_range.find_stored_block_size(function, spec, layout.shape)
+    return QuantizedArray(
+        codes, *scales, dtype=dtype, block_size=block_size, codebook=spec.codebook, stored_order=order
+    )
+
+
+def spoil_scale(scale: jax.Array, is_valid: jax.Array) -> jax.Array:
+    """Return a scale unchanged, or NaN if the data are not valid, so that every value that it scales is NaN."""
+    spoiled = jnp.full(scale.shape, np.nan, jnp.float32).astype(scale.dtype)
+    return jnp.where(is_valid, scale, spoiled)

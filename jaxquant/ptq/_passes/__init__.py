@@ -1,0 +1,1 @@
+"""Passes over prepared functions, and what they share."""

@@ -1,0 +1,158 @@
+"""`apply`: an algorithm on each weight of a prepared function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._arrays.quantized_array import QuantizedArray
+from ..._core import checks
+from ...calibration import loop
+from ...transform import Prepared
+from ...transform._inspect import check_prepared
+from .. import _grid
+from ..methods import Method, Nearest, check_method, measure_error
+from ..moments import Moments
+from . import inputs
+from .collect import Statistics
+from .layerwise import run_layers
+from .notes import Note, Notes, Outcome
+
+_NAME = "ptq.apply"
+_MEASURE = "the mean squared error of the outputs, with round-to-nearest and with the method"
+
+
+def apply(
+    prepared: Prepared, params: Any, data: Statistics | Iterable[Any] | None, method: Method, **arguments: Any
+) -> Outcome:
+    """Quantize the weights of a prepared function with an algorithm in place of round-to-nearest.
+
+    The specs are those of the rules. What `data` is decides which inputs the algorithm sees:
+
+    - batches: layer by layer. All batches go through the program together, operation by operation. At each contraction
+      the weight is quantized with the inputs that come from the quantized weights before it, and the outputs go on with
+      the quantized weight. So each layer can make up for the errors of earlier ones, as in the paper on GPTQ. All
+      values of all batches are in memory. Contractions in a loop get the inputs of a loop of float weights, and a
+      weight with several uses those of the first;
+    - `ptq.Statistics`, as `collect` returns them: all inputs are those of the float function, which needs one pass over
+      the batches in a jitted program, and memory for one batch;
+    - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.
+
+    A weight without inputs (a table that is looked up), and one whose axes the program splits, joins or slices before
+    it is contracted, is rounded to nearest with the range of the method; the notes say so.
+
+    Args:
+        prepared: the prepared function.
+        params: its parameters, in floats.
+        data: batches, as for `Prepared.calibrate`, or statistics, or None.
+        method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
+        **arguments: with batches, keyword arguments of every call, such as `train=False`.
+
+    Returns:
+        The parameters with codes, as `Prepared.convert` returns them, and notes: a row for each of these weights.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
+            a weight; the method needs data, and there are none; or, with the name of the weight in front, the weight or
+            its inputs have a NaN or an infinity.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import ptq
+        >>> apply = lambda params, x: jax.nn.relu(x @ params["first"]) @ params["second"]
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> params = {"first": jax.random.normal(keys[0], (16, 8)), "second": jax.random.normal(keys[1], (8, 4))}
+        >>> x = jax.random.normal(keys[2], (64, 16))
+        >>> prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+        >>> qparams, notes = ptq.apply(prepared, params, [x], ptq.GPTQ())
+        >>> str(qparams["first"].codes.dtype), [note.after < note.before for note in notes]
+        ('int4', [True, True])
+
+    Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers.
+    """
+    check_prepared(_NAME, prepared)
+    check_method(_NAME, method)
+    signature = prepared._read_parameters("convert", params)
+    arrays, notes = list(signature.arrays), {}
+
+    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str) -> jax.Array:
+        """Quantize a parameter, note what was done, and return the floats of its codes."""
+        with checks.prefix_errors(prepared.names[leaf]):
+            arrays[leaf], notes[leaf] = _quantize(prepared, leaf, jnp.asarray(signature.arrays[leaf]), found, method)
+        return arrays[leaf].dequantize()
+
+    if isinstance(data, Statistics):
+        for leaf in prepared.leaves:
+            quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
+    elif data is not None:
+        run_layers(prepared, params, _read_batches(data, arguments), arguments, quantize_leaf)
+    has_data = data is not None or not _needs_data(method)
+    checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
+    for leaf in prepared.leaves:
+        if leaf not in notes:
+            uses = _explain_missing(prepared, leaf)
+            quantize_leaf(leaf, uses if data is not None else "no data")
+    rows = tuple(notes[leaf] for leaf in prepared.leaves)
+    return Outcome(signature.rebuild(arrays), Notes(rows, _MEASURE))
+
+
+def _needs_data(method: Method) -> bool:
+    return hasattr(method, "sweeps")
+
+
+def _explain_missing(prepared: Prepared, leaf: int) -> str:
+    """Return why the batches brought no inputs to a parameter."""
+    rows = [row for row in prepared.coverage if prepared.names[leaf] in row.paths]
+    is_lookup = rows and all(row.form == "lookup" for row in rows)
+    return "a lookup has no inputs" if is_lookup else "a part of a parameter, or a contraction without data"
+
+
+def _read_batches(batches: Any, arguments: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return batches as positional and keyword arguments."""
+    loop._check_batches(_NAME, batches)
+    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    split = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
+    checks.require(bool(split), _NAME, "data", "at least one batch", "none")
+    return split
+
+
+def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.Uses, Moments] | str:
+    uses = stats.find_uses(path)
+    is_known = path in dict(stats.uses) and all(use.name in stats.moments or use.reason for use in uses)
+    checks.require(is_known, _NAME, "data", f"statistics of {path}, as collect returns them", "none")
+    return inputs.combine_uses(uses, stats.moments, shape)
+
+
+def _quantize(
+    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, method: Method
+) -> tuple[QuantizedArray, Note]:
+    """Return a quantized parameter, and what was done."""
+    plan, path = prepared.leaves[leaf], prepared.names[leaf]
+    _grid.check_finite(_NAME, w=w)
+    name = type(method).__name__
+    if isinstance(found, str):
+        q = method.quantize(w, None, plan.spec, -1)
+        is_rounded = _needs_data(method)
+        note = Note(path, f"{Nearest.__name__} for {name}" if is_rounded else name, found if is_rounded else "")
+    else:
+        use, moments = found
+        q = method.quantize(w, moments.second, plan.spec, use.axis)
+        nearest = Nearest("whole").quantize(w, moments.second, plan.spec, use.axis)
+        errors = [float(measure_error(w, x, moments.second, use.axis)) for x in (nearest, q)]
+        note = Note(path, name, _describe_inputs(moments), *errors)
+    return (q.store_last(*plan.stored_last) if plan.stored_last else q), note
+
+
+def _describe_inputs(moments: Moments) -> str:
+    """Return what is unusual about some inputs, or ""."""
+    inputs_count = moments.mean.shape[-1]
+    dead = int(jnp.sum(moments.largest == 0))
+    texts = [f"{dead} inputs are always 0"] if dead else []
+    least = float(jnp.min(moments.count))
+    if least < inputs_count:
+        texts.append(f"{least:.0f} samples for {inputs_count} inputs: the second moments are singular, and damped")
+    return "; ".join(texts)

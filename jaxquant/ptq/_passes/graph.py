@@ -1,0 +1,211 @@
+"""A traced program as one list of operations, in which the neighbors of a contraction can be found."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from ...transform._calls import Call
+from ...transform._programs import jaxpr
+from ...transform._programs.sites import Address, Site
+
+# Operations that keep the place of each channel, if the last dimension keeps its length.
+_MOVES = ("reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "stop_gradient", "expand_dims")
+# Operations that commute with a positive factor for each channel.
+_HOMOGENEOUS = (*_MOVES, "reduce_window_max", "name", "pad", "slice")
+
+
+class Operation(NamedTuple):
+    """An operation with numbers for the arrays that it reads and writes; None for a number in the program."""
+
+    name: str
+    operands: tuple[int | None, ...]
+    results: tuple[int, ...]
+    equation: Any
+    address: Address
+
+
+@dataclasses.dataclass
+class Graph:
+    """The operations of a program, with its calls inlined; loops and branches are single operations.
+
+    Attributes:
+        call: the call that was traced.
+        makers: the operation that writes each array.
+        readers: the operations that read each array.
+        leaves: the place of the parameter that an array is.
+        shapes: the shape of each array.
+    """
+
+    call: Call
+    makers: dict[int, Operation] = dataclasses.field(default_factory=dict)
+    readers: dict[int, list[Operation]] = dataclasses.field(default_factory=dict)
+    leaves: dict[int, int] = dataclasses.field(default_factory=dict)
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def find_leaf(self, array: int | None, size: int) -> int | None:
+        """Return the parameter of a size that an array is, after moves that keep the order of its elements."""
+        while array is not None and array not in self.leaves:
+            maker = self.makers.get(array)
+            if maker is None or maker.name not in _MOVES:
+                return None
+            array = maker.operands[0]
+        if array is None:
+            return None
+        leaf = self.leaves[array]
+        return leaf if math.prod(self.call.parameters.arrays[leaf].shape) == size else None
+
+    def find_factor(self, array: int | None, size: int) -> int | None:
+        """Return the parameter of a size that is a factor of an array."""
+        leaf = self.find_leaf(array, size)
+        if leaf is not None or array is None:
+            return leaf
+        maker = self.makers.get(array)
+        while maker is not None and maker.name in _MOVES and maker.operands[0] is not None:
+            maker = self.makers.get(maker.operands[0])
+        if maker is None or maker.name != "mul":
+            return None
+        leaves = [self.find_factor(operand, size) for operand in maker.operands]
+        return next((leaf for leaf in leaves if leaf is not None), None)
+
+    def is_zero(self, operation: Operation, place: int) -> bool:
+        """Return whether an operand is the number 0."""
+        atom = operation.equation.invars[place]
+        return jaxpr.is_literal(atom) and getattr(atom.val, "size", 1) == 1 and not atom.val
+
+
+def make_graph(call: Call) -> Graph:
+    """Return the graph of a traced call."""
+    graph, numbers = Graph(call), iter(range(10**9))
+    program = call.trace.program
+    known = {}
+    for place, variable in enumerate(program.invars):
+        known[variable] = _add_array(graph, variable, next(numbers))
+        if place < len(call.parameters.arrays):
+            graph.leaves[known[variable]] = place
+    _inline(graph, program, known, (), lambda: next(numbers))
+    return graph
+
+
+def _add_array(graph: Graph, variable: Any, number: int) -> int:
+    graph.shapes[number] = tuple(variable.aval.shape)
+    return number
+
+
+def _inline(graph: Graph, program: Any, known: dict[Any, Any], address: Address, count: Callable[[], int]) -> None:
+    """Add the operations of a program; `known` has the number of each array."""
+    for index, equation in enumerate(program.eqns):
+        here = (*address, index)
+        operands = tuple(None if jaxpr.is_literal(atom) else known.get(atom) for atom in equation.invars)
+        name = jaxpr.find_name(equation)
+        if name in (*jaxpr.CALLS, jaxpr.REMAT):
+            body = jaxpr.read_call(equation).program
+            inner = {v: n for v, n in zip(body.invars, operands, strict=True) if n is not None}
+            _inline(graph, body, inner, (*here, 0), count)
+            results = [None if jaxpr.is_literal(atom) else inner.get(atom) for atom in body.outvars]
+            known |= {v: n for v, n in zip(equation.outvars, results, strict=True) if n is not None}
+            continue
+        results = tuple(_add_array(graph, variable, count()) for variable in equation.outvars)
+        known |= zip(equation.outvars, results, strict=True)
+        operation = Operation(name, operands, results, equation, here)
+        graph.makers |= dict.fromkeys(results, operation)
+        for operand in operands:
+            if operand is not None:
+                graph.readers.setdefault(operand, []).append(operation)
+
+
+class Source(NamedTuple):
+    """What makes the channels of an array, so that a factor for each channel can be put into parameters.
+
+    Attributes:
+        array: the array after the last operation that mixes channels, or None if there is no such place.
+        site: the contraction whose outputs the channels are, or None.
+        scale: the parameter that multiplies them, or None.
+        offsets: the parameters that are added to them.
+        reason: why factors cannot be put into parameters, or "".
+    """
+
+    array: int | None = None
+    site: Site | None = None
+    scale: int | None = None
+    offsets: tuple[int, ...] = ()
+    reason: str = ""
+
+
+def find_source(graph: Graph, array: int | None) -> Source:
+    """Return what makes the channels of an array, its last dimension."""
+    offsets: list[int] = []
+    size = None if array is None else graph.shapes[array][-1:]
+    while array is not None and size:
+        operation = graph.makers.get(array)
+        if operation is None:
+            return Source(reason="inputs of the function")
+        site = graph.call.analysis.sites.get(operation.address)
+        if site is not None and site.weight is not None:
+            return Source(array, site, None, tuple(offsets))
+        if graph.shapes[array][-1:] != size:
+            return Source(reason="channels that are reshaped")
+        step = _step_back(graph, operation, size[0])
+        if isinstance(step, Source):
+            return step._replace(array=array, offsets=tuple(offsets))
+        if step is None:
+            return Source(reason=f"inputs that {operation.name} computes")
+        array, offset = step
+        offsets += [] if offset is None else [offset]
+    return Source(reason="inputs without channels")
+
+
+def _step_back(graph: Graph, operation: Operation, size: int) -> Source | tuple[int | None, int | None] | None:
+    """Return the operand that has the channels, with a parameter that was added to it; or what multiplies them."""
+    operands = operation.operands
+    if operation.name == "mul":
+        factors = [graph.find_factor(operand, size) for operand in operands]
+        leaf = next((factor for factor in factors if factor is not None), None)
+        return None if leaf is None else Source(scale=leaf)
+    if operation.name == "add":
+        for place in range(2):
+            leaf = graph.find_leaf(operands[place], size)
+            if leaf is not None:
+                return operands[1 - place], leaf
+        return None
+    if operation.name == "max":
+        zeros = [place for place in range(2) if graph.is_zero(operation, place)]
+        return (operands[1 - zeros[0]], None) if zeros else None
+    return (operands[0], None) if operation.name in _HOMOGENEOUS else None
+
+
+def find_bias(graph: Graph, site: Site, size: int) -> int | None:
+    """Return the parameter that is added to the outputs of a contraction, or None."""
+    operation = next((op for op in _list_operations(graph) if op.address == site.address), None)
+    array = None if operation is None else operation.results[0]
+    while array is not None:
+        readers = graph.readers.get(array, [])
+        if len(readers) != 1:
+            return None
+        (reader,) = readers
+        if reader.name == "add":
+            other = [operand for operand in reader.operands if operand != array]
+            return graph.find_leaf(other[0], size) if len(other) == 1 else None
+        array = reader.results[0] if reader.name in _MOVES else None
+    return None
+
+
+def _list_operations(graph: Graph) -> Iterable[Operation]:
+    return {id(operation): operation for operation in graph.makers.values()}.values()
+
+
+def find_input(graph: Graph, site: Site) -> int | None:
+    """Return the array that a contraction with a parameter reads, before moves that keep the channels last."""
+    operation = next((op for op in _list_operations(graph) if op.address == site.address), None)
+    assert site.weight is not None
+    array = None if operation is None else operation.operands[1 - site.weight]
+    while array is not None:
+        maker = graph.makers.get(array)
+        if maker is None or maker.name not in _MOVES or not maker.operands or maker.operands[0] is None:
+            return array
+        if graph.shapes[maker.operands[0]][-1:] != graph.shapes[array][-1:]:
+            return array
+        array = maker.operands[0]
+    return None

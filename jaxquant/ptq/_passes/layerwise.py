@@ -1,0 +1,193 @@
+"""The evaluation of a program, operation by operation, that quantizes each weight where it is first contracted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ..._core import checks
+from ...transform import Prepared
+from ...transform._calls import Call
+from ...transform._inspect import InspectMode
+from ...transform._programs import jaxpr
+from ...transform._programs.interpret import Interpreter
+from ...transform._programs.sites import Address, Site
+from ..moments import Moments
+from . import inputs
+from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
+
+_NAME = "ptq.apply"
+Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str"], jax.Array]
+
+
+class Each(tuple):
+    """The values of one variable in all batches."""
+
+
+class Pending(NamedTuple):
+    """A parameter that is read when it is needed, because its codes are not known before.
+
+    Attributes:
+        leaf: the place of the parameter.
+        moves: the equations that move its elements, each with the place of the result.
+    """
+
+    leaf: int
+    moves: tuple[tuple[Any, int], ...] = ()
+
+
+class LayerMode(InspectMode):
+    """The float program, whose parameters are read when they are contracted."""
+
+    updates_records = False
+
+    def __init__(self, plan: Any, weights: dict[int, Any]) -> None:
+        super().__init__(plan, lambda site: False, lambda *arguments: arguments)  # type: ignore[arg-type]
+        self.weights = weights
+
+    def is_parameter(self, value: Any) -> bool:
+        """Return whether a value is a parameter that has not been read."""
+        return isinstance(value, Pending)
+
+    def can_join(self, parameters: Sequence[Any]) -> bool:
+        """Return False: joined parameters are read as they are."""
+        return False
+
+    def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Return the parameter with one more move, for each result of the equation."""
+        if any(not isinstance(x, Pending) for x in operands) or len(operands) > 1:
+            return jaxpr.evaluate(equation, [self.convert_to_array(x) for x in operands])
+        (x,) = operands
+        return [x._replace(moves=(*x.moves, (equation, place))) for place in range(len(equation.outvars))]
+
+    def convert_to_array(self, parameter: Any) -> Any:
+        """Return the array of a parameter as it is now, after its moves."""
+        if not isinstance(parameter, Pending):
+            return parameter
+        value = self.weights[parameter.leaf]
+        for equation, place in parameter.moves:
+            value = jaxpr.evaluate(equation, [value])[place]
+        return value
+
+
+class LayerInterpreter(Interpreter):
+    """The evaluation of one program on all batches at once, outside of `jax.jit`."""
+
+    mode: LayerMode
+
+    def __init__(self, call: Call, mode: LayerMode, quantize: Quantize) -> None:
+        super().__init__(call.analysis, mode, {})
+        self.call = call
+        self.quantize = quantize
+        self.quantized: set[int] = set()
+
+    def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        site = self.analysis.sites.get(address)
+        if site is not None and has_statistics(self.call.plan, site):
+            with checks.prefix_errors(site.describe()):
+                self._visit(site, operands)
+            return self._run_each(equation, operands)
+        is_moved = address in self.analysis.followed and self._can_move(equation, operands)
+        is_call = jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
+        if is_moved and not any(isinstance(x, Each) for x in operands):
+            return self.mode.move_elements(equation, operands)
+        if is_call:
+            return super()._evaluate(equation, operands, address)
+        if any(has_statistics(self.call.plan, site) for site in self.analysis.list_below(address)):
+            self._visit_loop(equation, operands, address)
+        return self._run_each(equation, operands)
+
+    def _run_inner(self, body: Any, values: Any, address: Address, records: Any) -> tuple[Any, Any]:
+        return self.evaluate_body(body, values, address), {}
+
+    def _run_each(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        """Return the results of an equation: for each batch, if an operand differs between them."""
+        arrays = self._read_arrays(operands)
+        count = next((len(x) for x in arrays if isinstance(x, Each)), None)
+        if count is None:
+            return jaxpr.evaluate(equation, arrays)
+        results = [jaxpr.evaluate(equation, _select(arrays, index)) for index in range(count)]
+        return [Each(parts) for parts in zip(*results, strict=True)]
+
+    def _visit(self, site: Site, operands: Sequence[Any]) -> None:
+        """Quantize the parameter of a contraction, if this is its first one."""
+        if all(view.leaf in self.quantized for view in site.views):
+            return
+        x = inputs.find_operand(site, operands)
+        batches = x if isinstance(x, Each) else (x,)
+        vectors = [inputs.read_vectors(site, batch) for batch in batches]
+        state = MOMENTS.init(vectors[0])
+        for batch in vectors:
+            state = MOMENTS.update(state, batch)
+        self._quantize_views(site, MOMENTS.finalize(state))
+
+    def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
+        """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
+        sites = [site for site in self.analysis.list_below(address) if has_statistics(self.call.plan, site)]
+        states = {name: x for name, x in make_states(self.call).items() if name in {site.name for site in sites}}
+        arrays = self._read_arrays(operands)
+        count = next((len(x) for x in arrays if isinstance(x, Each)), 1)
+
+        @jax.jit
+        def update_states(states: Any, values: Any) -> Any:
+            inner = Interpreter(self.analysis, make_mode(self.call.plan), states)
+            inner._evaluate(equation, list(values), address)
+            return inner.records
+
+        for index in range(count):
+            states = update_states(states, _select(arrays, index))
+        for site in sites:
+            self._quantize_views(site, finalize_moments(site.name, states[site.name]))
+
+    def _quantize_views(self, site: Site, moments: Moments) -> None:
+        for view in site.views:
+            if view.leaf in self.quantized:
+                continue
+            shape = self.call.parameters.arrays[view.leaf].shape
+            use = inputs.describe_use(site, view, shape)
+            self.mode.weights[view.leaf] = self.quantize(
+                view.leaf, inputs.combine_uses([use], {site.name: moments}, shape)
+            )
+            self.quantized.add(view.leaf)
+
+
+def _select(values: Sequence[Any], index: int) -> list[Any]:
+    """Return the values of one batch."""
+    return [x[index] if isinstance(x, Each) else x for x in values]
+
+
+def run_layers(
+    prepared: Prepared, params: Any, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: Quantize
+) -> None:
+    """Evaluate a program on all batches, and call `quantize` for each parameter at its first contraction.
+
+    Args:
+        prepared: the prepared function.
+        params: its parameters, in floats.
+        batches: the positional and the keyword arguments of each call; all calls have the same program.
+        arguments: keyword arguments of every call.
+        quantize: a function of the place of a parameter and of the statistics of its inputs, which returns the floats
+            with which to go on.
+    """
+    groups: dict[str, list[Call]] = {}
+    for args, kwargs in batches:
+        call = prepared._trace("apply", params, args, {**kwargs, **arguments})
+        prepared._check_floats("apply", call.parameters)
+        groups.setdefault(str(call.trace.program), []).append(call)
+    expected = "batches of one shape and dtype, because they go through one program together"
+    checks.require(len(groups) == 1, _NAME, "data", expected, f"{len(groups)} programs")
+    (calls,) = groups.values()
+    first = calls[0]
+    places = range(len(first.parameters.arrays))
+    mode = LayerMode(first.plan, dict(enumerate(first.parameters.arrays)))
+    pending = [Pending(leaf) if leaf in prepared.leaves else first.parameters.arrays[leaf] for leaf in places]
+    operands = [call.list_operands(pending) for call in calls]
+    # The parameters come first, and are the same in all calls.
+    values = [
+        parts[0] if isinstance(parts[0], Pending) or index < len(pending) else Each(parts)
+        for index, parts in enumerate(zip(*operands, strict=True))
+    ]
+    body = jaxpr.Body(first.trace.program, first.trace.constants)
+    LayerInterpreter(first, mode, quantize).evaluate_body(body, values)

@@ -1,0 +1,192 @@
+"""`Report`: the rows of a comparison, and how they are shown: as text, in a terminal, as HTML and as pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import importlib.util
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .._core import checks
+
+_HEADER = ("name", "operation", "form", "weight dB", "activation dB", "output dB", "saturated", "codes used", "bytes")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; width: 100%; } th { text-align: left; border-bottom: 2px solid #888; }
+th, td { padding: .25rem .6rem; } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
+tr.float td { background: #f5f0e6; } td.number { text-align: right; } .reason { color: #666; }
+svg { max-width: 100%; height: auto; }
+"""
+
+
+class SiteRow(NamedTuple):
+    """The errors of one contraction or lookup.
+
+    Attributes:
+        name: its name, as in `Prepared.coverage`.
+        operation: its operation.
+        form: "integer", "weight-only", "lookup" or "float".
+        reason: why it stays in floats, or "".
+        weight_sqnr: the ratio of its weight to the error of its weight, in decibels; None in floats.
+        activation_sqnr: that of its activations, or None if they stay in floats.
+        output_sqnr: that of its result, with inputs in floats; or None.
+        weight_saturated: the fraction of the weight beyond the range of its codes, or None.
+        activation_saturated: that of its activations, or None.
+        used_codes: the fraction of the codes of the weight's dtype that occur, or None.
+        float_bytes: the bytes of its weight in floats.
+        bytes: the bytes of its weight as it is.
+    """
+
+    name: str
+    operation: str
+    form: str
+    reason: str
+    weight_sqnr: float | None
+    activation_sqnr: float | None
+    output_sqnr: float | None
+    weight_saturated: float | None
+    activation_saturated: float | None
+    used_codes: float | None
+    float_bytes: int
+    bytes: int
+
+
+class Histogram(NamedTuple):
+    """The distribution of a weight: counts between edges, and the least and the largest value of its codes."""
+
+    counts: tuple[int, ...]
+    edges: tuple[float, ...]
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The errors of the contractions of a function.
+
+    Attributes:
+        rows: a row for each contraction and lookup, in program order.
+        result_sqnr: the ratio of the function's result to its error, in decibels, with all codes.
+        histograms: the distribution of each quantized weight, by its path.
+    """
+
+    rows: tuple[SiteRow, ...]
+    result_sqnr: float
+    histograms: Mapping[str, Histogram]
+
+    def __iter__(self) -> Iterator[SiteRow]:
+        """Return an iterator over the rows."""
+        return iter(self.rows)
+
+    @property
+    def summary(self) -> str:
+        """The ratio of the result, and the bytes of all weights of contractions."""
+        before, after = (sum(getattr(row, name) for row in self._list_weights()) for name in ("float_bytes", "bytes"))
+        return f"result: {_show(self.result_sqnr)} dB; weights: {after:,} bytes, of {before:,} in floats"
+
+    def _list_weights(self) -> list[SiteRow]:
+        """Return the rows without further uses of a weight, which has its bytes once."""
+        return [row for row in self.rows if "#" not in row.name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rows by name, for JSON."""
+        return {row.name: row._asdict() for row in self.rows}
+
+    def __str__(self) -> str:
+        """Return the table as plain text."""
+        lines = [_HEADER, *(_list_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+        text = ["  ".join(c.ljust(n) for c, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+        reasons = [f"{row.name}: {row.reason}" for row in self.rows if row.reason]
+        return "\n".join([*text, *reasons, self.summary])
+
+    def show(self) -> None:
+        """Print the table: in colors if the package rich is installed, else as plain text."""
+        if importlib.util.find_spec("rich") is None:
+            print(self)
+            return
+        from rich import console, table
+
+        grid = table.Table(title="Errors of contractions", caption=self.summary)
+        for name in _HEADER:
+            grid.add_column(name, justify="left" if name in _HEADER[:3] else "right", overflow="fold")
+        for row in self.rows:
+            grid.add_row(*_list_cells(row), style="yellow" if row.form == "float" else None)
+        output = console.Console()
+        output.print(grid)
+        for row in self.rows:
+            if row.reason:
+                output.print(f"{row.name}: {row.reason}", highlight=False)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Return a figure of matplotlib: the errors of each contraction, and the distribution of each weight.
+
+        Args:
+            path: a file to write the figure to, or None.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        if importlib.util.find_spec("matplotlib") is None:
+            text = (
+                'jaxquant.report: expected the package matplotlib: pip install "jaxquant[report]", got none installed'
+            )
+            raise ModuleNotFoundError(text, name="matplotlib")
+        from ._plot import draw_report
+
+        figure = draw_report(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one HTML file, with the pictures of `plot` if matplotlib is installed.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            ValueError: the folder of the path does not exist.
+        """
+        file = pathlib.Path(path)
+        checks.require(file.parent.is_dir(), "report.to_html", "path", "a folder that exists", str(file.parent))
+        cells = "".join(f"<th>{html.escape(name)}</th>" for name in (*_HEADER, "reason"))
+        rows = "\n".join(_make_html_row(row) for row in self.rows)
+        picture = ""
+        if importlib.util.find_spec("matplotlib") is not None:
+            from ._plot import draw_report, write_svg
+
+            picture = write_svg(draw_report(self))
+        file.write_text(
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Quantization report</title>'
+            f"<style>{_STYLE}</style></head>\n<body><h1>Quantization report</h1>\n<p>{html.escape(self.summary)}</p>\n"
+            f"<table><thead><tr>{cells}</tr></thead><tbody>\n{rows}\n</tbody></table>\n{picture}</body></html>\n",
+            encoding="utf-8",
+        )
+
+
+def _make_html_row(row: SiteRow) -> str:
+    cells = [
+        f'<td class="number">{html.escape(cell)}</td>' if column > 2 else f"<td>{html.escape(cell)}</td>"
+        for column, cell in enumerate(_list_cells(row))
+    ]
+    return f'<tr class="{row.form}">{"".join(cells)}<td class="reason">{html.escape(row.reason)}</td></tr>'
+
+
+def _list_cells(row: SiteRow) -> tuple[str, ...]:
+    saturated = row.activation_saturated if row.activation_saturated is not None else row.weight_saturated
+    return (
+        row.name, row.operation, row.form, _show(row.weight_sqnr), _show(row.activation_sqnr), _show(row.output_sqnr),
+        _show_share(saturated), _show_share(row.used_codes), f"{row.bytes:,}",
+    )  # fmt: skip
+
+
+def _show(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _show_share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2g} %"

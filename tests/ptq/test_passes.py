@@ -1,0 +1,130 @@
+"""Factors between layers and biases: what changes, what stays, and that the float function stays the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant import ptq
+
+F32 = np.float32
+RULES = (jq.Rule(weight=jq.Weight("int4")),)
+
+
+class Block(nn.Module):
+    """A convolution with a relu and a pool, a normalization with two readers, a residual."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.max_pool(nn.relu(nn.Conv(8, (3, 3), name="first")(x)), (2, 2), (2, 2))
+        x = nn.relu(nn.Conv(8, (1, 1), name="second")(x)).mean((1, 2))
+        h = nn.LayerNorm(name="norm")(x)
+        x = x + nn.Dense(8, name="left")(h) * nn.Dense(8, name="right")(h)
+        return nn.Dense(3, name="out")(x)
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[Any, Any, Any, Any]:
+    """Return the model, parameters with channels of different sizes, a batch, and statistics."""
+    sample = np.random.default_rng(0)
+    x = jnp.asarray(sample.normal(size=(16, 6, 6, 2)), F32)
+    model = Block()
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    params = jax.tree.map(
+        lambda s: jnp.asarray(sample.normal(0.2, 0.5, s.shape) * np.exp(sample.normal(size=s.shape[-1])), F32), shapes
+    )
+    prepared = jq.prepare(model.apply, params, x, rules=RULES)
+    return prepared, params, x, ptq.collect(prepared, params, [x])
+
+
+def check_same_function(prepared: Any, params: Any, changed: Any, x: Any) -> None:
+    assert jax.tree.structure(params) == jax.tree.structure(changed)
+    expected = np.asarray(jax.jit(prepared.function)(params, x))
+    actual = np.asarray(jax.jit(prepared.function)(changed, x))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("method", ["smoothquant", "awq"])
+def test_smooth(block: Any, method: str) -> None:
+    prepared, params, x, stats = block
+    changed, notes = ptq.smooth(prepared, params, stats, x, method=method)
+    check_same_function(prepared, params, changed, x)
+    rows = {note.path.split("/")[1]: note for note in notes}
+    assert rows["second"].action == "scaled, with params/first/kernel, params/first/bias"
+    assert rows["left"].action == "scaled, with params/norm/scale, params/norm/bias"
+    assert rows["right"].action == rows["left"].action
+    assert rows["first"].reason == "inputs of the function"
+    assert rows["out"].action == "unchanged"
+    assert rows["out"].reason
+    if method == "smoothquant":
+        before, after = (np.asarray(p["params"]["first"]["kernel"]) for p in (params, changed))
+        factors = before[0, 0, 0] / after[0, 0, 0]
+        x_max = np.asarray(stats["params/second/kernel"].largest[0])
+        w_max = np.abs(np.asarray(params["params"]["second"]["kernel"])).max((0, 1, 3))
+        expected = np.sqrt(x_max / w_max)
+        np.testing.assert_allclose(factors, expected / np.exp(np.log(expected).mean()), rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_equalize(block: Any) -> None:
+    prepared, params, x, _ = block
+    changed, notes = ptq.equalize(prepared, params, x)
+    check_same_function(prepared, params, changed, x)
+    first, second = (np.asarray(changed["params"][name]["kernel"]) for name in ("first", "second"))
+    np.testing.assert_allclose(np.abs(first).max((0, 1, 2)), np.abs(second).max((0, 1, 3)), rtol=1e-4)
+    rows = {note.path.split("/")[1]: note for note in notes}
+    assert rows["second"].action.startswith("scaled, with params/first/kernel")
+    assert rows["left"].reason == "a normalization, which has no weight to equalize with"
+
+
+def test_factors_that_would_change_the_function_are_dropped(rng: np.random.Generator) -> None:
+    params = {"w": jnp.asarray(rng.normal(size=(4, 4)), F32), "v": jnp.asarray(rng.normal(size=(4, 4)) * 9, F32)}
+    x = jnp.asarray(rng.normal(size=(8, 4)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        h = x @ params["w"]
+        return h + h @ params["v"]
+
+    prepared = jq.prepare(apply, params, x, rules=RULES)
+    changed, notes = ptq.equalize(prepared, params, x)
+    assert notes["v"].reason.startswith("the factors would change the function")
+    np.testing.assert_array_equal(changed["w"], params["w"])
+
+
+@pytest.mark.slow
+def test_correct_bias(block: Any) -> None:
+    prepared, params, x, stats = block
+    qparams = prepared.convert(params)
+    corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
+    assert all(note.action.startswith("corrected in") for note in notes), str(notes)
+    # The mean of the first layer's outputs is that of floats.
+    patches = jax.lax.conv_general_dilated_patches(
+        x, (3, 3), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    kernels = [np.asarray(p, np.float64) for p in (
+        params["params"]["first"]["kernel"], qparams["params"]["first"]["kernel"].dequantize(),
+    )]  # fmt: skip
+    mean = np.asarray(patches, np.float64).mean((0, 1, 2))
+    shift = mean @ (kernels[0] - kernels[1]).transpose(2, 0, 1, 3).reshape(18, 8)
+    change = np.asarray(corrected["params"]["first"]["bias"]) - np.asarray(params["params"]["first"]["bias"])
+    np.testing.assert_allclose(change, shift, rtol=1e-3, atol=1e-5)
+    prepared.apply(corrected, None, x)
+
+
+def test_errors(block: Any) -> None:
+    prepared, params, x, stats = block
+    with pytest.raises(ValueError, match=r"jaxquant\.ptq\.smooth: method: expected 'smoothquant' or 'awq', got 'x'"):
+        ptq.smooth(prepared, params, stats, x, method="x")
+    with pytest.raises(TypeError, match=r"jaxquant\.ptq\.smooth: stats: expected a ptq.Statistics, got dict"):
+        ptq.smooth(prepared, params, {}, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"jaxquant\.ptq\.correct_bias: qparams: expected a quantized array at params/"):
+        ptq.correct_bias(prepared, params, params, stats, batch=x)
+    with pytest.raises(TypeError, match=r"jaxquant\.ptq\.equalize: prepared: expected a Prepared, got int"):
+        ptq.equalize(3, params, x)  # type: ignore[arg-type]

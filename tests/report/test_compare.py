@@ -1,0 +1,98 @@
+"""Reports: the figures against numpy, and each way to show them."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+
+F32 = np.float32
+
+
+def apply(params: Any, tokens: jax.Array, x: jax.Array) -> jax.Array:
+    h = jax.nn.relu((x + params["table"][tokens]) @ params["first"])
+
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ w), None
+
+    h, _ = jax.lax.scan(layer, h, params["stack"])
+    return (h @ (params["left"] + params["right"])) @ params["out"].T
+
+
+def sample(rng: np.random.Generator) -> tuple[Any, list[Any]]:
+    shapes = {"table": (5, 6), "first": (6, 8), "stack": (2, 8, 8), "left": (8, 8), "right": (8, 8), "out": (3, 8)}
+    params = {name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()}
+    batches = [
+        (jnp.asarray(rng.integers(0, 5, 16), jnp.int32), jnp.asarray(rng.normal(size=(16, 6)), F32)) for _ in range(2)
+    ]
+    return params, batches
+
+
+def find_sqnr(x: Any, y: Any) -> float:
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    return float(10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2)))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("recipe", ["dynamic", "static"])
+def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, capsys: Any) -> None:
+    params, batches = sample(rng)
+    rules = jq.recipes.w8a8_dynamic() if recipe == "dynamic" else jq.recipes.w8a8_static()
+    prepared = jq.prepare(apply, params, *batches[0], rules=rules)
+    ranges = prepared.calibrate(params, batches[:1], progress=False)
+    qparams = prepared.convert(params)
+    report = jq.report.compare(prepared, params, qparams, batches, ranges=ranges)
+    rows = {row.name: row for row in report}
+    assert set(rows) == {row.name for row in prepared.coverage}
+    assert rows["left+right"].form == "float"
+    assert rows["left+right"].reason
+    assert rows["table"].form == "lookup"
+    # The first contraction, by hand.
+    x = np.concatenate([np.asarray(x) + np.asarray(params["table"])[np.asarray(t)] for t, x in batches])
+    spec = jq.QuantSpec("uint8", jq.PerAxis(0) if recipe == "dynamic" else jq.PerTensor())
+    q = jq.quantize(x, spec, range=ranges["first"]["0"] if recipe == "static" else None)
+    row: Any = rows["first"]
+    np.testing.assert_allclose(row.activation_sqnr, find_sqnr(x, q.dequantize()), atol=0.01)
+    np.testing.assert_allclose(row.weight_sqnr, find_sqnr(params["first"], qparams["first"].dequantize()), atol=0.01)
+    np.testing.assert_allclose(row.output_sqnr, find_sqnr(x @ params["first"], q @ qparams["first"]), atol=0.02)
+    assert row.float_bytes == 6 * 8 * 4
+    assert row.bytes == qparams["first"].nbytes
+    if recipe == "static":
+        step = float(q.scale.squeeze())
+        ends = [float(np.asarray(end).squeeze()) for end in ranges["first"]["0"]]
+        beyond = (x < ends[0] - 0.6 * step) | (x > ends[1] + 0.6 * step)
+        assert beyond.mean() <= row.activation_saturated + 1e-6  # type: ignore[operator]
+        assert row.activation_saturated > 0  # type: ignore[operator]
+    expected, actual = (
+        np.concatenate([np.asarray(f(*batch)) for batch in batches])
+        for f in (lambda *b: apply(params, *b), lambda *b: prepared.apply(qparams, ranges, *b))
+    )
+    np.testing.assert_allclose(report.result_sqnr, find_sqnr(expected, actual), atol=0.02)
+    # Each way to show them.
+    report.show()
+    assert "Errors of contractions" in capsys.readouterr().out
+    assert "left+right: computed by add" in str(report)
+    report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<tr") == len(rows) + 1
+    pytest.importorskip("matplotlib")
+    assert "<svg" in page
+    report.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 10000
+    assert report.to_dict()["first"]["form"] == "integer"
+
+
+def test_errors(rng: np.random.Generator) -> None:
+    params, batches = sample(rng)
+    prepared = jq.prepare(apply, params, *batches[0], rules=jq.recipes.w8a8_dynamic())
+    name = r"jaxquant\.report\.compare: "
+    with pytest.raises(ValueError, match=name + "batches: expected at least one batch, got none"):
+        jq.report.compare(prepared, params, prepared.convert(params), [])
+    with pytest.raises(TypeError, match=name + "prepared: expected a Prepared, got int"):
+        jq.report.compare(3, params, params, batches)  # type: ignore[arg-type]
