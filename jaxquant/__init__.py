@@ -1,6 +1,6 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.checkpoint` and `jaxquant.transform` are imported when they are first used.
+`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint` and `jaxquant.transform` are imported when they are first used.
 """
 
 import importlib
@@ -161,10 +161,12 @@ __all__ = [  # noqa: RUF022 as grouped
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import flax as flax
+    from . import onnx as onnx
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "flax", "transform")  # of these, flax needs a package that jaxquant does not depend on
+    _LAZY = ("checkpoint", "flax", "onnx", "transform")
+    _NEEDING_PACKAGES = ("flax", "onnx")  # they need a package of the same name, which jaxquant does not depend on
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:
@@ -182,6 +184,8 @@ else:  # type checkers would take every name for one that is there
             raise ModuleNotFoundError(text, name=name) from error
 
     def __dir__() -> list[str]:
-        """Returns the public names, with flax only where it can be imported: tools take the value of every name."""
-        available = [name for name in _LAZY if name != "flax" or importlib.util.find_spec(name) is not None]
+        """Returns the public names; flax and onnx only where they can be imported, because tools read every name."""
+        available = [
+            name for name in _LAZY if name not in _NEEDING_PACKAGES or importlib.util.find_spec(name) is not None
+        ]
         return sorted([*__all__, *available])

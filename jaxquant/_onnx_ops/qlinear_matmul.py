@@ -124,7 +124,7 @@ def _qlinear_matmul(
     if y_scale is None or y_zero_point is None:
         acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
         factors = (s.astype(jnp.float32) for s in (a_scale, b_scale))
-        return _scaling.scale_product(acc, _scaling.multiply_scales(*factors)).reshape(shapes.out)
+        return _scaling.scale_by_both(acc, *factors).reshape(shapes.out)
     # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     y_scale = read_per_row(_NAME, "y_scale", y_scale, shapes)
     scale = _requantize.find_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
