@@ -97,22 +97,24 @@ def write_convolution(graph: Graph, call: Call) -> Value:
     ]
     if any(step != 1 for step in p["lhs_dilation"]):
         shape = [p["input_shapes"][0][axis] for axis in numbers.lhs_spec]
-        names[0] = _spread_image(graph, names[0], shape, p["lhs_dilation"])
+        names[0] = spread_image(graph, names[0], shape, p["lhs_dilation"])
     name = graph.add("Conv", names, **find_attributes(p, p["feature_group_count"]))
     name = name if wide == dtype else graph.cast(name, dtype)
     name = graph.transpose(name, np.argsort(numbers.out_spec))
     return Value(tuple(output.shape), dtype, name)
 
 
-def _spread_image(graph: Graph, name: str, shape: Sequence[Any], dilation: Sequence[int]) -> str:
-    """Return an image with zeros between its elements: a transposed convolution is one of such an image."""
+def spread_image(
+    graph: Graph, name: str, shape: Sequence[Any], dilation: Sequence[int], fill: Sequence[str] = ()
+) -> str:
+    """Return an image with zeros, or another number, between its elements, as a transposed convolution reads it."""
     for axis, step in enumerate(dilation, 2):
         if step == 1:
             continue
         wide = (*shape[: axis + 1], 1, *shape[axis + 1 :])
         pads = [0] * (2 * len(wide))
         pads[len(wide) + axis + 1] = step - 1
-        name = graph.add("Pad", [graph.reshape(name, wide), graph.ints(*pads)])
+        name = graph.add("Pad", [graph.reshape(name, wide), graph.ints(*pads), *fill])
         length = shape[axis] * step
         name = graph.reshape(name, (*shape[:axis], length, *shape[axis + 1 :]))
         name = graph.slice(name, [0], [length - step + 1], [axis], [1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,21 @@ from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
 WRITERS = (contractions, elementwise, gather, integers, quantized, shapes)
+
+
+# The folders of the modules that a user did not write.
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep for path in (jax.__file__ or "", os.path.dirname(recording.__file__ or ""))
+)
+
+
+def _locate(equation: Any) -> str:
+    """Return the file and the line of the user, or of a framework, that an equation comes from."""
+    traceback = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num}"
+    return programs.locate(equation)
 
 
 class Exporter:
@@ -59,7 +75,7 @@ class Exporter:
             return [results] if isinstance(results, Value) else results
         except UnsupportedError as error:
             text = name if name != program.MARK else equation.params["mark"].name
-            self.unsupported[f"{text} ({error}) at {programs.locate(equation)}"] = None
+            self.unsupported[f"{text} ({error}) at {_locate(equation)}"] = None
             return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
 
     def _write_mark(
@@ -86,6 +102,11 @@ class Exporter:
             return program.run(self, trace.program, constants, operands)
         finally:
             self._depth -= 1
+
+    def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
+        """Leave out the quantize points of a mark whose results are constants of the model."""
+        if self._depth == 0:
+            self.graph.points += ["" for _ in program.find_points(mark)]
 
     def slice_row(self, stacked: Value, index: int, spec: Spec) -> Value:
         """Return an entry of the first dimension."""

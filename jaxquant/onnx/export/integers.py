@@ -103,8 +103,6 @@ def _subtract(graph: Graph, side: Matrix, steps: Value | None) -> Matrix:
 def write_convolution(graph: Graph, call: Call) -> Value:
     """Write a convolution of codes into int32."""
     p, geometry = call.parameters, call.parameters["geometry"]
-    if any(step != 1 for step in geometry.lhs_dilation):
-        raise values.UnsupportedError("a transposed convolution of codes")
     shapes = iter(p["input_shapes"])
     x_shape, w_shape = next(shapes), next(shapes)
     attributes = contractions.find_attributes(
@@ -116,6 +114,8 @@ def write_convolution(graph: Graph, call: Call) -> Value:
     name = graph.read_full(x, x_shape)
     kernel, steps = graph.read_full(w, w_shape), p["w_steps"]
     x_point = _store_point(graph, point, ())
+    if any(step != 1 for step in geometry.lhs_dilation):
+        name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])
     if _is_zero(steps) or _count(steps) == 1:
         w_point = _store_point(graph, _read_point(graph, steps, w.dtype), ())
         acc = graph.add("ConvInteger", [name, kernel, x_point, w_point], **attributes)

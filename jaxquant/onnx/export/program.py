@@ -56,6 +56,10 @@ class Backend(Protocol):
         """Return the results of an equation, not all of whose operands are known."""
         ...
 
+    def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
+        """Count the quantize points of a mark whose results are known."""
+        ...
+
     def slice_row(self, stacked: Any, index: int, spec: Spec) -> Any:
         """Return an entry of the first dimension of a value of the given shape and dtype."""
         ...
@@ -135,7 +139,7 @@ def _find_default_platform(equation: Any) -> int:
 
 
 def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
-    if equation.effects or not all(values.is_static(spec.shape) for spec in specs):
+    if name == "dim_as_value" or equation.effects or not all(values.is_static(spec.shape) for spec in specs):
         return False
     if name in _CALLS or name in (programs.SCAN, programs.COND):
         return False  # their bodies are folded one equation at a time
@@ -148,6 +152,7 @@ def _fold(backend: Backend, name: str, equation: Any, arrays: Sequence[Any]) -> 
     if name == MARK:
         with jax.ensure_compile_time_eval():
             results = parameters["mark"].evaluate(*arrays)
+        backend.skip_points(parameters["mark"], results)
     elif name == "broadcast_in_dim":  # a view: the graph holds one copy of what repeats
         return [backend.make_known(_broadcast(arrays[0], parameters["shape"], parameters["broadcast_dimensions"]))]
     elif name in _VIEWS and all(isinstance(array, np.ndarray) for array in arrays):
@@ -200,7 +205,10 @@ def _run_scan(backend: Backend, equation: Any, operands: Sequence[Any]) -> list[
     if scan.length == 0:
         empty = [backend.make_known(np.zeros(spec.shape, spec.dtype)) for spec in out_specs]
         return [*carries, *empty]
-    return [*carries, *(backend.stack_rows(column, spec) for column, spec in zip(zip(*rows), out_specs, strict=True))]
+    return [
+        *carries,
+        *(backend.stack_rows(column, spec) for column, spec in zip(zip(*rows, strict=True), out_specs, strict=True)),
+    ]
 
 
 def _run_branches(
@@ -217,7 +225,7 @@ def _run_branches(
         place = min(max(int(np.asarray(backend.read_known(index))), 0), len(branches) - 1)
         return run_branch(branches[place])
     results = [run_branch(body) for body in branches]
-    return [backend.select(index, column, spec) for column, spec in zip(zip(*results), specs, strict=True)]
+    return [backend.select(index, column, spec) for column, spec in zip(zip(*results, strict=True), specs, strict=True)]
 
 
 class Tap:
@@ -246,6 +254,10 @@ class Tap:
         results = mark.compute(*(jnp.asarray(x) for x in operands))
         self.codes += [results[i] for i in find_points(mark)]
         return results
+
+    def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
+        """Keep known codes, which a model traced with other shapes may compute."""
+        self.codes += [jnp.asarray(results[i]) for i in find_points(mark)]
 
     def slice_row(self, stacked: Any, index: int, spec: Spec) -> Any:
         """Return an entry of the first dimension."""

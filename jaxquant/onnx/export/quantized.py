@@ -232,16 +232,18 @@ def _count(x: Value) -> Any:
 
 @writes_mark("dequantize")
 def write_dequantize(graph: Graph, call: Call) -> Value:
-    """Write DequantizeLinear for weights, and the arithmetic for codes that are computed.
+    """Write the arithmetic of a dequantization, or DequantizeLinear in the form "qdq".
 
-    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ.
+    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ. It
+    also replaces a matrix product of floats with weights from DequantizeLinear by one that rounds the floats to 8 bits.
+    The arithmetic of weights is done when a session is created.
     """
     p = call.parameters
     codes, scale, zero_point, dtype = p["x"], p["scale"], p["zero_point"], np.dtype(p["dtype"])
     shape = call.outputs[0].shape
     layout = find_layout(scale.shape, p["granularity"], shape)
     is_same = zero_point is None or zero_point.shape == scale.shape
-    is_direct = codes.is_known and is_same and scale.dtype == dtype == dtypes.FLOAT32 and layout is not None
+    is_direct = graph.form == "qdq" and is_same and scale.dtype == dtype == dtypes.FLOAT32 and layout is not None
     if is_direct and layout is not None and has_operator(graph, np.dtype(codes.dtype), layout):
         inputs = [graph.read_full(codes, shape), graph.read(_reshape_value(graph, scale, layout.shape))]
         if zero_point is not None:

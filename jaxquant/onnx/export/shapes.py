@@ -212,8 +212,6 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     """Write a replacement of a slice, by the index of each of its elements along each dimension."""
     x, update, *starts = call.inputs
     shape, sizes = call.parameters["input_shapes"][:2]
-    if not values.is_static(sizes):
-        raise UnsupportedError("an update of symbolic shape")
     axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
     names = graph.read_full(x, shape), graph.read_full(update, sizes)
     if not axes:
@@ -221,10 +219,12 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     if len(axes) > 1:
         raise UnsupportedError("an update that is shorter along several dimensions")
     axis = axes[0]
+    if not values.is_static((sizes[axis],)):
+        raise UnsupportedError("an update of symbolic length")
     begin = _join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
     offsets = graph.ints(*range(sizes[axis]))
     line = graph.reshape(graph.add("Add", [begin, offsets]), tuple(-1 if a == axis else 1 for a in range(len(shape))))
-    index = graph.add("Expand", [line, graph.ints(*sizes)])
+    index = graph.add("Expand", [line, graph.add_shape(tuple(sizes))])
     return Value(
         tuple(shape),
         values.find_container(x.dtype),
@@ -294,3 +294,10 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     target = values.find_container(output.dtype)
     name = name if wide == target else graph.cast(name, target)
     return Value(tuple(n for axis, n in enumerate(stored) if axis not in axes), target, name)
+
+
+@writes("dim_as_value")
+def write_dimension(graph: Graph, call: Call) -> Value:
+    """Write a symbolic dimension as a number."""
+    name = graph.add("Squeeze", [graph.add_dimension(call.parameters["dim"]), graph.ints(0)])
+    return Value((), np.dtype(call.outputs[0].dtype), graph.cast(name, call.outputs[0].dtype))
