@@ -190,17 +190,14 @@ def _open_session(model: ModelProto, points: Sequence[str], level: str) -> onnxr
 def _compute(function: Callable[..., Any], arguments: Sequence[Any], params: Any) -> tuple[list[Any], list[Any]]:
     """Return the codes of the function's quantize points, and the leaves of its result."""
     leaves, structure = jax.tree.flatten(list(arguments))
-    constants = [] if params is None else [params]
-
-    def flat(*arrays: Any) -> Any:
-        return function(*constants, *jax.tree.unflatten(structure, arrays))
-
-    trace = program.trace(flat, exports.make_specs(leaves, None))
+    traced = program.trace_call(function, params, structure, exports.make_specs(leaves, None))
+    trace = traced.trace
 
     @jax.jit
     def run(*arrays: Any) -> Any:
         tap = program.Tap()
-        results = program.run(tap, trace.program, [tap.read_known(c) for c in trace.constants], arrays)
+        constants, known = ([tap.read_known(x) for x in part] for part in (trace.constants, traced.arrays))
+        results = program.run(tap, trace.program, constants, [*known, *arrays])
         return tap.codes, results
 
     return run(*leaves)

@@ -11,13 +11,13 @@ import numpy as np
 
 from ..._core import recording
 from ...transform._programs import jaxpr as programs
-from . import contractions, elementwise, gather, integers, program, quantized, shapes, values
+from . import codes, contractions, elementwise, gather, integers, program, quantized, shapes, values
 from .graph import Graph
 from .registry import MARKS, PRIMITIVES, Call
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (contractions, elementwise, gather, integers, quantized, shapes)
+WRITERS = (codes, contractions, elementwise, gather, integers, quantized, shapes)
 
 
 # The folders of the modules that a user did not write.

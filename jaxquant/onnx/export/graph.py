@@ -41,6 +41,7 @@ class Graph:
         self.warnings: list[str] = []
         self.inputs: list[Any] = []
         self._narrow: dict[str, tuple[str, np.dtype]] = {}
+        self._dtypes: dict[str, np.dtype] = {}
         self._scalars: dict[str, str] = {}
         self._names: dict[str, int] = {}
         self._shared: dict[Any, str] = {}
@@ -122,6 +123,42 @@ class Graph:
     def find_scalar(self, name: str) -> str:
         """Return the tensor of one element of which another is the reshaped form, or that one itself."""
         return self._scalars.get(name, name)
+
+    # What the graph knows of its tensors.
+
+    def find_node(self, name: str | None) -> NodeProto | None:
+        """Return the node that computes a tensor, or None."""
+        return next((node for node in reversed(self.nodes) if name in node.output), None)
+
+    def find_dtype(self, name: str) -> np.dtype | None:
+        """Return the dtype of a tensor of codes, if it is known."""
+        if name in self.arrays:
+            return np.dtype(self.arrays[name].dtype)
+        return self._dtypes.get(name)
+
+    def note_dtype(self, name: str | None, dtype: Any) -> None:
+        """Note the dtype of a tensor."""
+        if name is not None:
+            self._dtypes[name] = np.dtype(dtype)
+
+    def find_rank(self, name: str) -> int:
+        """Return the rank of a constant, or 2."""
+        return self.arrays[name].ndim if name in self.arrays else 2
+
+    def count_elements(self, name: str) -> int:
+        """Return the number of elements of a constant; any other tensor is a scalar."""
+        return self.arrays[name].size if name in self.arrays else 1
+
+    def add_product(self, a: str, b: str) -> str:
+        """Return the product of two tensors, as a constant if both are."""
+        if a in self.arrays and b in self.arrays:
+            return self.add_constant(self.arrays[a] * self.arrays[b])
+        return self.add("Mul", [a, b])
+
+    @staticmethod
+    def read_attribute(attribute: Any) -> Any:
+        """Return the value of an attribute of a node."""
+        return helper.get_attribute_value(attribute)
 
     # Operators whose form depends on the opset.
 

@@ -48,6 +48,8 @@ def write_contraction(graph: Graph, call: Call) -> Value:
             names.pop()
 
         def multiply(a: str, b: str) -> str:
+            graph.note_dtype(a, lhs.value.dtype)
+            graph.note_dtype(b, rhs.value.dtype)
             return graph.add("MatMulInteger", [a, b, *names])
 
         name = contractions.multiply(graph, lhs, rhs, multiply)
@@ -113,6 +115,8 @@ def write_convolution(graph: Graph, call: Call) -> Value:
     w = _to_container(graph, p["w"])
     name = graph.read_full(x, x_shape)
     kernel, steps = graph.read_full(w, w_shape), p["w_steps"]
+    graph.note_dtype(name, x.dtype)
+    graph.note_dtype(kernel, w.dtype)
     x_point = _store_point(graph, point, ())
     if any(step != 1 for step in geometry.lhs_dilation):
         name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])

@@ -87,13 +87,10 @@ def export(
     _check_options(form, opset, batch)
     arguments = list(example_args)
     leaves, structure = jax.tree.flatten(arguments)
-    constants = [] if params is None else [params]
     specs = make_specs(leaves, batch)
-
-    def flat(*arrays: Any) -> Any:
-        return function(*constants, *jax.tree.unflatten(structure, arrays))
-
-    graph, outputs = _write(flat, specs, params, form, opset, _find_names(function, arguments, params, input_names))
+    names = _find_names(function, arguments, params, input_names)
+    graph = Graph(opset, form)
+    outputs = _write(graph, program.trace_call(function, params, structure, specs), specs, names)
     return _make_model(graph, specs, outputs, output_names, name)
 
 
@@ -135,21 +132,14 @@ def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Seq
     for path, _ in paths:
         place = path[0].idx
         first = positional[place] if place < len(positional) else f"input_{place}"
-        found.append(".".join([first, *(_read_key(key) for key in path[1:])]))
+        found.append(".".join([first, *(program.read_key(key) for key in path[1:])]))
     return found
 
 
-def _read_key(key: Any) -> str:
-    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
-
-
 def _write(
-    flat: Callable[..., Any], specs: Sequence[Any], params: Any, form: str, opset: int, names: Sequence[str]
-) -> tuple[Graph, list[tuple[str, Any]]]:  # fmt: skip
-    """Return the graph of a function of flat arguments, and the names and types of its results."""
-    trace = program.trace(flat, specs)
-    graph = Graph(opset, form)
-    hints = _name_arrays(params)
+    graph: Graph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
     for spec, hint in zip(specs, names, strict=True):
         name = graph.make_name(hint)
@@ -157,24 +147,18 @@ def _write(
         for axis, n in enumerate(spec.shape):
             if not isinstance(n, int):
                 graph.dimensions.setdefault(str(n), (name, axis))
-    constants = [values.make_known(constant, hints.get(id(constant))) for constant in trace.constants]
+    trace = traced.trace
+    constants = [values.make_known(constant) for constant in trace.constants]
+    params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
     exporter = Exporter(graph)
-    results = program.run(exporter, trace.program, constants, inputs)
+    results = program.run(exporter, trace.program, constants, [*params, *inputs])
     expected = "operations that ONNX can express"
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
     graph.scope = ""
     types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
     written = [graph.read_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
     graph.inputs = [x.name for x in inputs]
-    return graph, list(zip(written, types, strict=True))
-
-
-def _name_arrays(params: Any) -> dict[int, str]:
-    """Return the paths of the arrays in a pytree, by the identity of the arrays while the function is traced."""
-    return {
-        id(leaf): ".".join(_read_key(key) for key in path)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-    }
+    return list(zip(written, types, strict=True))
 
 
 def _make_model(

@@ -19,8 +19,8 @@ from .values import Spec
 MARK = "jaxquant_mark"
 # Equations that call a program once.
 _CALLS = (*programs.CALLS, "remat2", "checkpoint", "custom_vmap_call", "custom_lin", "core_closed_call", "pjit")
-# A result of more bytes than this is not computed while the model is built, unless its operands are as large.
-_LARGEST = 2**24
+# Up to this many codes are dequantized while the model is built.
+_TABLE = 256
 
 
 class Trace(NamedTuple):
@@ -77,6 +77,43 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> Trace:
     """Return the program of a function of arrays, in which the operations of jaxquant are marks."""
     with recording.record():
         return Trace(*programs.trace(function, *arguments))
+
+
+class Traced(NamedTuple):
+    """A function of parameters and inputs, traced.
+
+    Attributes:
+        trace: the program; its first arguments are the arrays of the parameters.
+        arrays: these arrays.
+        names: their paths in the parameters.
+    """
+
+    trace: Trace
+    arrays: list[Any]
+    names: list[str]
+
+
+def trace_call(function: Callable[..., Any], params: Any, structure: Any, specs: Sequence[Any]) -> Traced:
+    """Return the program of a function of parameters, if they are not None, and of the leaves of its arguments."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    places = [i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, jax.Array | np.ndarray)]
+    arrays = [paths[i][1] for i in places]
+
+    def flat(*inputs: Any) -> Any:
+        leaves = [leaf for _, leaf in paths]
+        for place, array in zip(places, inputs, strict=False):
+            leaves[place] = array
+        constants = [] if params is None else [jax.tree.unflatten(tree, leaves)]
+        return function(*constants, *jax.tree.unflatten(structure, inputs[len(places) :]))
+
+    shapes = [jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
+    names = [".".join(read_key(key) for key in paths[i][0]) for i in places]
+    return Traced(trace(flat, [*shapes, *specs]), arrays, names)
+
+
+def read_key(key: Any) -> str:
+    """Return an entry of the path of a leaf as a word."""
+    return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
 def run(backend: Backend, program: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -143,8 +180,8 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
         return False
     if name in _CALLS or name in (programs.SCAN, programs.COND):
         return False  # their bodies are folded one equation at a time
-    # Weights stay codes: the model dequantizes them.
-    return not (name == MARK and equation.params["mark"].name == "dequantize" and math.prod(specs[0].shape) > 1)
+    # Weights stay codes: the model dequantizes them. Tables of the values of all codes are small.
+    return not (name == MARK and equation.params["mark"].name == "dequantize" and math.prod(specs[0].shape) > _TABLE)
 
 
 def _fold(backend: Backend, name: str, equation: Any, arrays: Sequence[Any]) -> Sequence[Any]:

@@ -1,0 +1,178 @@
+"""ONNX nodes of operations on codes: QLinearConv, QLinearMatMul, ONNX Runtime's own, and lookups in tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import values
+from .elementwise import cast_value, compute
+from .graph import MICROSOFT, Graph
+from .registry import Call, writes_mark
+from .values import Shape, Value
+
+_UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+def _is_single(x: Value) -> bool:
+    return all(bool(n == 1) for n in x.shape)
+
+
+def _store_scalar(graph: Graph, x: Value, dtype: Any) -> str:
+    """Return a scale or a zero point of one element as a scalar."""
+    x = cast_value(graph, x, dtype)
+    if x.is_known:
+        return graph.add_constant(np.asarray(x.array).reshape(()))
+    return graph.reshape(graph.read(x), ()) if x.shape else graph.read(x)
+
+
+def _store_vector(graph: Graph, x: Value, axis: int) -> str | None:
+    """Return a scale or a bias as a scalar, or with one entry for each index of an axis; None if it has others."""
+    if _is_single(x):
+        return _store_scalar(graph, x, x.dtype)
+    if any(not bool(n == 1) for a, n in enumerate(x.shape) if a != axis):
+        return None
+    if x.is_known:
+        return graph.add_constant(np.asarray(x.array).reshape(-1), x.hint)
+    return graph.reshape(graph.read(x), (x.shape[axis],))
+
+
+@writes_mark("requantize")
+def write_requantization(graph: Graph, call: Call) -> Value | None:
+    """Write the operator of a whole quantized contraction, in place of the integer one that computed the sums."""
+    p, acc = call.parameters, call.parameters["acc"]
+    node = graph.find_node(acc.name)
+    if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
+        return None
+    is_conv = node.op_type == "ConvInteger"
+    axis = 1 if is_conv else len(acc.shape) - 1
+    bias, a_scale, b_scale, y_scale, y_steps = (p[k] for k in ("bias", "a_scale", "b_scale", "y_scale", "y_steps"))
+    if not (_is_single(a_scale) and _is_single(y_scale) and _is_single(y_steps)) or (bias is not None and not is_conv):
+        return None
+    rhs_scale = _store_vector(graph, b_scale, axis)
+    offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
+    points = [_read_point(graph, node.input, i) for i in (0, 1)]
+    if rhs_scale is None or (bias is not None and offset is None) or graph.find_dtype(node.input[0]) is None:
+        return None
+    if graph.count_elements(rhs_scale) != graph.count_elements(points[1]):
+        points[1] = _repeat_point(graph, node.input, graph.count_elements(rhs_scale))
+    scales = [_store_scalar(graph, a_scale, _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
+    dtype = np.dtype(p["dtype"])
+    y_point = _store_scalar(graph, y_steps, dtype)
+    inputs = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1], scales[2], y_point]
+    attributes = {a.name: graph.read_attribute(a) for a in node.attribute}
+    if graph.form == "qdq":
+        name = _write_qdq(graph, node, inputs, offset, attributes, dtype)
+    else:
+        operator = "QLinearConv" if is_conv else "QLinearMatMul"
+        name = graph.add(operator, inputs if offset is None else [*inputs, offset], **attributes)
+    return Value(tuple(call.outputs[0].shape), dtype, name)
+
+
+def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | None:
+    """Return a bias with one entry for each feature."""
+    name = _store_vector(graph, bias, axis)
+    if name is None or not _is_single(bias):
+        return name
+    return graph.add("Expand", [name, graph.add_shape((shape[axis],))])
+
+
+def _read_point(graph: Graph, inputs: Any, place: int) -> str:
+    """Return the zero point of an operand, which the integer operators may leave out."""
+    if len(inputs) > 2 + place and inputs[2 + place]:
+        return inputs[2 + place]
+    return graph.add_constant(np.zeros((), graph.find_dtype(inputs[place]) or _UINT8))
+
+
+def _repeat_point(graph: Graph, inputs: Any, count: int) -> str:
+    """Return the zero point of the right operand with as many entries as it has scales."""
+    point = _read_point(graph, inputs, 1)
+    if point in graph.arrays:
+        return graph.add_constant(np.broadcast_to(graph.arrays[point], (count,)))
+    return graph.add("Expand", [point, graph.ints(count)])
+
+
+def _write_qdq(
+    graph: Graph, node: Any, inputs: Any, offset: str | None, attributes: dict[str, Any], dtype: np.dtype
+) -> str:
+    """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
+    x, x_scale, x_point, w, w_scale, w_point, y_scale, y_point = inputs
+    is_conv = node.op_type == "ConvInteger"
+    if graph.find_dtype(x) != _UINT8:
+        graph.warnings.append(f"{node.name}: ONNX Runtime runs float kernels on int8 activations; use uint8")
+    axis = 0 if is_conv else graph.find_rank(w) - 1
+    is_vector = graph.count_elements(w_scale) != 1
+    names = [
+        graph.add("DequantizeLinear", [x, x_scale, x_point]),
+        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=axis if is_vector else None),
+    ]
+    if offset is not None:
+        scale = graph.add_product(x_scale, w_scale)
+        names.append(graph.add("DequantizeLinear", [offset, scale], axis=0 if is_vector else None))
+    result = graph.add("Conv" if is_conv else "MatMul", names, **attributes)
+    del dtype
+    return graph.add("QuantizeLinear", [result, y_scale, y_point])
+
+
+# ONNX Runtime's own operators.
+
+_OPERATORS = {"qlinear_add": "QLinearAdd", "qlinear_mul": "QLinearMul"}
+
+
+@writes_mark(*_OPERATORS)
+def write_combination(graph: Graph, call: Call) -> Value:
+    """Write the sum or the product of codes."""
+    p = call.parameters
+    names = []
+    for side in ("a", "b", "c"):
+        if side != "c":
+            names.append(graph.read(p[side]))
+        names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
+        point = p[f"{side}_zero_point"]
+        names.append("" if point is None else _store_scalar(graph, point, point.dtype))
+    output = call.outputs[0]
+    name = graph.add(_OPERATORS[call.name], names, domain=MICROSOFT)
+    shape = values.broadcast_shapes(p["a"].shape, p["b"].shape)
+    return Value(shape, np.dtype(output.dtype), name)
+
+
+@writes_mark("qlinear_softmax", "qlinear_average_pool")
+def write_unary(graph: Graph, call: Call) -> Value | None:
+    """Write a softmax or the means of windows of codes."""
+    p, output = call.parameters, call.outputs[0]
+    if call.name == "qlinear_softmax":
+        operator, attributes = "QLinearSoftmax", {"axis": p["axis"], "opset": 12 if p["flat"] else 13}
+    else:
+        operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
+    names = [graph.read_full(p["x"], p["input_shapes"][0])]
+    for side in ("x", "y"):
+        point = p[f"{side}_zero_point"]
+        names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
+        names.append("" if point is None else _store_scalar(graph, point, point.dtype))
+    name = graph.add(operator, names, domain=MICROSOFT, **attributes)
+    return Value(tuple(output.shape), np.dtype(output.dtype), name)
+
+
+def _read_pooling(attributes: Any) -> dict[str, Any]:
+    """Return the attributes of a pooling that are not None."""
+    result = {}
+    for name, value in attributes._asdict().items():
+        if value is not None:
+            result[name] = (
+                list(value) if isinstance(value, tuple) else (value if isinstance(value, str) else int(value))
+            )
+    return result
+
+
+@writes_mark("look_up")
+def write_lookup(graph: Graph, call: Call) -> Value:
+    """Write a lookup in a table of 256 entries, in the order of the codes' bits."""
+    table, x = call.parameters["table"], call.parameters["x"]
+    index = cast_value(graph, x, np.int32)
+    if x.dtype != _UINT8:
+        size = values.make_known(np.int32(256))
+        index = compute(graph, "Mod", [compute(graph, "Add", [index, size]), size])
+    container = values.find_container(call.outputs[0].dtype)
+    name = graph.add("Gather", [graph.read_full(table, (256,)), graph.read(index)], axis=0)
+    return Value(x.shape, container, name)

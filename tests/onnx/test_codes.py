@@ -1,0 +1,84 @@
+"""Integer-only networks and operators on codes, exported in both forms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnxruntime
+import pytest
+
+import jaxquant as jq
+from jaxquant import onnx as jqonnx
+
+UINT8 = jq.QuantSpec(jnp.uint8)
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def make_network(rng: np.random.Generator):
+    """Return a network of codes: convolutions, a sum, pooling and a mean."""
+    spec = jq.QuantSpec(jnp.int8, jq.PerAxis(3))
+    shapes = ((3, 3, 3, 8), (3, 3, 8, 8))
+    kernels = [jq.quantize(jnp.asarray(rng.normal(0, 0.2, s), jnp.float32), spec) for s in shapes]
+    biases = [jnp.asarray(rng.integers(-500, 500, 8), jnp.int32) for _ in kernels]
+    out, pooled = jq.Quantizer(UINT8, 0.05, 0), jq.Quantizer(UINT8, 0.02, 3)
+
+    def apply(x: jax.Array) -> jax.Array:
+        q = jq.quantize(x, UINT8, -2.0, 2.0)
+        skip = jq.conv_general_dilated(
+            q, kernels[0], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[0], output=out
+        )
+        q = jq.conv_general_dilated(
+            skip, kernels[1], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[1], output=out
+        )
+        q = jq.max_pool(jq.add(q, skip, out), (2, 2), (2, 2))
+        return jq.mean(jq.average_pool(q, (2, 2), (2, 2), output=pooled), (1, 2), output=pooled).codes
+
+    return apply, jnp.asarray(rng.normal(0, 1, (3, 8, 8, 3)), jnp.float32)
+
+
+def list_optimized(model, tmp_path) -> set[str]:
+    """Return the operators of ONNX Runtime's optimized graph."""
+    import onnx
+
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+
+
+@pytest.mark.parametrize("form", ["operators", "qdq"])
+def test_integer_networks(rng: np.random.Generator, form: str, tmp_path) -> None:
+    function, x = make_network(rng)
+    model = jqonnx.export(function, [x], batch="N", form=form)
+    levels = ("disabled", "basic", "extended", "all") if form == "operators" else ("extended", "all")
+    for level in levels:
+        report = jqonnx.verify(model, function, [x], level=level)
+        assert report.is_exact, str(report)
+    kernels = list_optimized(model, tmp_path)
+    assert "QLinearConv" in kernels
+    assert not kernels & {"Conv", "FusedConv", "ConvInteger", "MatMul", "Gemm"}
+
+
+def test_operators_on_codes(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(0, 1, (2, 3, 4, 4)), jnp.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        q = jq.quantize_linear(x, 0.02, np.uint8(120))
+        a = jq.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
+        b = jq.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
+        return [
+            a,
+            b,
+            jq.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
+            jq.qlinear_where(q > jnp.uint8(100), a, 1 / 256, 0, b, 0.02, 100, 0.03, 50),
+            jq.qlinear_global_average_pool(q, 0.02, 120, 0.01, 100),
+            jq.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
+            jq.qlinear_mul(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
+        ]
+
+    model = jqonnx.export(function, [x])
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, function, [x], level=level)
+        assert report.is_exact, str(report)
