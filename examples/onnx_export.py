@@ -31,9 +31,8 @@ def train(images: jax.Array, labels: jax.Array) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def step(_: int, carry: Any) -> Any:
-        params, state = carry
-        updates, state = OPTIMIZER.update(jax.grad(loss)(params), state)
-        return optax.apply_updates(params, updates), state
+        updates, state = OPTIMIZER.update(jax.grad(loss)(carry[0]), carry[1])
+        return optax.apply_updates(carry[0], updates), state
 
     return jax.lax.fori_loop(0, 200, step, (params, OPTIMIZER.init(params)))[0]
 
@@ -55,6 +54,6 @@ model = jqonnx.export(serve, [x[:1]], params=serving, batch="N")
 with tempfile.TemporaryDirectory() as folder:
     jqonnx.save(model, f"{folder}/digits.onnx")
     session = onnxruntime.InferenceSession(f"{folder}/digits.onnx", providers=["CPUExecutionProvider"])
-(logits,) = session.run(None, {"image": np.asarray(x[1500:])})
-print(f"Digits that ONNX Runtime recognizes: {(logits.argmax(1) == labels[1500:]).mean():.1%}")
+outputs: Any = session.run(None, {"image": np.asarray(x[1500:])})
+print(f"Digits that ONNX Runtime recognizes: {(outputs[0].argmax(1) == labels[1500:]).mean():.1%}")
 print(jqonnx.verify(model, serve, [x[1500:]], params=serving))

@@ -6,6 +6,7 @@ The callers have checked every argument.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp

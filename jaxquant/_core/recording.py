@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -96,7 +97,7 @@ primitive.def_impl(lambda *operands, mark: mark.evaluate(*operands))
 @primitive.def_abstract_eval
 def _infer(*operands: Any, mark: Mark) -> list[Any]:
     del operands
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in mark.results]
+    return [ShapedArray(shape, dtype) for shape, dtype in mark.results]
 
 
 def _batch(operands: Sequence[Any], dimensions: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:

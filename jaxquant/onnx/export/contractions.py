@@ -100,7 +100,7 @@ def write_convolution(graph: Graph, call: Call) -> Value:
         names[0] = spread_image(graph, names[0], shape, p["lhs_dilation"])
     name = graph.add("Conv", names, **find_attributes(p, p["feature_group_count"]))
     name = name if wide == dtype else graph.cast(name, dtype)
-    name = graph.transpose(name, np.argsort(numbers.out_spec))
+    name = graph.transpose(name, np.argsort(numbers.out_spec).tolist())
     return Value(tuple(output.shape), dtype, name)
 
 
@@ -177,7 +177,9 @@ def write_pooling(graph: Graph, call: Call) -> Value:
     if len(others) != 2:
         positions = tuple(output.shape[axis] for axis in axes)
         name = graph.reshape(name, (*(shape[axis] for axis in others), *positions))
-    return Value(tuple(output.shape), values.find_container(output.dtype), graph.transpose(name, np.argsort(order)))
+    return Value(
+        tuple(output.shape), values.find_container(output.dtype), graph.transpose(name, np.argsort(order).tolist())
+    )
 
 
 def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]) -> str:

@@ -52,9 +52,9 @@ class Exporter:
         """Return whether a value is known before the model runs."""
         return value.is_known
 
-    def make_known(self, array: Any) -> Value:
-        """Return the value of an array."""
-        return values.make_known(array)
+    def make_known(self, array: Any, source: Value | None = None) -> Value:
+        """Return the value of an array, whose name in the graph is that of its source."""
+        return values.make_known(array, None if source is None else source.hint)
 
     def read_known(self, value: Value) -> Any:
         """Return the array of a known value."""

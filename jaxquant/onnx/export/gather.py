@@ -83,7 +83,7 @@ def _gather_axis(
         gone = sorted(places[a] for a in squeezed)
         name = graph.add("Squeeze", [name, graph.ints(*gone)])
         places = {a: place - sum(g < place for g in gone) for a, place in places.items() if a not in squeezed}
-    taken = set(places[a] for a in window)
+    taken = {places[a] for a in window}
     rest = [i for i in range(batch + len(window)) if i not in taken]
     return graph.transpose(name, _place_window([places[a] for a in window], rest, numbers.offset_dims))
 

@@ -230,7 +230,8 @@ class Graph:
             if isinstance(node.op, ast.Pow):
                 return self.add("Pow", operands)
             return self.add({ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}[type(node.op)], operands)
-        assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Name)
         a, b = (self._compute_dimension(part) for part in node.args)
         if node.func.id in ("max", "min"):
             return self.add({"max": "Max", "min": "Min"}[node.func.id], [a, b])

@@ -44,8 +44,8 @@ class Backend(Protocol):
         """Return whether a value is known before the program runs."""
         ...
 
-    def make_known(self, array: Any) -> Any:
-        """Return an array as a value."""
+    def make_known(self, array: Any, source: Any = None) -> Any:
+        """Return an array as a value, whose name is that of its source."""
         ...
 
     def read_known(self, value: Any) -> Any:
@@ -150,7 +150,7 @@ def _run_equation(backend: Backend, equation: Any, operands: Sequence[Any]) -> S
         return [backend.make_known(np.int32(_find_default_platform(equation)))]
     specs = [Spec(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]
     if all(backend.is_known(x) for x in operands) and _is_foldable(name, equation, specs):
-        return _fold(backend, name, equation, [backend.read_known(x) for x in operands])
+        return _fold(backend, name, equation, operands)
     if name in _CALLS:
         body = _read_call(equation)
         return run(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
@@ -184,16 +184,17 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
     return not (name == MARK and equation.params["mark"].name == "dequantize" and math.prod(specs[0].shape) > _TABLE)
 
 
-def _fold(backend: Backend, name: str, equation: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-    parameters = equation.params
+def _fold(backend: Backend, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    parameters, arrays = equation.params, [backend.read_known(x) for x in operands]
     if name == MARK:
         with jax.ensure_compile_time_eval():
             results = parameters["mark"].evaluate(*arrays)
         backend.skip_points(parameters["mark"], results)
     elif name == "broadcast_in_dim":  # a view: the graph holds one copy of what repeats
-        return [backend.make_known(_broadcast(arrays[0], parameters["shape"], parameters["broadcast_dimensions"]))]
+        view = _broadcast(arrays[0], parameters["shape"], parameters["broadcast_dimensions"])
+        return [backend.make_known(view, operands[0])]
     elif name in _VIEWS and all(isinstance(array, np.ndarray) for array in arrays):
-        return [backend.make_known(_VIEWS[name](arrays[0], parameters))]
+        return [backend.make_known(_VIEWS[name](arrays[0], parameters), operands[0])]
     else:
         with recording.pause(), jax.ensure_compile_time_eval():
             results = programs.evaluate(equation, [jnp.asarray(array) for array in arrays])
@@ -275,7 +276,7 @@ class Tap:
         """Return whether a value is not traced."""
         return not isinstance(value, Tracer)
 
-    def make_known(self, array: Any) -> Any:
+    def make_known(self, array: Any, source: Any = None) -> Any:
         """Return an array as it is."""
         return array
 

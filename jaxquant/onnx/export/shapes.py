@@ -89,10 +89,11 @@ def write_slice(graph: Graph, call: Call) -> Value:
     x, p = call.inputs[0], call.parameters
     steps = p["strides"] or (1,) * len(x.shape)
     lengths = call.parameters["input_shapes"][0]
-    axes = [
-        axis for axis, (start, limit, step) in enumerate(zip(p["start_indices"], p["limit_indices"], steps, strict=True))
-        if not (_equals(start, 0) and _equals(limit, lengths[axis]) and step == 1) and not _is_one(x.shape[axis])
-    ]  # fmt: skip
+    axes = []
+    for axis, (start, limit, step) in enumerate(zip(p["start_indices"], p["limit_indices"], steps, strict=True)):
+        is_whole = _equals(start, 0) and _equals(limit, lengths[axis]) and step == 1
+        if not is_whole and not _is_one(x.shape[axis]):
+            axes.append(axis)
     # A dimension of 1 that stands for a longer one stays as it is.
     shape = tuple(1 if _is_one(x.shape[axis]) else n for axis, n in enumerate(call.outputs[0].shape))
     if not axes:

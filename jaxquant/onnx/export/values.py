@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from onnx import TensorProto, helper
 
@@ -53,7 +54,7 @@ class UnsupportedError(Exception):
 
 def make_known(array: Any, hint: str | None = None) -> Value:
     """Return the value of an array."""
-    if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if not isinstance(array, jax.Array) or not jnp.issubdtype(array.dtype, jax.dtypes.extended):
         array = np.asarray(array)
     return Value(tuple(array.shape), array.dtype, array=array, hint=hint)
 
