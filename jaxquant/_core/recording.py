@@ -73,7 +73,7 @@ class Mark:
         rest = iter(operands)
         return {name: next(rest) if value is OPERAND else value for name, value in self.arguments}
 
-    def compute(self, *operands: Any) -> list[Any]:
+    def run_arithmetic(self, *operands: Any) -> list[Any]:
         """Return the results of the arithmetic, in which marks of a lower level may occur."""
         results = self.function(**self.bind_arguments(operands))
         return [results] if self.is_single else list(results)
@@ -86,7 +86,7 @@ class Mark:
 
 @functools.partial(jax.jit, static_argnames=("mark",))
 def _evaluate(*operands: Any, mark: Mark) -> list[Any]:
-    return mark.compute(*operands)
+    return mark.run_arithmetic(*operands)
 
 
 primitive = Primitive("jaxquant_mark")
@@ -113,7 +113,7 @@ def _batch(operands: Sequence[Any], dimensions: Sequence[Any], *, mark: Mark) ->
         if results is not None:
             results = [results] if mark.is_single else list(results)
             return results, [0] * len(results)
-    results = jax.vmap(mark.compute, in_axes=axes)(*operands)
+    results = jax.vmap(mark.run_arithmetic, in_axes=axes)(*operands)
     return results, [0] * len(results)
 
 
@@ -133,13 +133,13 @@ def _batch_elements(operands: Sequence[Any], axes: Sequence[int | None], mark: M
 
 
 batching.primitive_batchers[primitive] = _batch
-mlir.register_lowering(primitive, mlir.lower_fun(lambda *operands, mark: mark.compute(*operands), True))
+mlir.register_lowering(primitive, mlir.lower_fun(lambda *operands, mark: mark.run_arithmetic(*operands), True))
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
     """Return the results and their derivatives, which are those of the arithmetic."""
     zeros = [ad.instantiate_zeros(tangent) for tangent in tangents]
-    return jax.jvp(mark.compute, tuple(primals), tuple(zeros))
+    return jax.jvp(mark.run_arithmetic, tuple(primals), tuple(zeros))
 
 
 ad.primitive_jvps[primitive] = _differentiate
@@ -162,14 +162,14 @@ def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] 
         signature = inspect.signature(function)
 
         @functools.wraps(function)
-        def call(*positional: Any, **named: Any) -> Any:
+        def call_or_bind(*positional: Any, **named: Any) -> Any:
             if _recording.value is None:
                 return function(*positional, **named)
             bound = signature.bind(*positional, **named)
             bound.apply_defaults()
             return _bind(name, function, find_results, batch, bound.arguments)
 
-        return call  # type: ignore[return-value]
+        return call_or_bind  # type: ignore[return-value]
 
     return decorate
 

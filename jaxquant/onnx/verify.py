@@ -194,13 +194,13 @@ def _compute(function: Callable[..., Any], arguments: Sequence[Any], params: Any
     trace = traced.trace
 
     @jax.jit
-    def run(*arrays: Any) -> Any:
+    def run_both(*arrays: Any) -> Any:
         tap = program.Tap()
         constants, known = ([tap.read_known(x) for x in part] for part in (trace.constants, traced.arrays))
-        results = program.run(tap, trace.program, constants, [*known, *arrays])
+        results = program.run_program(tap, trace.program, constants, [*known, *arrays])
         return tap.codes, results
 
-    return run(*leaves)
+    return run_both(*leaves)
 
 
 def _compare(runtime: np.ndarray, value: np.ndarray, tolerance: float) -> tuple[int, int, float]:

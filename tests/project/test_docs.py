@@ -27,6 +27,7 @@ MODULES = {
     "jaxquant.onednn": jq.onednn,
     "jaxquant.integer": jq.integer,
     "jaxquant.checkpoint": jq.checkpoint,
+    "jaxquant.onnx": jq.onnx,
     "jaxquant.flax": jq.flax,
     "jaxquant.flax.linen": qnn,
     "jaxquant.flax.nnx": qnnx,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import values
-from .elementwise import cast_value, compute
+from .elementwise import apply_operator, cast_value
 from .graph import MICROSOFT, Graph
 from .registry import Call, writes_mark
 from .values import Shape, Value
@@ -24,7 +24,7 @@ def _store_scalar(graph: Graph, x: Value, dtype: Any) -> str:
     x = cast_value(graph, x, dtype)
     if x.is_known:
         return graph.add_constant(np.asarray(x.array).reshape(()))
-    return graph.reshape(graph.read(x), ()) if x.shape else graph.read(x)
+    return graph.reshape(graph.store(x), ()) if x.shape else graph.store(x)
 
 
 def _store_vector(graph: Graph, x: Value, axis: int) -> str | None:
@@ -35,7 +35,7 @@ def _store_vector(graph: Graph, x: Value, axis: int) -> str | None:
         return None
     if x.is_known:
         return graph.add_constant(np.asarray(x.array).reshape(-1), x.hint)
-    return graph.reshape(graph.read(x), (x.shape[axis],))
+    return graph.reshape(graph.store(x), (x.shape[axis],))
 
 
 @writes_mark("requantize")
@@ -127,7 +127,7 @@ def write_combination(graph: Graph, call: Call) -> Value:
     names = []
     for side in ("a", "b", "c"):
         if side != "c":
-            names.append(graph.read(p[side]))
+            names.append(graph.store(p[side]))
         names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
         point = p[f"{side}_zero_point"]
         names.append("" if point is None else _store_scalar(graph, point, point.dtype))
@@ -145,7 +145,7 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
         operator, attributes = "QLinearSoftmax", {"axis": p["axis"], "opset": 12 if p["flat"] else 13}
     else:
         operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
-    names = [graph.read_full(p["x"], p["input_shapes"][0])]
+    names = [graph.store_full(p["x"], p["input_shapes"][0])]
     for side in ("x", "y"):
         point = p[f"{side}_zero_point"]
         names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
@@ -172,7 +172,7 @@ def write_lookup(graph: Graph, call: Call) -> Value:
     index = cast_value(graph, x, np.int32)
     if x.dtype != _UINT8:
         size = values.make_known(np.int32(256))
-        index = compute(graph, "Mod", [compute(graph, "Add", [index, size]), size])
+        index = apply_operator(graph, "Mod", [apply_operator(graph, "Add", [index, size]), size])
     container = values.find_container(call.outputs[0].dtype)
-    name = graph.add("Gather", [graph.read_full(table, (256,)), graph.read(index)], axis=0)
+    name = graph.add("Gather", [graph.store_full(table, (256,)), graph.store(index)], axis=0)
     return Value(x.shape, container, name)

@@ -58,7 +58,7 @@ def multiply(graph: Graph, lhs: Matrix, rhs: Matrix, product: Callable[[str, str
     is_plain = not lhs.batch and len(lhs.contracted) == 1 and len(lhs.free) >= 1
     b = _arrange(graph, rhs, (rhs.batch, rhs.contracted, rhs.free))
     if is_plain:
-        a = graph.transpose(graph.read_full(lhs.value, lhs.shape), [*lhs.free, *lhs.contracted])
+        a = graph.transpose(graph.store_full(lhs.value, lhs.shape), [*lhs.free, *lhs.contracted])
         name = product(a, b)
         return name if len(rhs.free) == 1 else graph.reshape(name, result)
     name = product(_arrange(graph, lhs, (lhs.batch, lhs.free, lhs.contracted)), b)
@@ -74,8 +74,8 @@ def _arrange(graph: Graph, side: Matrix, groups: Sequence[Sequence[int]]) -> str
     is_merged = len(first) != 1 or len(second) != 1
     if side.value.is_known:  # the weights are stored as the product reads them
         array = np.broadcast_to(np.asarray(side.value.array), side.shape).transpose(order)
-        return graph.read(values.make_known(np.ascontiguousarray(array.reshape(shape)), side.value.hint))
-    name = graph.transpose(graph.read_full(side.value, side.shape), order)
+        return graph.store(values.make_known(np.ascontiguousarray(array.reshape(shape)), side.value.hint))
+    name = graph.transpose(graph.store_full(side.value, side.shape), order)
     return graph.reshape(name, shape) if is_merged else name
 
 
@@ -126,8 +126,8 @@ def arrange_operand(graph: Graph, x: Value, shape: Shape, spec: Sequence[int]) -
     """Return an operand of a convolution in ONNX's layout; a known one is stored in it."""
     if x.is_known:
         array = np.broadcast_to(np.asarray(x.array), shape).transpose(spec)
-        return graph.read(values.make_known(np.ascontiguousarray(array), x.hint))
-    return graph.transpose(graph.read_full(x, shape), spec)
+        return graph.store(values.make_known(np.ascontiguousarray(array), x.hint))
+    return graph.transpose(graph.store_full(x, shape), spec)
 
 
 def find_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def write_pooling(graph: Graph, call: Call) -> Value:
     if not axes:
         return x
     order = [*others, *axes]
-    name = graph.transpose(graph.read_full(x, shape), order)
+    name = graph.transpose(graph.store_full(x, shape), order)
     merged = (math.prod(shape[axis] for axis in others[:-1]), shape[others[-1]] if others else 1)
     spatial = tuple(shape[axis] for axis in axes)
     if len(others) != 2:

@@ -40,7 +40,7 @@ def find_compute_dtype(dtype: Any) -> np.dtype:
     return _WIDER.get(values.find_container(dtype), np.dtype(dtype))
 
 
-def compute(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any) -> Value:
+def apply_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any) -> Value:
     """Return the result of an operator that broadcasts, computed in a dtype that ONNX Runtime has kernels of.
 
     Args:
@@ -52,7 +52,7 @@ def compute(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any = N
     """
     container = values.find_container(inputs[0].dtype)
     wide = find_compute_dtype(container)
-    names = [graph.read(x) if wide == container else graph.cast(graph.read(x), wide) for x in inputs]
+    names = [graph.store(x) if wide == container else graph.cast(graph.store(x), wide) for x in inputs]
     name = graph.add(operator, names, **attributes)
     if dtype is None and wide != container:
         name = graph.cast(name, container)
@@ -72,7 +72,7 @@ def make_scalar(number: Any, dtype: Any) -> Value:
 @writes(*_UNARY)
 def write_unary(graph: Graph, call: Call) -> Value:
     """Write an operator of one operand."""
-    return compute(graph, _UNARY[call.name], call.inputs)
+    return apply_operator(graph, _UNARY[call.name], call.inputs)
 
 
 @writes(*_BINARY)
@@ -83,12 +83,12 @@ def write_binary(graph: Graph, call: Call) -> Value:
         return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
     if call.name == "pow" and x.dtype != y.dtype:
         y = cast_value(graph, y, x.dtype)
-    return compute(graph, _BINARY[call.name], (x, y))
+    return apply_operator(graph, _BINARY[call.name], (x, y))
 
 
 def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any) -> Value:
     """Return the result of an operator that broadcasts, in the operands' own dtypes."""
-    name = graph.add(operator, [graph.read(x) for x in inputs])
+    name = graph.add(operator, [graph.store(x) for x in inputs])
     return Value(values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
 
 
@@ -97,9 +97,9 @@ def write_comparison(graph: Graph, call: Call) -> Value:
     """Write a comparison."""
     inputs = call.inputs
     if call.name == "ne":
-        equal = compute(graph, "Equal", inputs, np.bool_)
+        equal = apply_operator(graph, "Equal", inputs, np.bool_)
         return write_operator(graph, "Not", [equal], np.bool_)
-    return compute(graph, _COMPARISONS[call.name], inputs, np.bool_)
+    return apply_operator(graph, _COMPARISONS[call.name], inputs, np.bool_)
 
 
 @writes("and", "or", "xor", "not")
@@ -127,8 +127,8 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
     if target == container:
         return x._replace(dtype=target)
     if container in _NARROW and target == np.int32:
-        return Value(x.shape, target, graph.widen(graph.read(x), container, target))
-    return Value(x.shape, target, graph.cast(graph.read(x), target))
+        return Value(x.shape, target, graph.widen(graph.store(x), container, target))
+    return Value(x.shape, target, graph.cast(graph.store(x), target))
 
 
 @writes("reduce_precision")
@@ -147,9 +147,9 @@ def write_round(graph: Graph, call: Call) -> Value:
     """Write a rounding to integers."""
     (x,) = call.inputs
     if call.parameters["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN:
-        return compute(graph, "Round", [x])
-    size = compute(graph, "Add", [compute(graph, "Abs", [x]), make_scalar(0.5, x.dtype)])
-    return compute(graph, "Mul", [compute(graph, "Sign", [x]), compute(graph, "Floor", [size])])
+        return apply_operator(graph, "Round", [x])
+    size = apply_operator(graph, "Add", [apply_operator(graph, "Abs", [x]), make_scalar(0.5, x.dtype)])
+    return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), apply_operator(graph, "Floor", [size])])
 
 
 @writes("integer_pow", "square")
@@ -160,18 +160,18 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
     result, power, rest = None, x, abs(exponent)
     while rest:
         if rest & 1:
-            result = power if result is None else compute(graph, "Mul", [result, power])
+            result = power if result is None else apply_operator(graph, "Mul", [result, power])
         rest >>= 1
-        power = compute(graph, "Mul", [power, power]) if rest else power
+        power = apply_operator(graph, "Mul", [power, power]) if rest else power
     one = make_scalar(1, x.dtype)
     if result is None:
         return values.make_known(np.broadcast_to(np.ones((), x.dtype), ())) if not x.shape else _fill_like(graph, x, 1)
-    return result if exponent > 0 else compute(graph, "Div", [one, result])
+    return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
 
 
 def _fill_like(graph: Graph, x: Value, number: int) -> Value:
-    zero = compute(graph, "Mul", [x, make_scalar(0, x.dtype)])
-    return compute(graph, "Add", [zero, make_scalar(number, x.dtype)])
+    zero = apply_operator(graph, "Mul", [x, make_scalar(0, x.dtype)])
+    return apply_operator(graph, "Add", [zero, make_scalar(number, x.dtype)])
 
 
 @writes("rsqrt", "log1p", "expm1", "exp2", "cbrt", "erfc", "atan2", "rem", "is_finite", "clamp")
@@ -181,7 +181,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
     one = None if call.name in ("is_finite", "clamp", "rem") else make_scalar(1, x.dtype)
 
     def apply(operator: str, *operands: Any) -> Value:
-        return compute(graph, operator, operands)
+        return apply_operator(graph, operator, operands)
 
     if call.name == "rsqrt":
         return apply("Div", one, apply("Sqrt", x))
@@ -199,7 +199,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
     if call.name == "atan2":
         return _write_atan2(graph, *call.inputs)
     if call.name == "rem":
-        return compute(graph, "Mod", call.inputs, fmod=1)
+        return apply_operator(graph, "Mod", call.inputs, fmod=1)
     if call.name == "is_finite":
         return _write_is_finite(graph, x)
     if call.name == "clamp":
@@ -216,12 +216,12 @@ def _write_is_finite(graph: Graph, x: Value) -> Value:
 
 def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
     zero, pi = make_scalar(0, x.dtype), make_scalar(np.pi, x.dtype)
-    ratio = compute(graph, "Atan", [compute(graph, "Div", [y, x])])
-    offset = choose(graph, compute(graph, "Less", [y, zero], np.bool_), make_scalar(-np.pi, x.dtype), pi)
-    left = compute(graph, "Less", [x, zero], np.bool_)
-    angle = choose(graph, left, compute(graph, "Add", [ratio, offset]), ratio)
+    ratio = apply_operator(graph, "Atan", [apply_operator(graph, "Div", [y, x])])
+    offset = choose(graph, apply_operator(graph, "Less", [y, zero], np.bool_), make_scalar(-np.pi, x.dtype), pi)
+    left = apply_operator(graph, "Less", [x, zero], np.bool_)
+    angle = choose(graph, left, apply_operator(graph, "Add", [ratio, offset]), ratio)
     is_origin = write_operator(
-        graph, "And", [compute(graph, "Equal", [v, zero], np.bool_) for v in (x, y)], np.bool_
+        graph, "And", [apply_operator(graph, "Equal", [v, zero], np.bool_) for v in (x, y)], np.bool_
     )  # fmt: skip
     return choose(graph, is_origin, zero, angle)
 
@@ -233,16 +233,16 @@ def write_shift(graph: Graph, call: Call) -> Value:
     direction = "LEFT" if call.name == "shift_left" else "RIGHT"
     dtype = np.dtype(x.dtype)
     if dtype.kind == "u":
-        name = graph.add("BitShift", [graph.read(v) for v in (x, steps)], direction=direction)
+        name = graph.add("BitShift", [graph.store(v) for v in (x, steps)], direction=direction)
         return Value(values.broadcast_shapes(x.shape, steps.shape), dtype, name)
     if call.name == "shift_right_arithmetic" and steps.is_known:
         # A division that rounds down: (x - mod(x, p)) / p.
         power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
-        rest = compute(graph, "Mod", [x, power])
-        return compute(graph, "Div", [compute(graph, "Sub", [x, rest]), power])
+        rest = apply_operator(graph, "Mod", [x, power])
+        return apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
     if call.name == "shift_left" and steps.is_known:
         power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
-        return compute(graph, "Mul", [x, power])
+        return apply_operator(graph, "Mul", [x, power])
     raise UnsupportedError(f"a shift of {dtype}")
 
 
@@ -256,7 +256,7 @@ def write_select(graph: Graph, call: Call) -> Value:
         return choose(graph, which, cases[1], cases[0])
     result = cases[0]
     for place, case in enumerate(cases[1:], 1):
-        is_place = compute(graph, "Equal", [which, make_scalar(place, which.dtype)], np.bool_)
+        is_place = apply_operator(graph, "Equal", [which, make_scalar(place, which.dtype)], np.bool_)
         result = choose(graph, is_place, case, result)
     return result
 

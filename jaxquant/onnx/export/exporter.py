@@ -48,7 +48,7 @@ class Exporter:
         self.unsupported: dict[str, None] = {}
         self._depth = 0
 
-    def is_known(self, value: Any) -> bool:
+    def is_constant(self, value: Any) -> bool:
         """Return whether a value is known before the model runs."""
         return value.is_known
 
@@ -60,7 +60,7 @@ class Exporter:
         """Return the array of a known value."""
         return value.array
 
-    def compute(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Write an equation; one that ONNX lacks is noted, and its results are placeholders."""
         name = programs.find_name(equation)
         self.graph.scope = programs.find_scope(equation)
@@ -90,16 +90,16 @@ class Exporter:
         results = [results] if isinstance(results, Value) else list(results)
         if self._depth == 0:
             for place in program.find_points(mark):
-                self.graph.points.append(self.graph.read(results[place]))
+                self.graph.points.append(self.graph.store(results[place]))
         return results
 
     def _expand_mark(self, mark: recording.Mark, operands: Sequence[Value], avals: Sequence[Spec]) -> Any:
         """Write the arithmetic of a mark that has no operator of its own."""
-        trace = program.trace(mark.compute, [jax.ShapeDtypeStruct(*aval) for aval in avals])
+        trace = program.trace(mark.run_arithmetic, [jax.ShapeDtypeStruct(*aval) for aval in avals])
         self._depth += 1
         try:
             constants = [self.make_known(constant) for constant in trace.constants]
-            return program.run(self, trace.program, constants, operands)
+            return program.run_program(self, trace.program, constants, operands)
         finally:
             self._depth -= 1
 
@@ -116,7 +116,7 @@ class Exporter:
             return values.make_known(array[index], hint)
         if stacked.shape and bool(stacked.shape[0] == 1):
             index = 0
-        name = self.graph.add("Gather", [self.graph.read(stacked), self.graph.add_constant(np.int64(index))], axis=0)
+        name = self.graph.add("Gather", [self.graph.store(stacked), self.graph.add_constant(np.int64(index))], axis=0)
         return Value(tuple(stacked.shape[1:]), stacked.dtype, name)
 
     def stack_rows(self, rows: Sequence[Any], spec: Spec) -> Value:
@@ -125,7 +125,7 @@ class Exporter:
             return values.make_known(np.stack([np.asarray(row.array) for row in rows]))
         shape = tuple(spec.shape[1:])
         axis = self.graph.ints(0)
-        names = [self.graph.add("Unsqueeze", [self.graph.read_full(row, shape), axis]) for row in rows]
+        names = [self.graph.add("Unsqueeze", [self.graph.store_full(row, shape), axis]) for row in rows]
         name = names[0] if len(names) == 1 else self.graph.add("Concat", names, axis=0)
         return Value(tuple(spec.shape), values.find_container(spec.dtype), name)
 
@@ -136,6 +136,8 @@ class Exporter:
         result = branches[-1]
         for place in range(len(branches) - 2, -1, -1):
             operator = "Equal" if place else "LessOrEqual"
-            is_place = elementwise.compute(self.graph, operator, [index, values.make_known(np.int32(place))], np.bool_)
+            is_place = elementwise.apply_operator(
+                self.graph, operator, [index, values.make_known(np.int32(place))], np.bool_
+            )
             result = elementwise.choose(self.graph, is_place, branches[place], result)
         return result

@@ -21,7 +21,7 @@ def write_gather(graph: Graph, call: Call) -> Value:
     p = call.parameters
     numbers, sizes, mode = p["dimension_numbers"], p["slice_sizes"], lax.GatherScatterMode.from_any(p["mode"])
     x_shape, index_shape = p["input_shapes"]
-    x = graph.read_full(call.inputs[0], x_shape)
+    x = graph.store_full(call.inputs[0], x_shape)
     axes = numbers.start_index_map
     limits = [x_shape[axis] - sizes[axis] for axis in axes]
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
@@ -45,7 +45,7 @@ def _read_indices(
         array = np.where(array > 2**62, -1, array)
         if np.all((array >= 0) & (array <= np.asarray(limits, np.int64))):
             return graph.add_constant(np.ascontiguousarray(array)), None
-    name = graph.cast(graph.read_full(indices, shape), np.int64)
+    name = graph.cast(graph.store_full(indices, shape), np.int64)
     if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
         return name, None
     limit = graph.add_shape(tuple(limits))
@@ -181,9 +181,9 @@ def write_scatter(graph: Graph, call: Call) -> Value:
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
     if is_inside is not None:
         raise UnsupportedError('a scatter whose indices may be out of range: use mode="promise_in_bounds" or "clip"')
-    x = graph.transpose(graph.read_full(call.inputs[0], x_shape), [*axes, *others])
+    x = graph.transpose(graph.store_full(call.inputs[0], x_shape), [*axes, *others])
     update_order = [*(a for a in range(batch + len(windows)) if a not in windows), *windows]
-    update = graph.transpose(graph.read_full(call.inputs[2], update_shape), update_order)
+    update = graph.transpose(graph.store_full(call.inputs[2], update_shape), update_order)
     name = graph.add("ScatterND", [x, index, update], reduction=kind or None)
     inverse = np.argsort([*axes, *others])
     return Value(tuple(x_shape), values.find_container(call.outputs[0].dtype), graph.transpose(name, list(inverse)))

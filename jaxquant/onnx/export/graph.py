@@ -78,30 +78,30 @@ class Graph:
             self._shared[key] = name
         return name
 
-    def read(self, value: Value) -> str:
+    def store(self, value: Value) -> str:
         """Return the name of a value's tensor, which may have dimensions of 1 in place of longer ones."""
         if value.name is not None:
             return value.name
         array = np.asarray(value.array)
         return self.add_constant(values.shrink_array(array).astype(values.find_container(array.dtype)), value.hint)
 
-    def read_full(self, value: Value, shape: Shape) -> str:
+    def store_full(self, value: Value, shape: Shape) -> str:
         """Return the name of a tensor of a value that has all of its elements, in the given shape."""
         if value.is_known:
             array = np.asarray(value.array)
             if values.is_static(shape):
                 array = np.broadcast_to(array, shape).astype(values.find_container(array.dtype))
                 return self.add_constant(array, value.hint)
-            return self.add("Expand", [self.read(value), self.add_shape(shape)])
+            return self.add("Expand", [self.store(value), self.add_shape(shape)])
         if tuple(value.shape) == tuple(shape):
             assert value.name is not None
             return value.name
-        return self.add("Expand", [self.read(value), self.add_shape(shape)])
+        return self.add("Expand", [self.store(value), self.add_shape(shape)])
 
     def fill(self, value: Value, shape: Shape) -> Value:
         """Return a value with all of its elements in the graph."""
         container = values.find_container(value.dtype)
-        return Value(tuple(shape), container, self.read_full(value, shape))
+        return Value(tuple(shape), container, self.store_full(value, shape))
 
     def cast(self, name: str, dtype: Any) -> str:
         """Return a tensor in another dtype."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import contractions, values
 from .contractions import Matrix
-from .elementwise import cast_value, compute
+from .elementwise import apply_operator, cast_value
 from .graph import Graph
 from .registry import Call, writes_mark
 from .values import Shape, Value
@@ -97,7 +97,7 @@ def _subtract(graph: Graph, side: Matrix, steps: Value | None) -> Matrix:
     if not _is_zero(steps):
         assert steps is not None
         wide = graph.fill(wide, side.shape) if wide.is_known else wide
-        wide = compute(graph, "Sub", [wide, steps])
+        wide = apply_operator(graph, "Sub", [wide, steps])
     return side._replace(value=wide)
 
 
@@ -113,8 +113,8 @@ def write_convolution(graph: Graph, call: Call) -> Value:
     )  # fmt: skip
     x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_steps"], x_shape)
     w = _to_container(graph, p["w"])
-    name = graph.read_full(x, x_shape)
-    kernel, steps = graph.read_full(w, w_shape), p["w_steps"]
+    name = graph.store_full(x, x_shape)
+    kernel, steps = graph.store_full(w, w_shape), p["w_steps"]
     graph.note_dtype(name, x.dtype)
     graph.note_dtype(kernel, w.dtype)
     x_point = _store_point(graph, point, ())
@@ -128,7 +128,7 @@ def write_convolution(graph: Graph, call: Call) -> Value:
         acc = graph.add("ConvInteger", [name, kernel, x_point], **attributes)
         ones = graph.add_constant(np.ones(w_shape, np.int8))
         sums = graph.add("ConvInteger", [name, ones, x_point], **attributes)
-        points = graph.reshape(graph.read(steps), (1, w_shape[0], *(1,) * (len(w_shape) - 2)))
+        points = graph.reshape(graph.store(steps), (1, w_shape[0], *(1,) * (len(w_shape) - 2)))
         acc = graph.add("Sub", [acc, graph.add("Mul", [sums, points])])
     return Value(tuple(call.outputs[0].shape), _INT32, acc)
 
@@ -142,12 +142,14 @@ def write_scale(graph: Graph, call: Call) -> Value:
     """
     p, shape = call.parameters, call.outputs[0].shape
     a, b = p["a_scale"], p["b_scale"]
-    floats = Value(p["acc"].shape, _FLOAT32, graph.cast(graph.read(p["acc"]), np.float32))
+    floats = Value(p["acc"].shape, _FLOAT32, graph.cast(graph.store(p["acc"]), np.float32))
     if a.is_known and b.is_known:
-        return compute(graph, "Mul", [floats, values.make_known(np.asarray(a.array) * np.asarray(b.array), b.hint)])
+        return apply_operator(
+            graph, "Mul", [floats, values.make_known(np.asarray(a.array) * np.asarray(b.array), b.hint)]
+        )
     a, b = (_drop_ones(graph, scale) for scale in (a, b))
-    scale = compute(graph, "Mul", [a, b])
-    return compute(graph, "Mul", [floats, scale])._replace(shape=tuple(shape))
+    scale = apply_operator(graph, "Mul", [a, b])
+    return apply_operator(graph, "Mul", [floats, scale])._replace(shape=tuple(shape))
 
 
 def _drop_ones(graph: Graph, x: Value) -> Value:
@@ -164,10 +166,10 @@ def _to_unsigned(graph: Graph, x: Value, steps: Value | None, shape: Shape) -> t
     """Return uint8 codes and their zero point: ONNX Runtime's ConvInteger takes no int8 images."""
     if x.dtype == _UINT8:
         return x, _read_point(graph, steps, _UINT8)
-    wide = compute(graph, "Add", [cast_value(graph, x, np.int32), values.make_known(np.int32(128))])
+    wide = apply_operator(graph, "Add", [cast_value(graph, x, np.int32), values.make_known(np.int32(128))])
     steps = values.make_known(np.int32(0)) if steps is None else steps
     if steps.is_known:
         point = values.make_known(np.asarray(np.asarray(steps.array) + 128, np.uint8).reshape(()))
     else:
-        point = cast_value(graph, compute(graph, "Add", [steps, values.make_known(np.int32(128))]), _UINT8)
+        point = cast_value(graph, apply_operator(graph, "Add", [steps, values.make_known(np.int32(128))]), _UINT8)
     return cast_value(graph, wide, _UINT8), point

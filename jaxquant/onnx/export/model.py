@@ -151,12 +151,12 @@ def _write(
     constants = [values.make_known(constant) for constant in trace.constants]
     params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
     exporter = Exporter(graph)
-    results = program.run(exporter, trace.program, constants, [*params, *inputs])
+    results = program.run_program(exporter, trace.program, constants, [*params, *inputs])
     expected = "operations that ONNX can express"
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
     graph.scope = ""
     types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
-    written = [graph.read_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
+    written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
     graph.inputs = [x.name for x in inputs]
     return list(zip(written, types, strict=True))
 

@@ -40,7 +40,7 @@ class Trace(NamedTuple):
 class Backend(Protocol):
     """What is done with the equations of a program."""
 
-    def is_known(self, value: Any) -> bool:
+    def is_constant(self, value: Any) -> bool:
         """Return whether a value is known before the program runs."""
         ...
 
@@ -52,7 +52,7 @@ class Backend(Protocol):
         """Return a known value as an array."""
         ...
 
-    def compute(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Return the results of an equation, not all of whose operands are known."""
         ...
 
@@ -116,21 +116,21 @@ def read_key(key: Any) -> str:
     return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
-def run(backend: Backend, program: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+def run_program(backend: Backend, program: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Return the results of a program; constants and arguments are values."""
     bound: dict[Any, Any] = dict(zip((*program.constvars, *program.invars), (*constants, *arguments), strict=True))
 
-    def read(atom: Any) -> Any:
+    def read_atom(atom: Any) -> Any:
         if programs.is_literal(atom):
             return backend.make_known(np.asarray(atom.val, atom.aval.dtype))
         return bound[atom]
 
     for equation in _find_live(program):
-        operands = [read(atom) for atom in equation.invars]
+        operands = [read_atom(atom) for atom in equation.invars]
         for variable, result in zip(equation.outvars, _run_equation(backend, equation, operands), strict=True):
             if not programs.is_unused(variable):
                 bound[variable] = result
-    return [read(atom) for atom in program.outvars]
+    return [read_atom(atom) for atom in program.outvars]
 
 
 def _find_live(program: Any) -> list[Any]:
@@ -149,16 +149,16 @@ def _run_equation(backend: Backend, equation: Any, operands: Sequence[Any]) -> S
     if name == "platform_index":
         return [backend.make_known(np.int32(_find_default_platform(equation)))]
     specs = [Spec(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]
-    if all(backend.is_known(x) for x in operands) and _is_foldable(name, equation, specs):
+    if all(backend.is_constant(x) for x in operands) and _is_foldable(name, equation, specs):
         return _fold(backend, name, equation, operands)
     if name in _CALLS:
         body = _read_call(equation)
-        return run(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
+        return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
     if name == programs.SCAN:
         return _run_scan(backend, equation, operands)
     if name == programs.COND:
         return _run_branches(backend, equation, operands, specs)
-    return backend.compute(equation, operands, specs)
+    return backend.evaluate_equation(equation, operands, specs)
 
 
 def _read_call(equation: Any) -> Any:
@@ -237,7 +237,7 @@ def _run_scan(backend: Backend, equation: Any, operands: Sequence[Any]) -> list[
     order = range(scan.length)[::-1] if scan.reverse else range(scan.length)
     for i in order:
         entries = [backend.slice_row(stack, i, spec) for stack, spec in zip(stacks, row_specs, strict=True)]
-        results = run(backend, program, body_constants, [*constants, *carries, *entries])
+        results = run_program(backend, program, body_constants, [*constants, *carries, *entries])
         carries, rows[i] = results[: scan.carries], results[scan.carries :]
     out_specs = [Spec(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars[scan.carries :]]
     if scan.length == 0:
@@ -257,9 +257,9 @@ def _run_branches(
     index, arguments = operands[0], operands[1:]
 
     def run_branch(body: Any) -> list[Any]:
-        return run(backend, body.program, [backend.make_known(c) for c in body.constants], arguments)
+        return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], arguments)
 
-    if backend.is_known(index):
+    if backend.is_constant(index):
         place = min(max(int(np.asarray(backend.read_known(index))), 0), len(branches) - 1)
         return run_branch(branches[place])
     results = [run_branch(body) for body in branches]
@@ -272,7 +272,7 @@ class Tap:
     def __init__(self) -> None:
         self.codes: list[Any] = []
 
-    def is_known(self, value: Any) -> bool:
+    def is_constant(self, value: Any) -> bool:
         """Return whether a value is not traced."""
         return not isinstance(value, Tracer)
 
@@ -284,12 +284,12 @@ class Tap:
         """Return an array as `numpy` holds it, if it can."""
         return values.make_known(value).array
 
-    def compute(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
         """Return the results of an equation as JAX computes them."""
         if programs.find_name(equation) != MARK:
             return programs.evaluate(equation, [jnp.asarray(x) for x in operands])
         mark = equation.params["mark"]
-        results = mark.compute(*(jnp.asarray(x) for x in operands))
+        results = mark.run_arithmetic(*(jnp.asarray(x) for x in operands))
         self.codes += [results[i] for i in find_points(mark)]
         return results
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..._core import dtypes
 from ..._core import granularity as granularities
 from . import elementwise, values
-from .elementwise import cast_value, compute, make_scalar
+from .elementwise import apply_operator, cast_value, make_scalar
 from .graph import Graph
 from .registry import Call, writes_mark
 from .values import Shape, Value
@@ -74,7 +74,7 @@ def find_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
 def expand_scale(graph: Graph, part: Value, granularity: Any, shape: Shape) -> Value:
     """Return a scale or zero point in a shape that broadcasts to that of the array."""
     if isinstance(granularity, granularities.PerTensor):
-        return Value((), part.dtype, graph.reshape(graph.read(part), ())) if part.shape else part
+        return Value((), part.dtype, graph.reshape(graph.store(part), ())) if part.shape else part
     if isinstance(granularity, granularities.PerAxis):
         kept = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
         target = tuple(shape[axis] if axis in kept else 1 for axis in range(len(shape)))
@@ -93,7 +93,7 @@ def _reshape_value(graph: Graph, x: Value, shape: Shape) -> Value:
         return x
     if x.is_known and values.is_static(shape):
         return values.make_known(np.asarray(x.array).reshape(shape), x.hint)
-    return Value(tuple(shape), x.dtype, graph.reshape(graph.read(x), shape))
+    return Value(tuple(shape), x.dtype, graph.reshape(graph.store(x), shape))
 
 
 def _repeat(graph: Graph, x: Value, axis: int, size: int, length: Any) -> Value:
@@ -103,7 +103,7 @@ def _repeat(graph: Graph, x: Value, axis: int, size: int, length: Any) -> Value:
         return values.make_known(np.take(array, np.arange(length), axis=axis), x.hint)
     index = graph.add_constant(np.arange(length, dtype=np.int64) // size)
     shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
-    return Value(shape, x.dtype, graph.add("Gather", [graph.read(x), index], axis=axis))
+    return Value(shape, x.dtype, graph.add("Gather", [graph.store(x), index], axis=axis))
 
 
 # Quantization.
@@ -148,7 +148,7 @@ def _write_operator(
     scale = _reshape_value(graph, scale, layout.shape)
     point = _read_point(graph, zero_point, layout.shape, container)
     name = graph.add(
-        "QuantizeLinear", [graph.read_full(x, shape), graph.read(scale), graph.read(point)],
+        "QuantizeLinear", [graph.store_full(x, shape), graph.store(scale), graph.store(point)],
         axis=layout.axis, block_size=layout.block or None,
     )  # fmt: skip
     return _saturate(graph, Value(tuple(shape), container, name), dtype, bounds)
@@ -167,15 +167,15 @@ def _saturate(graph: Graph, codes: Value, dtype: np.dtype, bounds: Any) -> Value
         return codes
     if codes.dtype in _INT8:
         ends = [graph.add_constant(np.asarray(end, codes.dtype)) for end in (low, high)]
-        return Value(codes.shape, codes.dtype, graph.add("Clip", [graph.read(codes), *ends]))
-    inside = compute(graph, "Max", [codes, make_scalar(low, codes.dtype)])
-    return compute(graph, "Min", [inside, make_scalar(high, codes.dtype)])
+        return Value(codes.shape, codes.dtype, graph.add("Clip", [graph.store(codes), *ends]))
+    inside = apply_operator(graph, "Max", [codes, make_scalar(low, codes.dtype)])
+    return apply_operator(graph, "Min", [inside, make_scalar(high, codes.dtype)])
 
 
 def _divide(graph: Graph, x: Value, scale: Value, precision: np.dtype) -> Value:
     """Return the quotient in a precision, as float32."""
     parts = [round_value(graph, cast_value(graph, v, np.float32), precision) for v in (x, scale)]
-    return round_value(graph, compute(graph, "Div", parts), precision)
+    return round_value(graph, apply_operator(graph, "Div", parts), precision)
 
 
 def round_value(graph: Graph, x: Value, dtype: Any) -> Value:
@@ -193,7 +193,7 @@ def _quantize_small_float(graph: Graph, x: Value, scale: Value, p: Any, layout: 
         raise values.UnsupportedError(f"{dtype} needs a later opset")
     value = _divide(graph, x, expand_scale(graph, scale, p["granularity"], shape), p["precision"])
     one, zero = make_scalar(1, np.float32), values.make_known(np.zeros((), dtype))
-    inputs = [graph.read_full(value, shape), graph.read(one), graph.read(zero)]
+    inputs = [graph.store_full(value, shape), graph.store(one), graph.store(zero)]
     name = graph.add("QuantizeLinear", inputs, saturate=int(p["saturate"]) if dtype in dtypes.FLOAT8 else None)
     return Value(tuple(shape), dtype, name)
 
@@ -215,13 +215,13 @@ def encode(graph: Graph, value: Value, zero_point: Value | None, dtype: np.dtype
         layout = Layout((), None, 0)
         return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
-    rounded = compute(graph, "Round", [value])
+    rounded = apply_operator(graph, "Round", [value])
     nan = elementwise.write_operator(graph, "IsNaN", [value], np.bool_)
     if zero_point is not None:
-        rounded = compute(graph, "Add", [rounded, cast_value(graph, zero_point, np.float32)])
+        rounded = apply_operator(graph, "Add", [rounded, cast_value(graph, zero_point, np.float32)])
     rounded = elementwise.choose(graph, nan, make_scalar(low, np.float32), rounded)
-    inside = compute(graph, "Max", [rounded, make_scalar(low, np.float32)])
-    inside = compute(graph, "Min", [inside, make_scalar(high, np.float32)])
+    inside = apply_operator(graph, "Max", [rounded, make_scalar(low, np.float32)])
+    inside = apply_operator(graph, "Min", [inside, make_scalar(high, np.float32)])
     return cast_value(graph, inside, container)
 
 
@@ -245,10 +245,10 @@ def write_dequantize(graph: Graph, call: Call) -> Value:
     is_same = zero_point is None or zero_point.shape == scale.shape
     is_direct = graph.form == "qdq" and is_same and scale.dtype == dtype == dtypes.FLOAT32 and layout is not None
     if is_direct and layout is not None and has_operator(graph, np.dtype(codes.dtype), layout):
-        inputs = [graph.read_full(codes, shape), graph.read(_reshape_value(graph, scale, layout.shape))]
+        inputs = [graph.store_full(codes, shape), graph.store(_reshape_value(graph, scale, layout.shape))]
         if zero_point is not None:
             container = values.find_container(codes.dtype)
-            inputs.append(graph.read(_read_point(graph, zero_point, layout.shape, container)))
+            inputs.append(graph.store(_read_point(graph, zero_point, layout.shape, container)))
         name = graph.add("DequantizeLinear", inputs, axis=layout.axis, block_size=layout.block or None)
         return Value(tuple(shape), np.dtype(np.float32), name)
     if codes.dtype in dtypes.SMALL_FLOATS:
@@ -257,10 +257,10 @@ def write_dequantize(graph: Graph, call: Call) -> Value:
         steps = cast_value(graph, codes, np.int32)
         if zero_point is not None:
             point = expand_scale(graph, cast_value(graph, zero_point, np.int32), p["granularity"], shape)
-            steps = compute(graph, "Sub", [steps, point])
+            steps = apply_operator(graph, "Sub", [steps, point])
         steps = cast_value(graph, steps, np.float32)
     factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
-    return cast_value(graph, compute(graph, "Mul", [steps, factor]), dtype)
+    return cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), dtype)
 
 
 # The parts of other operations.
@@ -269,7 +269,7 @@ def write_dequantize(graph: Graph, call: Call) -> Value:
 @writes_mark("divide")
 def write_divide(graph: Graph, call: Call) -> Value:
     """Write a division."""
-    return compute(graph, "Div", [call.parameters["x"], call.parameters["scale"]])
+    return apply_operator(graph, "Div", [call.parameters["x"], call.parameters["scale"]])
 
 
 @writes_mark("round_to_dtype")
@@ -298,7 +298,7 @@ def write_extremes(graph: Graph, call: Call) -> list[Value]:
     blocked = [a for a, size in enumerate(sizes) if size != 1 and not bool(target[a] == 1)]
     if len(blocked) > 1 or any(shape[axis] % sizes[axis] for axis in blocked):
         raise values.UnsupportedError("a range of each of several blocks of different lengths")
-    name = graph.read_full(x, shape)
+    name = graph.store_full(x, shape)
     cut, axes = list(shape), [a for a, n in enumerate(target) if bool(n == 1) and not bool(shape[a] == 1)]
     if blocked:
         axis = blocked[0]
@@ -318,11 +318,11 @@ def write_extremes(graph: Graph, call: Call) -> list[Value]:
 def write_min_max(graph: Graph, call: Call) -> list[Value]:
     """Write the range of each slice, widened to include 0."""
     p = call.parameters
-    name = graph.read_full(cast_value(graph, p["x"], np.float32), p["input_shapes"][0])
+    name = graph.store_full(cast_value(graph, p["x"], np.float32), p["input_shapes"][0])
     zero, results = make_scalar(0, np.float32), []
     for operator, bound in (("ReduceMin", "Min"), ("ReduceMax", "Max")):
         end = graph.reduce(operator, name, list(p["axes"]))
-        results.append(compute(graph, bound, [Value(call.outputs[0].shape, np.dtype(np.float32), end), zero]))
+        results.append(apply_operator(graph, bound, [Value(call.outputs[0].shape, np.dtype(np.float32), end), zero]))
     return results
 
 
@@ -333,13 +333,13 @@ def write_dynamic_range(graph: Graph, call: Call) -> list[Value] | None:
     if np.dtype(p["dtype"]) != np.uint8 or not isinstance(p["granularity"], granularities.PerTensor):
         return None
     x, shape = p["x"], p["input_shapes"][0]
-    name = graph.read_full(x, shape)
+    name = graph.store_full(x, shape)
     codes, scale, zero_point = graph.add("DynamicQuantizeLinear", [name], 3)
     graph.codes[x.name or name, scale] = Value(tuple(shape), np.dtype(np.uint8), codes)
     axes = list(range(len(shape)))
     float32, zero = np.dtype(np.float32), make_scalar(0, np.float32)
     low, high = (
-        compute(graph, bound, [Value((), float32, graph.reduce(operator, name, axes)), zero])
+        apply_operator(graph, bound, [Value((), float32, graph.reduce(operator, name, axes)), zero])
         for operator, bound in (("ReduceMin", "Min"), ("ReduceMax", "Max"))
     )
     point = Value((), np.dtype(np.uint8), zero_point, hint="dynamic")

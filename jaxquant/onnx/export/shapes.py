@@ -23,7 +23,7 @@ def write_broadcast(graph: Graph, call: Call) -> Value:
         shape[axis] = n
     if x.is_known:  # the result has a symbolic dimension
         return values.make_known(np.asarray(x.array).reshape(shape), x.hint)
-    name = graph.read(x)
+    name = graph.store(x)
     if tuple(shape) != tuple(x.shape):
         # Dimensions of 1 that are inserted need no length of any other dimension.
         inserted = [axis for axis in range(len(shape)) if axis not in places]
@@ -38,7 +38,7 @@ def write_broadcast(graph: Graph, call: Call) -> Value:
 def write_reshape(graph: Graph, call: Call) -> Value:
     """Write a reshape."""
     x, shape = call.inputs[0], call.outputs[0].shape
-    name = graph.read_full(x, call.parameters["input_shapes"][0])
+    name = graph.store_full(x, call.parameters["input_shapes"][0])
     return Value(tuple(shape), values.find_container(x.dtype), graph.reshape(name, shape))
 
 
@@ -51,7 +51,7 @@ def write_transpose(graph: Graph, call: Call) -> Value:
     """Write a transpose."""
     (x,), permutation = call.inputs, call.parameters["permutation"]
     shape = tuple(x.shape[axis] for axis in permutation)
-    return Value(shape, x.dtype, graph.transpose(graph.read(x), permutation))
+    return Value(shape, x.dtype, graph.transpose(graph.store(x), permutation))
 
 
 @writes("squeeze")
@@ -62,7 +62,7 @@ def write_squeeze(graph: Graph, call: Call) -> Value:
     shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
     if not axes:
         return x
-    return Value(shape, x.dtype, graph.add("Squeeze", [graph.read(x), graph.ints(*axes)]))
+    return Value(shape, x.dtype, graph.add("Squeeze", [graph.store(x), graph.ints(*axes)]))
 
 
 @writes("expand_dims")
@@ -70,7 +70,7 @@ def write_expand_dims(graph: Graph, call: Call) -> Value:
     """Write dimensions of 1."""
     (x,) = call.inputs
     axes = [int(axis) for axis in call.parameters["dimensions"]]
-    return Value(call.outputs[0].shape, x.dtype, graph.add("Unsqueeze", [graph.read(x), graph.ints(*axes)]))
+    return Value(call.outputs[0].shape, x.dtype, graph.add("Unsqueeze", [graph.store(x), graph.ints(*axes)]))
 
 
 @writes("concatenate")
@@ -79,7 +79,7 @@ def write_concatenate(graph: Graph, call: Call) -> Value:
     axis, output = call.parameters["dimension"], call.outputs[0]
     names = []
     for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True):
-        names.append(graph.read_full(x, shape))
+        names.append(graph.store_full(x, shape))
     return Value(output.shape, values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
 
 
@@ -99,7 +99,7 @@ def write_slice(graph: Graph, call: Call) -> Value:
     if not axes:
         return x._replace(shape=shape)
     starts, limits = ([p[key][axis] for axis in axes] for key in ("start_indices", "limit_indices"))
-    name = graph.slice(graph.read(x), starts, limits, axes, [int(steps[axis]) for axis in axes])
+    name = graph.slice(graph.store(x), starts, limits, axes, [int(steps[axis]) for axis in axes])
     return Value(shape, values.find_container(x.dtype), name)
 
 
@@ -116,7 +116,7 @@ def write_reverse(graph: Graph, call: Call) -> Value:
         return x
     ends = [graph.ints(*(number for _ in axes)) for number in (-1, -(2**31))]
     steps = graph.ints(*(-1 for _ in axes))
-    return Value(x.shape, x.dtype, graph.add("Slice", [graph.read(x), *ends, graph.ints(*axes), steps]))
+    return Value(x.shape, x.dtype, graph.add("Slice", [graph.store(x), *ends, graph.ints(*axes), steps]))
 
 
 @writes("pad")
@@ -124,14 +124,14 @@ def write_pad(graph: Graph, call: Call) -> Value:
     """Write a padding; a negative one is a slice."""
     x, fill = call.inputs
     config, shape = call.parameters["padding_config"], call.parameters["input_shapes"][0]
-    name = graph.read_full(x, shape)
+    name = graph.store_full(x, shape)
     for axis, (_, _, interior) in enumerate(config):
         if interior:
             name = _spread(graph, name, shape, axis, interior, fill)
             shape = (*shape[:axis], (shape[axis] - 1) * (interior + 1) + 1, *shape[axis + 1 :])
     lows, highs = ([max(int(entry[i]), 0) for entry in config] for i in (0, 1))
     if any(lows) or any(highs):
-        name = graph.add("Pad", [name, graph.ints(*lows, *highs), graph.read(fill)])
+        name = graph.add("Pad", [name, graph.ints(*lows, *highs), graph.store(fill)])
     cropped = [axis for axis, entry in enumerate(config) if min(entry[:2]) < 0]
     if cropped:
         starts = [max(-int(config[axis][0]), 0) for axis in cropped]
@@ -145,7 +145,7 @@ def _spread(graph: Graph, name: str, shape: Shape, axis: int, interior: int, fil
     wide = (*shape[: axis + 1], 1, *shape[axis + 1 :])
     pads = [0] * (2 * len(wide))
     pads[len(wide) + axis + 1] = interior
-    name = graph.add("Pad", [graph.reshape(name, wide), graph.ints(*pads), graph.read(fill)])
+    name = graph.add("Pad", [graph.reshape(name, wide), graph.ints(*pads), graph.store(fill)])
     length = shape[axis] * (interior + 1)
     name = graph.reshape(name, (*shape[:axis], length, *shape[axis + 1 :]))
     return graph.slice(name, [0], [length - interior], [axis], [1])
@@ -168,7 +168,7 @@ def write_split(graph: Graph, call: Call) -> list[Value]:
     x, axis = call.inputs[0], call.parameters["axis"]
     is_stack = call.name == "unstack"
     sizes = [1] * len(call.outputs) if is_stack else [int(n) for n in call.parameters["sizes"]]
-    full = graph.read_full(x, call.parameters["input_shapes"][0])
+    full = graph.store_full(x, call.parameters["input_shapes"][0])
     names = [full]
     if len(sizes) > 1:
         names = graph.add("Split", [full, graph.ints(*sizes)], len(sizes), axis=axis)
@@ -180,7 +180,7 @@ def write_split(graph: Graph, call: Call) -> list[Value]:
 @writes("tile")
 def write_tile(graph: Graph, call: Call) -> Value:
     """Write repetitions of a whole array."""
-    name = graph.read_full(call.inputs[0], call.parameters["input_shapes"][0])
+    name = graph.store_full(call.inputs[0], call.parameters["input_shapes"][0])
     return Value(
         call.outputs[0].shape, call.inputs[0].dtype, graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
     )
@@ -192,7 +192,7 @@ def write_dynamic_slice(graph: Graph, call: Call) -> Value:
     x, *starts = call.inputs
     shape, sizes = call.parameters["input_shapes"][0], call.parameters["slice_sizes"]
     axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
-    name = graph.read_full(x, shape)
+    name = graph.store_full(x, shape)
     if axes:
         begin = _join_starts(graph, [starts[axis] for axis in axes], [shape[a] - sizes[a] for a in axes])
         end = graph.add("Add", [begin, graph.add_shape(tuple(sizes[axis] for axis in axes))])
@@ -202,7 +202,7 @@ def write_dynamic_slice(graph: Graph, call: Call) -> Value:
 
 def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
     """Return a vector of int64 of first indices between 0 and the limits."""
-    parts = [graph.reshape(graph.cast(graph.read(start), np.int64), (1,)) for start in starts]
+    parts = [graph.reshape(graph.cast(graph.store(start), np.int64), (1,)) for start in starts]
     begin = parts[0] if len(parts) == 1 else graph.add("Concat", parts, axis=0)
     begin = graph.add("Max", [begin, graph.ints(*(0 for _ in parts))])
     return graph.add("Min", [begin, graph.add_shape(tuple(limits))])
@@ -214,7 +214,7 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     x, update, *starts = call.inputs
     shape, sizes = call.parameters["input_shapes"][:2]
     axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
-    names = graph.read_full(x, shape), graph.read_full(update, sizes)
+    names = graph.store_full(x, shape), graph.store_full(update, sizes)
     if not axes:
         return Value(tuple(sizes), values.find_container(x.dtype), names[1])
     if len(axes) > 1:
@@ -237,7 +237,7 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
 def write_cumulative_sum(graph: Graph, call: Call) -> Value:
     """Write running sums."""
     (x,), p = call.inputs, call.parameters
-    name = graph.read_full(x, p["input_shapes"][0])
+    name = graph.store_full(x, p["input_shapes"][0])
     axis = graph.add_constant(np.int64(p["axis"]))
     return Value(call.outputs[0].shape, x.dtype, graph.add("CumSum", [name, axis], reverse=int(p["reverse"])))
 
@@ -251,7 +251,7 @@ def write_sort(graph: Graph, call: Call) -> list[Value]:
     x = call.inputs[0]
     is_sort = call.name == "sort"
     axis = p["dimension"] if is_sort else p.get("axis", len(spec.shape) - 1)
-    name = graph.read_full(x, p["input_shapes"][0])
+    name = graph.store_full(x, p["input_shapes"][0])
     count = graph.add_shape((spec.shape[axis],))
     ordered, index = graph.add("TopK", [name, count], 2, axis=axis, largest=0 if is_sort else 1)
     results = [Value(spec.shape, x.dtype, ordered)]
@@ -264,7 +264,7 @@ def write_sort(graph: Graph, call: Call) -> list[Value]:
 def write_arg_extreme(graph: Graph, call: Call) -> Value:
     """Write the index of an extreme."""
     p, operator = call.parameters, {"argmax": "ArgMax", "argmin": "ArgMin"}[call.name]
-    name = graph.read_full(call.inputs[0], p["input_shapes"][0])
+    name = graph.store_full(call.inputs[0], p["input_shapes"][0])
     index = graph.add(operator, [name], axis=p["axes"][0], keepdims=0)
     return Value(call.outputs[0].shape, np.dtype(p["index_dtype"]), graph.cast(index, p["index_dtype"]))
 
@@ -289,7 +289,7 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     # A reduced dimension must have all of its elements; the others may stay short.
     shape = call.parameters["input_shapes"][0]
     stored = tuple(shape[axis] if axis in axes else x.shape[axis] for axis in range(len(shape)))
-    name = graph.read_full(x, stored)
+    name = graph.store_full(x, stored)
     name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
     name = graph.reduce(operator, name, axes)
     target = values.find_container(output.dtype)
