@@ -61,6 +61,29 @@ def test_integer_networks(rng: np.random.Generator, form: str, tmp_path) -> None
     assert not kernels & {"Conv", "FusedConv", "ConvInteger", "MatMul", "Gemm"}
 
 
+@pytest.mark.parametrize("form", ["operators", "qdq"])
+def test_matrix_products_with_a_bias(rng: np.random.Generator, form: str, tmp_path) -> None:
+    weights = [
+        jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        for shape in ((16, 12), (12, 8))
+    ]
+    biases = [jnp.asarray(rng.integers(-900, 900, n), jnp.int32) for n in (12, 8)]
+    out = jq.Quantizer(UINT8, 0.04, 0)
+
+    def function(x: jax.Array) -> jax.Array:
+        q = jq.quantize(x, UINT8, -2.0, 2.0)
+        for w, bias in zip(weights, biases, strict=True):
+            q = jq.matmul(q, w, bias=bias, output=out)
+        return q.codes
+
+    for shape in ((6, 16), (2, 3, 16)):
+        x = jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
+        model = jqonnx.export(function, [x], batch="N", form=form)
+        report = jqonnx.verify(model, function, [x])
+        assert report.is_exact, str(report)
+        assert not list_optimized(model, tmp_path) & {"MatMul", "Gemm"}
+
+
 def test_operators_on_codes(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 1, (2, 3, 4, 4)), jnp.float32)
 
@@ -82,3 +105,23 @@ def test_operators_on_codes(rng: np.random.Generator) -> None:
     for level in ("disabled", "all"):
         report = jqonnx.verify(model, function, [x], level=level)
         assert report.is_exact, str(report)
+
+
+def test_codes_without_a_fused_kernel(rng: np.random.Generator) -> None:
+    """Between int8 and uint8 ONNX Runtime has no integer kernel, and in the form "qdq" it would run a float one."""
+    w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (8, 4)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+    signed = jq.QuantSpec(jnp.int8, narrow_range=False)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        qs = [jq.quantize(x, spec, -2.0, 2.0) for spec in (signed, UINT8)]
+        outputs = [jq.Quantizer(spec, 0.05, 3) for spec in (jq.QuantSpec(jnp.int8, symmetric=False), UINT8)]
+        return [jq.matmul(q, w, output=output).codes for q in qs for output in outputs]
+
+    x = jnp.asarray(rng.normal(0, 1, (3, 8)), jnp.float32)
+    with pytest.warns(UserWarning, match="expected uint8 inputs and outputs") as warned:
+        models = [jqonnx.export(function, [x], form="qdq"), jqonnx.export(function, [x])]
+    assert len(warned) == 3
+    for model in models:
+        for level in ("disabled", "all"):
+            report = jqonnx.verify(model, function, [x], level=level)
+            assert report.is_exact, str(report)

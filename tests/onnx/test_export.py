@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
+from flax import nnx
 from onnx import ModelProto
 
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
+from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
 
 from ..cases import networks
 from ..support.prepared import find_ranges
@@ -133,11 +136,61 @@ def test_static_and_dynamic_layers(rng: np.random.Generator) -> None:
     def dynamic(x: jax.Array) -> jax.Array:
         return jq.dynamic_quantize_matmul(x, w.codes, w.scale.reshape(-1), None, jnp.arange(8.0))
 
-    models = [jqonnx.export(f, [x], batch="N") for f in (static, dynamic)]
+    def dynamic_spec(x: jax.Array) -> jax.Array:
+        return jq.matmul(jq.quantize(x, UINT8), w)
+
+    functions = (static, dynamic, dynamic_spec)
+    models = [jqonnx.export(f, [x], batch="N") for f in functions]
     assert list(count_operators(models[0])) == ["QuantizeLinear", "MatMulInteger", "Cast", "Mul"]
     assert list(count_operators(models[1])) == ["DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul", "Add"]
-    for model, function in zip(models, (static, dynamic), strict=True):
-        check_model(model, function, [x, x[:1]], levels=LEVELS, tolerance=0)
+    assert list(count_operators(models[2])) == ["DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul"]
+    for model, function in zip(models, functions, strict=True):
+        check_model(model, function, [x], levels=LEVELS, tolerance=0)
+
+
+def test_weights_stay_codes(rng: np.random.Generator) -> None:
+    w, x = make_weights(rng, 64, 32), jnp.asarray(rng.normal(0, 1, (4, 64)), jnp.float32)
+    points = make_weights(rng, 64, 32, spec=jq.QuantSpec(jnp.uint8, jq.PerAxis(1)))
+    table = make_weights(rng, 16, 64, spec=jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
+
+    def function(x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        return jq.matmul(x, w), jq.matmul(x, points), jq.take(table, tokens)
+
+    tokens = jnp.asarray(rng.integers(-3, 20, (2, 3)), jnp.int32)  # NaN where out of range
+    model = jqonnx.export(function, [x, tokens])
+    assert {array.data_type for array in model.graph.initializer if len(array.dims) > 1 and array.dims[0] > 1} <= {
+        onnx.TensorProto.INT8,
+        onnx.TensorProto.UINT8,
+        onnx.TensorProto.FLOAT,
+    }
+    assert model.ByteSize() < w.nbytes + points.nbytes + table.nbytes + 4000
+    check_model(model, function, [(x, tokens)], levels=LEVELS, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["converted", "training"])
+def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
+    specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
+    layer, x = qnn.Conv(4, (3, 3), **specs), jnp.asarray(rng.normal(0, 1, (2, 5, 5, 3)), jnp.float32)
+    variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
+    variables = jq.flax.convert(layer, variables) if frozen else variables
+
+    def function(x: jax.Array):
+        return layer.apply(variables, x)
+
+    model = jqonnx.export(function, [x], batch="N")
+    assert count_operators(model)["ConvInteger"] == 1
+    check_model(model, function, [x], tolerance=0)
+
+
+def test_nnx_modules(rng: np.random.Generator) -> None:
+    specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
+    layer, x = qnnx.Linear(8, 4, rngs=nnx.Rngs(0), **specs), jnp.asarray(rng.normal(0, 1, (3, 8)), jnp.float32)
+    layer.train()
+    layer(x)
+    layer.eval()
+    model = jqonnx.export(layer, [x], batch="N")
+    assert count_operators(model)["MatMulInteger"] == 1
+    check_model(model, layer, [x], tolerance=0)
 
 
 def test_contractions_with_zero_points_and_blocks(rng: np.random.Generator) -> None:

@@ -45,29 +45,53 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     node = graph.find_node(acc.name)
     if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
         return None
+    dtype = np.dtype(p["dtype"])
+    if graph.form == "qdq" and (graph.find_dtype(node.input[0]), dtype) != (_UINT8, _UINT8):
+        graph.warnings.append(
+            f"{node.name}: expected uint8 inputs and outputs, because ONNX Runtime runs float kernels on int8 between "
+            "DequantizeLinear and QuantizeLinear; written as integer operators"
+        )
+    if graph.find_dtype(node.input[0]) != dtype:  # no kernel
+        return None
     is_conv = node.op_type == "ConvInteger"
     axis = 1 if is_conv else len(acc.shape) - 1
-    bias, a_scale, b_scale, y_scale, y_steps = (p[k] for k in ("bias", "a_scale", "b_scale", "y_scale", "y_steps"))
-    if not (_is_single(a_scale) and _is_single(y_scale) and _is_single(y_steps)) or (bias is not None and not is_conv):
+    bias, y_scale, y_steps = p["bias"], p["y_scale"], p["y_steps"]
+    is_matrix = graph.form == "qdq" or len(acc.shape) == 2
+    if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_steps)) or not (bias is None or is_conv or is_matrix):
         return None
-    rhs_scale = _store_vector(graph, b_scale, axis)
+    rhs_scale = _store_vector(graph, p["b_scale"], axis)
     offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
     points = [_read_point(graph, node.input, i) for i in (0, 1)]
-    if rhs_scale is None or (bias is not None and offset is None) or graph.find_dtype(node.input[0]) is None:
+    if rhs_scale is None or (bias is not None and offset is None):
         return None
     if graph.count_elements(rhs_scale) != graph.count_elements(points[1]):
         points[1] = _repeat_point(graph, node.input, graph.count_elements(rhs_scale))
-    scales = [_store_scalar(graph, a_scale, _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
-    dtype = np.dtype(p["dtype"])
-    y_point = _store_scalar(graph, y_steps, dtype)
-    inputs = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1], scales[2], y_point]
-    attributes = {a.name: graph.read_attribute(a) for a in node.attribute}
-    if graph.form == "qdq":
-        name = _write_qdq(graph, node, inputs, offset, attributes, dtype)
-    else:
-        operator = "QLinearConv" if is_conv else "QLinearMatMul"
-        name = graph.add(operator, inputs if offset is None else [*inputs, offset], **attributes)
+    scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
+    operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
+    result = [scales[2], _store_scalar(graph, y_steps, dtype)]
+    name = _write_contraction(graph, node, operands, offset, result, len(acc.shape))
     return Value(tuple(call.outputs[0].shape), dtype, name)
+
+
+def _write_contraction(graph: Graph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
+    """Return the codes of a contraction, written in the form of the graph.
+
+    Args:
+        graph: the graph.
+        node: the node that computed the sums.
+        operands: each operand with its scale and its zero point.
+        offset: the int32 bias, or None.
+        result: the scale and the zero point of the result.
+        rank: the rank of the result.
+    """
+    attributes = {a.name: graph.read_attribute(a) for a in node.attribute}
+    if graph.form == "qdq" and graph.find_dtype(operands[0]) == _UINT8:
+        return _write_qdq(graph, node, operands, offset, result, rank)
+    if node.op_type == "ConvInteger":
+        return graph.add("QLinearConv", [*operands, *result, *([] if offset is None else [offset])], **attributes)
+    if offset is None:
+        return graph.add("QLinearMatMul", [*operands, *result])
+    return graph.add("QGemm", [*operands, offset, *result], domain=MICROSOFT)
 
 
 def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | None:
@@ -93,14 +117,10 @@ def _repeat_point(graph: Graph, inputs: Any, count: int) -> str:
     return graph.add("Expand", [point, graph.ints(count)])
 
 
-def _write_qdq(
-    graph: Graph, node: Any, inputs: Any, offset: str | None, attributes: dict[str, Any], dtype: np.dtype
-) -> str:
+def _write_qdq(graph: Graph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
     """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
-    x, x_scale, x_point, w, w_scale, w_point, y_scale, y_point = inputs
+    x, x_scale, x_point, w, w_scale, w_point = operands
     is_conv = node.op_type == "ConvInteger"
-    if graph.find_dtype(x) != _UINT8:
-        graph.warnings.append(f"{node.name}: ONNX Runtime runs float kernels on int8 activations; use uint8")
     axis = 0 if is_conv else graph.find_rank(w) - 1
     is_vector = graph.count_elements(w_scale) != 1
     names = [
@@ -110,9 +130,14 @@ def _write_qdq(
     if offset is not None:
         scale = graph.add_product(x_scale, w_scale)
         names.append(graph.add("DequantizeLinear", [offset, scale], axis=0 if is_vector else None))
-    result = graph.add("Conv" if is_conv else "MatMul", names, **attributes)
-    del dtype
-    return graph.add("QuantizeLinear", [result, y_scale, y_point])
+    if is_conv:
+        name = graph.add("Conv", names, **{a.name: graph.read_attribute(a) for a in node.attribute})
+    elif offset is not None and rank == 2:
+        name = graph.add("Gemm", names)
+    else:
+        name = graph.add("MatMul", names[:2])
+        name = name if offset is None else graph.add("Add", [name, names[2]])
+    return graph.add("QuantizeLinear", [name, *result])
 
 
 # ONNX Runtime's own operators.

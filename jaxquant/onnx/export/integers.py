@@ -88,6 +88,9 @@ def _store_point(graph: Graph, point: Value, shape: Shape) -> str:
         array = array.reshape(-1)[:1] if shape == () else array
         return graph.add_constant(array.reshape(shape))
     assert point.name is not None
+    if shape == () and point.shape != ():
+        scalar = graph.find_scalar(point.name)
+        return graph.reshape(point.name, ()) if scalar == point.name else scalar
     return point.name if point.shape == shape else graph.reshape(point.name, shape)
 
 

@@ -232,35 +232,30 @@ def _count(x: Value) -> Any:
 
 @writes_mark("dequantize")
 def write_dequantize(graph: Graph, call: Call) -> Value:
-    """Write the arithmetic of a dequantization, or DequantizeLinear in the form "qdq".
+    """Write the arithmetic of a dequantization.
 
     ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ. It
     also replaces a matrix product of floats with weights from DequantizeLinear by one that rounds the floats to 8 bits.
     The arithmetic of weights is done when a session is created.
     """
     p = call.parameters
-    codes, scale, zero_point, dtype = p["x"], p["scale"], p["zero_point"], np.dtype(p["dtype"])
-    shape = call.outputs[0].shape
-    layout = find_layout(scale.shape, p["granularity"], shape)
-    is_same = zero_point is None or zero_point.shape == scale.shape
-    is_direct = graph.form == "qdq" and is_same and scale.dtype == dtype == dtypes.FLOAT32 and layout is not None
-    if is_direct and layout is not None and has_operator(graph, np.dtype(codes.dtype), layout):
-        inputs = [graph.store_full(codes, shape), graph.store(_reshape_value(graph, scale, layout.shape))]
-        if zero_point is not None:
-            container = values.find_container(codes.dtype)
-            inputs.append(graph.store(_read_point(graph, zero_point, layout.shape, container)))
-        name = graph.add("DequantizeLinear", inputs, axis=layout.axis, block_size=layout.block or None)
-        return Value(tuple(shape), np.dtype(np.float32), name)
-    if codes.dtype in dtypes.SMALL_FLOATS:
-        steps = cast_value(graph, codes, np.float32)
+    codes, scale, zero_point, shape = p["x"], p["scale"], p["zero_point"], call.outputs[0].shape
+    if zero_point is None or codes.dtype in dtypes.SMALL_FLOATS:
+        steps = cast_value(graph, _hold(graph, codes), np.float32)
     else:
-        steps = cast_value(graph, codes, np.int32)
-        if zero_point is not None:
-            point = expand_scale(graph, cast_value(graph, zero_point, np.int32), p["granularity"], shape)
-            steps = apply_operator(graph, "Sub", [steps, point])
+        point = expand_scale(graph, cast_value(graph, zero_point, np.int32), p["granularity"], shape)
+        steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])
         steps = cast_value(graph, steps, np.float32)
     factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
-    return cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), dtype)
+    return cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
+
+
+def _hold(graph: Graph, codes: Value) -> Value:
+    """Return codes as a tensor, so that the model stores the codes of weights and not their values."""
+    if not codes.is_known:
+        return codes
+    container = values.find_container(codes.dtype)
+    return Value(codes.shape, container, graph.store_full(codes, codes.shape))
 
 
 # The parts of other operations.
@@ -332,10 +327,8 @@ def write_dynamic_range(graph: Graph, call: Call) -> list[Value] | None:
     p = call.parameters
     if np.dtype(p["dtype"]) != np.uint8 or not isinstance(p["granularity"], granularities.PerTensor):
         return None
-    x, shape = p["x"], p["input_shapes"][0]
-    name = graph.store_full(x, shape)
-    codes, scale, zero_point = graph.add("DynamicQuantizeLinear", [name], 3)
-    graph.codes[x.name or name, scale] = Value(tuple(shape), np.dtype(np.uint8), codes)
+    shape = p["input_shapes"][0]
+    name, scale, zero_point = _quantize_dynamically(graph, p["x"], shape, ())
     axes = list(range(len(shape)))
     float32, zero = np.dtype(np.float32), make_scalar(0, np.float32)
     low, high = (
@@ -344,3 +337,28 @@ def write_dynamic_range(graph: Graph, call: Call) -> list[Value] | None:
     )
     point = Value((), np.dtype(np.uint8), zero_point, hint="dynamic")
     return [low, high, Value((), float32, scale), point]
+
+
+def _quantize_dynamically(graph: Graph, x: Value, shape: Shape, ones: Shape) -> tuple[str, str, str]:
+    """Write DynamicQuantizeLinear, and return x, the scale and the zero point, both of the shape `ones`."""
+    name = graph.store_full(x, shape)
+    codes, scale, zero_point = graph.add("DynamicQuantizeLinear", [name], 3)
+    if ones:
+        scale, zero_point = graph.reshape(scale, ones), graph.reshape(zero_point, ones)
+    graph.codes[x.name or name, scale] = Value(tuple(shape), np.dtype(np.uint8), codes)
+    return name, scale, zero_point
+
+
+@writes_mark("own_range")
+def write_own_range(graph: Graph, call: Call) -> list[Value] | None:
+    """Write DynamicQuantizeLinear for the range of a whole array and codes of uint8: its integers are the same."""
+    p = call.parameters
+    spec, x = p["spec"], p["x"]
+    (scale_shape, scale_dtype), (point_shape, point_dtype) = call.outputs
+    is_plain = spec.codebook is None and not spec.power_of_two and tuple(spec.bounds) == (0, 255)
+    is_plain = is_plain and np.dtype(point_dtype) == np.uint8 and scale_dtype == x.dtype == dtypes.FLOAT32
+    if not is_plain or any(not bool(n == 1) for n in (*scale_shape, *point_shape)):
+        return None
+    _, scale, zero_point = _quantize_dynamically(graph, x, p["input_shapes"][0], scale_shape)
+    point = Value(tuple(point_shape), np.dtype(np.uint8), zero_point, hint="dynamic")
+    return [Value(tuple(scale_shape), np.dtype(np.float32), scale), point]
