@@ -59,7 +59,7 @@ def prepare(name: str, recipe: str):
     return lambda x: prepared.apply(params, ranges, x), x
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "recipe"), list(itertools.product(NETWORKS, RECIPES)))
 def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
     function, x = prepare(name, recipe)
@@ -74,7 +74,8 @@ def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
         assert report.is_exact, str(report)
 
 
-@pytest.mark.parametrize("opset", [13, pytest.param(17, marks=pytest.mark.full), 25])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("opset", [13, 17, 25])
 def test_opsets(opset: int) -> None:
     function, x = prepare("linen cnn", "static")
     model = jqonnx.export(function, [x], opset=opset)
@@ -167,6 +168,7 @@ def test_weights_stay_codes(rng: np.random.Generator) -> None:
     check_model(model, function, [(x, tokens)], levels=LEVELS, tolerance=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["converted", "training"])
 def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
     specs = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}

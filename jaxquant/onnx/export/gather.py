@@ -133,14 +133,16 @@ def _gather_along(graph: Graph, x: str, index: str, call: Call) -> str:
     count = len(numbers.operand_batching_dims)
     x_shape, index_shape = call.parameters["input_shapes"]
     axes = [*numbers.operand_batching_dims, *numbers.start_index_map]
-    is_plain = tuple(numbers.start_indices_batching_dims) == tuple(range(count))
-    if not is_plain or any(axis not in numbers.collapsed_slice_dims for axis in numbers.start_index_map):
+    if any(axis not in numbers.collapsed_slice_dims for axis in numbers.start_index_map):
         raise UnsupportedError("a batched gather of slices")
-    others = [axis for axis in range(len(x_shape)) if axis not in axes]
-    name = graph.add("GatherND", [graph.transpose(x, [*axes, *others]), index], batch_dims=count)
     batch = len(index_shape) - 1
+    first = list(numbers.start_indices_batching_dims)
+    order = [*first, *(axis for axis in range(batch) if axis not in first)]
+    others = [axis for axis in range(len(x_shape)) if axis not in axes]
+    operands = [graph.transpose(x, [*axes, *others]), graph.transpose(index, [*order, batch])]
+    name = graph.add("GatherND", operands, batch_dims=count)
     window = list(range(batch, batch + len(others)))
-    return graph.transpose(name, _place_window(window, list(range(batch)), numbers.offset_dims))
+    return graph.transpose(name, _place_window(window, np.argsort(order).tolist(), numbers.offset_dims))
 
 
 def _fill_outside(graph: Graph, result: Value, is_inside: str, numbers: Any, fill: Any) -> Value:

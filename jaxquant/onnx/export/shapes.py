@@ -177,6 +177,18 @@ def write_split(graph: Graph, call: Call) -> list[Value]:
     return [Value(spec.shape, x.dtype, name) for name, spec in zip(names, call.outputs, strict=True)]
 
 
+@writes("stack")
+def write_stack(graph: Graph, call: Call) -> Value:
+    """Write arrays as the entries of a new dimension."""
+    axis, output = call.parameters["axis"], call.outputs[0]
+    place = graph.ints(axis)
+    names = [
+        graph.add("Unsqueeze", [graph.store_full(x, shape), place])
+        for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True)
+    ]
+    return Value(tuple(output.shape), values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
+
+
 @writes("tile")
 def write_tile(graph: Graph, call: Call) -> Value:
     """Write repetitions of a whole array."""
