@@ -168,8 +168,8 @@ if TYPE_CHECKING:
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    # Of these, flax and onnx need a package that jaxquant does not depend on.
     _LAZY = ("checkpoint", "flax", "onnx", "ptq", "report", "transform")
+    _NEEDING_PACKAGES = ("flax", "onnx")  # they need a package of the same name, which jaxquant does not depend on
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:
@@ -187,7 +187,8 @@ else:  # type checkers would take every name for one that is there
             raise ModuleNotFoundError(text, name=name) from error
 
     def __dir__() -> list[str]:
-        """Returns the public names; flax and onnx only where they can be imported: tools take the value of each."""
-        needed = ("flax", "onnx")
-        available = [name for name in _LAZY if name not in needed or importlib.util.find_spec(name) is not None]
+        """Returns the public names; flax and onnx only where they can be imported, because tools read every name."""
+        available = [
+            name for name in _LAZY if name not in _NEEDING_PACKAGES or importlib.util.find_spec(name) is not None
+        ]
         return sorted([*__all__, *available])

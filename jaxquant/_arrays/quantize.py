@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, entry_point, granularity, known_values, min_max
+from .._core import checks, dtypes, entry_point, granularity, known_values, min_max, recording
 from .._core.affine import divide_by_scale, quantize_affine
 from .._core.entry_point import compile_entry_point
 from . import scale_from_range
@@ -154,10 +154,27 @@ def find_parameters(
     scale_shape, point_shape = scale_from_range.find_shapes(function, spec, x.shape)
     shape = scale_from_range.find_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
-        low, high = min_max.find_extremes(x, shape, scale_from_range.check_one_block_size(function, spec))
+        block_size = scale_from_range.check_one_block_size(function, spec)
+        if spec.fixed_zero_point is None:
+            return *_find_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
+        low, high = min_max.find_extremes(x, shape, block_size)
     else:
         low, high = (_broadcast_end(argument, end, shape) for argument, end in (("lo", lo), ("hi", hi)))
     return *scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape), shape
+
+
+def _list_parameters(spec: QuantSpec, scale_shape: Any, point_shape: Any, **_: Any) -> list[Any]:
+    return [(scale_shape, spec.scale_dtype), (point_shape, spec.carrier)]
+
+
+@recording.mark("own_range", _list_parameters)
+def _find_own_parameters(
+    x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
+    point_shape: tuple[int, ...],
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Return the scale and the zero point for the range of x, of a spec whose zero point is not fixed."""
+    low, high = min_max.find_extremes(x, shape, block_size)
+    return scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
 
 
 def _broadcast_end(argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:

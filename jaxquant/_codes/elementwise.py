@@ -96,7 +96,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
         expected = f"codes of {left.dtype}, as a has"
         checks.require_type(affine.dtype == left.dtype, function, argument, expected, affine.dtype)
     try:
-        jnp.broadcast_shapes(a.shape, b.shape)
+        jnp.broadcast_shapes(a.shape, b.shape)  # a dimension may be symbolic
     except ValueError:
         checks.require(False, function, "a, b", "shapes that broadcast", f"{a.shape} and {b.shape}")
     codes = _OPERATORS[function](

@@ -233,7 +233,7 @@ def _convolve_integers(
         if correction is not None:
             acc = acc - spread(correction)
         if epilogue is not None:
-            return epilogue.finish(acc, images, kernels, spread)
+            return epilogue.finish(acc, images, kernels, spread, axis)
         y = barriers.round_result(acc.astype(jnp.float32) * spread(_scaling.multiply_scales(images, kernels)))
         return rounding.round_to_dtype(y, dtype).astype(dtype)
 

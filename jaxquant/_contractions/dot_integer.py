@@ -246,7 +246,7 @@ def _contract_whole(sides: Sequence[_Side], out_sharding: Any) -> jax.Array:
     # The scales of rows and of columns may be sharded differently, and JAX would refuse to multiply them.
     if sharding.is_placed(acc):
         scales = (_scaling.spread_over_product(scales[0], acc), _scaling.spread_over_product(scales[1], acc))
-    return _scaling.scale_product(acc, _scaling.multiply_scales(*scales))
+    return _scaling.scale_by_both(acc, *scales)
 
 
 def _contract_codes(sides: Sequence[_Side], out_sharding: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

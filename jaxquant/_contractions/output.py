@@ -14,7 +14,7 @@ import numpy as np
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, entry_point, known_values, number_arguments, rounding, sharding
+from .._core import checks, dtypes, entry_point, known_values, number_arguments, recording, rounding, sharding
 from .._core.granularity import PerTensor
 from ..integer import _operands, _requantize, _scaling
 
@@ -161,7 +161,12 @@ class Epilogue(NamedTuple):
     output: Affine | None
 
     def finish(
-        self, acc: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, spread: Callable[[jax.Array], jax.Array]
+        self,
+        acc: jax.Array,
+        lhs_scale: jax.Array,
+        rhs_scale: jax.Array,
+        spread: Callable[[jax.Array], jax.Array],
+        axis: int | None = None,
     ) -> jax.Array:
         """Return the codes or the float32 values of an int32 accumulator.
 
@@ -170,7 +175,13 @@ class Epilogue(NamedTuple):
             lhs_scale: float32.
             rhs_scale: float32, of a shape that broadcasts against lhs_scale's.
             spread: broadcasts scales, and arrays of the bias's shape, to acc.
+            axis: the axis of the features in the sums of a convolution, or None for the last.
         """
+        if recording.is_recording() and self.output is not None:
+            parts = (self.bias, lhs_scale, rhs_scale)
+            placed = (None if p is None else _requantize.place_part(p, acc.ndim, axis) for p in parts)
+            scale, steps = jnp.asarray(self.output.scale).reshape(()), self.output.make_steps().reshape(())
+            return _requantize.requantize_product(acc, *placed, scale, steps, self.output.dtype)
         if self.bias is not None:
             acc = acc + spread(self.bias)
         ones = (1,) * lhs_scale.ndim

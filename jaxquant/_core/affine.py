@@ -6,13 +6,14 @@ The callers have checked every argument.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import barriers, division, dtypes, rounding, small_floats
-from .granularity import Granularity
+from . import barriers, division, dtypes, recording, rounding, small_floats
+from .granularity import Aligned, Blocked, Granularity, Groups, PerAxis, PerTensor
 
 
 def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
@@ -23,7 +24,42 @@ def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.
     return division.divide_in_precision(x.astype(jnp.float32), values, precision)
 
 
+def _find_batched_scale(
+    mapped: dict[str, bool], x: jax.Array, scale: Any, zero_point: Any, granularity: Granularity
+) -> tuple[Any, Any, Granularity] | None:
+    """Return the scale, the zero point and the granularity of an x with one more dimension, its first; or None."""
+    if not mapped["x"] or mapped["scale"] != mapped.get("zero_point", mapped["scale"]):
+        return None
+    if mapped["scale"]:
+        is_scalar = isinstance(granularity, PerTensor) and scale.ndim == 1
+        return (scale, zero_point, PerAxis(0)) if is_scalar else None
+    if isinstance(granularity, PerTensor):
+        return scale, zero_point, granularity
+    if isinstance(granularity, PerAxis):
+        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        return scale, zero_point, PerAxis(tuple(axis + 1 for axis in axes))
+    if isinstance(granularity, Blocked):
+        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        sizes = (granularity.size if axis in axes else 1 for axis in range(x.ndim - 1))
+        granularity = Groups((x.shape[0], *sizes))
+    elif isinstance(granularity, Groups):
+        granularity = Groups((x.shape[0], *granularity.sizes))
+    assert isinstance(granularity, Groups | Aligned)
+    return scale[None], None if zero_point is None else zero_point[None], granularity
+
+
+def _batch_quantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularity: Any, **statics: Any) -> Any:
+    parts = _find_batched_scale(mapped, x, scale, zero_point, granularity)
+    return None if parts is None else quantize_affine(x, *parts, **statics)
+
+
+def _batch_dequantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularity: Any, dtype: Any) -> Any:
+    parts = _find_batched_scale(mapped, x, scale, zero_point, granularity)
+    return None if parts is None else dequantize_affine(x, *parts, dtype)
+
+
 # A jit whose trace JAX keeps: another layer with activations of the same shape is traced in a fraction of the time.
+@recording.mark("quantize", lambda x, dtype, **_: (x.shape, dtype), _batch_quantize)
 @functools.partial(jax.jit, inline=True, static_argnames=("granularity", "dtype", "precision", "saturate", "bounds"))
 def quantize_affine(
     x: jax.Array,
@@ -59,6 +95,7 @@ def quantize_affine(
     return rounding.encode_steps(value, steps, dtype, bounds)
 
 
+@recording.mark("dequantize", lambda x, dtype, **_: (x.shape, dtype), _batch_dequantize)
 def dequantize_affine(
     x: jax.Array,
     scale: jax.Array,

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from . import sharding
+from . import recording, sharding
 
 # The numbers of elements between which `split_small_fusion` splits. With fewer, a fusion of some 15 operations that
 # reads and writes float32 has less than 200,000 units of work, and runs on one thread in any form. With more, the first
@@ -47,6 +47,10 @@ def _make_false_for_batch(axis_size: int, in_batched: list[bool], like: jax.Arra
     return make_false(like), True
 
 
+def _find_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:
+    return value.shape, value.dtype
+
+
 @jax.custom_jvp
 def round_result(result: jax.Array) -> jax.Array:
     """Return a float32 array unchanged, and keep XLA from merging its last operation with the one that uses it.
@@ -55,11 +59,16 @@ def round_result(result: jax.Array) -> jax.Array:
     the same operator or of the user's code. With jax 0.10 it also folds two consecutive additions of constants into
     one. Either way it rounds once where a runtime rounds twice.
     """
+    return _hide_rounding(result)
+
+
+@recording.mark("keep", _find_same, recording.map_elements)
+def _hide_rounding(value: jax.Array) -> jax.Array:
     # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
     # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
     # does not know that, and it cannot contract float operations across an integer one. A split alone would not do:
     # jax 0.10's XLA removes the barrier before it forms the fusions.
-    bits = lax.min(lax.bitcast_convert_type(result, jnp.int32), np.int32(0x7FC00000))
+    bits = lax.min(lax.bitcast_convert_type(value, jnp.int32), np.int32(0x7FC00000))
     return split_small_fusion(lax.bitcast_convert_type(bits, jnp.float32))
 
 
@@ -68,6 +77,7 @@ def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> 
     return round_result(*primals), tangents[0]
 
 
+@recording.mark("keep", _find_same, recording.map_elements)
 def split_small_fusion(value: jax.Array) -> jax.Array:
     """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
 
@@ -117,9 +127,12 @@ def compute_once(values: Any) -> Any:
     Args:
         values: a pytree of arrays.
     """
+    if recording.is_recording():
+        return values
     return lax.platform_dependent(values, cpu=lax.optimization_barrier, default=lambda same: same)
 
 
+@recording.mark("keep", _find_same)
 def wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     """Return an integer array unchanged, and make XLA:CPU compute `predecessor` before it.
 
@@ -141,9 +154,10 @@ def _wait_for(value: jax.Array, predecessor: jax.Array) -> jax.Array:
     return value ^ jnp.broadcast_to(zero, value.shape)
 
 
-def pin_layout(x: jax.Array) -> jax.Array:
+@recording.mark("keep", _find_same, recording.map_elements)
+def pin_layout(value: jax.Array) -> jax.Array:
     """Return an array unchanged, and make XLA:CPU write it to memory in its layout before any operation reads it."""
-    return lax.platform_dependent(x, cpu=_pin_layout, default=lambda value: value)
+    return lax.platform_dependent(value, cpu=_pin_layout, default=lambda x: x)
 
 
 def _pin_layout(x: jax.Array) -> jax.Array:

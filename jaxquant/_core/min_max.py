@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import granularity, sharding
+from . import granularity, recording, sharding
 
 _ZERO = np.int32(0)  # the key of 0
 _INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity
@@ -27,6 +27,11 @@ _UNROLLED = 8  # the number of rows that one step of a loop reads; the loop then
 _Keys = tuple[jax.Array, jax.Array]
 
 
+def _batch_extremes(_: Any, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
+    return find_extremes(x, (x.shape[0], *shape), block_size)
+
+
+@recording.mark("extremes", lambda shape, **_: [(shape, jnp.float32)] * 2, _batch_extremes)
 def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
     """Return the least and the largest value of each slice, bit for bit.
 
@@ -43,6 +48,15 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     return decode_ends(*_find_slice_keys(x, shape, block_size))
 
 
+def _find_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
+    return [(tuple(n for axis, n in enumerate(x.shape) if axis not in axes), jnp.float32)] * 2
+
+
+def _batch_min_max(_: Any, x: jax.Array, axes: tuple[int, ...]) -> Any:
+    return find_min_max(x, tuple(axis + 1 for axis in axes))
+
+
+@recording.mark("min_max", _find_kept_lengths, _batch_min_max)
 def find_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return (min(x, 0), max(x, 0)) over `axes` as float32 arrays: NaN where x has a NaN, 0 where x has no elements."""
     shape = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import barriers, dtypes, packed_codes, small_floats
+from . import barriers, dtypes, packed_codes, recording, small_floats
 
 # The floats between 2**23 and 2**24 are exactly the integers. Adding 1.5 * 2**23 to a value |v| < 2**22 therefore
 # rounds v half to even, and leaves the integer in the low bits of the sum. The bits of positive floats, read as
@@ -26,6 +26,7 @@ _MAGIC_BITS = int(_MAGIC.view(np.int32))
 _NAN_WRAP = 0x80000000 - 0x7FC00000 + 2**16
 
 
+@recording.mark("round_to_dtype", lambda value, dtype: (value.shape, jnp.float32), recording.map_elements)
 def round_to_dtype(value: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return float32 values rounded half to even to a float dtype, but stored as float32.
 
@@ -56,6 +57,7 @@ def _round_to_half_jvp(
     return _round_to_half(*primals, dtype), tangents[0]
 
 
+@recording.mark("encode", lambda value, dtype, **_: (value.shape, dtype), recording.map_elements)
 def encode_steps(
     value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None = None
 ) -> jax.Array:

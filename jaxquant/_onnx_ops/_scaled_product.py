@@ -50,7 +50,7 @@ def multiply_scaled(
     blocks = count_blocks(b_scale, shapes)
     if blocks <= 1:
         acc = multiply_matrices(a, b, a_steps, b_steps, shapes)
-        return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, b_scale))
+        return _scaling.scale_by_both(acc, a_scale, b_scale)
     length = shapes.b[0] // blocks
     block_shapes = shapes._replace(a=(*shapes.a[:-1], length), b=(length, shapes.b[1]))
     # a must be in memory before it is cut. Otherwise XLA would repeat the operation that computes it, for example a
@@ -62,7 +62,7 @@ def multiply_scaled(
     def contract_block(block: Any) -> jax.Array:
         rows, filters, steps, scale = block
         acc = multiply_matrices(rows, filters, a_steps, b_steps if steps is None else steps, block_shapes)
-        return _scaling.scale_product(acc, _scaling.multiply_scales(a_scale, scale))
+        return _scaling.scale_by_both(acc, a_scale, scale)
 
     stacks = (a_blocks, b.reshape(blocks, length, shapes.b[1]), stacked_steps, b_scale[:, None])
     return sum_over_blocks(contract_block, stacks)

@@ -11,10 +11,10 @@ import numpy as np
 from jax import export
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import barriers, checks, division, dtypes, entry_point, min_max, rounding
+from .._core import barriers, checks, division, dtypes, entry_point, min_max, recording, rounding
 from .._core.affine import quantize_affine
 from .._core.entry_point import compile_entry_point
-from .._core.granularity import Granularity, find_reduced_axes, find_slices, sum_to_scale
+from .._core.granularity import Granularity, PerAxis, PerTensor, find_reduced_axes, find_slices, sum_to_scale
 from .._core.sharding import place_like
 from . import toolkit_attributes
 
@@ -160,6 +160,17 @@ def _share_gradient(x: jax.Array, extreme: jax.Array, granularity: Granularity, 
     return jnp.where(granularity.expand(jnp.isnan(extreme), x), np.float32(np.nan), share)
 
 
+def _find_range_parts(x: jax.Array, granularity: Granularity, dtype: np.dtype) -> list[Any]:
+    axes = find_reduced_axes(granularity, x.ndim)
+    shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
+    return [(shape, part) for part in (jnp.float32, jnp.float32, jnp.float32, dtype)]
+
+
+def _batch_range(_: Any, x: jax.Array, granularity: Granularity, dtype: np.dtype) -> Any:
+    return find_dynamic_range(x, PerAxis(0), dtype) if isinstance(granularity, PerTensor) else None
+
+
+@recording.mark("dynamic_range", _find_range_parts, _batch_range)
 def find_dynamic_range(
     x: jax.Array, granularity: Granularity, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, granularity, recording
 from .._core.entry_point import compile_entry_point
 from .._core.number_arguments import convert_plain_scale
 from ..integer import _operands, _requantize
@@ -119,6 +119,11 @@ def _qlinear_conv(
     scale = _requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+        if recording.is_recording():
+            parts = (b, w_scale.reshape(-1))
+            placed = [None if p is None else _requantize.place_part(p, acc.ndim, axis) for p in parts]
+            numbers = (x_scale.reshape(()), placed[1], y_scale.reshape(()), y_zero_point.astype(jnp.int32).reshape(()))
+            return _requantize.requantize_product(acc, placed[0], *numbers, y_zero_point.dtype)
         along = granularity.PerAxis(axis)
         # b counts steps of the accumulator, so it is added in int32, before the scales.
         if b is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import checks, dtypes, small_floats
+from .._core import checks, dtypes, recording, small_floats
 from .._core.entry_point import compile_entry_point
 from .._core.known_values import check_float_zero_point
 from .._core.number_arguments import convert_plain_scale
@@ -124,7 +124,7 @@ def _qlinear_matmul(
     if y_scale is None or y_zero_point is None:
         acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
         factors = (s.astype(jnp.float32) for s in (a_scale, b_scale))
-        return _scaling.scale_product(acc, _scaling.multiply_scales(*factors)).reshape(shapes.out)
+        return _scaling.scale_by_both(acc, *factors).reshape(shapes.out)
     # Scales of rows and scales of columns have different ranks if only one operand is a stack of matrices.
     y_scale = read_per_row(_NAME, "y_scale", y_scale, shapes)
     scale = _requantize.find_multiplier(*(_align(s, shapes) for s in (a_scale, b_scale, y_scale)))
@@ -132,7 +132,13 @@ def _qlinear_matmul(
     # A float8 zero point is 0, so only integers need the steps.
     if a.dtype in dtypes.FLOAT8:
         return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
-    acc = _add_bias(_rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes), bias)
+    acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
+    if recording.is_recording():
+        bias = None if bias is None else _requantize.place_part(bias, acc.ndim, None)
+        scales = (_align(s, shapes) for s in (a_scale, b_scale, y_scale))
+        numbers = (*scales, y_steps.astype(jnp.int32), y_zero_point.dtype)
+        return _requantize.requantize_product(acc, bias, *numbers).reshape(shapes.out)
+    acc = _add_bias(acc, bias)
     scale, y_steps = (_scaling.spread_over_product(v, acc) for v in (scale, y_steps.astype(jnp.int32)))
     return _requantize.requantize_accumulator(acc, scale, y_steps, y_zero_point.dtype).reshape(shapes.out)
 

@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, uint64
-from .._core.uint64 import Words
-from . import calibrator, histogram
+from .._core import checks, dtypes
+from . import calibrator, histogram, uint64
 from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
+from .uint64 import Words
 
 _NAME = "entropy"
 _MAX_BINS = 2**13  # the time of `finalize` grows with the square of the number of bins

@@ -19,10 +19,10 @@ from jax import export, lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, min_max, sharding, uint64
-from .._core.uint64 import Words
-from . import running, slice_layout
+from .._core import checks, min_max, sharding
+from . import running, slice_layout, uint64
 from .calibrator import Calibrator, Parts, build_calibrator, check_spec
+from .uint64 import Words
 
 _LEAST = -100  # the least exponent: the reciprocal of a bin's width must be a float32
 _SPARE = 16  # extra slots after the bins of a table: the first half counts zeros, the last one elements to ignore

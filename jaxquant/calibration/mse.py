@@ -12,8 +12,8 @@ from jax import lax
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, small_floats, uint64
-from . import calibrator, histogram
+from .._core import checks, dtypes, small_floats
+from . import calibrator, histogram, uint64
 from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
 

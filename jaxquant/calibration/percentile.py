@@ -11,11 +11,11 @@ import numpy as np
 from jax import lax
 
 from .._arrays.spec import QuantSpec
-from .._core import checks, uint64
-from .._core.uint64 import Words
-from . import histogram
+from .._core import checks
+from . import histogram, uint64
 from .calibrator import Calibrator, Range
 from .histogram import HistogramState, Settings
+from .uint64 import Words
 
 _NAME = "percentile"
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import barriers, checks, dtypes, sharding
+from .._core import barriers, checks, dtypes, recording, sharding
 from .._core.number_arguments import fit_number
 
 DTYPES: tuple[np.dtype, ...] = tuple(
@@ -25,12 +25,15 @@ _UINT8 = np.dtype(jnp.uint8)
 
 def convert_to_signed(x: jax.Array) -> jax.Array:
     """Return x as int8: subtract 128 from a uint8, and widen narrower dtypes."""
+    # An exporter records a contraction with the codes and the zero points as they are.
+    if recording.is_recording():
+        return x
     return shift_to_signed(x).astype(jnp.int8)
 
 
 def shift_to_signed(x: jax.Array) -> jax.Array:
     """Return x with 128 subtracted from a uint8, as int8; codes of another dtype are returned unchanged."""
-    if x.dtype != _UINT8:
+    if x.dtype != _UINT8 or recording.is_recording():
         return x
     # Flipping the top bit and reading the result as signed subtracts 128, without widening the bytes.
     return lax.bitcast_convert_type(x ^ np.uint8(128), jnp.int8)
@@ -68,11 +71,19 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
 
 def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
     """Return the int32 zero point of the operand shifted to int8, or None if it is known to be 0."""
+    if recording.is_recording():
+        return None if zero_point is None else zero_point.astype(jnp.int32)
     if centred:
         return None
     if zero_point is None:
         return jnp.full((), -find_offset(dtype), jnp.int32)
     return zero_point.astype(jnp.int32) - np.int32(find_offset(dtype))
+
+
+def shift_recorded(x: jax.Array, steps: Any) -> tuple[jax.Array, Any]:
+    """Return the codes of a recorded contraction, and their int32 zero point or None, in the form of the kernels."""
+    shifted = convert_steps(steps, np.dtype(x.dtype), is_centred(None, x.dtype) and steps is None)
+    return shift_to_signed(x), shifted
 
 
 def convert_zero_point_number(function: str, argument: str, value: Any, operand: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._core import barriers, sharding
+from .._core import barriers, recording, sharding
 
 
 def spread_over_product(value: jax.Array, acc: jax.Array) -> jax.Array:
@@ -17,6 +17,23 @@ def spread_over_product(value: jax.Array, acc: jax.Array) -> jax.Array:
 def scale_product(acc: jax.Array, scale: jax.Array) -> jax.Array:
     """Return float32(acc) * scale, always rounded to float32 before the operation that follows."""
     return barriers.round_result(lax.mul(lax.convert_element_type(acc, jnp.float32), spread_over_product(scale, acc)))
+
+
+def _batch_scaled(mapped: dict[str, bool], acc: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array | None:
+    if not mapped["acc"]:
+        return None
+    scales = []
+    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if mapped[name]:
+            scale = lax.expand_dims(scale, range(1, 1 + acc.ndim - scale.ndim))
+        scales.append(scale)
+    return scale_by_both(acc, *scales)
+
+
+@recording.mark("scale", lambda acc, **_: (acc.shape, jnp.float32), _batch_scaled)
+def scale_by_both(acc: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    """Return float32(acc) * float32(a_scale * b_scale), with scales that broadcast against each other and acc."""
+    return scale_product(acc, multiply_scales(a_scale, b_scale))
 
 
 def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core import barriers, checks, granularity, sharding
+from .._core import barriers, checks, granularity, recording, sharding
 from .._core.entry_point import compile_entry_point
 from . import _conv_kernel, _conv_patches, _layout, _operands
 from ._conv_geometry import Geometry, Plan, check_zero_points, has_positions, plan_convolution
@@ -183,6 +183,9 @@ def convolve_planned(
         out: Static. The permutation from [N, O, *spatial] to the caller's layout, or None for that layout itself.
         features_last: Static. Whether w is the transpose of an array whose features are last in memory.
     """
+    if recording.is_recording():
+        acc = epilogue(_convolve_recorded(x, w, x_steps, w_steps, geometry), 1)
+        return acc if out is None else lax.transpose(acc, tuple(out))
     # Pad with the zero point, so that the padding is 0 after its subtraction.
     config = [(0, 0, 0), (0, 0, 0)]
     for (low, high), dilation in zip(geometry.padding, geometry.lhs_dilation, strict=True):
@@ -216,6 +219,33 @@ def convolve_planned(
     if not _layout.is_moving(permutation, result.shape):
         return lax.transpose(result, permutation)
     return _restore_layout(result, permutation)
+
+
+def _find_recorded_shape(x: jax.Array, w: jax.Array, geometry: Geometry, **_: Any) -> tuple[tuple[int, ...], Any]:
+    lengths = []
+    for n, kernel, stride, pads, x_step, w_step in zip(x.shape[2:], w.shape[2:], *geometry[:4], strict=True):
+        padded = (n - 1) * x_step + 1 + sum(pads)
+        lengths.append((padded - (kernel - 1) * w_step - 1) // stride + 1)
+    return (x.shape[0], w.shape[0], *lengths), jnp.int32
+
+
+def _batch_convolution(
+    mapped: dict[str, bool], x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry
+) -> jax.Array | None:
+    """Return the convolution of one more batch of images, or None if anything else is mapped."""
+    if not mapped["x"] or sum(mapped.values()) > 1:
+        return None
+    y = _convolve_recorded(x.reshape(-1, *x.shape[2:]), w, x_steps, w_steps, geometry)
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+@recording.mark("convolve", _find_recorded_shape, _batch_convolution)
+def _convolve_recorded(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:
+    """Return the int32 convolution of codes of any dtype, with their zero points."""
+    with recording.pause():
+        (x, x_steps), (w, w_steps) = _operands.shift_recorded(x, x_steps), _operands.shift_recorded(w, w_steps)
+        x, w = _operands.convert_to_signed(x), _operands.convert_to_signed(w)
+        return convolve_planned(x, w, x_steps, w_steps, geometry, False, lambda acc, _: acc)
 
 
 def _place_output(x: jax.Array, w: jax.Array, x_steps: Any, w_steps: Any, geometry: Geometry) -> jax.Array:

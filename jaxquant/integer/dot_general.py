@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._core import checks, granularity, sharding
+from .._core import checks, granularity, recording, sharding
 from .._core.entry_point import compile_entry_point
 from . import _dot_kernel, _layout, _operands, _planes
 
@@ -158,6 +158,8 @@ def contract_roles(
         right: the dimensions of rhs.
         out_sharding: the sharding of the result, or None.
     """
+    if recording.is_recording():
+        return _contract_recorded(lhs, rhs, lhs_steps, rhs_steps, left, right)
     if out_sharding is not None or sharding.is_placed(lhs) or sharding.is_placed(rhs):
         lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
@@ -168,6 +170,48 @@ def contract_roles(
             on_cpu = functools.partial(contract_planes, side=side)
             return lax.platform_dependent(lhs, rhs, lhs_steps, rhs_steps, cpu=on_cpu, default=contract)
     return contract(lhs, rhs, lhs_steps, rhs_steps)
+
+
+def _batch_contraction(
+    mapped: dict[str, bool], lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role
+) -> jax.Array:
+    """Return the contraction with one more dimension, its first; mapped operands have it as their first dimension."""
+    sides = []
+    for x, steps, role, names in (
+        (lhs, lhs_steps, left, ("lhs", "lhs_steps")), (rhs, rhs_steps, right, ("rhs", "rhs_steps"))
+    ):  # fmt: skip
+        is_mapped = mapped[names[0]]
+        if steps is not None and mapped[names[1]]:
+            if not is_mapped:
+                x, is_mapped = jnp.broadcast_to(x, (steps.shape[0], *x.shape)), True
+            steps = steps.reshape(-1, *(steps.shape[1:] if steps.ndim > 1 else (1,) * (x.ndim - 1)))
+        elif steps is not None and steps.ndim and is_mapped:
+            steps = steps[None]
+        shifted = Role(*(tuple(axis + 1 for axis in axes) for axes in role)) if is_mapped else role
+        sides.append((x, steps, shifted, is_mapped))
+    (lhs, lhs_steps, left, in_lhs), (rhs, rhs_steps, right, in_rhs) = sides
+    if in_lhs and in_rhs:
+        left, right = (role._replace(batch=(0, *role.batch)) for role in (left, right))
+        return contract_roles(lhs, rhs, lhs_steps, rhs_steps, left, right)
+    left = left._replace(free=(0, *left.free)) if in_lhs else left
+    right = right._replace(free=(0, *right.free)) if in_rhs else right
+    y = contract_roles(lhs, rhs, lhs_steps, rhs_steps, left, right)
+    return jnp.moveaxis(y, len(left.batch) + (0 if in_lhs else len(left.free)), 0)
+
+
+@recording.mark(
+    "contract",
+    lambda lhs, rhs, left, right, **_: (_find_result_shape(lhs, rhs, left, right), jnp.int32),
+    _batch_contraction,
+)
+def _contract_recorded(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, left: Role, right: Role
+) -> jax.Array:
+    """Return the int32 contraction of codes of any dtype, with their zero points."""
+    with recording.pause():
+        lhs, lhs_steps = _operands.shift_recorded(lhs, lhs_steps)
+        rhs, rhs_steps = _operands.shift_recorded(rhs, rhs_steps)
+        return contract_roles(lhs, rhs, lhs_steps, rhs_steps, left, right)
 
 
 def _contract_signed(

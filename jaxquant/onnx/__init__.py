@@ -1,12 +1,16 @@
-"""ONNX models as JAX functions: `load` reads a model, `check` examines a file that may be damaged or hostile.
+"""JAX functions as ONNX models, and ONNX models as JAX functions, with the same integers.
 
-This module needs the package onnx, which `pip install "jaxquant[onnx]"` installs.
+`export` makes a model, `save` writes it, `verify` compares it with the function in ONNX Runtime. `load` reads a model,
+`check` examines a file that may be damaged or hostile. This module needs the package onnx, which
+`pip install "jaxquant[onnx]"` installs.
 """
 
 from .errors import ModelError
+from .export import export, save
 from .load import Limits, LoadedFunction, check, load
+from .verify import Report, verify
 
-__all__ = ["Limits", "LoadedFunction", "ModelError", "check", "load"]
+__all__ = ["Limits", "LoadedFunction", "ModelError", "Report", "check", "export", "load", "save", "verify"]
 
 
 def __dir__() -> list[str]:

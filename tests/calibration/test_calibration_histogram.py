@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant._core import uint64
+from jaxquant.calibration import uint64
 
 from ..oracles import calibration_text as oracle
 from ..support.matrix import mark_others_full

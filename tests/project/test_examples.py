@@ -20,6 +20,7 @@ OUTPUTS = {
     "nnx_serving": "bytes of integers",
     "operators": "per tensor",
     "integer_network": "Codes that differ between the trained and the converted network: 0",
+    "onnx_export": "All codes are equal",
     "minilm": "Each mean cosine meets its target.",
     "onnx_runtime": "Numbers that differ from those of ONNX Runtime",
 }
@@ -49,6 +50,8 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["cnn_int4", "integer_network", "linen_serving", "nnx_serving", "operators"])
+@pytest.mark.parametrize(
+    "name", ["cnn_int4", "integer_network", "linen_serving", "nnx_serving", "onnx_export", "operators"]
+)
 def test_an_example_is_short(name: str) -> None:
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import dtypes, sharding
+from ..._core import dtypes, recording, sharding
 from ..._core.affine import dequantize_affine, quantize_affine
 from ..._core.granularity import PerTensor
 from ._arguments import Affine
@@ -36,6 +36,11 @@ def encode_values(values: jax.Array, affine: Affine) -> jax.Array:
     return quantize_affine(values, affine.scale, affine.steps, PerTensor(), affine.dtype, dtypes.FLOAT32)
 
 
+def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> jax.Array | None:
+    return None if mapped["table"] else look_up(table, x)
+
+
+@recording.mark("look_up", lambda table, x: (x.shape, table.dtype), _batch_lookup)
 def look_up(table: jax.Array, x: jax.Array) -> jax.Array:
     """Return the entry of a table of 256 for each code of x, int8 or uint8."""
     places = lax.bitcast_convert_type(x, jnp.uint8)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, rounding
+from ..._core import barriers, checks, division, recording, rounding
 from ..._core.entry_point import compile_entry_point
 from ..._core.known_values import find_known
 from ._arguments import Affine, broadcast_operands, check_eight_bits, convert_numbers, read_affine
@@ -78,6 +78,7 @@ def qlinear_add(
 
 
 @compile_entry_point(_NAME)
+@recording.mark("qlinear_add", lambda a, b, **_: (jnp.broadcast_shapes(a.shape, b.shape), a.dtype))
 def _qlinear_add(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None, *, is_aligned: bool,

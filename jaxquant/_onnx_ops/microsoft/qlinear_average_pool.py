@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, dtypes, rounding, sharding
+from ..._core import barriers, checks, division, dtypes, recording, rounding, sharding
 from ..._core.affine import dequantize_affine
 from ..._core.entry_point import compile_entry_point
 from ..._core.granularity import PerTensor
@@ -91,7 +92,15 @@ def qlinear_average_pool(
     return _qlinear_average_pool(x, x_scale, x_zero_point, y_scale, y_zero_point, attributes=attributes)
 
 
+def _find_pooled_shape(x: jax.Array, attributes: Attributes, **_: Any) -> tuple[tuple[int, ...], Any]:
+    first = 1 if attributes.channels_last else 2
+    axes = range(first, first + x.ndim - 2)
+    positions = iter(find_windows(_NAME, tuple(x.shape[axis] for axis in axes), attributes).positions)
+    return tuple(next(positions) if axis in axes else n for axis, n in enumerate(x.shape)), x.dtype
+
+
 @compile_entry_point(_NAME)
+@recording.mark("qlinear_average_pool", _find_pooled_shape)
 def _qlinear_average_pool(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, attributes: Attributes,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, rounding
+from ..._core import barriers, checks, recording, rounding
 from ..._core.entry_point import compile_entry_point
 from ...integer import _requantize
 from ._arguments import broadcast_operands, check_eight_bits, convert_numbers, read_affine
@@ -66,6 +66,7 @@ def qlinear_mul(
 
 
 @compile_entry_point(_NAME)
+@recording.mark("qlinear_mul", lambda a, b, **_: (jnp.broadcast_shapes(a.shape, b.shape), a.dtype))
 def _qlinear_mul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None,

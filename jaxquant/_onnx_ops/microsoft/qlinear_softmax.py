@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, rounding, sharding
+from ..._core import barriers, checks, division, recording, rounding, sharding
 from ..._core.entry_point import compile_entry_point
 from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
 from ._exponential import list_exponentials
@@ -81,6 +81,7 @@ def qlinear_softmax(
 
 
 @compile_entry_point(_NAME)
+@recording.mark("qlinear_softmax", lambda x, **_: (x.shape, x.dtype))
 def _qlinear_softmax(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, axis: int, flat: bool,

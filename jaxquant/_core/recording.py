@@ -1,0 +1,185 @@
+"""The recording of operations for an exporter.
+
+While an exporter traces a function, each marked operation is one equation of the traced program, with its static
+arguments as they are. Any other program contains the arithmetic of the operation and no trace of the mark.
+
+The switch is a user context of JAX. It is part of the key of JAX's caches, so that functions that were traced before
+are traced again inside of it, and nothing stays in the caches afterwards. Other threads do not see it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_recording = jax.make_user_context(None)
+# The place of an array among the arguments of a mark.
+OPERAND = "<operand>"
+
+
+def is_recording() -> bool:
+    """Return whether an exporter is tracing."""
+    return _recording.value is not None
+
+
+@contextlib.contextmanager
+def record() -> Iterator[None]:
+    """Return a context in which marked operations are traced as marks."""
+    with _recording(True):
+        yield
+
+
+@contextlib.contextmanager
+def pause() -> Iterator[None]:
+    """Return a context in which marked operations are traced as their arithmetic."""
+    with _recording(None):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What an equation of `primitive` records, its only parameter.
+
+    Attributes:
+        name: the operation.
+        function: the arithmetic of the operation.
+        arguments: pairs of the name of an argument and its static value, or `OPERAND` for an array.
+        results: the shape and the dtype of each result; a shape may have symbolic dimensions.
+        is_single: whether the function returns an array, and not a tuple of arrays.
+        batch: the rule for `jax.vmap`, or None.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[tuple[str, Any], ...]
+    results: tuple[tuple[tuple[Any, ...], np.dtype], ...]
+    is_single: bool
+    batch: Callable[..., Any] | None
+
+    def bind_arguments(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """Return all arguments by name, with the operands in their places."""
+        rest = iter(operands)
+        return {name: next(rest) if value is OPERAND else value for name, value in self.arguments}
+
+    def run_arithmetic(self, *operands: Any) -> list[Any]:
+        """Return the results of the arithmetic, in which marks of a lower level may occur."""
+        results = self.function(**self.bind_arguments(operands))
+        return [results] if self.is_single else list(results)
+
+    def evaluate(self, *operands: Any) -> list[Any]:
+        """Return the results of known operands, computed as any other program computes them."""
+        with pause():
+            return list(_evaluate(*operands, mark=self))
+
+
+@functools.partial(jax.jit, static_argnames=("mark",))
+def _evaluate(*operands: Any, mark: Mark) -> list[Any]:
+    return mark.run_arithmetic(*operands)
+
+
+primitive = Primitive("jaxquant_mark")
+primitive.multiple_results = True
+primitive.def_impl(lambda *operands, mark: mark.evaluate(*operands))
+
+
+@primitive.def_abstract_eval
+def _infer(*operands: Any, mark: Mark) -> list[Any]:
+    del operands
+    return [ShapedArray(shape, dtype) for shape, dtype in mark.results]
+
+
+def _batch(operands: Sequence[Any], dimensions: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
+    """Return the results of mapped operands: by the rule of the operation, or else by its arithmetic."""
+    axes = list(dimensions)  # None for an operand that is not mapped
+    if mark.batch is map_elements:
+        return _batch_elements(operands, axes, mark)
+    if mark.batch is not None:
+        moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+        is_mapped = [axis is not None for axis in axes]
+        names = [name for name, value in mark.arguments if value is OPERAND]
+        results = mark.batch(dict(zip(names, is_mapped, strict=True)), **mark.bind_arguments(moved))
+        if results is not None:
+            results = [results] if mark.is_single else list(results)
+            return results, [0] * len(results)
+    results = jax.vmap(mark.run_arithmetic, in_axes=axes)(*operands)
+    return results, [0] * len(results)
+
+
+def map_elements(*_: Any, **__: Any) -> None:
+    """Stand for the rule of operations whose operands and result have the same shape, element by element."""
+
+
+def _batch_elements(operands: Sequence[Any], axes: Sequence[int | None], mark: Mark) -> tuple[Any, Any]:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    moved = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    results = tuple(((size, *shape), dtype) for shape, dtype in mark.results)
+    outputs = primitive.bind(*moved, mark=dataclasses.replace(mark, results=results))
+    return outputs, [0] * len(outputs)
+
+
+batching.primitive_batchers[primitive] = _batch
+mlir.register_lowering(primitive, mlir.lower_fun(lambda *operands, mark: mark.run_arithmetic(*operands), True))
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
+    """Return the results and their derivatives, which are those of the arithmetic."""
+    zeros = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(mark.run_arithmetic, tuple(primals), tuple(zeros))
+
+
+ad.primitive_jvps[primitive] = _differentiate
+
+
+def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Any:
+    """Return a decorator that records the calls of an operation.
+
+    Arguments that are arrays are operands; all others, None among them, are static and must be hashable.
+
+    Args:
+        name: the operation, for the exporter.
+        find_results: takes the arguments of a call by their names, and returns the shape and the dtype of the result,
+            or a list of such pairs if the operation returns a tuple. Shapes may be symbolic, so JAX is not asked.
+        batch: takes a dict that says which operand is mapped, along its first dimension, and the arguments by name;
+            returns the mapped results, or None for those of the arithmetic.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call_or_bind(*positional: Any, **named: Any) -> Any:
+            if _recording.value is None:
+                return function(*positional, **named)
+            bound = signature.bind(*positional, **named)
+            bound.apply_defaults()
+            return _bind(name, function, find_results, batch, bound.arguments)
+
+        return call_or_bind  # type: ignore[return-value]
+
+    return decorate
+
+
+def _bind(name: str, function: Any, find_results: Any, batch: Any, arguments: dict[str, Any]) -> Any:
+    results = find_results(**arguments)
+    is_single = not isinstance(results, list)
+    is_array = {key: isinstance(value, jax.Array | np.ndarray | np.generic) for key, value in arguments.items()}
+    statics = tuple((key, OPERAND if is_array[key] else value) for key, value in arguments.items())
+    pairs = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in ([results] if is_single else results))
+    operands = [jnp.asarray(value) for key, value in arguments.items() if is_array[key]]
+    outputs = primitive.bind(*operands, mark=Mark(name, function, statics, pairs, is_single, batch))
+    return outputs[0] if is_single else tuple(outputs)

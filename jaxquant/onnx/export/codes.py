@@ -1,0 +1,203 @@
+"""ONNX nodes of operations on codes: QLinearConv, QLinearMatMul, ONNX Runtime's own, and lookups in tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import values
+from .elementwise import apply_operator, cast_value
+from .graph import MICROSOFT, Graph
+from .registry import Call, writes_mark
+from .values import Shape, Value
+
+_UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+def _is_single(x: Value) -> bool:
+    return all(bool(n == 1) for n in x.shape)
+
+
+def _store_scalar(graph: Graph, x: Value, dtype: Any) -> str:
+    """Return a scale or a zero point of one element as a scalar."""
+    x = cast_value(graph, x, dtype)
+    if x.is_known:
+        return graph.add_constant(np.asarray(x.array).reshape(()))
+    return graph.reshape(graph.store(x), ()) if x.shape else graph.store(x)
+
+
+def _store_vector(graph: Graph, x: Value, axis: int) -> str | None:
+    """Return a scale or a bias as a scalar, or with one entry for each index of an axis; None if it has others."""
+    if _is_single(x):
+        return _store_scalar(graph, x, x.dtype)
+    if any(not bool(n == 1) for a, n in enumerate(x.shape) if a != axis):
+        return None
+    if x.is_known:
+        return graph.add_constant(np.asarray(x.array).reshape(-1), x.hint)
+    return graph.reshape(graph.store(x), (x.shape[axis],))
+
+
+@writes_mark("requantize")
+def write_requantization(graph: Graph, call: Call) -> Value | None:
+    """Write the operator of a whole quantized contraction, in place of the integer one that computed the sums."""
+    p, acc = call.parameters, call.parameters["acc"]
+    node = graph.find_node(acc.name)
+    if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
+        return None
+    dtype = np.dtype(p["dtype"])
+    if graph.form == "qdq" and (graph.find_dtype(node.input[0]), dtype) != (_UINT8, _UINT8):
+        graph.warnings.append(
+            f"{node.name}: expected uint8 inputs and outputs, because ONNX Runtime runs float kernels on int8 between "
+            "DequantizeLinear and QuantizeLinear; written as integer operators"
+        )
+    if graph.find_dtype(node.input[0]) != dtype:  # no kernel
+        return None
+    is_conv = node.op_type == "ConvInteger"
+    axis = 1 if is_conv else len(acc.shape) - 1
+    bias, y_scale, y_steps = p["bias"], p["y_scale"], p["y_steps"]
+    is_matrix = graph.form == "qdq" or len(acc.shape) == 2
+    if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_steps)) or not (bias is None or is_conv or is_matrix):
+        return None
+    rhs_scale = _store_vector(graph, p["b_scale"], axis)
+    offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
+    points = [_read_point(graph, node.input, i) for i in (0, 1)]
+    if rhs_scale is None or (bias is not None and offset is None):
+        return None
+    if graph.count_elements(rhs_scale) != graph.count_elements(points[1]):
+        points[1] = _repeat_point(graph, node.input, graph.count_elements(rhs_scale))
+    scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
+    operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
+    result = [scales[2], _store_scalar(graph, y_steps, dtype)]
+    name = _write_contraction(graph, node, operands, offset, result, len(acc.shape))
+    return Value(tuple(call.outputs[0].shape), dtype, name)
+
+
+def _write_contraction(graph: Graph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
+    """Return the codes of a contraction, written in the form of the graph.
+
+    Args:
+        graph: the graph.
+        node: the node that computed the sums.
+        operands: each operand with its scale and its zero point.
+        offset: the int32 bias, or None.
+        result: the scale and the zero point of the result.
+        rank: the rank of the result.
+    """
+    attributes = {a.name: graph.read_attribute(a) for a in node.attribute}
+    if graph.form == "qdq" and graph.find_dtype(operands[0]) == _UINT8:
+        return _write_qdq(graph, node, operands, offset, result, rank)
+    if node.op_type == "ConvInteger":
+        return graph.add("QLinearConv", [*operands, *result, *([] if offset is None else [offset])], **attributes)
+    if offset is None:
+        return graph.add("QLinearMatMul", [*operands, *result])
+    return graph.add("QGemm", [*operands, offset, *result], domain=MICROSOFT)
+
+
+def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | None:
+    """Return a bias with one entry for each feature."""
+    name = _store_vector(graph, bias, axis)
+    if name is None or not _is_single(bias):
+        return name
+    return graph.add("Expand", [name, graph.add_shape((shape[axis],))])
+
+
+def _read_point(graph: Graph, inputs: Any, place: int) -> str:
+    """Return the zero point of an operand, which the integer operators may leave out."""
+    if len(inputs) > 2 + place and inputs[2 + place]:
+        return inputs[2 + place]
+    return graph.add_constant(np.zeros((), graph.find_dtype(inputs[place]) or _UINT8))
+
+
+def _repeat_point(graph: Graph, inputs: Any, count: int) -> str:
+    """Return the zero point of the right operand with as many entries as it has scales."""
+    point = _read_point(graph, inputs, 1)
+    if point in graph.arrays:
+        return graph.add_constant(np.broadcast_to(graph.arrays[point], (count,)))
+    return graph.add("Expand", [point, graph.ints(count)])
+
+
+def _write_qdq(graph: Graph, node: Any, operands: Any, offset: str | None, result: Any, rank: int) -> str:
+    """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
+    x, x_scale, x_point, w, w_scale, w_point = operands
+    is_conv = node.op_type == "ConvInteger"
+    axis = 0 if is_conv else graph.find_rank(w) - 1
+    is_vector = graph.count_elements(w_scale) != 1
+    names = [
+        graph.add("DequantizeLinear", [x, x_scale, x_point]),
+        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=axis if is_vector else None),
+    ]
+    if offset is not None:
+        scale = graph.add_product(x_scale, w_scale)
+        names.append(graph.add("DequantizeLinear", [offset, scale], axis=0 if is_vector else None))
+    if is_conv:
+        name = graph.add("Conv", names, **{a.name: graph.read_attribute(a) for a in node.attribute})
+    elif offset is not None and rank == 2:
+        name = graph.add("Gemm", names)
+    else:
+        name = graph.add("MatMul", names[:2])
+        name = name if offset is None else graph.add("Add", [name, names[2]])
+    return graph.add("QuantizeLinear", [name, *result])
+
+
+# ONNX Runtime's own operators.
+
+_OPERATORS = {"qlinear_add": "QLinearAdd", "qlinear_mul": "QLinearMul"}
+
+
+@writes_mark(*_OPERATORS)
+def write_combination(graph: Graph, call: Call) -> Value:
+    """Write the sum or the product of codes."""
+    p = call.parameters
+    names = []
+    for side in ("a", "b", "c"):
+        if side != "c":
+            names.append(graph.store(p[side]))
+        names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
+        point = p[f"{side}_zero_point"]
+        names.append("" if point is None else _store_scalar(graph, point, point.dtype))
+    output = call.outputs[0]
+    name = graph.add(_OPERATORS[call.name], names, domain=MICROSOFT)
+    shape = values.broadcast_shapes(p["a"].shape, p["b"].shape)
+    return Value(shape, np.dtype(output.dtype), name)
+
+
+@writes_mark("qlinear_softmax", "qlinear_average_pool")
+def write_unary(graph: Graph, call: Call) -> Value | None:
+    """Write a softmax or the means of windows of codes."""
+    p, output = call.parameters, call.outputs[0]
+    if call.name == "qlinear_softmax":
+        operator, attributes = "QLinearSoftmax", {"axis": p["axis"], "opset": 12 if p["flat"] else 13}
+    else:
+        operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
+    names = [graph.store_full(p["x"], p["input_shapes"][0])]
+    for side in ("x", "y"):
+        point = p[f"{side}_zero_point"]
+        names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
+        names.append("" if point is None else _store_scalar(graph, point, point.dtype))
+    name = graph.add(operator, names, domain=MICROSOFT, **attributes)
+    return Value(tuple(output.shape), np.dtype(output.dtype), name)
+
+
+def _read_pooling(attributes: Any) -> dict[str, Any]:
+    """Return the attributes of a pooling that are not None."""
+    result = {}
+    for name, value in attributes._asdict().items():
+        if value is not None:
+            result[name] = (
+                list(value) if isinstance(value, tuple) else (value if isinstance(value, str) else int(value))
+            )
+    return result
+
+
+@writes_mark("look_up")
+def write_lookup(graph: Graph, call: Call) -> Value:
+    """Write a lookup in a table of 256 entries, in the order of the codes' bits."""
+    table, x = call.parameters["table"], call.parameters["x"]
+    index = cast_value(graph, x, np.int32)
+    if x.dtype != _UINT8:
+        size = values.make_known(np.int32(256))
+        index = apply_operator(graph, "Mod", [apply_operator(graph, "Add", [index, size]), size])
+    container = values.find_container(call.outputs[0].dtype)
+    name = graph.add("Gather", [graph.store_full(table, (256,)), graph.store(index)], axis=0)
+    return Value(x.shape, container, name)

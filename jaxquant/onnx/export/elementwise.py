@@ -1,0 +1,280 @@
+"""ONNX nodes of element-wise primitives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from ..._core import dtypes
+from . import values
+from .graph import Graph
+from .registry import Call, writes
+from .values import UnsupportedError, Value
+
+# ONNX Runtime computes neither these floats nor these integers on a CPU; it casts to the right ones exactly.
+_WIDER = {
+    **dict.fromkeys((dtypes.FLOAT16, dtypes.BFLOAT16), np.dtype(np.float32)),
+    **dict.fromkeys((np.dtype(d) for d in (np.int8, np.uint8, np.int16, np.uint16, np.bool_)), np.dtype(np.int32)),
+    np.dtype(np.uint32): np.dtype(np.int64),
+}
+_NARROW = (np.dtype(np.int8), np.dtype(np.uint8))
+_UNARY = {
+    "neg": "Neg", "sign": "Sign", "floor": "Floor", "ceil": "Ceil", "exp": "Exp", "log": "Log", "tanh": "Tanh",
+    "sin": "Sin", "cos": "Cos", "tan": "Tan", "asin": "Asin", "acos": "Acos", "atan": "Atan", "sinh": "Sinh",
+    "cosh": "Cosh", "asinh": "Asinh", "acosh": "Acosh", "atanh": "Atanh", "erf": "Erf", "logistic": "Sigmoid",
+    "sqrt": "Sqrt", "abs": "Abs",
+}  # fmt: skip
+_BINARY = {
+    "add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max", "min": "Min", "pow": "Pow",
+}  # fmt: skip
+_COMPARISONS = {"eq": "Equal", "lt": "Less", "gt": "Greater", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
+_LOGIC = {"and": "And", "or": "Or", "xor": "Xor"}
+_BITS = {"and": "BitwiseAnd", "or": "BitwiseOr", "xor": "BitwiseXor"}
+
+
+def find_compute_dtype(dtype: Any) -> np.dtype:
+    """Return the dtype in which the graph computes with values of a dtype."""
+    return _WIDER.get(values.find_container(dtype), np.dtype(dtype))
+
+
+def apply_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any) -> Value:
+    """Return the result of an operator that broadcasts, computed in a dtype that ONNX Runtime has kernels of.
+
+    Args:
+        graph: the graph.
+        operator: the operator.
+        inputs: the operands, of one dtype.
+        dtype: the dtype of the result, or None for that of the operands.
+        **attributes: the attributes of the node.
+    """
+    container = values.find_container(inputs[0].dtype)
+    wide = find_compute_dtype(container)
+    names = [graph.store(x) if wide == container else graph.cast(graph.store(x), wide) for x in inputs]
+    name = graph.add(operator, names, **attributes)
+    if dtype is None and wide != container:
+        name = graph.cast(name, container)
+    shape = values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs))
+    return Value(shape, container if dtype is None else np.dtype(dtype), name)
+
+
+def _find_stored_shape(x: Value) -> values.Shape:
+    return values.shrink_array(np.asarray(x.array)).shape if x.is_known else x.shape
+
+
+def make_scalar(number: Any, dtype: Any) -> Value:
+    """Return a number as a value."""
+    return values.make_known(np.asarray(number, values.find_container(dtype)))
+
+
+@writes(*_UNARY)
+def write_unary(graph: Graph, call: Call) -> Value:
+    """Write an operator of one operand."""
+    return apply_operator(graph, _UNARY[call.name], call.inputs)
+
+
+@writes(*_BINARY)
+def write_binary(graph: Graph, call: Call) -> Value:
+    """Write an operator of two operands."""
+    x, y = call.inputs
+    if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
+        return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
+    if call.name == "pow" and x.dtype != y.dtype:
+        y = cast_value(graph, y, x.dtype)
+    return apply_operator(graph, _BINARY[call.name], (x, y))
+
+
+def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any) -> Value:
+    """Return the result of an operator that broadcasts, in the operands' own dtypes."""
+    name = graph.add(operator, [graph.store(x) for x in inputs])
+    return Value(values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
+
+
+@writes(*_COMPARISONS, "ne")
+def write_comparison(graph: Graph, call: Call) -> Value:
+    """Write a comparison."""
+    inputs = call.inputs
+    if call.name == "ne":
+        equal = apply_operator(graph, "Equal", inputs, np.bool_)
+        return write_operator(graph, "Not", [equal], np.bool_)
+    return apply_operator(graph, _COMPARISONS[call.name], inputs, np.bool_)
+
+
+@writes("and", "or", "xor", "not")
+def write_logic(graph: Graph, call: Call) -> Value:
+    """Write a logical operator of bools, or one of the bits of integers."""
+    dtype = call.inputs[0].dtype
+    if dtype == np.bool_:
+        return write_operator(graph, "Not" if call.name == "not" else _LOGIC[call.name], call.inputs, dtype)
+    if graph.opset < 18:
+        raise UnsupportedError("bits of integers need opset 18")
+    return write_operator(graph, "BitwiseNot" if call.name == "not" else _BITS[call.name], call.inputs, dtype)
+
+
+@writes("convert_element_type")
+def write_cast(graph: Graph, call: Call) -> Value:
+    """Write a conversion."""
+    return cast_value(graph, call.inputs[0], call.parameters["new_dtype"])
+
+
+def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
+    """Return a value in another dtype."""
+    target, container = values.find_container(dtype), values.find_container(x.dtype)
+    if x.is_known:
+        return values.make_known(np.asarray(x.array).astype(target), x.hint)
+    if target == container:
+        return x._replace(dtype=target)
+    if container in _NARROW and target == np.int32:
+        return Value(x.shape, target, graph.widen(graph.store(x), container, target))
+    return Value(x.shape, target, graph.cast(graph.store(x), target))
+
+
+@writes("reduce_precision")
+def write_reduce_precision(graph: Graph, call: Call) -> Value:
+    """Write a rounding to the digits of a narrower float."""
+    bits = (call.parameters["exponent_bits"], call.parameters["mantissa_bits"])
+    narrow = {(8, 7): dtypes.BFLOAT16, (5, 10): dtypes.FLOAT16, (8, 23): dtypes.FLOAT32}.get(bits)
+    if narrow is None:
+        raise UnsupportedError(f"{bits[0]} bits of exponent and {bits[1]} of mantissa")
+    x = call.inputs[0]
+    return x if narrow == x.dtype else cast_value(graph, cast_value(graph, x, narrow), x.dtype)
+
+
+@writes("round")
+def write_round(graph: Graph, call: Call) -> Value:
+    """Write a rounding to integers."""
+    (x,) = call.inputs
+    if call.parameters["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN:
+        return apply_operator(graph, "Round", [x])
+    size = apply_operator(graph, "Add", [apply_operator(graph, "Abs", [x]), make_scalar(0.5, x.dtype)])
+    return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), apply_operator(graph, "Floor", [size])])
+
+
+@writes("integer_pow", "square")
+def write_integer_power(graph: Graph, call: Call) -> Value:
+    """Write a power by multiplications."""
+    (x,) = call.inputs
+    exponent = 2 if call.name == "square" else int(call.parameters["y"])
+    result, power, rest = None, x, abs(exponent)
+    while rest:
+        if rest & 1:
+            result = power if result is None else apply_operator(graph, "Mul", [result, power])
+        rest >>= 1
+        power = apply_operator(graph, "Mul", [power, power]) if rest else power
+    one = make_scalar(1, x.dtype)
+    if result is None:
+        return values.make_known(np.broadcast_to(np.ones((), x.dtype), ())) if not x.shape else _fill_like(graph, x, 1)
+    return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
+
+
+def _fill_like(graph: Graph, x: Value, number: int) -> Value:
+    zero = apply_operator(graph, "Mul", [x, make_scalar(0, x.dtype)])
+    return apply_operator(graph, "Add", [zero, make_scalar(number, x.dtype)])
+
+
+@writes("rsqrt", "log1p", "expm1", "exp2", "cbrt", "erfc", "atan2", "rem", "is_finite", "clamp")
+def write_composed(graph: Graph, call: Call) -> Value:
+    """Write a function that ONNX lacks by several of its operators."""
+    x = call.inputs[0]
+    one = None if call.name in ("is_finite", "clamp", "rem") else make_scalar(1, x.dtype)
+
+    def apply(operator: str, *operands: Any) -> Value:
+        return apply_operator(graph, operator, operands)
+
+    if call.name == "rsqrt":
+        return apply("Div", one, apply("Sqrt", x))
+    if call.name == "log1p":
+        return apply("Log", apply("Add", one, x))
+    if call.name == "expm1":
+        return apply("Sub", apply("Exp", x), one)
+    if call.name == "exp2":
+        return apply("Exp", apply("Mul", x, make_scalar(np.log(2), x.dtype)))
+    if call.name == "cbrt":
+        third = apply("Pow", apply("Abs", x), make_scalar(1 / 3, x.dtype))
+        return apply("Mul", apply("Sign", x), third)
+    if call.name == "erfc":
+        return apply("Sub", one, apply("Erf", x))
+    if call.name == "atan2":
+        return _write_atan2(graph, *call.inputs)
+    if call.name == "rem":
+        return apply_operator(graph, "Mod", call.inputs, fmod=1)
+    if call.name == "is_finite":
+        return _write_is_finite(graph, x)
+    if call.name == "clamp":
+        low, value, high = call.inputs
+        return apply("Min", apply("Max", value, low), high)
+    raise UnsupportedError("no operator of ONNX")
+
+
+def _write_is_finite(graph: Graph, x: Value) -> Value:
+    x = x if x.dtype == dtypes.FLOAT32 else cast_value(graph, x, np.float32)
+    infinite, nan = (write_operator(graph, operator, [x], np.bool_) for operator in ("IsInf", "IsNaN"))
+    return write_operator(graph, "Not", [write_operator(graph, "Or", [infinite, nan], np.bool_)], np.bool_)
+
+
+def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
+    zero, pi = make_scalar(0, x.dtype), make_scalar(np.pi, x.dtype)
+    ratio = apply_operator(graph, "Atan", [apply_operator(graph, "Div", [y, x])])
+    offset = choose(graph, apply_operator(graph, "Less", [y, zero], np.bool_), make_scalar(-np.pi, x.dtype), pi)
+    left = apply_operator(graph, "Less", [x, zero], np.bool_)
+    angle = choose(graph, left, apply_operator(graph, "Add", [ratio, offset]), ratio)
+    is_origin = write_operator(
+        graph, "And", [apply_operator(graph, "Equal", [v, zero], np.bool_) for v in (x, y)], np.bool_
+    )  # fmt: skip
+    return choose(graph, is_origin, zero, angle)
+
+
+@writes("shift_left", "shift_right_logical", "shift_right_arithmetic")
+def write_shift(graph: Graph, call: Call) -> Value:
+    """Write a shift of bits; a shift of a signed integer is a multiplication or a division by a power of two."""
+    x, steps = call.inputs
+    direction = "LEFT" if call.name == "shift_left" else "RIGHT"
+    dtype = np.dtype(x.dtype)
+    if dtype.kind == "u":
+        name = graph.add("BitShift", [graph.store(v) for v in (x, steps)], direction=direction)
+        return Value(values.broadcast_shapes(x.shape, steps.shape), dtype, name)
+    if call.name == "shift_right_arithmetic" and steps.is_known:
+        # A division that rounds down: (x - mod(x, p)) / p.
+        power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
+        rest = apply_operator(graph, "Mod", [x, power])
+        return apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
+    if call.name == "shift_left" and steps.is_known:
+        power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
+        return apply_operator(graph, "Mul", [x, power])
+    raise UnsupportedError(f"a shift of {dtype}")
+
+
+@writes("select_n")
+def write_select(graph: Graph, call: Call) -> Value:
+    """Write a selection by a bool, or by an integer among several values."""
+    which, *cases = call.inputs
+    if len(cases) == 1:
+        return cases[0]
+    if which.dtype == np.bool_:
+        return choose(graph, which, cases[1], cases[0])
+    result = cases[0]
+    for place, case in enumerate(cases[1:], 1):
+        is_place = apply_operator(graph, "Equal", [which, make_scalar(place, which.dtype)], np.bool_)
+        result = choose(graph, is_place, case, result)
+    return result
+
+
+def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value:
+    """Return `chosen` where the condition holds, and `other` elsewhere."""
+    dtype = values.find_container(chosen.dtype)
+    wide = np.dtype(np.float32) if dtype in (dtypes.FLOAT16, dtypes.BFLOAT16) else dtype
+    wide = np.dtype(np.int32) if dtype.kind in "iub" and dtype not in (np.uint8, np.int32, np.int64) else wide
+    cases = [x if wide == dtype else cast_value(graph, x, wide) for x in (chosen, other)]
+    result = write_operator(graph, "Where", [condition, *cases], wide)
+    return result if wide == dtype else cast_value(graph, result, dtype)
+
+
+@writes(
+    "stop_gradient", "copy", "copy_p", "optimization_barrier", "name", "sharding_constraint", "reshard", "pvary",
+    "mesh_cast",
+)  # fmt: skip
+def write_identity(graph: Graph, call: Call) -> list[Value]:
+    """Write nothing: the results are the operands."""
+    return list(call.inputs)

@@ -1,0 +1,143 @@
+"""The writing of a traced program as an ONNX graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._core import recording
+from ...transform._programs import jaxpr as programs
+from . import codes, contractions, elementwise, gather, integers, program, quantized, shapes, values
+from .graph import Graph
+from .registry import MARKS, PRIMITIVES, Call
+from .values import Spec, UnsupportedError, Value
+
+# The modules that fill the tables.
+WRITERS = (codes, contractions, elementwise, gather, integers, quantized, shapes)
+
+
+# The folders of the modules that a user did not write.
+_LIBRARIES = tuple(
+    os.path.dirname(path) + os.sep for path in (jax.__file__ or "", os.path.dirname(recording.__file__ or ""))
+)
+
+
+def _locate(equation: Any) -> str:
+    """Return the file and the line of the user, or of a framework, that an equation comes from."""
+    traceback = equation.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num}"
+    return programs.locate(equation)
+
+
+class Exporter:
+    """A backend that writes the equations of a program into a graph.
+
+    Attributes:
+        graph: the graph.
+        unsupported: what ONNX cannot express, in the order of the program, with its place in the source.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.unsupported: dict[str, None] = {}
+        self._depth = 0
+
+    def is_constant(self, value: Any) -> bool:
+        """Return whether a value is known before the model runs."""
+        return value.is_known
+
+    def make_known(self, array: Any, source: Value | None = None) -> Value:
+        """Return the value of an array, whose name in the graph is that of its source."""
+        return values.make_known(array, None if source is None else source.hint)
+
+    def read_known(self, value: Value) -> Any:
+        """Return the array of a known value."""
+        return value.array
+
+    def evaluate_equation(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any]:
+        """Write an equation; one that ONNX lacks is noted, and its results are placeholders."""
+        name = programs.find_name(equation)
+        self.graph.scope = programs.find_scope(equation)
+        avals = [Spec(tuple(atom.aval.shape), atom.aval.dtype) for atom in equation.invars]
+        try:
+            if name == program.MARK:
+                return self._write_mark(equation.params["mark"], operands, specs, avals)
+            if name not in PRIMITIVES:
+                raise UnsupportedError("no operator of ONNX")
+            parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
+            results = PRIMITIVES[name](self.graph, Call(name, operands, parameters, specs))
+            return [results] if isinstance(results, Value) else results
+        except UnsupportedError as error:
+            text = name if name != program.MARK else equation.params["mark"].name
+            self.unsupported[f"{text} ({error}) at {_locate(equation)}"] = None
+            return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
+
+    def _write_mark(
+        self, mark: recording.Mark, operands: Sequence[Value], specs: Sequence[Spec], avals: Sequence[Spec]
+    ) -> Sequence[Any]:
+        results = None
+        if mark.name in MARKS:
+            parameters = {**mark.bind_arguments(operands), "input_shapes": [aval.shape for aval in avals]}
+            results = MARKS[mark.name](self.graph, Call(mark.name, operands, parameters, specs))
+        if results is None:
+            results = self._expand_mark(mark, operands, avals)
+        results = [results] if isinstance(results, Value) else list(results)
+        if self._depth == 0:
+            for place in program.find_points(mark):
+                self.graph.points.append(self.graph.store(results[place]))
+        return results
+
+    def _expand_mark(self, mark: recording.Mark, operands: Sequence[Value], avals: Sequence[Spec]) -> Any:
+        """Write the arithmetic of a mark that has no operator of its own."""
+        trace = program.trace(mark.run_arithmetic, [jax.ShapeDtypeStruct(*aval) for aval in avals])
+        self._depth += 1
+        try:
+            constants = [self.make_known(constant) for constant in trace.constants]
+            return program.run_program(self, trace.program, constants, operands)
+        finally:
+            self._depth -= 1
+
+    def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
+        """Leave out the quantize points of a mark whose results are constants of the model."""
+        if self._depth == 0:
+            self.graph.points += ["" for _ in program.find_points(mark)]
+
+    def slice_row(self, stacked: Value, index: int, spec: Spec) -> Value:
+        """Return an entry of the first dimension."""
+        if stacked.is_known:
+            array = np.asarray(stacked.array)
+            hint = None if stacked.hint is None else f"{stacked.hint}.{index}"
+            return values.make_known(array[index], hint)
+        if stacked.shape and bool(stacked.shape[0] == 1):
+            index = 0
+        name = self.graph.add("Gather", [self.graph.store(stacked), self.graph.add_constant(np.int64(index))], axis=0)
+        return Value(tuple(stacked.shape[1:]), stacked.dtype, name)
+
+    def stack_rows(self, rows: Sequence[Any], spec: Spec) -> Value:
+        """Return entries as a stack."""
+        if all(row.is_known for row in rows):
+            return values.make_known(np.stack([np.asarray(row.array) for row in rows]))
+        shape = tuple(spec.shape[1:])
+        axis = self.graph.ints(0)
+        names = [self.graph.add("Unsqueeze", [self.graph.store_full(row, shape), axis]) for row in rows]
+        name = names[0] if len(names) == 1 else self.graph.add("Concat", names, axis=0)
+        return Value(tuple(spec.shape), values.find_container(spec.dtype), name)
+
+    def select(self, index: Value, branches: Sequence[Value], spec: Spec) -> Value:
+        """Return the value of the branch with the given index."""
+        if index.dtype == np.bool_:
+            return elementwise.choose(self.graph, index, branches[1], branches[0])
+        result = branches[-1]
+        for place in range(len(branches) - 2, -1, -1):
+            operator = "Equal" if place else "LessOrEqual"
+            is_place = elementwise.apply_operator(
+                self.graph, operator, [index, values.make_known(np.int32(place))], np.bool_
+            )
+            result = elementwise.choose(self.graph, is_place, branches[place], result)
+        return result

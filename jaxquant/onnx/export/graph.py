@@ -1,0 +1,269 @@
+"""The ONNX graph under construction: nodes, initializers and names, in the form that the opset asks for."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from ..._core import dtypes
+from . import values
+from .values import Shape, Value
+
+MICROSOFT = "com.microsoft"
+_SHARED = 2**10  # constants of up to this many bytes are shared by their content
+
+
+class Graph:
+    """The nodes and initializers of a model.
+
+    Attributes:
+        opset: the version of ONNX's operators.
+        form: "operators" or "qdq".
+        scope: a prefix for the names of nodes.
+        points: the tensors of the codes that the program computes, in its order.
+        codes: pairs of an array and its scale, with the codes that DynamicQuantizeLinear computed of them.
+    """
+
+    def __init__(self, opset: int, form: str) -> None:
+        self.opset, self.form, self.scope = opset, form, ""
+        self.nodes: list[NodeProto] = []
+        self.arrays: dict[str, np.ndarray] = {}
+        self.points: list[str] = []
+        self.codes: dict[tuple[str, str], Value] = {}
+        self.dimensions: dict[str, tuple[str, int]] = {}
+        self.warnings: list[str] = []
+        self.inputs: list[Any] = []
+        self._narrow: dict[str, tuple[str, np.dtype]] = {}
+        self._dtypes: dict[str, np.dtype] = {}
+        self._scalars: dict[str, str] = {}
+        self._names: dict[str, int] = {}
+        self._shared: dict[Any, str] = {}
+
+    # Names, constants and nodes.
+
+    def make_name(self, hint: str) -> str:
+        """Return a name that nothing else has."""
+        hint = re.sub(r"[^A-Za-z0-9_./:-]+", "_", hint).strip("_./") or "tensor"
+        count = self._names.get(hint, 0)
+        self._names[hint] = count + 1
+        return hint if count == 0 else self.make_name(f"{hint}_{count}")
+
+    def add(self, operator: str, inputs: Sequence[str], outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """Append a node, and return the name of its output, or a list of names if there are several."""
+        prefix = f"{self.scope}/" if self.scope else ""
+        name = self.make_name(prefix + operator)
+        names = [self.make_name(f"{name}.{i}" if outputs > 1 else f"{name}.out") for i in range(outputs)]
+        present = {key: value for key, value in attributes.items() if value is not None}
+        self.nodes.append(helper.make_node(operator, list(inputs), names, name=name, domain=domain, **present))
+        return names if outputs > 1 else names[0]
+
+    def add_constant(self, array: Any, hint: str | None = None) -> str:
+        """Return the name of an initializer."""
+        array = np.asarray(array)
+        key = None
+        if array.nbytes <= _SHARED:
+            key = (array.dtype, array.shape, array.tobytes())
+            if key in self._shared:
+                return self._shared[key]
+        name = self.make_name(hint or "constant")
+        self.arrays[name] = array
+        if key is not None:
+            self._shared[key] = name
+        return name
+
+    def store(self, value: Value) -> str:
+        """Return the name of a value's tensor, which may have dimensions of 1 in place of longer ones."""
+        if value.name is not None:
+            return value.name
+        array = np.asarray(value.array)
+        return self.add_constant(values.shrink_array(array).astype(values.find_container(array.dtype)), value.hint)
+
+    def store_full(self, value: Value, shape: Shape) -> str:
+        """Return the name of a tensor of a value that has all of its elements, in the given shape."""
+        if value.is_known:
+            array = np.asarray(value.array)
+            if values.is_static(shape):
+                array = np.broadcast_to(array, shape).astype(values.find_container(array.dtype))
+                return self.add_constant(array, value.hint)
+            return self.add("Expand", [self.store(value), self.add_shape(shape)])
+        if tuple(value.shape) == tuple(shape):
+            assert value.name is not None
+            return value.name
+        return self.add("Expand", [self.store(value), self.add_shape(shape)])
+
+    def fill(self, value: Value, shape: Shape) -> Value:
+        """Return a value with all of its elements in the graph."""
+        container = values.find_container(value.dtype)
+        return Value(tuple(shape), container, self.store_full(value, shape))
+
+    def cast(self, name: str, dtype: Any) -> str:
+        """Return a tensor in another dtype."""
+        source = self._narrow.get(name)
+        if source is not None and source[1] == dtype:
+            return source[0]
+        return self.add("Cast", [name], to=values.find_element_type(dtype))
+
+    def widen(self, name: str, dtype: Any, wide: Any) -> str:
+        """Return a tensor of a narrow integer dtype in a wider one; `cast` knows the way back."""
+        result = self.cast(name, wide)
+        self._narrow[result] = (name, np.dtype(dtype))
+        return result
+
+    def ints(self, *numbers: int) -> str:
+        """Return the name of a vector of int64."""
+        return self.add_constant(np.asarray(numbers, np.int64))
+
+    def find_scalar(self, name: str) -> str:
+        """Return the tensor of one element of which another is the reshaped form, or that one itself."""
+        return self._scalars.get(name, name)
+
+    # What the graph knows of its tensors.
+
+    def find_node(self, name: str | None) -> NodeProto | None:
+        """Return the node that computes a tensor, or None."""
+        return next((node for node in reversed(self.nodes) if name in node.output), None)
+
+    def find_dtype(self, name: str) -> np.dtype | None:
+        """Return the dtype of a tensor of codes, if it is known."""
+        if name in self.arrays:
+            return np.dtype(self.arrays[name].dtype)
+        return self._dtypes.get(name)
+
+    def note_dtype(self, name: str | None, dtype: Any) -> None:
+        """Note the dtype of a tensor."""
+        if name is not None:
+            self._dtypes[name] = np.dtype(dtype)
+
+    def find_rank(self, name: str) -> int:
+        """Return the rank of a constant, or 2."""
+        return self.arrays[name].ndim if name in self.arrays else 2
+
+    def count_elements(self, name: str) -> int:
+        """Return the number of elements of a constant; any other tensor is a scalar."""
+        return self.arrays[name].size if name in self.arrays else 1
+
+    def add_product(self, a: str, b: str) -> str:
+        """Return the product of two tensors, as a constant if both are."""
+        if a in self.arrays and b in self.arrays:
+            return self.add_constant(self.arrays[a] * self.arrays[b])
+        return self.add("Mul", [a, b])
+
+    @staticmethod
+    def read_attribute(attribute: Any) -> Any:
+        """Return the value of an attribute of a node."""
+        return helper.get_attribute_value(attribute)
+
+    # Operators whose form depends on the opset.
+
+    def reduce(self, operator: str, name: str, axes: Sequence[int], keepdims: bool = False) -> str:
+        """Return a reduction over axes."""
+        if not axes:
+            return name
+        if self.opset >= 18 or operator == "ReduceSum":
+            return self.add(operator, [name, self.ints(*axes)], keepdims=int(keepdims))
+        return self.add(operator, [name], axes=list(axes), keepdims=int(keepdims))
+
+    def reshape(self, name: str, shape: Shape) -> str:
+        """Return a tensor in another shape, of which dimensions may be symbolic."""
+        unknown = [axis for axis, n in enumerate(shape) if not values.is_static((n,))]
+        if len(unknown) <= 1 and (not unknown or 0 not in shape):
+            target = self.ints(*(-1 if axis in unknown else int(n) for axis, n in enumerate(shape)))
+        else:
+            target = self.add_shape(shape)
+        has_zero = any(values.is_static((n,)) and n == 0 for n in shape)
+        result = self.add("Reshape", [name, target], allowzero=1 if has_zero and self.opset >= 14 else None)
+        if values.is_static(shape) and math.prod(shape) == 1:
+            self._scalars[result] = self._scalars.get(name, name)
+        if name in self._narrow:
+            source, dtype = self._narrow[name]
+            self._narrow[result] = (self.reshape(source, shape), dtype)
+        return result
+
+    def transpose(self, name: str, permutation: Sequence[int]) -> str:
+        """Return a tensor with its dimensions in another order."""
+        permutation = [int(axis) for axis in permutation]
+        if permutation == list(range(len(permutation))):
+            return name
+        return self.add("Transpose", [name], perm=permutation)
+
+    def slice(self, name: str, starts: Sequence[Any], limits: Sequence[Any], axes: Sequence[int], steps: Any) -> str:
+        """Return a part of a tensor; starts and limits may be symbolic."""
+        ends = [self.add_shape(tuple(part)) for part in (starts, limits)]
+        return self.add("Slice", [name, *ends, self.ints(*axes), self.ints(*steps)])
+
+    # Dimensions.
+
+    def add_shape(self, shape: Shape) -> str:
+        """Return the name of a vector of int64 with these numbers, which may be symbolic."""
+        if values.is_static(shape):
+            return self.ints(*(int(n) for n in shape))
+        parts = []
+        for is_known, run in itertools.groupby(shape, lambda n: values.is_static((n,))):
+            run = list(run)
+            parts += [self.ints(*(int(n) for n in run))] if is_known else [self.add_dimension(n) for n in run]
+        return parts[0] if len(parts) == 1 else self.add("Concat", parts, axis=0)
+
+    def add_dimension(self, dimension: Any) -> str:
+        """Return the name of a vector of one int64: a symbolic dimension, computed from the shapes of the inputs."""
+        text = str(dimension)
+        key = ("dimension", text)
+        if key not in self._shared:
+            self._shared[key] = self._compute_dimension(ast.parse(text, mode="eval").body)
+        return self._shared[key]
+
+    def _compute_dimension(self, node: Any) -> str:
+        if isinstance(node, ast.Constant):
+            return self.ints(int(node.value))  # type: ignore[arg-type]
+        if isinstance(node, ast.Name):
+            return self._measure_input(node.id)
+        if isinstance(node, ast.UnaryOp):
+            return self.add("Neg", [self._compute_dimension(node.operand)])
+        if isinstance(node, ast.BinOp):
+            operands = [self._compute_dimension(part) for part in (node.left, node.right)]
+            if isinstance(node.op, ast.Pow):
+                return self.add("Pow", operands)
+            return self.add({ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}[type(node.op)], operands)
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Name)
+        a, b = (self._compute_dimension(part) for part in node.args)
+        if node.func.id in ("max", "min"):
+            return self.add({"max": "Max", "min": "Min"}[node.func.id], [a, b])
+        rest = self.add("Mod", [a, b])  # has the sign of b, as in Python
+        return rest if node.func.id == "mod" else self.add("Div", [self.add("Sub", [a, rest]), b])
+
+    def _measure_input(self, variable: str) -> str:
+        name, axis = self.dimensions[variable]
+        if self.opset >= 15:
+            return self.add("Shape", [name], start=axis, end=axis + 1)
+        return self.add("Gather", [self.add("Shape", [name]), self.ints(axis)])
+
+    # The result.
+
+    def drop_unused(self, outputs: Sequence[str]) -> None:
+        """Remove the nodes and initializers of which no output depends."""
+        needed, kept = set(outputs), []
+        for node in reversed(self.nodes):
+            if needed.intersection(node.output):
+                kept.append(node)
+                needed.update(node.input)
+        self.nodes = kept[::-1]
+        self.arrays = {name: array for name, array in self.arrays.items() if name in needed}
+
+    def make_initializers(self) -> list[TensorProto]:
+        """Return the initializers of the model."""
+        return [make_tensor(name, array) for name, array in self.arrays.items()]
+
+
+def make_tensor(name: str, array: np.ndarray) -> TensorProto:
+    """Return an array as a TensorProto."""
+    array = np.ascontiguousarray(array) if array.ndim else array
+    if np.dtype(array.dtype) == dtypes.BFLOAT16:
+        return helper.make_tensor(name, TensorProto.BFLOAT16, array.shape, array.tobytes(), raw=True)
+    return numpy_helper.from_array(array, name)

@@ -1,0 +1,178 @@
+"""ONNX nodes of jaxquant's integer contractions: MatMulInteger and ConvInteger."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from . import contractions, values
+from .contractions import Matrix
+from .elementwise import apply_operator, cast_value
+from .graph import Graph
+from .registry import Call, writes_mark
+from .values import Shape, Value
+
+_UINT8, _INT32, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.float32)
+
+
+def _is_zero(steps: Value | None) -> bool:
+    return steps is None or (steps.is_known and not np.any(np.asarray(steps.array)))
+
+
+def _count(x: Value) -> int:
+    shape = values.shrink_array(np.asarray(x.array)).shape if x.is_known else x.shape
+    return math.prod(shape)
+
+
+@writes_mark("contract")
+def write_contraction(graph: Graph, call: Call) -> Value:
+    """Write a matrix product of codes into int32."""
+    p = call.parameters
+    shapes = iter(p["input_shapes"])
+    lhs_shape, rhs_shape = next(shapes), next(shapes)
+    output, left, right = call.outputs[0].shape, p["left"], p["right"]
+    lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
+    rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
+    points = p["lhs_steps"], p["rhs_steps"]
+    is_direct = _is_zero(points[0]) or _count(points[0]) == 1
+    columns = _find_column_points(points[1], rhs)
+    if is_direct and columns is not None:
+        names = [
+            "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
+            for point, side, shape in zip(points, (lhs, rhs), ((), columns), strict=True)
+        ]
+        # ONNX Runtime's fused kernel reads a zero point for each column where there is a scale for each column.
+        while names and not names[-1]:
+            names.pop()
+
+        def multiply(a: str, b: str) -> str:
+            graph.note_dtype(a, lhs.value.dtype)
+            graph.note_dtype(b, rhs.value.dtype)
+            return graph.add("MatMulInteger", [a, b, *names])
+
+        name = contractions.multiply(graph, lhs, rhs, multiply)
+    else:
+        sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
+        name = contractions.multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
+    return Value(tuple(output), _INT32, name)
+
+
+def _to_container(graph: Graph, codes: Value) -> Value:
+    return cast_value(graph, codes, values.find_container(codes.dtype))
+
+
+def _read_point(graph: Graph, steps: Value | None, dtype: Any) -> Value:
+    """Return a zero point of one element in the dtype of its codes."""
+    if steps is None:
+        return values.make_known(np.zeros((), dtype))
+    return cast_value(graph, steps, dtype)
+
+
+def _find_column_points(steps: Value | None, rhs: Matrix) -> Shape | None:
+    """Return the shape in which MatMulInteger takes a zero point: (), or one entry for each column; or None."""
+    if _is_zero(steps) or steps is None or _count(steps) == 1:
+        return ()
+    varies = [axis for axis, n in enumerate(steps.shape) if not bool(n == 1)]
+    if len(rhs.free) == 1 and varies == [rhs.free[0]]:
+        return (rhs.shape[rhs.free[0]],)
+    return None
+
+
+def _store_point(graph: Graph, point: Value, shape: Shape) -> str:
+    """Return a zero point in a shape."""
+    if point.is_known:
+        # A zero point that is 0 everywhere is a scalar, whatever its shape.
+        array = np.asarray(point.array)
+        array = array.reshape(-1)[:1] if shape == () else array
+        return graph.add_constant(array.reshape(shape))
+    assert point.name is not None
+    if shape == () and point.shape != ():
+        scalar = graph.find_scalar(point.name)
+        return graph.reshape(point.name, ()) if scalar == point.name else scalar
+    return point.name if point.shape == shape else graph.reshape(point.name, shape)
+
+
+def _subtract(graph: Graph, side: Matrix, steps: Value | None) -> Matrix:
+    """Return an operand as int32 with its zero points subtracted."""
+    wide = cast_value(graph, side.value, np.int32)
+    if not _is_zero(steps):
+        assert steps is not None
+        wide = graph.fill(wide, side.shape) if wide.is_known else wide
+        wide = apply_operator(graph, "Sub", [wide, steps])
+    return side._replace(value=wide)
+
+
+@writes_mark("convolve")
+def write_convolution(graph: Graph, call: Call) -> Value:
+    """Write a convolution of codes into int32."""
+    p, geometry = call.parameters, call.parameters["geometry"]
+    shapes = iter(p["input_shapes"])
+    x_shape, w_shape = next(shapes), next(shapes)
+    attributes = contractions.find_attributes(
+        {"window_strides": geometry.strides, "padding": geometry.padding, "rhs_dilation": geometry.rhs_dilation},
+        geometry.groups,
+    )  # fmt: skip
+    x, point = _to_unsigned(graph, _to_container(graph, p["x"]), p["x_steps"], x_shape)
+    w = _to_container(graph, p["w"])
+    name = graph.store_full(x, x_shape)
+    kernel, steps = graph.store_full(w, w_shape), p["w_steps"]
+    graph.note_dtype(name, x.dtype)
+    graph.note_dtype(kernel, w.dtype)
+    x_point = _store_point(graph, point, ())
+    if any(step != 1 for step in geometry.lhs_dilation):
+        name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])
+    if _is_zero(steps) or _count(steps) == 1:
+        w_point = _store_point(graph, _read_point(graph, steps, w.dtype), ())
+        acc = graph.add("ConvInteger", [name, kernel, x_point, w_point], **attributes)
+    else:
+        # ConvInteger takes one zero point of the kernel. The others multiply the sums over windows of x.
+        acc = graph.add("ConvInteger", [name, kernel, x_point], **attributes)
+        ones = graph.add_constant(np.ones(w_shape, np.int8))
+        sums = graph.add("ConvInteger", [name, ones, x_point], **attributes)
+        points = graph.reshape(graph.store(steps), (1, w_shape[0], *(1,) * (len(w_shape) - 2)))
+        acc = graph.add("Sub", [acc, graph.add("Mul", [sums, points])])
+    return Value(tuple(call.outputs[0].shape), _INT32, acc)
+
+
+@writes_mark("scale")
+def write_scale(graph: Graph, call: Call) -> Value:
+    """Write the conversion of a product to floats.
+
+    ONNX Runtime fuses MatMulInteger, Cast and Mul if the scale of the right operand is a vector or a scalar, and its
+    product with that of the left operand is a node, which takes a scale of the left operand that is computed.
+    """
+    p, shape = call.parameters, call.outputs[0].shape
+    a, b = p["a_scale"], p["b_scale"]
+    floats = Value(p["acc"].shape, _FLOAT32, graph.cast(graph.store(p["acc"]), np.float32))
+    if a.is_known and b.is_known:
+        return apply_operator(
+            graph, "Mul", [floats, values.make_known(np.asarray(a.array) * np.asarray(b.array), b.hint)]
+        )
+    a, b = (_drop_ones(graph, scale) for scale in (a, b))
+    scale = apply_operator(graph, "Mul", [a, b])
+    return apply_operator(graph, "Mul", [floats, scale])._replace(shape=tuple(shape))
+
+
+def _drop_ones(graph: Graph, x: Value) -> Value:
+    """Return a scale without the dimensions of 1 in front of its others."""
+    count = next((i for i, n in enumerate(x.shape) if not bool(n == 1)), len(x.shape))
+    if x.is_known:
+        return values.make_known(np.asarray(x.array).reshape(x.shape[count:]), x.hint)
+    if count == len(x.shape) and x.name is not None:
+        return Value((), x.dtype, graph.find_scalar(x.name))
+    return x
+
+
+def _to_unsigned(graph: Graph, x: Value, steps: Value | None, shape: Shape) -> tuple[Value, Value]:
+    """Return uint8 codes and their zero point: ONNX Runtime's ConvInteger takes no int8 images."""
+    if x.dtype == _UINT8:
+        return x, _read_point(graph, steps, _UINT8)
+    wide = apply_operator(graph, "Add", [cast_value(graph, x, np.int32), values.make_known(np.int32(128))])
+    steps = values.make_known(np.int32(0)) if steps is None else steps
+    if steps.is_known:
+        point = values.make_known(np.asarray(np.asarray(steps.array) + 128, np.uint8).reshape(()))
+    else:
+        point = cast_value(graph, apply_operator(graph, "Add", [steps, values.make_known(np.int32(128))]), _UINT8)
+    return cast_value(graph, wide, _UINT8), point

@@ -1,0 +1,257 @@
+"""`export` and `save`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+from jax import export as jax_export
+from onnx import ModelProto, helper
+
+from ..._core import checks
+from . import program, values
+from .exporter import Exporter
+from .graph import MICROSOFT, Graph
+from .values import Value
+
+_NAME = "onnx.export"
+OPSETS = (13, 25)
+FORMS = ("operators", "qdq")
+# The entry of a model's metadata that lists the tensors of its codes, in the order of the program.
+POINTS = "jaxquant.quantize_points"
+_LARGEST_FILE = 2**31 - 2**20  # protobuf refuses 2 GB
+
+
+def export(
+    function: Callable[..., Any],
+    example_args: Sequence[Any],
+    *,
+    params: Any = None,
+    form: str = "operators",
+    opset: int = 21,
+    batch: str | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    name: str = "jaxquant",
+) -> ModelProto:
+    """Return a function as an ONNX model, whose integers are those of the function.
+
+    Arrays that the function closes over are initializers of the model. The function is traced, not run, so arguments
+    may be `jax.ShapeDtypeStruct`. Layers must be in their mode for inference: no dropout, no update of statistics.
+
+    In the form "operators" a quantized layer is QuantizeLinear, MatMulInteger or ConvInteger, Cast, Mul and Add. ONNX
+    Runtime computes the same codes at each level of optimization. Codes of 2 and 4 bits are held in 8 bits.
+
+    Args:
+        function: a function of arrays, or of pytrees of arrays.
+        example_args: the arguments, of which only shapes and dtypes matter.
+        params: a pytree, passed as the first argument; its arrays become initializers, named by their paths. None
+            means that the function has no such argument.
+        form: "operators", or "qdq" for floats between QuantizeLinear and DequantizeLinear, which ONNX Runtime fuses to
+            integer kernels if the results are codes; a warning names each contraction whose kernel would be of floats.
+        opset: the version of ONNX's operators, 13 to 25.
+        batch: the name of a symbolic dimension, in place of the first dimension of each array in `example_args`; None
+            keeps the lengths of the example.
+        input_names: the names of the inputs, in the order of the leaves of `example_args`. By default those of the
+            function's parameters.
+        output_names: the names of the outputs, in the order of the leaves of the result. By default "output", or
+            "output_0" and so on.
+        name: the name of the graph.
+
+    Returns:
+        An `onnx.ModelProto`.
+
+    Raises:
+        ValueError: the function contains operations that ONNX cannot express, all of which are listed with their places
+            in the source; or an argument has an unsupported value.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import onnx as jqonnx
+        >>> w = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        >>> spec = jq.QuantSpec(jnp.uint8)
+        >>> def layer(x):
+        ...     return jq.matmul(jq.quantize(x, spec, -1.0, 1.55), w)
+        >>> model = jqonnx.export(layer, [jnp.zeros((4, 2))], batch="N")
+        >>> [node.op_type for node in model.graph.node]
+        ['QuantizeLinear', 'MatMulInteger', 'Cast', 'Mul']
+
+    Source: ONNX IR 10 and later; the operators of ONNX Runtime.
+    """
+    _check_options(form, opset, batch)
+    arguments = list(example_args)
+    leaves, structure = jax.tree.flatten(arguments)
+    specs = make_specs(leaves, batch)
+    names = _find_names(function, arguments, params, input_names)
+    graph = Graph(opset, form)
+    outputs = _write(graph, program.trace_call(function, params, structure, specs), specs, names)
+    return _make_model(graph, specs, outputs, output_names, name)
+
+
+def _check_options(form: str, opset: int, batch: Any) -> None:
+    checks.check_option(_NAME, "form", form, FORMS)
+    checks.check_integer(_NAME, "opset", opset)
+    checks.require(OPSETS[0] <= opset <= OPSETS[1], _NAME, "opset", f"a number from {OPSETS[0]} to {OPSETS[1]}", opset)
+    is_name = batch is None or (isinstance(batch, str) and batch.isidentifier())
+    checks.require_type(is_name, _NAME, "batch", "a name or None", repr(batch))
+
+
+def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the inputs, with a symbolic first dimension if it has a name."""
+    symbol = None if batch is None else jax_export.symbolic_shape(batch)[0]
+    specs = []
+    for leaf in leaves:
+        shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype if dtype is None else dtype)
+        shape = (symbol, *shape[1:]) if symbol is not None and len(shape) else tuple(shape)
+        specs.append(jax.ShapeDtypeStruct(shape, dtype))
+    return specs
+
+
+def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Sequence[str] | None) -> list[str]:
+    """Return a name for each input: the caller's, or the path of the leaf in the function's arguments."""
+    paths = jax.tree_util.tree_flatten_with_path(list(arguments))[0]
+    if names is not None:
+        checks.require(
+            len(names) == len(set(names)) == len(paths), _NAME, "input_names", f"{len(paths)} distinct names", names
+        )
+        return list(names)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = positional[0 if params is None else 1 :]
+    found = []
+    for path, _ in paths:
+        place = path[0].idx
+        first = positional[place] if place < len(positional) else f"input_{place}"
+        found.append(".".join([first, *(program.read_key(key) for key in path[1:])]))
+    return found
+
+
+def _write(
+    graph: Graph, traced: program.Traced, specs: Sequence[Any], names: Sequence[str]
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """Write a traced function into the graph, and return the names and types of its results."""
+    inputs = []
+    for spec, hint in zip(specs, names, strict=True):
+        name = graph.make_name(hint)
+        inputs.append(Value(tuple(spec.shape), values.find_container(spec.dtype), name))
+        for axis, n in enumerate(spec.shape):
+            if not isinstance(n, int):
+                graph.dimensions.setdefault(str(n), (name, axis))
+    trace = traced.trace
+    constants = [values.make_known(constant) for constant in trace.constants]
+    params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
+    exporter = Exporter(graph)
+    results = program.run_program(exporter, trace.program, constants, [*params, *inputs])
+    expected = "operations that ONNX can express"
+    checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
+    graph.scope = ""
+    types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
+    written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
+    graph.inputs = [x.name for x in inputs]
+    return list(zip(written, types, strict=True))
+
+
+def _make_model(
+    graph: Graph, specs: Sequence[Any], outputs: Sequence[Any], output_names: Sequence[str] | None, name: str
+) -> ModelProto:
+    if output_names is None:
+        output_names = ["output"] if len(outputs) == 1 else [f"output_{i}" for i in range(len(outputs))]
+    expected = f"{len(outputs)} distinct names"
+    is_valid = len(output_names) == len(set(output_names)) == len(outputs)
+    checks.require(is_valid, _NAME, "output_names", expected, output_names)
+    # An output may be an input, an initializer, or twice the same tensor, so each of them has its own node.
+    taken = {*graph.inputs, *graph.arrays, *(out for node in graph.nodes for out in node.output)}
+    checks.require(
+        not taken.intersection(output_names), _NAME, "output_names", "names that no tensor has", output_names
+    )
+    _rename_outputs(graph, outputs, output_names)
+    graph.drop_unused(output_names)
+    produced = {out for node in graph.nodes for out in node.output}
+    points = [point if point in produced else "" for point in graph.points]
+    input_infos = [
+        helper.make_tensor_value_info(
+            tensor, values.find_element_type(values.find_container(spec.dtype)), _show(spec.shape)
+        )
+        for tensor, spec in zip(graph.inputs, specs, strict=True)
+    ]
+    output_infos = [
+        helper.make_tensor_value_info(tensor, values.find_element_type(dtype), _show(shape))
+        for tensor, (_, (shape, dtype)) in zip(output_names, outputs, strict=True)
+    ]
+    body = helper.make_graph(graph.nodes, name, input_infos, output_infos, graph.make_initializers())
+    domains = [helper.make_opsetid("", graph.opset)]
+    if any(node.domain == MICROSOFT for node in graph.nodes):
+        domains.append(helper.make_opsetid(MICROSOFT, 1))
+    model = helper.make_model(body, opset_imports=domains, producer_name="jaxquant")
+    model.ir_version = max(helper.find_min_ir_version_for(domains, True), 8)
+    helper.set_model_props(model, {POINTS: json.dumps(points), "jaxquant.form": graph.form})
+    for text in graph.warnings:
+        warnings.warn(text, stacklevel=3)
+    return model
+
+
+def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) -> None:
+    """Give the results of nodes the names of the outputs, or copy them where that is not possible."""
+    produced = {out: node for node in graph.nodes for out in node.output}
+    written = [tensor for tensor, _ in outputs]
+    for tensor, name in zip(written, names, strict=True):
+        if tensor not in produced or written.count(tensor) > 1 or tensor in graph.points:
+            graph.nodes.append(helper.make_node("Identity", [tensor], [name], name=graph.make_name(f"{name}.copy")))
+            continue
+        for node in graph.nodes:
+            for field in (node.input, node.output):
+                for i, entry in enumerate(field):
+                    if entry == tensor:
+                        field[i] = name
+
+
+def _show(shape: Sequence[Any]) -> list[Any]:
+    return [int(n) if isinstance(n, int | np.integer) else str(n) for n in shape]
+
+
+def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model to a file; the arrays of a model of 2 GB or more go to a second file beside it.
+
+    Args:
+        model: what `export` returns, or any other model.
+        path: the name of the file. The second file has the same name with ".data" appended.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: model is not an `onnx.ModelProto`.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import os, tempfile, jax.numpy as jnp
+        >>> from jaxquant import onnx as jqonnx
+        >>> model = jqonnx.export(lambda x: jnp.maximum(x, 0), [jnp.zeros(3)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "relu.onnx")
+        ...     jqonnx.save(model, path)
+        ...     os.path.exists(path)
+        True
+
+    Source: ONNX's external data.
+    """
+    got = checks.describe_value(model)
+    checks.require_type(isinstance(model, ModelProto), "onnx.save", "model", "an onnx.ModelProto", got)
+    path = os.fspath(path)
+    if model.ByteSize() < _LARGEST_FILE:
+        onnx.save_model(model, path)
+        return
+    copy = ModelProto()
+    copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
+    onnx.save_model(copy, path, save_as_external_data=True, location=f"{os.path.basename(path)}.data")

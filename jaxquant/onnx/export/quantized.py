@@ -1,0 +1,364 @@
+"""ONNX nodes of jaxquant's roundings and ranges, in the form of operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..._core import dtypes
+from ..._core import granularity as granularities
+from . import elementwise, values
+from .elementwise import apply_operator, cast_value, make_scalar
+from .graph import Graph
+from .registry import Call, writes_mark
+from .values import Shape, Value
+
+_INT8 = (np.dtype(np.int8), np.dtype(np.uint8))
+
+
+class Layout(NamedTuple):
+    """How a scale is stored for QuantizeLinear and DequantizeLinear.
+
+    Attributes:
+        shape: the shape of the scale.
+        axis: the axis of a scale of one dimension, or that is cut into blocks; None for a scalar.
+        block: the length of a block, or 0.
+    """
+
+    shape: Shape
+    axis: int | None
+    block: int
+
+
+def find_layout(scale: Shape, granularity: Any, shape: Shape) -> Layout | None:
+    """Return the layout of a scale for an array of the given shape, or None if ONNX has none."""
+    if all(values.is_static((n,)) and n == 1 for n in scale):
+        return Layout((), None, 0)
+    if isinstance(granularity, granularities.PerAxis):
+        axis = granularity.axis
+        return Layout(scale, axis, 0) if isinstance(axis, int) else None
+    if isinstance(granularity, granularities.PerTensor) or len(scale) != len(shape):
+        return None
+    varying = [axis for axis, n in enumerate(scale) if not (values.is_static((n,)) and n == 1)]
+    if len(varying) == 1 and bool(scale[varying[0]] == shape[varying[0]]):
+        return Layout((scale[varying[0]],), varying[0], 0)
+    sizes = find_sizes(granularity, scale, shape)
+    blocked = [axis for axis, size in enumerate(sizes) if size != 1 and not bool(shape[axis] == 1)]
+    is_blocked = len(blocked) == 1 and all(
+        bool(n == m) for axis, (n, m) in enumerate(zip(scale, shape, strict=True)) if axis != blocked[0]
+    )
+    return Layout(scale, blocked[0], int(sizes[blocked[0]])) if is_blocked else None
+
+
+def find_sizes(granularity: Any, scale: Shape, shape: Shape) -> Sequence[Any]:
+    """Return how many indices of each dimension share an entry of a scale."""
+    if isinstance(granularity, granularities.Aligned):
+        sizes = granularity.sizes(tuple(scale), tuple(shape))
+        assert sizes is not None
+        return sizes
+    if isinstance(granularity, granularities.Groups):
+        return granularity.sizes
+    if isinstance(granularity, granularities.Blocked):
+        axes = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        return [granularity.size if axis in axes else 1 for axis in range(len(shape))]
+    axes = range(len(shape))
+    if isinstance(granularity, granularities.PerAxis):
+        kept = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        return [1 if axis in kept else shape[axis] for axis in axes]
+    return [shape[axis] for axis in axes]
+
+
+def expand_scale(graph: Graph, part: Value, granularity: Any, shape: Shape) -> Value:
+    """Return a scale or zero point in a shape that broadcasts to that of the array."""
+    if isinstance(granularity, granularities.PerTensor):
+        return Value((), part.dtype, graph.reshape(graph.store(part), ())) if part.shape else part
+    if isinstance(granularity, granularities.PerAxis):
+        kept = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        target = tuple(shape[axis] if axis in kept else 1 for axis in range(len(shape)))
+        return _reshape_value(graph, part, target)
+    blocked = []
+    for axis, size in enumerate(find_sizes(granularity, part.shape, shape)):
+        if size != 1 and not bool(part.shape[axis] == 1):
+            blocked.append((axis, int(size)))
+    for axis, size in blocked:
+        part = _repeat(graph, part, axis, size, shape[axis])
+    return part
+
+
+def _reshape_value(graph: Graph, x: Value, shape: Shape) -> Value:
+    if tuple(x.shape) == tuple(shape):
+        return x
+    if x.is_known and values.is_static(shape):
+        return values.make_known(np.asarray(x.array).reshape(shape), x.hint)
+    return Value(tuple(shape), x.dtype, graph.reshape(graph.store(x), shape))
+
+
+def _repeat(graph: Graph, x: Value, axis: int, size: int, length: Any) -> Value:
+    """Return an array with each entry along an axis repeated, cut to a length."""
+    if x.is_known:
+        array = np.repeat(np.asarray(x.array), size, axis=axis)
+        return values.make_known(np.take(array, np.arange(length), axis=axis), x.hint)
+    index = graph.add_constant(np.arange(length, dtype=np.int64) // size)
+    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+    return Value(shape, x.dtype, graph.add("Gather", [graph.store(x), index], axis=axis))
+
+
+# Quantization.
+
+
+@writes_mark("quantize")
+def write_quantize(graph: Graph, call: Call) -> Value:
+    """Write QuantizeLinear, or its arithmetic where the operator does not have the scale's shape or dtype."""
+    p = call.parameters
+    x, scale, zero_point = p["x"], p["scale"], p["zero_point"]
+    shape, dtype = call.outputs[0].shape, np.dtype(p["dtype"])
+    dynamic = graph.codes.get((x.name, scale.name)) if x.name and scale.name else None
+    if dynamic is not None and zero_point is not None and zero_point.hint == "dynamic":
+        return dynamic
+    layout = find_layout(scale.shape, p["granularity"], shape)
+    if p["precision"] == dtypes.INT32 or dtype in dtypes.SMALL_FLOATS:
+        return _quantize_small_float(graph, x, scale, p, layout, shape)
+    is_same = zero_point is None or zero_point.shape == scale.shape
+    is_direct = x.dtype == scale.dtype == p["precision"] == dtypes.FLOAT32 and is_same
+    is_direct = is_direct and layout is not None and has_operator(graph, dtype, layout)
+    if is_direct:
+        assert layout is not None
+        return _write_operator(graph, x, scale, zero_point, layout, dtype, p["bounds"], shape)
+    value = _divide(graph, x, expand_scale(graph, scale, p["granularity"], shape), p["precision"])
+    if zero_point is not None:
+        zero_point = expand_scale(graph, zero_point, p["granularity"], shape)
+    return encode(graph, value, zero_point, dtype, p["bounds"])
+
+
+def has_operator(graph: Graph, dtype: np.dtype, layout: Layout) -> bool:
+    """Return whether the opset has QuantizeLinear for codes of a dtype and a layout of the scale."""
+    if dtype in dtypes.SMALL_FLOATS:
+        return graph.opset >= (23 if dtype in dtypes.FLOAT4 else 19)
+    return graph.opset >= 21 or (values.find_container(dtype) in _INT8 and not layout.block)
+
+
+def _write_operator(
+    graph: Graph, x: Value, scale: Value, zero_point: Value | None, layout: Layout, dtype: np.dtype, bounds: Any,
+    shape: Shape,
+) -> Value:  # fmt: skip
+    container = values.find_container(dtype)
+    scale = _reshape_value(graph, scale, layout.shape)
+    point = _read_point(graph, zero_point, layout.shape, container)
+    name = graph.add(
+        "QuantizeLinear", [graph.store_full(x, shape), graph.store(scale), graph.store(point)],
+        axis=layout.axis, block_size=layout.block or None,
+    )  # fmt: skip
+    return _saturate(graph, Value(tuple(shape), container, name), dtype, bounds)
+
+
+def _read_point(graph: Graph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
+    if zero_point is None:
+        return values.make_known(np.zeros(shape, container))
+    return _reshape_value(graph, cast_value(graph, zero_point, container), shape)
+
+
+def _saturate(graph: Graph, codes: Value, dtype: np.dtype, bounds: Any) -> Value:
+    """Return codes within the bounds, where these are narrower than those of their container."""
+    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
+    if (low, high) == dtypes.find_bounds(codes.dtype):
+        return codes
+    if codes.dtype in _INT8:
+        ends = [graph.add_constant(np.asarray(end, codes.dtype)) for end in (low, high)]
+        return Value(codes.shape, codes.dtype, graph.add("Clip", [graph.store(codes), *ends]))
+    inside = apply_operator(graph, "Max", [codes, make_scalar(low, codes.dtype)])
+    return apply_operator(graph, "Min", [inside, make_scalar(high, codes.dtype)])
+
+
+def _divide(graph: Graph, x: Value, scale: Value, precision: np.dtype) -> Value:
+    """Return the quotient in a precision, as float32."""
+    parts = [round_value(graph, cast_value(graph, v, np.float32), precision) for v in (x, scale)]
+    return round_value(graph, apply_operator(graph, "Div", parts), precision)
+
+
+def round_value(graph: Graph, x: Value, dtype: Any) -> Value:
+    """Return float32 values rounded to a dtype."""
+    if dtype == dtypes.FLOAT32:
+        return x
+    return cast_value(graph, cast_value(graph, x, dtype), np.float32)
+
+
+def _quantize_small_float(graph: Graph, x: Value, scale: Value, p: Any, layout: Layout | None, shape: Shape) -> Value:
+    dtype = np.dtype(p["dtype"])
+    if p["precision"] != dtypes.FLOAT32 or dtype not in dtypes.SMALL_FLOATS:
+        raise values.UnsupportedError(f"codes of {dtype} with a division in {p['precision']}")
+    if not has_operator(graph, dtype, Layout((), None, 0)):
+        raise values.UnsupportedError(f"{dtype} needs a later opset")
+    value = _divide(graph, x, expand_scale(graph, scale, p["granularity"], shape), p["precision"])
+    one, zero = make_scalar(1, np.float32), values.make_known(np.zeros((), dtype))
+    inputs = [graph.store_full(value, shape), graph.store(one), graph.store(zero)]
+    name = graph.add("QuantizeLinear", inputs, saturate=int(p["saturate"]) if dtype in dtypes.FLOAT8 else None)
+    return Value(tuple(shape), dtype, name)
+
+
+@writes_mark("encode")
+def write_encode(graph: Graph, call: Call) -> Value:
+    """Write a rounding of quotients to codes."""
+    p = call.parameters
+    return encode(graph, p["value"], p["zero_point"], np.dtype(p["dtype"]), p["bounds"])
+
+
+def encode(graph: Graph, value: Value, zero_point: Value | None, dtype: np.dtype, bounds: Any) -> Value:
+    """Return the codes of quotients: QuantizeLinear with a scale of 1, or Round, Add, Max and Min."""
+    container = values.find_container(dtype)
+    is_single = zero_point is None or _count(zero_point) == 1
+    if is_single and has_operator(graph, dtype, Layout((), None, 0)):
+        if zero_point is not None and zero_point.is_known:
+            zero_point = values.make_known(np.asarray(zero_point.array).reshape(-1)[:1])
+        layout = Layout((), None, 0)
+        return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
+    low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
+    rounded = apply_operator(graph, "Round", [value])
+    nan = elementwise.write_operator(graph, "IsNaN", [value], np.bool_)
+    if zero_point is not None:
+        rounded = apply_operator(graph, "Add", [rounded, cast_value(graph, zero_point, np.float32)])
+    rounded = elementwise.choose(graph, nan, make_scalar(low, np.float32), rounded)
+    inside = apply_operator(graph, "Max", [rounded, make_scalar(low, np.float32)])
+    inside = apply_operator(graph, "Min", [inside, make_scalar(high, np.float32)])
+    return cast_value(graph, inside, container)
+
+
+def _count(x: Value) -> Any:
+    shape = values.shrink_array(np.asarray(x.array)).shape if x.is_known else x.shape
+    return math.prod(shape)
+
+
+@writes_mark("dequantize")
+def write_dequantize(graph: Graph, call: Call) -> Value:
+    """Write the arithmetic of a dequantization.
+
+    ONNX Runtime replaces floats between DequantizeLinear and QuantizeLinear by other arithmetic, whose codes differ. It
+    also replaces a matrix product of floats with weights from DequantizeLinear by one that rounds the floats to 8 bits.
+    The arithmetic of weights is done when a session is created.
+    """
+    p = call.parameters
+    codes, scale, zero_point, shape = p["x"], p["scale"], p["zero_point"], call.outputs[0].shape
+    if zero_point is None or codes.dtype in dtypes.SMALL_FLOATS:
+        steps = cast_value(graph, _hold(graph, codes), np.float32)
+    else:
+        point = expand_scale(graph, cast_value(graph, zero_point, np.int32), p["granularity"], shape)
+        steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])
+        steps = cast_value(graph, steps, np.float32)
+    factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
+    return cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
+
+
+def _hold(graph: Graph, codes: Value) -> Value:
+    """Return codes as a tensor, so that the model stores the codes of weights and not their values."""
+    if not codes.is_known:
+        return codes
+    container = values.find_container(codes.dtype)
+    return Value(codes.shape, container, graph.store_full(codes, codes.shape))
+
+
+# The parts of other operations.
+
+
+@writes_mark("divide")
+def write_divide(graph: Graph, call: Call) -> Value:
+    """Write a division."""
+    return apply_operator(graph, "Div", [call.parameters["x"], call.parameters["scale"]])
+
+
+@writes_mark("round_to_dtype")
+def write_round_to_dtype(graph: Graph, call: Call) -> Value:
+    """Write a rounding to a narrower float."""
+    return round_value(graph, call.parameters["value"], call.parameters["dtype"])
+
+
+@writes_mark("keep")
+def write_keep(graph: Graph, call: Call) -> Value:
+    """Write nothing: the result is the first operand."""
+    return call.inputs[0]
+
+
+# Ranges.
+
+
+@writes_mark("extremes")
+def write_extremes(graph: Graph, call: Call) -> list[Value]:
+    """Write the least and the largest value of each slice."""
+    p = call.parameters
+    x, target = cast_value(graph, p["x"], np.float32), call.outputs[0].shape
+    shape = p["input_shapes"][0]
+    sizes = granularities.Aligned(p["block_size"]).sizes(tuple(target), tuple(shape))
+    assert sizes is not None
+    blocked = [a for a, size in enumerate(sizes) if size != 1 and not bool(target[a] == 1)]
+    if len(blocked) > 1 or any(shape[axis] % sizes[axis] for axis in blocked):
+        raise values.UnsupportedError("a range of each of several blocks of different lengths")
+    name = graph.store_full(x, shape)
+    cut, axes = list(shape), [a for a, n in enumerate(target) if bool(n == 1) and not bool(shape[a] == 1)]
+    if blocked:
+        axis = blocked[0]
+        cut[axis : axis + 1] = [target[axis], sizes[axis]]
+        name = graph.reshape(name, tuple(cut))
+        axes = [a + (a > axis) for a in axes] + [axis + 1]
+    results = []
+    for operator in ("ReduceMin", "ReduceMax"):
+        reduced = graph.reduce(operator, name, axes, keepdims=not blocked)
+        if blocked:
+            reduced = graph.reshape(reduced, tuple(target))
+        results.append(Value(tuple(target), np.dtype(np.float32), reduced))
+    return results
+
+
+@writes_mark("min_max")
+def write_min_max(graph: Graph, call: Call) -> list[Value]:
+    """Write the range of each slice, widened to include 0."""
+    p = call.parameters
+    name = graph.store_full(cast_value(graph, p["x"], np.float32), p["input_shapes"][0])
+    zero, results = make_scalar(0, np.float32), []
+    for operator, bound in (("ReduceMin", "Min"), ("ReduceMax", "Max")):
+        end = graph.reduce(operator, name, list(p["axes"]))
+        results.append(apply_operator(graph, bound, [Value(call.outputs[0].shape, np.dtype(np.float32), end), zero]))
+    return results
+
+
+@writes_mark("dynamic_range")
+def write_dynamic_range(graph: Graph, call: Call) -> list[Value] | None:
+    """Write DynamicQuantizeLinear, whose codes `write_quantize` takes."""
+    p = call.parameters
+    if np.dtype(p["dtype"]) != np.uint8 or not isinstance(p["granularity"], granularities.PerTensor):
+        return None
+    shape = p["input_shapes"][0]
+    name, scale, zero_point = _quantize_dynamically(graph, p["x"], shape, ())
+    axes = list(range(len(shape)))
+    float32, zero = np.dtype(np.float32), make_scalar(0, np.float32)
+    low, high = (
+        apply_operator(graph, bound, [Value((), float32, graph.reduce(operator, name, axes)), zero])
+        for operator, bound in (("ReduceMin", "Min"), ("ReduceMax", "Max"))
+    )
+    point = Value((), np.dtype(np.uint8), zero_point, hint="dynamic")
+    return [low, high, Value((), float32, scale), point]
+
+
+def _quantize_dynamically(graph: Graph, x: Value, shape: Shape, ones: Shape) -> tuple[str, str, str]:
+    """Write DynamicQuantizeLinear, and return x, the scale and the zero point, both of the shape `ones`."""
+    name = graph.store_full(x, shape)
+    codes, scale, zero_point = graph.add("DynamicQuantizeLinear", [name], 3)
+    if ones:
+        scale, zero_point = graph.reshape(scale, ones), graph.reshape(zero_point, ones)
+    graph.codes[x.name or name, scale] = Value(tuple(shape), np.dtype(np.uint8), codes)
+    return name, scale, zero_point
+
+
+@writes_mark("own_range")
+def write_own_range(graph: Graph, call: Call) -> list[Value] | None:
+    """Write DynamicQuantizeLinear for the range of a whole array and codes of uint8: its integers are the same."""
+    p = call.parameters
+    spec, x = p["spec"], p["x"]
+    (scale_shape, scale_dtype), (point_shape, point_dtype) = call.outputs
+    is_plain = spec.codebook is None and not spec.power_of_two and tuple(spec.bounds) == (0, 255)
+    is_plain = is_plain and np.dtype(point_dtype) == np.uint8 and scale_dtype == x.dtype == dtypes.FLOAT32
+    if not is_plain or any(not bool(n == 1) for n in (*scale_shape, *point_shape)):
+        return None
+    _, scale, zero_point = _quantize_dynamically(graph, x, p["input_shapes"][0], scale_shape)
+    point = Value(tuple(point_shape), np.dtype(np.uint8), zero_point, hint="dynamic")
+    return [Value(tuple(scale_shape), np.dtype(np.float32), scale), point]

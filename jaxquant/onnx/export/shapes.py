@@ -1,0 +1,316 @@
+"""ONNX nodes of primitives that arrange elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import elementwise, values
+from .graph import Graph
+from .registry import Call, writes
+from .values import Shape, UnsupportedError, Value
+
+
+@writes("broadcast_in_dim")
+def write_broadcast(graph: Graph, call: Call) -> Value:
+    """Write a reshape to the rank of the result; whoever needs all elements expands it."""
+    (x, *_), (output,) = call.inputs, call.outputs
+    places = call.parameters["broadcast_dimensions"]
+    shape: list[Any] = [1] * len(output.shape)
+    for axis, n in zip(places, x.shape, strict=True):
+        shape[axis] = n
+    if x.is_known:  # the result has a symbolic dimension
+        return values.make_known(np.asarray(x.array).reshape(shape), x.hint)
+    name = graph.store(x)
+    if tuple(shape) != tuple(x.shape):
+        # Dimensions of 1 that are inserted need no length of any other dimension.
+        inserted = [axis for axis in range(len(shape)) if axis not in places]
+        if list(places) == sorted(places):
+            name = graph.add("Unsqueeze", [name, graph.ints(*inserted)]) if inserted else name
+        else:
+            name = graph.reshape(name, tuple(shape))
+    return Value(tuple(shape), x.dtype, name)
+
+
+@writes("reshape")
+def write_reshape(graph: Graph, call: Call) -> Value:
+    """Write a reshape."""
+    x, shape = call.inputs[0], call.outputs[0].shape
+    name = graph.store_full(x, call.parameters["input_shapes"][0])
+    return Value(tuple(shape), values.find_container(x.dtype), graph.reshape(name, shape))
+
+
+def _is_one(n: Any) -> bool:
+    return values.is_static((n,)) and n == 1
+
+
+@writes("transpose")
+def write_transpose(graph: Graph, call: Call) -> Value:
+    """Write a transpose."""
+    (x,), permutation = call.inputs, call.parameters["permutation"]
+    shape = tuple(x.shape[axis] for axis in permutation)
+    return Value(shape, x.dtype, graph.transpose(graph.store(x), permutation))
+
+
+@writes("squeeze")
+def write_squeeze(graph: Graph, call: Call) -> Value:
+    """Write a squeeze."""
+    (x,) = call.inputs
+    axes = [axis % len(x.shape) for axis in call.parameters["dimensions"]]
+    shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
+    if not axes:
+        return x
+    return Value(shape, x.dtype, graph.add("Squeeze", [graph.store(x), graph.ints(*axes)]))
+
+
+@writes("expand_dims")
+def write_expand_dims(graph: Graph, call: Call) -> Value:
+    """Write dimensions of 1."""
+    (x,) = call.inputs
+    axes = [int(axis) for axis in call.parameters["dimensions"]]
+    return Value(call.outputs[0].shape, x.dtype, graph.add("Unsqueeze", [graph.store(x), graph.ints(*axes)]))
+
+
+@writes("concatenate")
+def write_concatenate(graph: Graph, call: Call) -> Value:
+    """Write a concatenation."""
+    axis, output = call.parameters["dimension"], call.outputs[0]
+    names = []
+    for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True):
+        names.append(graph.store_full(x, shape))
+    return Value(output.shape, values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
+
+
+@writes("slice")
+def write_slice(graph: Graph, call: Call) -> Value:
+    """Write a slice."""
+    x, p = call.inputs[0], call.parameters
+    steps = p["strides"] or (1,) * len(x.shape)
+    lengths = call.parameters["input_shapes"][0]
+    axes = []
+    for axis, (start, limit, step) in enumerate(zip(p["start_indices"], p["limit_indices"], steps, strict=True)):
+        is_whole = _equals(start, 0) and _equals(limit, lengths[axis]) and step == 1
+        if not is_whole and not _is_one(x.shape[axis]):
+            axes.append(axis)
+    # A dimension of 1 that stands for a longer one stays as it is.
+    shape = tuple(1 if _is_one(x.shape[axis]) else n for axis, n in enumerate(call.outputs[0].shape))
+    if not axes:
+        return x._replace(shape=shape)
+    starts, limits = ([p[key][axis] for axis in axes] for key in ("start_indices", "limit_indices"))
+    name = graph.slice(graph.store(x), starts, limits, axes, [int(steps[axis]) for axis in axes])
+    return Value(shape, values.find_container(x.dtype), name)
+
+
+def _equals(a: Any, b: Any) -> bool:
+    return bool(a == b)
+
+
+@writes("rev")
+def write_reverse(graph: Graph, call: Call) -> Value:
+    """Write a slice with negative steps."""
+    (x,) = call.inputs
+    axes = [axis for axis in call.parameters["dimensions"] if not _is_one(x.shape[axis])]
+    if not axes:
+        return x
+    ends = [graph.ints(*(number for _ in axes)) for number in (-1, -(2**31))]
+    steps = graph.ints(*(-1 for _ in axes))
+    return Value(x.shape, x.dtype, graph.add("Slice", [graph.store(x), *ends, graph.ints(*axes), steps]))
+
+
+@writes("pad")
+def write_pad(graph: Graph, call: Call) -> Value:
+    """Write a padding; a negative one is a slice."""
+    x, fill = call.inputs
+    config, shape = call.parameters["padding_config"], call.parameters["input_shapes"][0]
+    name = graph.store_full(x, shape)
+    for axis, (_, _, interior) in enumerate(config):
+        if interior:
+            name = _spread(graph, name, shape, axis, interior, fill)
+            shape = (*shape[:axis], (shape[axis] - 1) * (interior + 1) + 1, *shape[axis + 1 :])
+    lows, highs = ([max(int(entry[i]), 0) for entry in config] for i in (0, 1))
+    if any(lows) or any(highs):
+        name = graph.add("Pad", [name, graph.ints(*lows, *highs), graph.store(fill)])
+    cropped = [axis for axis, entry in enumerate(config) if min(entry[:2]) < 0]
+    if cropped:
+        starts = [max(-int(config[axis][0]), 0) for axis in cropped]
+        limits = [int(config[axis][1]) if config[axis][1] < 0 else 2**31 for axis in cropped]
+        name = graph.slice(name, starts, limits, cropped, [1] * len(cropped))
+    return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
+
+
+def _spread(graph: Graph, name: str, shape: Shape, axis: int, interior: int, fill: Value) -> str:
+    """Return a tensor with `interior` fill values between the neighbors along an axis."""
+    wide = (*shape[: axis + 1], 1, *shape[axis + 1 :])
+    pads = [0] * (2 * len(wide))
+    pads[len(wide) + axis + 1] = interior
+    name = graph.add("Pad", [graph.reshape(name, wide), graph.ints(*pads), graph.store(fill)])
+    length = shape[axis] * (interior + 1)
+    name = graph.reshape(name, (*shape[:axis], length, *shape[axis + 1 :]))
+    return graph.slice(name, [0], [length - interior], [axis], [1])
+
+
+@writes("iota")
+def write_iota(graph: Graph, call: Call) -> Value:
+    """Write a range along a symbolic dimension."""
+    (output,), axis = call.outputs, call.parameters["dimension"]
+    limit = graph.add("Squeeze", [graph.add_shape((output.shape[axis],)), graph.ints(0)])
+    zero, one = (graph.add_constant(np.int64(n)) for n in (0, 1))
+    name = graph.cast(graph.add("Range", [zero, limit, one]), output.dtype)
+    shape = tuple(n if a == axis else 1 for a, n in enumerate(output.shape))
+    return Value(shape, np.dtype(output.dtype), graph.reshape(name, shape) if len(shape) > 1 else name)
+
+
+@writes("split", "unstack")
+def write_split(graph: Graph, call: Call) -> list[Value]:
+    """Write a split."""
+    x, axis = call.inputs[0], call.parameters["axis"]
+    is_stack = call.name == "unstack"
+    sizes = [1] * len(call.outputs) if is_stack else [int(n) for n in call.parameters["sizes"]]
+    full = graph.store_full(x, call.parameters["input_shapes"][0])
+    names = [full]
+    if len(sizes) > 1:
+        names = graph.add("Split", [full, graph.ints(*sizes)], len(sizes), axis=axis)
+    if is_stack:
+        names = [graph.add("Squeeze", [name, graph.ints(axis)]) for name in names]
+    return [Value(spec.shape, x.dtype, name) for name, spec in zip(names, call.outputs, strict=True)]
+
+
+@writes("stack")
+def write_stack(graph: Graph, call: Call) -> Value:
+    """Write arrays as the entries of a new dimension."""
+    axis, output = call.parameters["axis"], call.outputs[0]
+    place = graph.ints(axis)
+    names = [
+        graph.add("Unsqueeze", [graph.store_full(x, shape), place])
+        for x, shape in zip(call.inputs, call.parameters["input_shapes"], strict=True)
+    ]
+    return Value(tuple(output.shape), values.find_container(output.dtype), graph.add("Concat", names, axis=axis))
+
+
+@writes("tile")
+def write_tile(graph: Graph, call: Call) -> Value:
+    """Write repetitions of a whole array."""
+    name = graph.store_full(call.inputs[0], call.parameters["input_shapes"][0])
+    return Value(
+        call.outputs[0].shape, call.inputs[0].dtype, graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
+    )
+
+
+@writes("dynamic_slice")
+def write_dynamic_slice(graph: Graph, call: Call) -> Value:
+    """Write a slice whose starts are computed, and kept where the slice fits."""
+    x, *starts = call.inputs
+    shape, sizes = call.parameters["input_shapes"][0], call.parameters["slice_sizes"]
+    axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
+    name = graph.store_full(x, shape)
+    if axes:
+        begin = _join_starts(graph, [starts[axis] for axis in axes], [shape[a] - sizes[a] for a in axes])
+        end = graph.add("Add", [begin, graph.add_shape(tuple(sizes[axis] for axis in axes))])
+        name = graph.add("Slice", [name, begin, end, graph.ints(*axes)])
+    return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
+
+
+def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
+    """Return a vector of int64 of first indices between 0 and the limits."""
+    parts = [graph.reshape(graph.cast(graph.store(start), np.int64), (1,)) for start in starts]
+    begin = parts[0] if len(parts) == 1 else graph.add("Concat", parts, axis=0)
+    begin = graph.add("Max", [begin, graph.ints(*(0 for _ in parts))])
+    return graph.add("Min", [begin, graph.add_shape(tuple(limits))])
+
+
+@writes("dynamic_update_slice")
+def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
+    """Write a replacement of a slice, by the index of each of its elements along each dimension."""
+    x, update, *starts = call.inputs
+    shape, sizes = call.parameters["input_shapes"][:2]
+    axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
+    names = graph.store_full(x, shape), graph.store_full(update, sizes)
+    if not axes:
+        return Value(tuple(sizes), values.find_container(x.dtype), names[1])
+    if len(axes) > 1:
+        raise UnsupportedError("an update that is shorter along several dimensions")
+    axis = axes[0]
+    if not values.is_static((sizes[axis],)):
+        raise UnsupportedError("an update of symbolic length")
+    begin = _join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
+    offsets = graph.ints(*range(sizes[axis]))
+    line = graph.reshape(graph.add("Add", [begin, offsets]), tuple(-1 if a == axis else 1 for a in range(len(shape))))
+    index = graph.add("Expand", [line, graph.add_shape(tuple(sizes))])
+    return Value(
+        tuple(shape),
+        values.find_container(x.dtype),
+        graph.add("ScatterElements", [names[0], index, names[1]], axis=axis),
+    )
+
+
+@writes("cumsum")
+def write_cumulative_sum(graph: Graph, call: Call) -> Value:
+    """Write running sums."""
+    (x,), p = call.inputs, call.parameters
+    name = graph.store_full(x, p["input_shapes"][0])
+    axis = graph.add_constant(np.int64(p["axis"]))
+    return Value(call.outputs[0].shape, x.dtype, graph.add("CumSum", [name, axis], reverse=int(p["reverse"])))
+
+
+@writes("top_k", "sort")
+def write_sort(graph: Graph, call: Call) -> list[Value]:
+    """Write a sort of one array, or its largest elements with their indices."""
+    p, spec = call.parameters, call.outputs[0]
+    if call.name == "sort" and len(call.inputs) > 1:
+        raise UnsupportedError("a sort of several arrays")
+    x = call.inputs[0]
+    is_sort = call.name == "sort"
+    axis = p["dimension"] if is_sort else p.get("axis", len(spec.shape) - 1)
+    name = graph.store_full(x, p["input_shapes"][0])
+    count = graph.add_shape((spec.shape[axis],))
+    ordered, index = graph.add("TopK", [name, count], 2, axis=axis, largest=0 if is_sort else 1)
+    results = [Value(spec.shape, x.dtype, ordered)]
+    if not is_sort:
+        results.append(Value(spec.shape, np.dtype(np.int32), graph.cast(index, np.int32)))
+    return results
+
+
+@writes("argmax", "argmin")
+def write_arg_extreme(graph: Graph, call: Call) -> Value:
+    """Write the index of an extreme."""
+    p, operator = call.parameters, {"argmax": "ArgMax", "argmin": "ArgMin"}[call.name]
+    name = graph.store_full(call.inputs[0], p["input_shapes"][0])
+    index = graph.add(operator, [name], axis=p["axes"][0], keepdims=0)
+    return Value(call.outputs[0].shape, np.dtype(p["index_dtype"]), graph.cast(index, p["index_dtype"]))
+
+
+_REDUCTIONS = {
+    "reduce_sum": "ReduceSum",
+    "reduce_max": "ReduceMax",
+    "reduce_min": "ReduceMin",
+    "reduce_prod": "ReduceProd",
+}
+
+
+@writes(*_REDUCTIONS, "reduce_and", "reduce_or")
+def write_reduction(graph: Graph, call: Call) -> Value:
+    """Write a reduction; of bools, of their integers."""
+    x, axes = call.inputs[0], [int(axis) for axis in call.parameters["axes"]]
+    output = call.outputs[0]
+    if not axes:
+        return x
+    operator = _REDUCTIONS.get(call.name) or {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}[call.name]
+    wide = elementwise.find_compute_dtype(x.dtype)
+    # A reduced dimension must have all of its elements; the others may stay short.
+    shape = call.parameters["input_shapes"][0]
+    stored = tuple(shape[axis] if axis in axes else x.shape[axis] for axis in range(len(shape)))
+    name = graph.store_full(x, stored)
+    name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
+    name = graph.reduce(operator, name, axes)
+    target = values.find_container(output.dtype)
+    name = name if wide == target else graph.cast(name, target)
+    return Value(tuple(n for axis, n in enumerate(stored) if axis not in axes), target, name)
+
+
+@writes("dim_as_value")
+def write_dimension(graph: Graph, call: Call) -> Value:
+    """Write a symbolic dimension as a number."""
+    name = graph.add("Squeeze", [graph.add_dimension(call.parameters["dim"]), graph.ints(0)])
+    return Value((), np.dtype(call.outputs[0].dtype), graph.cast(name, call.outputs[0].dtype))

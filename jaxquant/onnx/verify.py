@@ -1,0 +1,221 @@
+"""`verify`: an exported model in ONNX Runtime beside the function that it was exported from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import ModelProto, helper
+
+from .._core import checks
+from .export import model as exports
+from .export import program, values
+
+_NAME = "onnx.verify"
+LEVELS = {
+    "disabled": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor of a report.
+
+    Attributes:
+        name: the name of the tensor in the model.
+        kind: "codes" or "output".
+        elements: the number of elements that were compared, in all batches.
+        differing: the number of codes that differ, or of floats that differ by more than the tolerance.
+        largest: the largest difference, in steps of codes or in the units of the output.
+    """
+
+    name: str
+    kind: str
+    elements: int
+    differing: int
+    largest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The comparison of a model with a function; `str` prints a table.
+
+    Attributes:
+        rows: one entry for each quantize point, in the order of the program, then one for each output.
+        level: ONNX Runtime's level of optimization.
+        tolerance: the largest difference of floats that counts as none.
+    """
+
+    rows: tuple[Row, ...]
+    level: str
+    tolerance: float
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all codes are equal, and all floats within the tolerance."""
+        return not any(row.differing for row in self.rows)
+
+    def __str__(self) -> str:
+        """Return the table, and a line that says what differs first."""
+        width = max([len(row.name) for row in self.rows], default=4)
+        lines = [f"{'tensor':{width}}  {'kind':6}  {'elements':>9}  {'differing':>9}  {'largest':>9}"]
+        for row in self.rows:
+            numbers = f"{row.elements:9}  {row.differing:9}  {row.largest:9.3g}"
+            lines.append(f"{row.name:{width}}  {row.kind:6}  {numbers}")
+        first = next((row for row in self.rows if row.differing), None)
+        if first is None:
+            lines.append(f"All codes are equal, and all floats within {self.tolerance:g} (level {self.level}).")
+        elif first.kind == "codes":
+            lines.append(
+                f"The first codes that differ are those of {first.name}: what computes its input gives other floats."
+            )
+        else:
+            lines.append(f"All codes are equal; the floats of {first.name} differ by up to {first.largest:.3g}.")
+        return "\n".join(lines)
+
+
+def verify(
+    model: ModelProto | str | os.PathLike[str],
+    function: Callable[..., Any],
+    batches: Sequence[Any],
+    *,
+    params: Any = None,
+    level: str = "all",
+    tolerance: float = 1e-5,
+) -> Report:
+    """Run a model in ONNX Runtime beside the function that it was exported from, and compare what they compute.
+
+    The codes of each quantize point are compared one by one: the inputs of the integer contractions, and what they
+    return as codes. Floats are compared at the outputs, relative to the largest magnitude if that is above 1.
+
+    Args:
+        model: what `export` returned, or the name of a file.
+        function: the function that was exported.
+        batches: tuples of arguments of the function; a single array counts as a tuple of one. Each may have the shape
+            that the model accepts.
+        params: the pytree that was passed to `export`, or None.
+        level: ONNX Runtime's level of optimization: "disabled", "basic", "extended" or "all".
+        tolerance: the largest difference of floats that counts as none.
+
+    Returns:
+        A `Report`.
+
+    Raises:
+        TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
+        ValueError: the model was not exported from this function.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import onnx as jqonnx
+        >>> w = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        >>> def layer(x):
+        ...     return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), w)
+        >>> x = jnp.array([[0.495, 0.015], [-2.0, 3.0]])  # two ties, and values that saturate
+        >>> report = jqonnx.verify(jqonnx.export(layer, [x]), layer, [x])
+        >>> report.is_exact, [(row.kind, row.elements, row.differing) for row in report.rows]
+        (True, [('codes', 4, 0), ('output', 4, 0)])
+
+    Source: `onnxruntime.InferenceSession`.
+    """
+    checks.check_option(_NAME, "level", level, tuple(LEVELS))
+    model = _read_model(model)
+    points = _read_points(model)
+    session = _open_session(model, points, level)
+    totals: dict[str, list[Any]] = {}
+    outputs = [info.name for info in model.graph.output]
+    for batch in batches:
+        arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        codes, results = _compute(function, arguments, params)
+        holds = len(codes) == len(points) and len(results) == len(outputs)
+        expected = f"{len(points)} quantize points and {len(outputs)} outputs, as the model has"
+        checks.require(holds, _NAME, "function", expected, f"{len(codes)} and {len(results)}")
+        feeds = {
+            info.name: np.asarray(leaf).astype(values.find_container(np.asarray(leaf).dtype))
+            for info, leaf in zip(session.get_inputs(), jax.tree.leaves(arguments), strict=True)
+        }
+        names = [name for name in dict.fromkeys([*points, *outputs]) if name]
+        fetched = dict(zip(names, session.run(names, feeds), strict=True))
+        pairs = [*zip(points, codes, strict=True), *zip(outputs, results, strict=True)]
+        for i, (name, value) in enumerate(pairs):
+            if not name:  # no output depends on these codes
+                continue
+            kind = "codes" if i < len(points) else "output"
+            count, differing, largest = _compare(np.asarray(fetched[name]), np.asarray(value), tolerance)
+            total = totals.setdefault(f"{i}", [name, kind, 0, 0, 0.0])
+            total[2:] = [total[2] + count, total[3] + differing, max(total[4], largest)]
+    return Report(tuple(Row(*total) for total in totals.values()), level, tolerance)
+
+
+def _read_model(model: Any) -> ModelProto:
+    if isinstance(model, ModelProto):
+        return model
+    expected = "an onnx.ModelProto or the name of a file"
+    checks.require_type(isinstance(model, str | os.PathLike), _NAME, "model", expected, checks.describe_value(model))
+    onnx.checker.check_model(os.fspath(model))  # the runtime must not see a file that was not checked
+    return onnx.load(os.fspath(model))
+
+
+def _read_points(model: ModelProto) -> list[str]:
+    """Return the names of the tensors of codes, which `export` has stored in the model."""
+    stored = {entry.key: entry.value for entry in model.metadata_props}
+    text = stored.get(exports.POINTS)
+    checks.require(text is not None, _NAME, "model", "a model that jaxquant.onnx.export returned", "no quantize points")
+    return list(json.loads(text or "[]"))
+
+
+def _open_session(model: ModelProto, points: Sequence[str], level: str) -> onnxruntime.InferenceSession:
+    """Return a session of the model whose outputs include the quantize points."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    present = {info.name for info in model.graph.output}
+    for name in dict.fromkeys(points):
+        if name and name not in present:
+            copy.graph.output.append(helper.make_empty_tensor_value_info(name))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = LEVELS[level]
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(copy.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _compute(function: Callable[..., Any], arguments: Sequence[Any], params: Any) -> tuple[list[Any], list[Any]]:
+    """Return the codes of the function's quantize points, and the leaves of its result."""
+    leaves, structure = jax.tree.flatten(list(arguments))
+    traced = program.trace_call(function, params, structure, exports.make_specs(leaves, None))
+    trace = traced.trace
+
+    @jax.jit
+    def run_both(*arrays: Any) -> Any:
+        tap = program.Tap()
+        constants, known = ([tap.read_known(x) for x in part] for part in (trace.constants, traced.arrays))
+        results = program.run_program(tap, trace.program, constants, [*known, *arrays])
+        return tap.codes, results
+
+    return run_both(*leaves)
+
+
+def _compare(runtime: np.ndarray, value: np.ndarray, tolerance: float) -> tuple[int, int, float]:
+    """Return how many elements there are, how many differ, and by how much at most."""
+    if runtime.shape != value.shape and runtime.size < value.size:
+        runtime = np.broadcast_to(runtime, value.shape)  # the model holds one copy of codes that repeat
+    if runtime.shape != value.shape:
+        return max(runtime.size, value.size), max(runtime.size, value.size), np.inf
+    if not value.size:
+        return 0, 0, 0.0
+    is_float = np.issubdtype(value.dtype, np.floating)
+    a, b = runtime.astype(np.float64), value.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        distance = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    distance = np.where(np.isnan(distance), np.inf, distance)
+    finite = b[np.isfinite(b)]
+    limit = tolerance * max(1.0, float(np.abs(finite).max(initial=0.0))) if is_float else 0.0
+    return value.size, int((distance > limit).sum()), float(distance.max())

@@ -1,0 +1,129 @@
+"""Integer-only networks and operators on codes, exported in both forms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnxruntime
+import pytest
+
+import jaxquant as jq
+from jaxquant import onnx as jqonnx
+
+UINT8 = jq.QuantSpec(jnp.uint8)
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def make_network(rng: np.random.Generator):
+    """Return a network of codes: convolutions, a sum, pooling and a mean."""
+    spec = jq.QuantSpec(jnp.int8, jq.PerAxis(3))
+    shapes = ((3, 3, 3, 8), (3, 3, 8, 8))
+    kernels = [jq.quantize(jnp.asarray(rng.normal(0, 0.2, s), jnp.float32), spec) for s in shapes]
+    biases = [jnp.asarray(rng.integers(-500, 500, 8), jnp.int32) for _ in kernels]
+    out, pooled = jq.Quantizer(UINT8, 0.05, 0), jq.Quantizer(UINT8, 0.02, 3)
+
+    def apply(x: jax.Array) -> jax.Array:
+        q = jq.quantize(x, UINT8, -2.0, 2.0)
+        skip = jq.conv_general_dilated(
+            q, kernels[0], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[0], output=out
+        )
+        q = jq.conv_general_dilated(
+            skip, kernels[1], (1, 1), "SAME", dimension_numbers=NUMBERS, bias=biases[1], output=out
+        )
+        q = jq.max_pool(jq.add(q, skip, out), (2, 2), (2, 2))
+        return jq.mean(jq.average_pool(q, (2, 2), (2, 2), output=pooled), (1, 2), output=pooled).codes
+
+    return apply, jnp.asarray(rng.normal(0, 1, (3, 8, 8, 3)), jnp.float32)
+
+
+def list_optimized(model, tmp_path) -> set[str]:
+    """Return the operators of ONNX Runtime's optimized graph."""
+    import onnx
+
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("form", ["operators", "qdq"])
+def test_integer_networks(rng: np.random.Generator, form: str, tmp_path) -> None:
+    function, x = make_network(rng)
+    model = jqonnx.export(function, [x], batch="N", form=form)
+    levels = ("disabled", "all") if form == "operators" else ("extended", "all")
+    for level in levels:
+        report = jqonnx.verify(model, function, [x], level=level)
+        assert report.is_exact, str(report)
+    kernels = list_optimized(model, tmp_path)
+    assert "QLinearConv" in kernels
+    assert not kernels & {"Conv", "FusedConv", "ConvInteger", "MatMul", "Gemm"}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("form", ["operators", "qdq"])
+def test_matrix_products_with_a_bias(rng: np.random.Generator, form: str, tmp_path) -> None:
+    weights = [
+        jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        for shape in ((16, 12), (12, 8))
+    ]
+    biases = [jnp.asarray(rng.integers(-900, 900, n), jnp.int32) for n in (12, 8)]
+    out = jq.Quantizer(UINT8, 0.04, 0)
+
+    def function(x: jax.Array) -> jax.Array:
+        q = jq.quantize(x, UINT8, -2.0, 2.0)
+        for w, bias in zip(weights, biases, strict=True):
+            q = jq.matmul(q, w, bias=bias, output=out)
+        return q.codes
+
+    for shape in ((6, 16), (2, 3, 16)):
+        x = jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
+        model = jqonnx.export(function, [x], batch="N", form=form)
+        report = jqonnx.verify(model, function, [x])
+        assert report.is_exact, str(report)
+        assert not list_optimized(model, tmp_path) & {"MatMul", "Gemm"}
+
+
+def test_operators_on_codes(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(0, 1, (2, 3, 4, 4)), jnp.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        q = jq.quantize_linear(x, 0.02, np.uint8(120))
+        a = jq.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
+        b = jq.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
+        return [
+            a,
+            b,
+            jq.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
+            jq.qlinear_where(q > jnp.uint8(100), a, 1 / 256, 0, b, 0.02, 100, 0.03, 50),
+            jq.qlinear_global_average_pool(q, 0.02, 120, 0.01, 100),
+            jq.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
+            jq.qlinear_mul(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7),
+        ]
+
+    model = jqonnx.export(function, [x])
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, function, [x], level=level)
+        assert report.is_exact, str(report)
+
+
+def test_codes_without_a_fused_kernel(rng: np.random.Generator) -> None:
+    """Between int8 and uint8 ONNX Runtime has no integer kernel, and in the form "qdq" it would run a float one."""
+    w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (8, 4)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+    signed = jq.QuantSpec(jnp.int8, narrow_range=False)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        qs = [jq.quantize(x, spec, -2.0, 2.0) for spec in (signed, UINT8)]
+        outputs = [jq.Quantizer(spec, 0.05, 3) for spec in (jq.QuantSpec(jnp.int8, symmetric=False), UINT8)]
+        return [jq.matmul(q, w, output=output).codes for q in qs for output in outputs]
+
+    x = jnp.asarray(rng.normal(0, 1, (3, 8)), jnp.float32)
+    with pytest.warns(UserWarning, match="expected uint8 inputs and outputs") as warned:
+        models = [jqonnx.export(function, [x], form="qdq"), jqonnx.export(function, [x])]
+    assert len(warned) == 3
+    for model in models:
+        for level in ("disabled", "all"):
+            report = jqonnx.verify(model, function, [x], level=level)
+            assert report.is_exact, str(report)

@@ -1,0 +1,278 @@
+"""Exported models in ONNX Runtime: the same codes at each quantize point, and floats within a tolerance."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import pytest
+from flax import nnx
+from onnx import ModelProto
+
+import jaxquant as jq
+from jaxquant import onnx as jqonnx
+from jaxquant.flax import linen as qnn
+from jaxquant.flax import nnx as qnnx
+
+from ..cases import networks
+from ..support.prepared import find_ranges
+
+UINT8, INT8 = jq.QuantSpec(jnp.uint8), jq.QuantSpec(jnp.int8, jq.PerAxis(1))
+LEVELS = ("disabled", "basic", "extended", "all")
+RECIPES = {
+    "float": None,
+    "static": jq.recipes.w8a8_static(),
+    "dynamic": jq.recipes.w8a8_dynamic(),
+    "int4": jq.recipes.w4a8(),
+    "weight_only_int8": jq.recipes.weight_only_int8(),
+    "weight_only_int4": jq.recipes.weight_only_int4(block=4),
+}
+# Their activation ranges are computed by float operations that XLA and ONNX Runtime round differently.
+FLOAT_RANGES = ("dynamic", "int4")
+NETWORKS = [name for name in networks.NETWORKS if name.split()[0] not in networks.FRAMEWORKS]
+
+
+def count_operators(model: ModelProto) -> collections.Counter[str]:
+    return collections.Counter(node.op_type for node in model.graph.node)
+
+
+def check_model(model: ModelProto, function, batches, levels=("all",), tolerance=5e-6) -> None:
+    onnx.checker.check_model(model, full_check=True)
+    for level in levels:
+        report = jqonnx.verify(model, function, batches, level=level, tolerance=tolerance)
+        assert report.is_exact, str(report)
+
+
+def prepare(name: str, recipe: str):
+    """Return a network on codes as a function of its inputs, and a batch."""
+    network = networks.make_network(name)
+    x = network.sample(jax.random.key(2), 3)
+    if RECIPES[recipe] is None:
+        return lambda x: network.apply(network.params, x), x
+    prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES[recipe])
+    ranges, params = find_ranges(prepared, network.params, x), jax.jit(prepared.convert)(network.params)
+    return lambda x: prepared.apply(params, ranges, x), x
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "recipe"), list(itertools.product(NETWORKS, RECIPES)))
+def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
+    function, x = prepare(name, recipe)
+    model = jqonnx.export(function, [x], batch="N")
+    onnx.checker.check_model(model, full_check=True)
+    report = jqonnx.verify(model, function, [x[:2]], level=str(rng.choice(LEVELS)), tolerance=1e-5)
+    if recipe in FLOAT_RANGES:  # a range may differ in the last bit, and with it a few codes by one step
+        codes = [row for row in report.rows if row.kind == "codes"]
+        elements = sum(row.elements for row in codes)
+        assert sum(row.differing for row in codes) <= max(4, elements // 100), str(report)
+    else:
+        assert report.is_exact, str(report)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("opset", [13, 17, 25])
+def test_opsets(opset: int) -> None:
+    function, x = prepare("linen cnn", "static")
+    model = jqonnx.export(function, [x], opset=opset)
+    assert model.opset_import[0].version == opset
+    check_model(model, function, [x], levels=("all",))
+
+
+def make_weights(rng: np.random.Generator, *shape: int, spec: jq.QuantSpec = INT8) -> jq.QuantizedArray:
+    return jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), spec)
+
+
+def sample_ties(rng: np.random.Generator, *shape: int) -> jax.Array:
+    """Return multiples of half a step of 0.25, one ulp on either side of them, and values that saturate."""
+    x = rng.integers(-90, 90, shape).astype(np.float32) * np.float32(0.125)
+    x = np.where(rng.random(shape) < 0.3, np.nextafter(x, np.float32(100)), x)
+    return jnp.asarray(np.where(rng.random(shape) < 0.1, np.float32(1e6) * x, x))
+
+
+GRANULARITIES = {
+    "per_tensor": jq.PerTensor(),
+    "per_axis": jq.PerAxis(1),
+    "per_token": jq.PerToken(),
+    "blocked": jq.Blocked(1, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, pytest.param(jnp.int4, marks=pytest.mark.full), jnp.uint16])
+def test_codes_of_ties(rng: np.random.Generator, dtype) -> None:
+    x = sample_ties(rng, 6, 8)
+
+    def quantize(x: jax.Array) -> list[jax.Array]:
+        results = []
+        for granularity in GRANULARITIES.values():
+            q = jq.quantize(x, jq.QuantSpec(dtype, granularity), -16.0, 15.75)
+            results += [q.codes.astype(jnp.int32), q.dequantize()]
+        return results
+
+    for opset in (13, 21):
+        check_model(jqonnx.export(quantize, [x], opset=opset), quantize, [x])
+
+
+def test_saturation_and_special_values() -> None:
+    x = jnp.asarray([[jnp.inf, -jnp.inf, jnp.nan, 0.0, -0.0, 1e-40, 3e38, -3e38]])
+
+    def quantize(x: jax.Array) -> tuple[jax.Array, ...]:
+        narrow = jq.quantize(x, jq.QuantSpec(jnp.int8), -1.27, 1.27).codes
+        wide = jq.quantize_linear(x, 0.5, np.uint8(3))
+        return narrow, wide, jq.quantize_linear(x, jnp.float32(0.5), np.int16(-7))
+
+    check_model(jqonnx.export(quantize, [x]), quantize, [x], levels=("disabled", "all"))
+
+
+def test_static_and_dynamic_layers(rng: np.random.Generator) -> None:
+    w, x = make_weights(rng, 16, 8), jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
+
+    def static(x: jax.Array) -> jax.Array:
+        return jq.matmul(jq.quantize(x, UINT8, -2.0, 2.5), w)
+
+    def dynamic(x: jax.Array) -> jax.Array:
+        return jq.dynamic_quantize_matmul(x, w.codes, w.scale.reshape(-1), None, jnp.arange(8.0))
+
+    def dynamic_spec(x: jax.Array) -> jax.Array:
+        return jq.matmul(jq.quantize(x, UINT8), w)
+
+    functions = (static, dynamic, dynamic_spec)
+    models = [jqonnx.export(f, [x], batch="N") for f in functions]
+    assert list(count_operators(models[0])) == ["QuantizeLinear", "MatMulInteger", "Cast", "Mul"]
+    assert list(count_operators(models[1])) == ["DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul", "Add"]
+    assert list(count_operators(models[2])) == ["DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul"]
+    for model, function in zip(models, functions, strict=True):
+        check_model(model, function, [x], levels=LEVELS, tolerance=0)
+
+
+def test_weights_stay_codes(rng: np.random.Generator) -> None:
+    w, x = make_weights(rng, 64, 32), jnp.asarray(rng.normal(0, 1, (4, 64)), jnp.float32)
+    points = make_weights(rng, 64, 32, spec=jq.QuantSpec(jnp.uint8, jq.PerAxis(1)))
+    table = make_weights(rng, 16, 64, spec=jq.QuantSpec(jnp.int8, jq.PerAxis(0)))
+
+    def function(x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        return jq.matmul(x, w), jq.matmul(x, points), jq.take(table, tokens)
+
+    tokens = jnp.asarray(rng.integers(-3, 20, (2, 3)), jnp.int32)  # NaN where out of range
+    model = jqonnx.export(function, [x, tokens])
+    assert {array.data_type for array in model.graph.initializer if len(array.dims) > 1 and array.dims[0] > 1} <= {
+        onnx.TensorProto.INT8,
+        onnx.TensorProto.UINT8,
+        onnx.TensorProto.FLOAT,
+    }
+    assert model.ByteSize() < w.nbytes + points.nbytes + table.nbytes + 4000
+    check_model(model, function, [(x, tokens)], levels=LEVELS, tolerance=1e-5)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("frozen", [True, False], ids=["converted", "training"])
+def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
+    specs: Any = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
+    layer, x = qnn.Conv(4, (3, 3), **specs), jnp.asarray(rng.normal(0, 1, (2, 5, 5, 3)), jnp.float32)
+    variables = jq.flax.calibrate(layer, layer.init(jax.random.key(0), x), [x])
+    variables = jq.flax.convert(layer, variables) if frozen else variables
+
+    def function(x: jax.Array):
+        return layer.apply(variables, x)
+
+    model = jqonnx.export(function, [x], batch="N")
+    assert count_operators(model)["ConvInteger"] == 1
+    check_model(model, function, [x], tolerance=0)
+
+
+def test_nnx_modules(rng: np.random.Generator) -> None:
+    specs: Any = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
+    layer, x = qnnx.Linear(8, 4, rngs=nnx.Rngs(0), **specs), jnp.asarray(rng.normal(0, 1, (3, 8)), jnp.float32)
+    layer.train()
+    layer(x)
+    layer.eval()
+    model = jqonnx.export(layer, [x], batch="N")
+    assert count_operators(model)["MatMulInteger"] == 1
+    check_model(model, layer, [x], tolerance=0)
+
+
+def test_contractions_with_zero_points_and_blocks(rng: np.random.Generator) -> None:
+    specs = [
+        jq.QuantSpec(jnp.uint8, jq.PerAxis(1), symmetric=False),
+        jq.QuantSpec(jnp.int4, jq.Blocked(0, 4)),
+        jq.QuantSpec(jnp.uint4, jq.PerTensor()),
+    ]
+    weights = [make_weights(rng, 12, 5, spec=spec) for spec in specs]
+    x = jnp.asarray(rng.normal(0, 1, (2, 3, 12)), jnp.float32)
+
+    def contract(x: jax.Array) -> list[jax.Array]:
+        per_token = jq.quantize(x, jq.QuantSpec(jnp.uint8, jq.PerAxis((0, 1))), -2.0, 2.0)
+        per_tensor = jq.quantize(x, jq.QuantSpec(jnp.int8), -2.0, 2.0)
+        products = [jq.matmul(q, w) for w in weights for q in (per_token, per_tensor)]
+        return [*products, jq.einsum("btk,bsk->bts", per_tensor, per_tensor), jq.matmul(x, weights[1])]
+
+    check_model(jqonnx.export(contract, [x], batch="N"), contract, [x])
+
+
+def test_mapped_functions_export_as_operators(rng: np.random.Generator) -> None:
+    w, x = make_weights(rng, 8, 4), jnp.asarray(rng.normal(0, 1, (3, 2, 8)), jnp.float32)
+
+    def layer(x: jax.Array) -> jax.Array:
+        return jq.matmul(jq.quantize(x, UINT8, -2.0, 2.5), w)
+
+    function = jax.vmap(layer)
+    model = jqonnx.export(function, [x])
+    assert {"QuantizeLinear", "MatMulInteger"} <= set(count_operators(model))
+    check_model(model, function, [x], tolerance=0)
+
+
+def test_names(rng: np.random.Generator) -> None:
+    params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.arange(2.0)}}
+
+    def apply(params, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x @ params["dense"]["kernel"] + params["dense"]["bias"][None], y
+
+    x = jnp.ones((2, 3))
+    model = jqonnx.export(apply, [x, x], params=params, output_names=["logits", "copy"], name="net")
+    assert [info.name for info in model.graph.input] == ["x", "y"]
+    assert [info.name for info in model.graph.output] == ["logits", "copy"]
+    assert {"dense.kernel", "dense.bias"} <= {array.name for array in model.graph.initializer}
+    assert model.graph.name == "net"
+    check = jqonnx.verify(model, apply, [(x, x)], params=params)
+    assert check.is_exact
+
+
+def test_unsupported_operations_are_all_listed() -> None:
+    def function(x: jax.Array) -> jax.Array:
+        return jax.lax.erf_inv(x) + jax.lax.lgamma(x)
+
+    with pytest.raises(ValueError, match="lgamma") as error:
+        jqonnx.export(function, [jnp.ones(3)])
+    assert "erf_inv" in str(error.value)
+    assert "test_export.py:" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"opset": 12}, "opset: expected a number from 13 to 25, got 12"),
+        ({"form": "dense"}, "form: expected"),
+        ({"batch": "2b"}, "batch: expected a name or None"),
+        ({"input_names": ["a", "a"]}, "input_names: expected 1 distinct names"),
+        ({"output_names": []}, "output_names: expected 1 distinct names"),
+    ],
+)
+def test_wrong_options(options, text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        jqonnx.export(lambda x: x + 1, [jnp.ones(3)], **options)
+
+
+def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:
+    x = jnp.linspace(-1, 1, 8).reshape(2, 4)
+    model = jqonnx.export(lambda x: jq.quantize(x, UINT8, -1.0, 1.0).codes, [x])
+    jqonnx.save(model, tmp_path / "model.onnx")
+    report = jqonnx.verify(tmp_path / "model.onnx", lambda x: jq.quantize(x, UINT8, -1.1, 1.0).codes, [x])
+    assert not report.is_exact
+    assert "first codes that differ" in str(report)
+    with pytest.raises(ValueError, match="function: expected 2 quantize points"):
+        jqonnx.verify(model, lambda x: x, [x])

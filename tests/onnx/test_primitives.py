@@ -1,0 +1,88 @@
+"""JAX's primitives in ONNX Runtime, many in one model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxquant import onnx as jqonnx
+
+
+def check(function, *arguments, opset: int = 21, tolerance: float = 2e-6) -> None:
+    model = jqonnx.export(function, arguments, opset=opset)
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, function, [arguments], level=level, tolerance=tolerance)
+        assert report.is_exact, str(report)
+
+
+def apply_elementwise(x: jax.Array, y: jax.Array, i: jax.Array) -> list[jax.Array]:
+    unit = jnp.clip(x / 4, -0.9, 0.9)
+    return [
+        *(f(x) for f in (jnp.exp, jnp.exp2, jnp.expm1, jnp.tanh, jnp.sin, jnp.cos, jnp.sinh, jnp.cosh, jnp.cbrt)),
+        *(f(x) for f in (jnp.floor, jnp.ceil, jnp.round, jnp.sign, jnp.abs, jnp.square, jnp.negative, jax.nn.sigmoid)),
+        *(f(jnp.abs(x) + 1) for f in (jnp.log, jnp.log1p, jnp.sqrt, lax.rsqrt, jnp.arccosh)),
+        *(f(unit) for f in (jnp.arcsin, jnp.arccos, jnp.arctan, jnp.arctanh, jnp.arcsinh, jnp.tan, lax.erf, lax.erfc)),
+        *(f(x, y) for f in (jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum, jnp.arctan2, lax.rem)),
+        *(f(x, y) for f in (jnp.less, jnp.less_equal, jnp.greater, jnp.greater_equal, jnp.equal, jnp.not_equal)),
+        *(f(x > 0, y > 0) for f in (jnp.logical_and, jnp.logical_or, jnp.logical_xor)),
+        *(f(i, i + 3) for f in (jnp.add, jnp.multiply, lax.rem, jnp.maximum, jnp.bitwise_and, jnp.bitwise_or)),
+        *(i << 2, i >> 1, ~i, jnp.where(x > 0, x, y), lax.round(x), x**3, x**-2, jnp.abs(x) ** jnp.abs(y)),
+        *(jax.nn.relu6(x), jax.nn.gelu(x), jax.nn.gelu(x, approximate=False), jax.nn.silu(x), jax.nn.softplus(x)),
+        *(jax.nn.softmax(x), jax.nn.log_softmax(x), jax.nn.hard_swish(x), jax.nn.elu(x), jnp.isfinite(x)),
+        lax.reduce_precision(x, 8, 7),
+    ]
+
+
+def apply_arrangements(x: jax.Array, i: jax.Array) -> list[jax.Array]:
+    places = jnp.array([[2, 0, 1, 1, 0, 3], [1, 1, 2, 0, 3, 2]])
+    return [
+        *(f(x, axis=1) for f in (jnp.sum, jnp.max, jnp.min, jnp.prod, jnp.mean, jnp.argmax, jnp.argmin, jnp.cumsum)),
+        *(jnp.any(x > 1, axis=0), jnp.all(x > -1), jnp.sum(x > 0), jnp.sort(x, axis=1), lax.top_k(x, 3)[0]),
+        *(x[::-1], x[:, 1:5:2], x[1], x.T, x.reshape(2, -1), jnp.flip(x, 1), jnp.roll(x, 2, 1), jnp.tile(x, (2, 1))),
+        *(jnp.pad(x, ((1, 2), (0, 3)), constant_values=7.0), jnp.stack([x, x], 1), jnp.concatenate([x, x], 1)),
+        lax.pad(x, np.float32(0), ((1, 0, 1), (-1, 2, 0))),
+        *jnp.split(x, 2, axis=1),
+        *(x[i], x[:, i], jnp.take(x, i + 1, axis=0), jnp.take_along_axis(x, places, axis=0)),
+        *(x[places, places], x.at[i].set(0.0, mode="clip"), lax.dynamic_slice(x, (i[0], 1), (2, 3))),
+        lax.dynamic_update_slice(x, jnp.ones((1, 6)), (i[1], 0)),
+        jnp.where(jnp.arange(6)[None] < 3, x, 0.0),
+        lax.cond(x[0, 0] > 0, lambda x: x + 1, lambda x: x * 2, x),
+        lax.fori_loop(0, 3, lambda k, y: y * 2 + k.astype(jnp.float32), x),
+    ]
+
+
+def apply_contractions(x: jax.Array, image: jax.Array) -> list[jax.Array]:
+    kernel = jnp.linspace(-1, 1, 3 * 3 * 2 * 4).reshape(3, 3, 2, 4)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return [
+        x @ x.T,
+        jnp.einsum("ij,kj->ik", x, x),
+        jnp.einsum("ij,ij->i", x, x),
+        jnp.einsum("ij,kl->ijkl", x, x[:2, :2]),
+        lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers),
+        lax.conv_general_dilated(image, kernel, (2, 1), "VALID", rhs_dilation=(1, 2), dimension_numbers=numbers),
+        lax.conv_general_dilated(image, kernel, (1, 1), [(1, 1)] * 2, (2, 2), dimension_numbers=numbers),
+        lax.reduce_window(image, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+        lax.reduce_window(image, np.float32(0), lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"),
+    ]
+
+
+@pytest.mark.parametrize("opset", [pytest.param(18, marks=pytest.mark.full), 21])
+def test_elementwise(rng: np.random.Generator, opset: int) -> None:
+    x, y = (jnp.asarray(rng.normal(0, 1.5, (4, 6)), jnp.float32) for _ in range(2))
+    i = jnp.asarray(rng.integers(-9, 9, (4, 6)), jnp.int32)
+    check(apply_elementwise, x, y, jnp.where(i == -3, 1, i), opset=opset)
+
+
+@pytest.mark.parametrize("opset", [pytest.param(13, marks=pytest.mark.full), 21])
+def test_arrangements(rng: np.random.Generator, opset: int) -> None:
+    x = jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32)
+    check(apply_arrangements, x, jnp.asarray([3, 0, 2], jnp.int32), opset=opset)
+
+
+def test_contractions(rng: np.random.Generator) -> None:
+    x, image = (jnp.asarray(rng.normal(0, 1, shape), jnp.float32) for shape in ((4, 6), (2, 6, 6, 2)))
+    check(apply_contractions, x, image)
