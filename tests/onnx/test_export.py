@@ -20,22 +20,12 @@ from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
-from ..cases import networks
-from ..support.prepared import find_ranges
+from ..cases.exported_networks import NETWORKS, RECIPES, convert_network
 
 UINT8, INT8 = jq.QuantSpec(jnp.uint8), jq.QuantSpec(jnp.int8, jq.PerAxis(1))
 LEVELS = ("disabled", "basic", "extended", "all")
-RECIPES = {
-    "float": None,
-    "static": jq.recipes.w8a8_static(),
-    "dynamic": jq.recipes.w8a8_dynamic(),
-    "int4": jq.recipes.w4a8(),
-    "weight_only_int8": jq.recipes.weight_only_int8(),
-    "weight_only_int4": jq.recipes.weight_only_int4(block=4),
-}
 # Their activation ranges are computed by float operations that XLA and ONNX Runtime round differently.
 FLOAT_RANGES = ("dynamic", "int4")
-NETWORKS = [name for name in networks.NETWORKS if name.split()[0] not in networks.FRAMEWORKS]
 
 
 def count_operators(model: ModelProto) -> collections.Counter[str]:
@@ -49,21 +39,10 @@ def check_model(model: ModelProto, function, batches, levels=("all",), tolerance
         assert report.is_exact, str(report)
 
 
-def prepare(name: str, recipe: str):
-    """Return a network on codes as a function of its inputs, and a batch."""
-    network = networks.make_network(name)
-    x = network.sample(jax.random.key(2), 3)
-    if RECIPES[recipe] is None:
-        return lambda x: network.apply(network.params, x), x
-    prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES[recipe])
-    ranges, params = find_ranges(prepared, network.params, x), jax.jit(prepared.convert)(network.params)
-    return lambda x: prepared.apply(params, ranges, x), x
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "recipe"), list(itertools.product(NETWORKS, RECIPES)))
 def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
-    function, x = prepare(name, recipe)
+    function, x = convert_network(name, recipe)
     model = jqonnx.export(function, [x], batch="N")
     onnx.checker.check_model(model, full_check=True)
     report = jqonnx.verify(model, function, [x[:2]], level=str(rng.choice(LEVELS)), tolerance=1e-5)
@@ -78,7 +57,7 @@ def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("opset", [13, 17, 25])
 def test_opsets(opset: int) -> None:
-    function, x = prepare("linen cnn", "static")
+    function, x = convert_network("linen cnn", "static")
     model = jqonnx.export(function, [x], opset=opset)
     assert model.opset_import[0].version == opset
     check_model(model, function, [x], levels=("all",))
