@@ -108,6 +108,7 @@ def test_saturation_and_special_values() -> None:
     check_model(jqonnx.export(quantize, [x]), quantize, [x], levels=("disabled", "all"))
 
 
+@pytest.mark.slow
 def test_static_and_dynamic_layers(rng: np.random.Generator) -> None:
     w, x = make_weights(rng, 16, 8), jnp.asarray(rng.normal(0, 1, (4, 16)), jnp.float32)
 
@@ -175,6 +176,7 @@ def test_nnx_modules(rng: np.random.Generator) -> None:
     check_model(model, layer, [x], tolerance=0)
 
 
+@pytest.mark.slow
 def test_contractions_with_zero_points_and_blocks(rng: np.random.Generator) -> None:
     specs = [
         jq.QuantSpec(jnp.uint8, jq.PerAxis(1), symmetric=False),
