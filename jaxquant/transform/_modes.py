@@ -47,8 +47,8 @@ class _PlannedMode:
         return self.plan.regions.actions.get(address)
 
     def is_codes(self, value: Any) -> bool:
-        """Return whether a value is codes between contractions."""
-        return isinstance(value, Codes)
+        """Return whether a value is codes between contractions, or will be when the equations of its point were met."""
+        return isinstance(value, Codes | Pending)
 
 
 class ObserveMode(_PlannedMode):

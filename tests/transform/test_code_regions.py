@@ -195,6 +195,27 @@ def test_ranges_of_results_are_trained(estimator: Any, rng: np.random.Generator)
     np.testing.assert_array_equal(trained, served)
 
 
+def pass_through_calls(p: Any, x: Any) -> Any:
+    """Calls that return an operand, a call with a sharding, stacked and reversed weights, and a folded bfloat16."""
+    mesh = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec())
+    y = jax.jit(jnp.matmul, out_shardings=mesh)(x, p["half"].astype(F)) * p["g"][None, :8] + p["g"][None, :8]
+    y, z = jax.jit(lambda y: (y, jnp.tanh(y)))(jax.nn.relu(y))
+    y = jax.jit(lambda y: y)(y @ p["stack"][1] + p["h"][None, :8])
+    return jax.nn.relu6(y) @ p["a"][:, ::-1] + p["h"][None, :8], z
+
+
+def test_weights_in_parts_and_calls_that_return_operands(rng: np.random.Generator) -> None:
+    params, x = draw(rng)
+    stack = jnp.asarray(rng.normal(0, 0.5, (2, 8, 8)), F)
+    params = {**params, "stack": stack, "half": params["b"][:, :8].astype(jnp.bfloat16)}
+    prepared = jq.prepare(pass_through_calls, params, x, rules=RULES)
+    assert prepared.coverage.outputs == "3 of 3 contractions give codes"
+    ranges = find_ranges(prepared, params, x)
+    y = jax.jit(prepared.apply)(prepared.convert(params, ranges), ranges, x)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(prepared.fake_apply)(params, ranges, x), y)
+    assert find_sqnr(y, function_result(pass_through_calls, params, x)) > 25
+
+
 def tie_weights(p: Any, x: Any) -> Any:
     """The weights are multiplied after one of their uses."""
     return jax.nn.relu(x @ p["a"] * p["g"][None, :8]) @ p["a"]
@@ -204,6 +225,27 @@ def scale_after_relu(p: Any, x: Any) -> Any:
     return (jax.nn.relu(x @ p["a"]) * p["g"][None, :8]) @ p["b"]
 
 
+@jax.custom_vjp
+def reverse_gradient(x: Any) -> Any:
+    return x.T.T
+
+
+reverse_gradient.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+
+@jax.custom_vjp
+def scale_gradient(x: Any) -> Any:
+    return x
+
+
+scale_gradient.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+
+def multiply_parts(p: Any, x: Any) -> Any:
+    """Features that are reversed, or some of those of a parameter, are not in the places of its axis."""
+    return x @ p["a"][:, ::-1] * p["g"][None, :8], x @ p["b"][:, 4:] * p["g"][None, :8], x[:, :5] @ p["d"][:5] * 2.0
+
+
 FLOATS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "softmax": (lambda p, x: jax.nn.softmax(jax.nn.relu(x @ p["a"])) @ p["b"], (".* reads it as floats", "")),
     "tied": (tie_weights, ("mul at .* multiplies it, and its weights have another use", "")),
@@ -211,6 +253,9 @@ FLOATS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "floats": (lambda p, x: (x + x @ p["a"]) @ p["b"], ("add at .* has floats as another operand", "")),
     "loop": (scan, ("scan at .* reads it as floats", "it is in a loop, a branch")),
     "derivative": (lambda p, x: jax.checkpoint(block)(p, x), ("it is in a loop", "it is in a loop", "it is in a loop")),
+    "gradient": (lambda p, x: reverse_gradient(x @ p["a"]) @ p["b"], ("custom_vjp_call at .* reads it", "")),
+    "identity": (lambda p, x: scale_gradient(x @ p["a"]) @ p["b"], ("custom_vjp_call at .* reads it", "")),
+    "parts": (multiply_parts, (*2 * ("mul at .* multiplies it, and its weights are not a whole parameter",), "")),
     "bfloat16": (
         lambda p, x: (x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)), ("its dtypes are bfloat16, and integer",)
     ),

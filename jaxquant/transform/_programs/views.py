@@ -22,10 +22,12 @@ class Atom(NamedTuple):
     Attributes:
         axis: the axis of the parameter, or None if the same elements are repeated.
         size: the length of this factor.
+        is_whole: whether its indices are those of the axis: all of them, in their order.
     """
 
     axis: int | None
     size: int
+    is_whole: bool = True
 
 
 class View(NamedTuple):
@@ -217,9 +219,10 @@ def _regroup(atoms: list[Atom], shape: Sequence[int]) -> tuple[tuple[Atom, ...],
             part = math.gcd(size, atom.size)
             if part not in (size, atom.size):
                 return None
-            dimension.append(atom._replace(size=part))
+            is_whole = atom.is_whole and part == atom.size
+            dimension.append(atom._replace(size=part, is_whole=is_whole))
             if part < atom.size:
-                remaining.insert(0, atom._replace(size=atom.size // part))
+                remaining.insert(0, atom._replace(size=atom.size // part, is_whole=False))
             size //= part
         dimensions.append(tuple(dimension))
     return tuple(dimensions)
@@ -250,6 +253,15 @@ def _tile(equation: Any, view: View) -> list[View]:
     return [view._replace(dimensions=dimensions)]
 
 
+def _reverse(equation: Any, view: View) -> list[View]:
+    reversed_places = equation.params["dimensions"]
+    dimensions = tuple(
+        tuple(atom._replace(is_whole=False) for atom in dimension) if place in reversed_places else dimension
+        for place, dimension in enumerate(view.dimensions)
+    )
+    return [view._replace(dimensions=dimensions)]
+
+
 def _slice(equation: Any, view: View) -> list[View] | None:
     return _cut(view, _read_shape(equation))
 
@@ -272,7 +284,7 @@ def _cut(view: View, shape: Sequence[int]) -> list[View] | None:
         if math.prod(atom.size for atom in dimension) == size:
             dimensions.append(dimension)
         elif len(dimension) == 1 and size:
-            dimensions.append((dimension[0]._replace(size=size),))
+            dimensions.append((dimension[0]._replace(size=size, is_whole=False),))
         else:
             return None
     return [view._replace(dimensions=tuple(dimensions))]
@@ -330,7 +342,7 @@ _RULES: dict[str, Any] = {
     "transpose": _transpose,
     "reshape": _reshape,
     "squeeze": _squeeze,
-    "rev": _keep,
+    "rev": _reverse,
     "tile": _tile,
     "broadcast_in_dim": _broadcast,
     "slice": _slice,

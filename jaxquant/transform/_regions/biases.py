@@ -39,6 +39,8 @@ def check_biases(
         scale = converted[leaf].scale
         order = [axis for axis in axes if axis is not None]
         rest = [axis for axis in range(scale.ndim) if axis not in order]
+        if any(scale.shape[axis] != 1 for axis in rest):
+            continue  # one of stacked weights, whose scales are not those of the whole parameter
         lengths = [1 if axis is None else scale.shape[axis] for axis in axes]
         scale = jnp.broadcast_to(lax.transpose(scale, (*rest, *order)).reshape(lengths), bias.shape)
         x_scale = find_scale(*point.find_source())

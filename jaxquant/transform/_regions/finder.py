@@ -68,7 +68,10 @@ class Finder:
         useful = self._find_useful()
         points = self._keep_useful(useful)
         self._explain(useful)
-        entered = {action.node.address[:n] for action in self.actions.values() for n in range(len(action.node.address))}
+        # A call may return an operand that is codes as it is, without an equation inside that takes codes.
+        calls = [(*call.address, 0) for call, _ in self.graph.calls if not self.values.keys().isdisjoint(call.outputs)]
+        addresses = [*calls, *(action.node.address for action in self.actions.values())]
+        entered = {address[:n] for address in addresses for n in range(len(address))}
         inputs = {place: value for place, value in self.parameters.items() if place not in self.quantized}
         return Regions(self.graph, self.actions, points, self.arrivals, self.reasons, frozenset(entered), inputs)
 
@@ -319,16 +322,19 @@ def find_regions(
         values = {place: graph.inputs[operand] for place, operand in parameters.items()}
         finder = Finder(graph, analysis, sites, quantized, values)
         regions = finder.search()
-        # A function with a derivative rule of its own keeps it, unless all of its body runs on codes.
-        partial = {call.address for call, places in graph.calls if _is_partial(finder, regions, call, places)}
-        if not partial:
+        # Other functions with a derivative rule of their own keep it, and run on floats.
+        opaque_calls = {call.address for call, places in graph.calls if _keeps_rule(finder, regions, call, places)}
+        if not opaque_calls:
             return regions
-        opaque |= partial
+        opaque |= opaque_calls
 
 
-def _is_partial(finder: Finder, regions: Regions, call: Node, places: range) -> bool:
+def _keeps_rule(finder: Finder, regions: Regions, call: Node, places: range) -> bool:
+    """Return whether a call that was inlined has a derivative rule that would be lost: any but relu and relu6."""
     if call.name not in jaxpr.CUSTOM_RULES:
         return False
+    if any(value in finder.values for value in call.outputs if value in call.inputs):
+        return True
     inner = [finder.graph.nodes[place] for place in places]
-    moving = [node.address in regions.actions for node in inner if not finder.moving.isdisjoint(node.inputs)]
-    return any(moving) and not all(moving)
+    moving = [node for node in inner if not finder.moving.isdisjoint(node.inputs)]
+    return not patterns.is_relu(finder.graph, moving) and any(node.address in regions.actions for node in moving)

@@ -33,7 +33,7 @@ def find_feature_axes(point: Point) -> tuple[int | None, ...] | None:
         size = site.equation.invars[site.weight].aval.shape[place]
         if not dimension and size == 1:
             axes.append(None)
-        elif len(dimension) == 1 and dimension[0].axis is not None:
+        elif len(dimension) == 1 and dimension[0].axis is not None and dimension[0].is_whole:
             axes.append(dimension[0].axis)
         else:
             return None
@@ -124,7 +124,8 @@ class Fold:
             w: the parameter.
             arrays: all parameters.
         """
-        w = jnp.asarray(w)
+        # The contraction reads weights of bfloat16 as float32, so their product is not rounded to bfloat16.
+        w = jnp.asarray(w).astype(jnp.float32)
         factor, _ = find_factor_and_bias(bind_parameters(self.regions, arrays), self.point)
         assert factor is not None
         axes = [(axis, place) for place, axis in enumerate(self.axes) if axis is not None]

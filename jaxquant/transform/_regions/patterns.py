@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..._codes.pooling import Windows
@@ -36,6 +37,12 @@ def is_clip(graph: Graph, node: Node, place: int) -> bool:
     if node.name not in CLIPS or (node.name == "clamp" and place != 1):
         return False
     return all(find_number(graph, value) is not None for p, value in enumerate(node.inputs) if p != place)
+
+
+def is_relu(graph: Graph, nodes: Sequence[Node]) -> bool:
+    """Return whether nodes compute relu or relu6, which have derivative rules of their own in JAX."""
+    clips = [(node.name, find_number(graph, node.inputs[1])) for node in nodes if len(node.inputs) == 2]
+    return len(clips) == len(nodes) and clips in ([("max", 0.0)], [("max", 0.0), ("min", 6.0)])
 
 
 def find_bounds(graph: Graph, step: Step) -> tuple[float | None, float | None]:
