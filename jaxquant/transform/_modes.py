@@ -26,7 +26,7 @@ from ._programs.sites import Address, Site
 from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
 from ._regions.point import OUTPUT, Action, Point
-from ._regions.run import Codes, Pending, combine_codes, contract_to_codes, finish_floats, run_move
+from ._regions.run import Codes, Pending, combine_codes, contract_to_codes, dequantize_codes, finish_floats, run_move
 from ._regions.statics import StaticValues
 
 _NAME = "Prepared.apply"
@@ -185,6 +185,7 @@ class IntegerMode(_CodesMode):
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
+        operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             return operations.look_up(site.equation, *operands), records
@@ -270,6 +271,7 @@ class TrainMode(_CodesMode):
 
     def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""
+        operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             table, indices = operands

@@ -361,3 +361,28 @@ def test_rules_are_refused(name: str) -> None:
     arguments, text = ERRORS[name]
     with pytest.raises((TypeError, ValueError), match=text):
         jq.Rule(**{"weight": jq.Weight("int8"), "activation": A, "output": A, **arguments})
+
+
+def test_a_rule_for_weights_only_reads_floats() -> None:
+    """Also where the operand is codes, because the caller or another contraction reads them."""
+
+    def function(p: Any, x: Any) -> Any:
+        y = jax.nn.relu(x @ p["a"])
+        return y, y @ p["b"]
+
+    rng = np.random.default_rng(0)
+    params, x = {name: rng.normal(size=(8, 8)).astype(F) for name in "ab"}, rng.normal(size=(4, 8)).astype(F)
+    rules = [jq.Rule("b", weight=jq.Weight("int8")), *RULES]
+    prepared = jq.prepare(function, params, x, rules=rules)
+    assert [row.form for row in prepared.coverage.rows] == ["integer", "weight-only"]
+    ranges, codes = find_ranges(prepared, params, x), prepared.convert(params)
+    y, z = jax.jit(prepared.apply)(codes, ranges, x)
+    np.testing.assert_allclose(
+        z, np.asarray(y, np.float64) @ np.asarray(codes["b"].dequantize(), np.float64), rtol=1e-5
+    )
+    program = jax.make_jaxpr(lambda p, x: prepared.apply(p, ranges, x)[1])(codes, x)
+    assert str(program).count("preferred_element_type=int32") == str(
+        jax.make_jaxpr(lambda p, x: prepared.apply(p, ranges, x)[0])(codes, x)
+    ).count("preferred_element_type=int32")
+    for got, want in zip(jax.jit(prepared.fake_apply)(params, ranges, x), (y, z), strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,11 @@ class Pending(NamedTuple):
 
     point: Point
     operands: Sequence[Any]
+
+
+def dequantize_codes(operands: Sequence[Any], kept: Collection[int]) -> list[Any]:
+    """Return operands with floats in place of codes, except at some places."""
+    return [x.to_array() if isinstance(x, Codes) and place not in kept else x for place, x in enumerate(operands)]
 
 
 def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Codes]:
