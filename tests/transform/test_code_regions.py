@@ -380,9 +380,11 @@ def test_a_rule_for_weights_only_reads_floats() -> None:
     np.testing.assert_allclose(
         z, np.asarray(y, np.float64) @ np.asarray(codes["b"].dequantize(), np.float64), rtol=1e-5
     )
-    program = jax.make_jaxpr(lambda p, x: prepared.apply(p, ranges, x)[1])(codes, x)
-    assert str(program).count("preferred_element_type=int32") == str(
-        jax.make_jaxpr(lambda p, x: prepared.apply(p, ranges, x)[0])(codes, x)
-    ).count("preferred_element_type=int32")
+    alone = jq.prepare(lambda p, x: jax.nn.relu(x @ p["a"]), params, x, rules=RULES)
+    integers = [
+        str(jax.make_jaxpr(one.apply)(one.convert(params), ranges, x)).count("preferred_element_type=int32")
+        for one in (prepared, alone)
+    ]
+    assert integers[0] == integers[1] > 0
     for got, want in zip(jax.jit(prepared.fake_apply)(params, ranges, x), (y, z), strict=True):
         np.testing.assert_array_equal(got, want)
