@@ -1,16 +1,27 @@
-"""ONNX models from a shell: `python -m jaxquant.onnx inspect model.onnx`, `... run model.onnx --inputs x.npz`."""
+"""ONNX models from a shell: print, run, export and verify them.
+
+    python -m jaxquant.onnx inspect model.onnx
+    python -m jaxquant.onnx run model.onnx --inputs x.npz
+    python -m jaxquant.onnx export package.module:function model.onnx --inputs x.npz
+    python -m jaxquant.onnx verify package.module:function model.onnx --inputs x.npz
+
+The function takes the arrays of the file in their order. It is imported, so its module is executed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import Limits, ModelError, load
+from .._core import checks
+from . import Limits, ModelError, export, load, save, verify
 
 
 def inspect_model(arguments: argparse.Namespace) -> None:
@@ -37,9 +48,49 @@ def run_model(arguments: argparse.Namespace) -> None:
         np.savez(arguments.outputs, **results)
 
 
+def import_function(place: str) -> Callable[..., Any]:
+    """Return a function by its place, such as "package.module:function"; raise ModelError if there is none."""
+    module, colon, name = place.partition(":")
+    if not (module and colon and name):
+        raise ModelError(f"function: expected package.module:function, got {place!r}")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does for the module that it runs
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"function: expected a function that can be imported, got {place!r}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    return function
+
+
+def read_arrays(path: str) -> list[np.ndarray]:
+    """Return the arrays of an .npz file, in their order."""
+    with np.load(path, allow_pickle=False) as file:
+        return [file[name] for name in file.files]
+
+
+def export_function(arguments: argparse.Namespace) -> None:
+    """Write a function as a model."""
+    function, inputs = import_function(arguments.function_place), read_arrays(arguments.inputs)
+    model = export(function, inputs, form=arguments.form, opset=arguments.opset, batch=arguments.batch)
+    save(model, arguments.model)
+    print(f"{arguments.model}: {len(model.graph.node)} nodes, {model.ByteSize():,} bytes")
+
+
+def verify_model(arguments: argparse.Namespace) -> None:
+    """Compare a model with the function that it was exported from; raise ModelError if they differ."""
+    function, inputs = import_function(arguments.function_place), read_arrays(arguments.inputs)
+    report = verify(arguments.model, function, [tuple(inputs)], level=arguments.level)
+    print(report)
+    if not report.is_exact:
+        raise ModelError("the model and the function differ")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser("python -m jaxquant.onnx", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "python -m jaxquant.onnx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     inspect = commands.add_parser("inspect", help="print a table of the nodes, integer or float, with bytes")
     inspect.set_defaults(function=inspect_model)
@@ -47,6 +98,20 @@ def make_parser() -> argparse.ArgumentParser:
     run.set_defaults(function=run_model)
     run.add_argument("--inputs", required=True, help="an .npz file with an array for each input")
     run.add_argument("--outputs", help="an .npz file to write")
+    write = commands.add_parser("export", help="write a function as a model")
+    write.set_defaults(function=export_function)
+    compare = commands.add_parser(
+        "verify", help="compare a model in ONNX Runtime with its function; status 1 if not equal"
+    )
+    compare.set_defaults(function=verify_model)
+    for command in (write, compare):
+        command.add_argument("function_place", metavar="function", help="package.module:function")
+        command.add_argument("model", help="the model's file")
+        command.add_argument("--inputs", required=True, help="an .npz file with the arguments, in their order")
+    write.add_argument("--form", default="operators", help="operators or qdq (default %(default)s)")
+    write.add_argument("--opset", type=int, default=21, help="the version of ONNX's operators (default %(default)s)")
+    write.add_argument("--batch", help="the name of a symbolic first dimension")
+    compare.add_argument("--level", default="all", help="disabled, basic, extended or all (default %(default)s)")
     for command in (inspect, run):
         command.add_argument("model", help="the model's file")
         default = Limits().memory_bytes
@@ -55,11 +120,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 after a ModelError."""
+    """Run a command; return 1 after an error in the arguments or the files."""
     arguments = make_parser().parse_args(argv)
     try:
         arguments.function(arguments)
-    except ModelError as error:
+    except (ModelError, OSError, checks.ContractValueError, checks.ContractTypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,0 +1,41 @@
+"""`python -m jaxquant.onnx export`, `verify`, `run` and `inspect`, one after the other."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxquant.onnx.__main__ import main
+
+SOURCE = """
+import jax.numpy as jnp, jaxquant as jq
+W = jq.quantize(jnp.array([[0.5, -1.0], [2.0, 0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+def layer(x):
+    return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), W)
+def other(x):
+    return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.56), W)
+"""
+
+
+def test_commands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("layers_of_a_test.py").write_text(SOURCE)
+    np.savez("x.npz", x=np.array([[0.495, 0.015], [-2.0, 3.0]], np.float32))  # two ties, and values that saturate
+    inputs = ["--inputs", "x.npz"]
+    assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--batch", "N"]) == 0
+    assert "4 nodes" in capsys.readouterr().out
+    assert main(["verify", "layers_of_a_test:layer", "model.onnx", *inputs]) == 0
+    assert "All codes are equal" in capsys.readouterr().out
+    assert main(["verify", "layers_of_a_test:other", "model.onnx", *inputs]) == 1
+    assert "error: the model and the function differ" in capsys.readouterr().err
+    assert main(["run", "model.onnx", *inputs]) == 0
+    assert "output: float32[2, 2]" in capsys.readouterr().out
+    assert main(["inspect", "model.onnx"]) == 0
+    assert "MatMulInteger" in capsys.readouterr().out
+    for place, text in (("layer", "expected package.module:function"), ("layers_of_a_test:none", "can be imported")):
+        assert main(["export", place, "model.onnx", *inputs]) == 1
+        assert text in capsys.readouterr().err
+    assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--opset", "9"]) == 1
+    assert "opset: expected a number from 13 to 25, got 9" in capsys.readouterr().err
