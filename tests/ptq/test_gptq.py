@@ -136,7 +136,6 @@ def test_identity_rounds_to_nearest(rng: np.random.Generator) -> None:
     check_equal(ptq.gptq(w, np.diag(rng.uniform(1, 2, 150).astype(F32)), spec).codes, jq.quantize(w, spec).codes)
 
 
-@pytest.mark.slow
 def test_many_blocks(rng: np.random.Generator) -> None:
     """More inputs than a block has, and a number of them that no block divides."""
     w, x = rng.normal(size=(150, 8)).astype(F32), sample_inputs(rng, 1, 150)[:, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -388,3 +389,30 @@ def test_a_rule_for_weights_only_reads_floats() -> None:
     assert integers[0] == integers[1] > 0
     for got, want in zip(jax.jit(prepared.fake_apply)(params, ranges, x), (y, z), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_the_gradient_of_a_learned_output_scale_is_that_of_its_rule() -> None:
+    """For one contraction whose sums are exact in float32: the gradient of fake-quantizing them by LSQ."""
+    rng = np.random.default_rng(0)
+    params = {"a": np.where(rng.random((8, 6)) < 0.5, -127, 127).astype(F)}  # weights of scale 1
+    x = rng.integers(0, 256, (5, 8)).astype(F)
+    x[0, :2] = 0, 255  # activations of scale 1, too
+    prepared = jq.prepare(lambda p, x: x @ p["a"], params, x, rules=RULES)
+    learned = prepared.learned(params, find_ranges(prepared, params, x), estimator=jq.LSQ())
+    # The estimator starts the scales of weights elsewhere; here they are 1.
+    learned = dataclasses.replace(learned, weights=jax.tree.map(jnp.ones_like, learned.weights))
+    weights = F(rng.normal(size=(5, 6)))
+
+    def find_loss(scales: Any) -> Any:
+        return (prepared.fake_apply(params, scales, x) * weights).sum()
+
+    gradient = jax.jit(jax.grad(find_loss))(learned).activations["a"]["output"].scale
+    start, spec = learned.activations["a"]["output"], prepared.static_ranges["a"][-1].operand.spec
+    zero_point = np.rint(0 if start.zero_point is None else start.zero_point).astype(spec.dtype).reshape(1, 1)
+
+    def find_alone(scale: Any) -> Any:
+        return (jq.fake_quantize(x @ params["a"], spec, scale, zero_point, jq.LSQ(elements=6)) * weights).sum()
+
+    want = jax.jit(jax.grad(find_alone))(start.scale)
+    assert np.abs(want).max() > 1e-3
+    np.testing.assert_allclose(np.ravel(gradient), np.ravel(want), rtol=1e-4)
