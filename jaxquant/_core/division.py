@@ -31,8 +31,9 @@ def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     # XLA rewrites x / broadcast(s) as x * broadcast(1 / s), and (a / b) / s as a / (b * s). Both round differently.
-    # Neither pattern matches if each operand is the result of a select whose condition varies along all dimensions. Of
-    # a condition that does not, XLA moves the select before a broadcast of both of its operands.
+    # Neither pattern matches if both operands are results of a select. The condition has to vary along all dimensions:
+    # if the condition, x and the scale all repeat their elements, XLA selects before it repeats them, and then sees a
+    # broadcast again.
     never = make_false(lax.stop_gradient(x))
     return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 

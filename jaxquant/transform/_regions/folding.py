@@ -74,9 +74,9 @@ def find_factor_and_bias(statics: StaticValues, point: Point) -> tuple[jax.Array
             continue
         other = _read_features(statics, step, shape)
         if name in ("mul", "div"):
-            factor = combine(name, jnp.ones(shape, jnp.float32), other) if factor is None and name == "div" else (
-                other if factor is None else combine(name, factor, other)
-            )  # fmt: skip
+            if factor is None and name == "div":
+                factor = jnp.ones(shape, jnp.float32)
+            factor = other if factor is None else combine(name, factor, other)
             bias = None if bias is None else combine(name, bias, other)
         elif name == "sub" and step.place == 0:
             bias = lax.neg(other) if bias is None else combine("sub", bias, other)
