@@ -300,6 +300,7 @@ def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:
 TRANSFORMED = ("int8 axis", "uint8 tensor", "int4 blocked", "uint4 e8m0", "uint16 axes", "float8_e4m3fn")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", TRANSFORMED)
 def test_under_vmap_and_scan(rng: np.random.Generator, case: str) -> None:

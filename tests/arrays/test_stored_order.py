@@ -111,6 +111,7 @@ METHODS: dict[str, Callable[[QuantizedArray], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -310,6 +311,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", mark_others_full(NUMBERS, ["dense", "one row", "heads in", "batch"]))
 def test_contractions(name: str, rng: np.random.Generator) -> None:

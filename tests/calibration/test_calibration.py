@@ -116,6 +116,7 @@ def test_denormal_numbers_are_no_zeros() -> None:
 # Transforms and devices.
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name: str) -> None:
@@ -134,6 +135,7 @@ def test_scan_vmap_and_jit_give_what_a_loop_gives(rng: np.random.Generator, name
     check_equal(cal.merge(restored, want[1]), cal.merge(want[0], want[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) -> None:
@@ -155,6 +157,7 @@ def test_eight_devices_find_what_one_finds(rng: np.random.Generator, name: str) 
         check_equal(jax.jit(lambda *b: feed(cal, *b))(*batches), want)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_all_reduce_of_a_nan(name: str) -> None:
@@ -205,6 +208,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("fault", list(BAD))
 @pytest.mark.parametrize("name", list(FACTORIES))

@@ -102,6 +102,7 @@ def test_slices_get_their_own_percentiles(rng: np.random.Generator) -> None:
     assert (np.abs(np.asarray(cal.finalize(state).hi).ravel() - want) <= width * (1 + 1e-6)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_least_squared_error_is_brute_force_s(fixed_rng: np.random.Generator, kind: str) -> None:

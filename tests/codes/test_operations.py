@@ -78,6 +78,7 @@ def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
         same(jq.max_pool(image, (3, 2), (2, 2), padding), want.transpose(0, 2, 3, 1), image)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["uint8", "int8", "int4"])
 def test_codes_that_move(name: str, rng: np.random.Generator) -> None:

@@ -170,6 +170,7 @@ def test_digits_at_their_bounds() -> None:
         assert np.all(np.abs(np.asarray(exact, np.float64) - x) <= np.maximum(unit, np.abs(x) * 2.0**-23))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["int4", "uint2", "int8 in blocks", "blocks in both", "one uint8 zero point", "nf4"])
 def test_a_row_in_chunks(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +212,7 @@ def test_short_last_blocks(dtype: Any, rows: int, rng: np.random.Generator) -> N
         assert find_error(jq.matmul(x, q), x, decode(q)) < LIMIT, (depth, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "rows"), [(64, 1), (2048, 1), (2048, 4)], ids=["one short row", "one row", "rows"])
 def test_unusual_scales_and_elements(depth: int, rows: int, rng: np.random.Generator) -> None:
     """A product with an intermediate overflow or underflow, although the result is a normal number."""
@@ -277,6 +279,7 @@ def test_a_row_does_not_depend_on_others(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(whole, contract(x[:, ::-1], q[:, ::-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))
@@ -303,6 +306,7 @@ def test_transforms(name: str, arrangement: str, rng: np.random.Generator) -> No
     assert find_error(nested.reshape(6, columns), x.reshape(6, depth), reals[0]) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))

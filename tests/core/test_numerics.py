@@ -34,6 +34,7 @@ def test_plain_division_is_not_exact(operands: tuple[np.ndarray, np.ndarray]) ->
     assert (plain != x / np.float32(0.037)).mean() > 0.01
 
 
+@pytest.mark.slow
 def test_quotient_by_a_scalar(operands: tuple[np.ndarray, np.ndarray]) -> None:
     x, _ = operands
     scale = np.float32(0.037)

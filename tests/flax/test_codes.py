@@ -65,6 +65,7 @@ def test_a_network_serves_what_it_trained(rng: np.random.Generator) -> None:
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_codes_are_those_of_qlinear_conv(rng: np.random.Generator) -> None:
     x = rng.normal(size=(2, 3, 7, 6, 3)).astype(F)  # two dimensions of a batch
     layer = qnn.Conv(5, (3, 2), strides=2, padding="VALID", output_relu=True, **CODES)
@@ -91,6 +92,7 @@ def test_codes_are_those_of_qlinear_conv(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(fake.values, q.dequantize())
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_fake_quantization(rng: np.random.Generator) -> None:
     """Straight through the output, with the gradients of LSQ for a learned scale."""
     x, c = rng.normal(size=(6, 9)).astype(F), rng.normal(size=(6, 4)).astype(F)
@@ -139,6 +141,7 @@ def test_an_integer_bias_with_floats(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(layer.apply(variables, x), want)
 
 
+@pytest.mark.slow
 def test_parameters_of_sixteen_bits(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(size=(5, 7)), jnp.bfloat16)
     layer = qnn.Dense(3, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **CODES)
@@ -314,6 +317,7 @@ def test_errors(name: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_a_changed_output_spec_is_refused(rng: np.random.Generator) -> None:
     layer = qnn.Dense(2, **CODES)
     variables = prepare(layer, X, rng)
@@ -337,6 +341,7 @@ class Sum(nn.Module):
         )
 
 
+@pytest.mark.slow
 def test_an_output_range_is_checked() -> None:
     q = jq.FakeQuantizedArray(jnp.ones(3), jnp.float32(1), None, np.dtype("uint8"))
     with pytest.raises(TypeError, match="spec: expected a QuantSpec"):

@@ -64,6 +64,7 @@ KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] =
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(KERNELS))
 def test_linen_weights_have_a_scale_for_each_output_feature(case: str) -> None:

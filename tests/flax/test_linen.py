@@ -86,6 +86,7 @@ BY_DEFAULT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", mark_others_full(CASES, BY_DEFAULT))
 def test_a_layer_is_flax_s_on_what_the_codes_stand_for(fixed_rng: np.random.Generator, case: str) -> None:
@@ -129,6 +130,7 @@ CALIBRATORS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(CALIBRATORS))
 def test_ranges_move_while_they_are_mutable(rng: np.random.Generator, name: str) -> None:

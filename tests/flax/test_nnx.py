@@ -287,6 +287,7 @@ def test_flax_s_own_layers_take_a_contraction(rng: np.random.Generator) -> None:
     check_equal(quantized(image), y)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["observed", "learned", "draws"])
 def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str) -> None:

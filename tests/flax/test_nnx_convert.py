@@ -216,6 +216,7 @@ SAVED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SAVED))
 def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
     _, serving = mixed()

@@ -71,6 +71,7 @@ def sample(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape).astype(F32))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", mark_others_full(LINEN, ["Dense", "one row", "heads in", "Einsum", "weights alone", "flax's own"])

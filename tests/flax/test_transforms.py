@@ -239,6 +239,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", mark_others_full(WAYS, set(WAYS) - {"bfloat16", "int8 back"}))
 def test_a_step_of_training(fixed_rng: np.random.Generator, name: str) -> None:

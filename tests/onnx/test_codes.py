@@ -86,6 +86,7 @@ def test_matrix_products_with_a_bias(rng: np.random.Generator, form: str, tmp_pa
         assert not list_optimized(model, tmp_path) & {"MatMul", "Gemm"}
 
 
+@pytest.mark.slow
 def test_operators_on_codes(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 1, (2, 3, 4, 4)), jnp.float32)
 

@@ -54,6 +54,7 @@ def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
         assert report.is_exact, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("opset", [13, 17, 25])
 def test_opsets(opset: int) -> None:
@@ -149,6 +150,7 @@ def test_weights_stay_codes(rng: np.random.Generator) -> None:
     check_model(model, function, [(x, tokens)], levels=LEVELS, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["converted", "training"])
 def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
@@ -165,6 +167,7 @@ def test_flax_layers(rng: np.random.Generator, frozen: bool) -> None:
     check_model(model, function, [x], tolerance=0)
 
 
+@pytest.mark.slow
 def test_nnx_modules(rng: np.random.Generator) -> None:
     specs: Any = {"weight_spec": jq.QuantSpec(jnp.int8, jq.PerFeature()), "activation_spec": UINT8}
     layer, x = qnnx.Linear(8, 4, rngs=nnx.Rngs(0), **specs), jnp.asarray(rng.normal(0, 1, (3, 8)), jnp.float32)

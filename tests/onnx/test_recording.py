@@ -79,6 +79,7 @@ def test_recorded_programs_have_the_same_results(rng: np.random.Generator) -> No
         np.testing.assert_array_equal(result, value)
 
 
+@pytest.mark.slow
 def test_the_import_of_the_exporter_changes_no_program() -> None:
     program = """
         import jax, jax.numpy as jnp, jaxquant as jq

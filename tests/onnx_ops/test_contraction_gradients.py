@@ -274,6 +274,7 @@ def loops(op: Callable[..., jax.Array]) -> dict[str, Callable[..., Any]]:
 BY_DEFAULT = ("vmap of both", "scan of remat")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rest", mark_others_full([False, True], [False]), ids=["some", "rest"])
 @pytest.mark.parametrize("name", NAMES)
@@ -339,6 +340,7 @@ CODES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CODES))
 def test_integers_stop_a_gradient_and_break_none(rng: np.random.Generator, name: str) -> None:

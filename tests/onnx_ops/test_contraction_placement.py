@@ -227,6 +227,7 @@ LOSSES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_gradients_under_shard_map(rng: np.random.Generator, name: str) -> None:
@@ -244,6 +245,7 @@ def test_gradients_under_shard_map(rng: np.random.Generator, name: str) -> None:
         np.testing.assert_allclose(actual[0], np.concatenate([s[0] for s in split]), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("part", ["rows of a", "columns of b"])
@@ -317,6 +319,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(OPERATORS)[::2])

@@ -270,6 +270,7 @@ def narrow_and_wide(name: str, pair: tuple[str, str], rng: np.random.Generator) 
     return [narrow, tuple(v if v.dtype == jnp.uint8 else v.astype(jnp.int8) for v in narrow)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("offset", range(len(WIDTHS)))
 def test_codes_below_8_bits_convolve_as_the_same_codes_in_8_bits(offset: int, rng: np.random.Generator) -> None:

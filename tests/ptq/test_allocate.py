@@ -75,6 +75,7 @@ def test_plans_of_a_function(rng: np.random.Generator) -> None:
     assert "bytes, damage" in str(plan)
 
 
+@pytest.mark.slow
 def test_errors(rng: np.random.Generator) -> None:
     params, x = sample(rng)
     prepared = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())

@@ -52,6 +52,7 @@ def sample_batches(rng: np.random.Generator, count: int) -> list[tuple[jax.Array
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["statistics", "batches"])
 def test_every_weight_is_listed(rng: np.random.Generator, kind: str) -> None:

@@ -87,6 +87,7 @@ def repeat_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_codes_are_those_of_the_paper(rng: np.random.Generator, layout: str) -> None:
@@ -180,6 +181,7 @@ def test_grid_of_another_array(rng: np.random.Generator) -> None:
     check_against_oracle(q, w, hessian, "dense", spec, order=True)
 
 
+@pytest.mark.slow
 def test_singular_hessian_and_dead_inputs(rng: np.random.Generator) -> None:
     w = rng.normal(size=(24, 8)).astype(F32)
     x = rng.normal(size=(4, 24)).astype(F32)  # fewer samples than inputs

@@ -50,6 +50,7 @@ def check_same_function(prepared: Any, params: Any, changed: Any, x: Any) -> Non
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["smoothquant", "awq"])
 def test_smooth(block: Any, method: str) -> None:

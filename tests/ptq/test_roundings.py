@@ -36,6 +36,7 @@ def find_best_rounding(w: np.ndarray, scale: np.ndarray, hessian: np.ndarray) ->
     return float(np.einsum("ni,ij,nj->n", errors, hessian.astype(np.float64), errors).min())
 
 
+@pytest.mark.slow
 def test_adaround_against_all_roundings(rng: np.random.Generator) -> None:
     """Of 12 weights: never below the best of all 4096 roundings, and near it on average."""
     ratios = []

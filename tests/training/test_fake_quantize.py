@@ -157,6 +157,7 @@ def test_ways_to_write_a_scale(rng: np.random.Generator) -> None:
         check_equal(actual, rules.values(steps, np.dtype(F32)))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0)])
 def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:

@@ -199,6 +199,7 @@ def test_a_scale_that_x_gave_is_a_constant(rng: np.random.Generator, case: str) 
     assert np.array_equal(gradients[0], g) == (p.inside.all()), "the default rule lets all pass that rounds in range"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [jq.StraightThrough(), jq.LSQPlus()], ids=repr)
 @pytest.mark.parametrize("case", ["uint4", "int8, asymmetric and narrow", "float8_e4m3fn"])

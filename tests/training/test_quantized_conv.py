@@ -144,6 +144,7 @@ FORWARD: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
 PAIRS = ("both asymmetric", "depthwise", "4 bits, float16", "weights of a table", "activations alone")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, PAIRS))
 def test_results_and_gradients(name: str, rng: np.random.Generator) -> None:

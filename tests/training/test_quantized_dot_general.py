@@ -237,6 +237,7 @@ def test_ranks_0_and_1(rng: np.random.Generator) -> None:
         check_equal(*jax.jit(lambda a, b, s=sides, g=g, f=outer: both_ways(f, jnp.outer, (a, b), s, g))(a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, scale_dtype=jnp.float16), QuantSpec(jnp.int2, power_of_two=True),

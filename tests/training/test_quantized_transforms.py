@@ -68,6 +68,7 @@ def test_a_cached_program_serves_every_choice_of_gradients(rng: np.random.Genera
     check_equal(compiled(*arguments), want(x, w, SCALE, g)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0)], ids=str)
 def test_vmap(rng: np.random.Generator, axes: tuple[Any, ...]) -> None:

@@ -85,6 +85,7 @@ def draw(rng: np.random.Generator, is_image: bool = False) -> tuple[Any, jax.Arr
     return params, jnp.asarray(rng.normal(0, 1, (2, 3, 7, 9) if is_image else (16, 8)), F)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PROGRAMS))
 @pytest.mark.sample(2)
 def test_programs(name: str, rng: np.random.Generator) -> None:
@@ -205,6 +206,7 @@ def pass_through_calls(p: Any, x: Any) -> Any:
     return jax.nn.relu6(y) @ p["a"][:, ::-1] + p["h"][None, :8], z
 
 
+@pytest.mark.slow
 def test_weights_in_parts_and_calls_that_return_operands(rng: np.random.Generator) -> None:
     params, x = draw(rng)
     stack = jnp.asarray(rng.normal(0, 0.5, (2, 8, 8)), F)
@@ -391,6 +393,7 @@ def test_a_rule_for_weights_only_reads_floats() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_learned_output_scale_is_that_of_its_rule() -> None:
     """For one contraction whose sums are exact in float32: the gradient of fake-quantizing them by LSQ."""
     rng = np.random.default_rng(0)

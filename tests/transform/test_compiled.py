@@ -38,6 +38,7 @@ def _prepare(name, recipe):
     return prepared, (prepared.convert(network.params), find_ranges(prepared, network.params, x), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", list(ROWS))
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.sample(1)

@@ -96,6 +96,7 @@ def _move(params: Any, x: jax.Array, images: jax.Array) -> Any:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_parameters_are_followed(fixed_rng: np.random.Generator) -> None:
     layers = [{"w": _sample(fixed_rng, 16, 16), "b": _sample(fixed_rng, 16)} for _ in range(3)]
     params = {
