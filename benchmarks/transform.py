@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax import lax
 
 import jaxquant as jq
 
+from .bare_contractions import CONTRACTIONS_ALONE, OPERATIONS, contract_alone
 from .contest import FLOAT32, QWIX, Call, Contest, Missing, Row, Table
 from .training import CNN, MLP
 
 _PLAIN = "x @ W"
-_ALONE = "contractions alone"
 _TRACE = "trace in float32"
-_CONTRACTIONS = ("dot_general", "conv_general_dilated")
 _HEADS = 8
 _RECIPES = {"dynamic": jq.recipes.w8a8_dynamic(), "static": jq.recipes.w8a8_static()}
 
@@ -93,7 +91,7 @@ def _serve(network: str, recipe: str, shape: tuple[int, ...]) -> Contest:
     opponents: dict[str, Call | Missing] = {
         FLOAT32: functools.partial(jax.jit(model.apply), params, x),
         QWIX: _serve_qwix(model, params, x),
-        _ALONE: _contract_alone(model.apply, params, x, recipe),
+        CONTRACTIONS_ALONE: _contract_alone(model.apply, params, x, recipe),
     }
     return Contest(ours, opponents, twin, x.nbytes, unlike=frozenset(opponents))
 
@@ -119,45 +117,8 @@ def _serve_qwix(model: nn.Module, params: Any, x: jax.Array) -> Call | Missing:
 def _contract_alone(function: Callable[..., Any], params: Any, x: jax.Array, recipe: str) -> Call:
     """Return a call that runs the contractions of a network, on codes where the converted function does."""
     prepared = jq.prepare(function, params, x, rules=_RECIPES[recipe], strict=True)
-    rows = [row for row in prepared.coverage if row.operation in _CONTRACTIONS]
-    equations = list(_list_contractions(jax.make_jaxpr(function)(params, x).jaxpr))
-    if [row.operation for row in rows] != [str(equation.primitive) for equation in equations]:
-        raise ValueError("the coverage has other contractions than the program")
-    rng = np.random.default_rng(9)
-    calls, operands = [], []
-    for row, equation in zip(rows, equations, strict=True):
-        call, shapes = _make_contraction(equation, row.form == "integer")
-        calls.append(call)
-        codes = [rng.integers(-128, 128, shape, np.int8) for shape in shapes]
-        operands.append([jnp.asarray(c, jnp.int8 if row.form == "integer" else jnp.float32) for c in codes])
-    return functools.partial(
-        jax.jit(lambda pairs: [call(*pair) for call, pair in zip(calls, pairs, strict=True)]), operands
-    )
-
-
-def _list_contractions(program: Any) -> Iterator[Any]:
-    """Yield the equations of a program that contract, in program order."""
-    for equation in program.eqns:
-        if str(equation.primitive) in _CONTRACTIONS:
-            yield equation
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _list_contractions(inner)
-
-
-def _make_contraction(equation: Any, is_integer: bool) -> tuple[Callable[..., jax.Array], list[tuple[int, ...]]]:
-    """Return the contraction of an equation, without the padding of a convolution, and the shapes of its operands."""
-    shapes, parameters = [variable.aval.shape for variable in equation.invars], equation.params
-    result = {"preferred_element_type": jnp.int32 if is_integer else jnp.float32}
-    if str(equation.primitive) == "dot_general":
-        return functools.partial(lax.dot_general, dimension_numbers=parameters["dimension_numbers"], **result), shapes
-    images = list(shapes[0])
-    for axis, (low, high) in zip(parameters["dimension_numbers"].lhs_spec[2:], parameters["padding"], strict=True):
-        images[axis] += low + high
-    names = ("window_strides", "dimension_numbers", "feature_group_count")
-    call = functools.partial(lax.conv_general_dilated, padding="VALID", **{n: parameters[n] for n in names}, **result)
-    return call, [tuple(images), shapes[1]]
+    rows = [row for row in prepared.coverage if row.operation in OPERATIONS]
+    return contract_alone(function, (params, x), [row.form == "integer" for row in rows])
 
 
 def _serve_transposed(shape: tuple[int, ...]) -> Contest:
@@ -196,7 +157,7 @@ def _prepare(network: str, shape: tuple[int, ...]) -> Contest:
 TABLES = (
     Table(
         "Converted functions",
-        (FLOAT32, QWIX, _ALONE),
+        (FLOAT32, QWIX, CONTRACTIONS_ALONE),
         [
             Row(f"transform {network}, {recipe}", shape, functools.partial(_serve, network, recipe, shape), True)
             for network, (_, shapes) in _NETWORKS.items() for recipe in _RECIPES for shape in shapes
