@@ -136,10 +136,7 @@ class _CodesMode(_PlannedMode):
         """Return the results of an equation on codes."""
         graph = self.plan.regions.graph
         assert graph is not None
-        if action.kind == "hidden":
-            # What it would compute is part of the next equation, which needs the codes.
-            return [next(value for value in operands if self.is_codes(value))], records
-        if action.kind == "move" or action.point is None:
+        if action.kind in ("move", "hidden") or action.point is None:
             return list(run_move(graph, action, operands)), records
         if action.kind == "start":
             result = Pending(action.point, tuple(value.array for value in operands if isinstance(value, Codes)))

@@ -59,9 +59,12 @@ def dequantize_codes(operands: Sequence[Any], kept: Collection[int]) -> list[Any
     return [x.to_array() if isinstance(x, Codes) and place not in kept else x for place, x in enumerate(operands)]
 
 
-def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Codes]:
-    """Return the results of an equation that gives codes with the scale of its operand."""
+def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation that gives codes with the scale of its operand, or of a hidden one."""
     node = action.node
+    if action.kind == "hidden":
+        # What it would compute is part of the next equation, which needs the codes.
+        return [next(value for value in operands if isinstance(value, Codes | Pending))]
     if node.name == BARRIER:
         # Some operands may be floats, or parameters.
         arrays = _wait_for_all(tuple(x.array if isinstance(x, Codes) else x for x in operands))
