@@ -122,7 +122,7 @@ def average_pool(
 
         differentiate = functools.partial(_average_floats, windows=windows(q), counts_padding=count_include_pad)
         return train_codes(compute, differentiate, (q,), output)
-    q, affine, result = _read_operand("average_pool", q, output)
+    q, affine, result = read_operand("average_pool", q, output)
     windows = windows(q)
     lows, highs = zip(*windows.padding, strict=True)
     codes = qlinear_average_pool(
@@ -170,7 +170,7 @@ def mean(
         axes = tuple(axis) if isinstance(axis, Sequence) else axis
         differentiate = functools.partial(jnp.mean, axis=axes, keepdims=keepdims)
         return train_codes(lambda q, y: mean(q, axis, keepdims, output=y), differentiate, (q,), output)
-    q, affine, result = _read_operand("mean", q, output)
+    q, affine, result = read_operand("mean", q, output)
     axis = checks.check_integers("mean", "axis", axis)
     axes = tuple(range(q.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     axes = tuple(checks.check_axis("mean", a, q.ndim) for a in axes)
@@ -181,7 +181,7 @@ def mean(
     return make_array(codes, result, q.dtype)
 
 
-def _read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
+def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
     """Return an operand, its scale and zero point, and those of the result, after checking them."""
     q = quantized_array.check_array(function, "q", q)
     affine, result = read_affine(function, "q", q), read_output(function, output)

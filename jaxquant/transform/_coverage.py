@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from ._plan import Plan, SitePlan, describe_site
+from ._programs import jaxpr
 from ._programs.analysis import Analysis
 from ._programs.sites import Site
 from ._regions.point import Regions
@@ -55,8 +56,8 @@ class Operation(NamedTuple):
 
     Attributes:
         name: the name of its range, such as "add#1"; for an operation without one, `operation`.
-        operation: "add", "multiply", "concatenate", "average_pool" or "mean"; or an operation that keeps the scale of
-            its operand: "max_pool", "clip", "reshape" or another primitive.
+        operation: "add", "multiply", "concatenate", "average_pool", "mean", "leaky_relu" or "sigmoid"; or an operation
+            that keeps the scale of its operand: "max_pool", "clip", "reshape" or another primitive.
         shape: the shape of its result.
         output: the spec of its result, or None if it keeps the scale.
         where: its file, line and function.
@@ -150,7 +151,10 @@ def _make_row(site: Site, plan: SitePlan, names: Sequence[str], regions: Regions
 
 
 # The names under which users know primitives.
-_MOVES = {"reduce_window_max": "max_pool", "reduce_max": "max", **dict.fromkeys(("max", "min", "clamp"), "clip")}
+_CLIPS = ("max", "min", "clamp", "select_n", *jaxpr.CUSTOM_RULES)
+_MOVES = {
+    "reduce_window_max": "max_pool", "reduce_max": "max", "name": "checkpoint_name", **dict.fromkeys(_CLIPS, "clip")
+}  # fmt: skip
 
 
 def _list_operations(regions: Regions) -> Iterator[Operation]:

@@ -136,10 +136,10 @@ class _CodesMode(_PlannedMode):
         """Return the results of an equation on codes."""
         graph = self.plan.regions.graph
         assert graph is not None
-        if action.kind == "move" or action.point is None:
+        if action.kind in ("move", "hidden") or action.point is None:
             return list(run_move(graph, action, operands)), records
         if action.kind == "start":
-            result = Pending(action.point, tuple(value.array for value in operands))
+            result = Pending(action.point, tuple(value.array for value in operands if isinstance(value, Codes)))
         else:
             result = next(value for value in operands if isinstance(value, Pending))
         return [self.finish(result, records) if action.is_end else result], records

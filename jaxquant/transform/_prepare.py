@@ -19,7 +19,13 @@ _NAME = "prepare"
 
 
 def prepare(
-    function: Callable[..., Any], params: Any, *args: Any, rules: Sequence[Rule], strict: bool = False, **kwargs: Any
+    function: Callable[..., Any],
+    params: Any,
+    /,
+    *args: Any,
+    rules: Sequence[Rule],
+    strict: bool = False,
+    **kwargs: Any,
 ) -> Prepared:
     """Plan how the contractions of a function run on codes.
 
@@ -38,7 +44,8 @@ def prepare(
             ones.
         strict: Static. Whether to raise an error if a contraction that a rule wants on codes stays in floats, here and
             in later calls.
-        **kwargs: keyword arguments of the function.
+        **kwargs: keyword arguments of the function. Those named `rules` or `strict` cannot be passed here; give the
+            function other names for them.
 
     Returns:
         The plan, with its `coverage`, and the functions that calibrate, convert, call and train.

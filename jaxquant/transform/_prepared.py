@@ -63,7 +63,7 @@ class Prepared:
             name = f"{type(module).__qualname__}.{self.function.__name__}"
         return f"Prepared({name}: {self.coverage.summary})"
 
-    def check(self, params: Any, *args: Any, **kwargs: Any) -> _coverage.Coverage:
+    def check(self, params: Any, /, *args: Any, **kwargs: Any) -> _coverage.Coverage:
         """Return the coverage at other arguments.
 
         Args:
@@ -83,7 +83,7 @@ class Prepared:
         """Return the states of the calibrators, without data: a pytree, empty if no range is static."""
         return _ranges.make_states(self.static_ranges)
 
-    def observe(self, state: dict[str, Any], params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def observe(self, state: dict[str, Any], params: Any, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the states of the calibrators, updated by the activations of one call in floats."""
         _ranges.check_tree("Prepared.observe", self.static_ranges, state)
         call = self._trace("observe", params, args, kwargs)
@@ -120,7 +120,7 @@ class Prepared:
         return _ranges.map_states("Prepared.finalize", self.static_ranges, finalize, state)
 
     def calibrate(
-        self, params: Any, batches: Iterable[Any], *, state: dict[str, Any] | None = None, checkpoint: Any = None,
+        self, params: Any, batches: Iterable[Any], /, *, state: dict[str, Any] | None = None, checkpoint: Any = None,
         progress: bool | None = None, **arguments: Any,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the ranges of the static activations in some batches; each batch is one call in floats.
@@ -133,7 +133,8 @@ class Prepared:
             checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute.
             progress: whether to show a progress bar, with the package rich. None shows it on a terminal if rich is
                 installed.
-            **arguments: keyword arguments of every call, such as `train=False`.
+            **arguments: keyword arguments of every call, such as `train=False`. The function gets its arguments named
+                `state`, `checkpoint` or `progress` from the batches.
 
         Returns:
             The ranges, by the name of the contraction and the place of the operand.
@@ -232,7 +233,7 @@ class Prepared:
 
     # Calls.
 
-    def apply(self, params: Any, ranges: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, params: Any, ranges: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the function, with contractions of codes.
 
         Args:
@@ -253,7 +254,7 @@ class Prepared:
         mode = _modes.IntegerMode(call.plan, call.bind_statics())
         return self._interpret(mode, call, call.parameters.arrays, records)[0]
 
-    def fake_apply(self, params: Any, scales: Any, *args: Any, **kwargs: Any) -> Any:
+    def fake_apply(self, params: Any, scales: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `apply` on the converted parameters, bit for bit, with a gradient for training.
 
         The gradient is that of the contractions of floats which the codes stand for; roundings have the gradient of

@@ -33,20 +33,73 @@ def _in_linear_solve(params, x):
     return lax.custom_linear_solve(lambda v: w @ v, x[0], lambda matvec, b: matvec(b) + w.T @ b, symmetric=True)
 
 
+@jax.custom_batching.custom_vmap
+def _multiply(w, x):
+    return x @ w
+
+
+@_multiply.def_vmap
+def _multiply_batch(axis_size, in_batched, w, x):
+    return 2 * (x @ w), True  # another result, so that the rule can be told from the function
+
+
+def _in_custom_vmap(params, x):
+    return _multiply(params["w"], x)
+
+
 @pytest.mark.parametrize(
-    ("function", "primitive"), [(_in_shard_map, "shard_map"), (_in_linear_solve, "custom_linear_solve")]
+    ("function", "primitive"),
+    [
+        (_in_shard_map, "shard_map"),
+        (_in_linear_solve, "custom_linear_solve"),
+        (_in_custom_vmap, "custom_vmap_call, which is not entered, to keep its rule for vmap"),
+    ],
 )
 def test_contractions_that_are_not_entered_are_rows(function, primitive):
     prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
     assert count_rows(prepared.coverage) == count_contractions(function, PARAMS, X)
     rows = prepared.coverage.rows
     assert rows
-    assert all(f"inside of {primitive}, which is not entered" in row.reason for row in rows)
+    assert all(f"inside of {primitive}" in row.reason and "which is not entered" in row.reason for row in rows)
     assert all("w" in row.paths for row in rows)
     with pytest.raises(ValueError, match=f"inside of {primitive}"):
         jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
     actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), None, X)
     np.testing.assert_allclose(actual, jax.jit(function)(PARAMS, X), rtol=1e-5, atol=1e-5)
+
+
+def test_rules_for_vmap():
+    """Outside of the prepared function, the rule is used; inside of it, its contractions run on codes."""
+    prepared = jq.prepare(_in_custom_vmap, PARAMS, X, rules=RECIPES["w8a8_dynamic"])
+    xs = jnp.stack([X, 2 * X])
+    actual = jax.vmap(lambda x: prepared.apply(prepared.convert(PARAMS), None, x))(xs)
+    np.testing.assert_allclose(actual, 2 * xs @ PARAMS["w"], rtol=1e-5, atol=1e-5)
+    inside = jq.prepare(
+        lambda params, xs: jax.vmap(lambda x: _in_custom_vmap(params, x))(xs), PARAMS, xs,
+        rules=RECIPES["w8a8_dynamic"], strict=True,
+    )  # fmt: skip
+    assert inside.coverage.summary == "1 integer"
+
+
+def test_a_composite_is_entered():
+    def multiply(w, x, *, axis):
+        return jax.nn.relu(lax.dot_general(x, w, (((1,), (axis,)), ((), ()))))
+
+    def function(params, x):
+        y = lax.composite(multiply, "test.multiply")(params["w"], x, axis=0)
+        return lax.composite(lax.neg, "test.negate")(y)
+
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_dynamic"], strict=True)
+    assert prepared.coverage.summary == "1 integer"
+    plain = jq.prepare(
+        lambda params, x: lax.neg(multiply(params["w"], x, axis=0)), PARAMS, X, rules=RECIPES["w8a8_dynamic"]
+    )
+    converted = prepared.convert(PARAMS)
+    actual = jax.jit(prepared.apply)(converted, None, X)
+    same_trees(actual, jax.jit(plain.apply)(converted, None, X))
+    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, None, X))
+    # A composite without a contraction stays one.
+    assert str(jax.make_jaxpr(prepared.apply)(converted, None, X)).count("test.negate") == 1
 
 
 @pytest.mark.slow

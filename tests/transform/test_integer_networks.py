@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,12 @@ SPEC = jq.QuantSpec("uint8")
 RULES = jq.recipes.onnx_runtime()
 
 
+def show(module: nn.Module, x: jax.Array) -> jax.Array:
+    """Return x, and add it to the results of a call that asks for the values at each rounding."""
+    module.sow("intermediates", "points", x)
+    return x
+
+
 class Residual(nn.Module):
     """A residual block, batch normalization, both poolings and a concatenation."""
 
@@ -32,10 +39,11 @@ class Residual(nn.Module):
         def normalize(x: jax.Array) -> jax.Array:
             return nn.BatchNorm(use_running_average=not train)(x)
 
-        x = nn.relu(normalize(nn.Conv(16, (3, 3), use_bias=False)(x)))
-        x = nn.relu(x + normalize(nn.Conv(16, (3, 3))(x)))
-        x = jnp.concatenate([nn.max_pool(x, (2, 2), (2, 2)), nn.avg_pool(x, (2, 2), (2, 2))], -1)
-        return nn.Dense(10)(x.mean((1, 2)))
+        x = show(self, nn.relu(normalize(nn.Conv(16, (3, 3), use_bias=False)(x))))
+        x = show(self, nn.relu(x + show(self, normalize(nn.Conv(16, (3, 3))(x)))))
+        branches = [show(self, pool(x, (2, 2), (2, 2))) for pool in (nn.max_pool, nn.avg_pool)]
+        x = show(self, jnp.concatenate(branches, -1))
+        return nn.Dense(10)(show(self, x.mean((1, 2))))
 
 
 class Separable(nn.Module):
@@ -43,11 +51,11 @@ class Separable(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu6(nn.Conv(16, (3, 3), (2, 2))(x))
+        x = show(self, nn.relu6(nn.Conv(16, (3, 3), (2, 2))(x)))
         x = nn.Conv(16, (3, 3), (2, 2), feature_group_count=16, use_bias=False)(x)
-        x = nn.relu6(nn.BatchNorm(use_running_average=True)(x))
-        x = nn.relu6(nn.BatchNorm(use_running_average=True)(nn.Conv(32, (1, 1))(x)))
-        return nn.Dense(10)(x.mean((1, 2), keepdims=True).reshape(x.shape[0], -1))
+        x = show(self, nn.relu6(nn.BatchNorm(use_running_average=True)(x)))
+        x = show(self, nn.relu6(nn.BatchNorm(use_running_average=True)(nn.Conv(32, (1, 1))(x))))
+        return nn.Dense(10)(show(self, x.mean((1, 2), keepdims=True)).reshape(x.shape[0], -1))
 
 
 class MLP(nn.Module):
@@ -56,7 +64,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for features in (64, 48):
-            x = nn.relu(nn.Dense(features)(x))
+            x = show(self, nn.relu(nn.Dense(features)(x)))
         return nn.Dense(10)(x)
 
 
@@ -81,6 +89,7 @@ class Graph:
     def __init__(self, variables: Any, converted: Any, ranges: Any, x: Any, first: str) -> None:
         self.variables, self.converted, self.ranges = variables, converted, ranges
         self.graph = QdqGraph()
+        self.points: list[Tensor] = []  # the codes at each rounding
         q = jq.quantize(x, SPEC, *ranges[first]["0"])
         codes = np.asarray(q.codes)
         codes = np.moveaxis(codes, -1, 1) if codes.ndim == 4 else codes
@@ -119,18 +128,25 @@ class Graph:
         (low, high) = lax.padtype_to_pads((spatial,), (size,), (stride,), "SAME")[0] if spatial else [size // 2] * 2
         attributes = {"strides": [stride] * 2, "pads": [int(low)] * 2 + [int(high)] * 2, "group": groups}
         affine = self.find_affine(f"params/{layer}/kernel")
-        return self.graph.apply("Conv", (x, weights, bias), *affine, after="Relu" if relu else None, **attributes)
+        after = "Relu" if relu else None
+        return self.keep(self.graph.apply("Conv", (x, weights, bias), *affine, after=after, **attributes))
 
     def dense(self, x: Tensor, layer: str, relu: bool) -> Tensor:
         q, bias = self.hold(x, layer, None)
         scale = np.asarray(q.scale).reshape(-1)
         weights = self.graph.hold(np.asarray(q.codes), scale, np.zeros(len(scale), np.int8))
         affine = self.find_affine(f"params/{layer}/kernel")
-        return self.graph.apply("Gemm", (x, weights, bias), *affine, axes=(0, 1, 0), after="Relu" if relu else None)
+        after = "Relu" if relu else None
+        return self.keep(self.graph.apply("Gemm", (x, weights, bias), *affine, axes=(0, 1, 0), after=after))
 
     def apply(self, operator: str, inputs: tuple[Tensor, ...], name: str = "", **attributes: Any) -> Tensor:
         affine = self.find_affine(name) if name else inputs[0][1:]
-        return self.graph.apply(operator, inputs, *affine, **attributes)
+        y = self.graph.apply(operator, inputs, *affine, **attributes)
+        return y if operator == "Reshape" else self.keep(y)
+
+    def keep(self, y: Tensor) -> Tensor:
+        self.points.append(y)
+        return y
 
 
 def build_residual(graph: Graph) -> Tensor:
@@ -164,34 +180,44 @@ NETWORKS: dict[str, tuple[nn.Module, tuple[int, ...], Callable[[Graph], Tensor]]
 }
 
 
-def prepare(name: str, rng: np.random.Generator) -> tuple[Any, Any, Any, jax.Array]:
-    """Return a prepared network, its variables, the ranges of a batch, and another batch, of which values saturate."""
+def prepare(name: str, rng: np.random.Generator, points: bool = False) -> tuple[Any, Any, Any, jax.Array]:
+    """Return a prepared network, its variables, the ranges of a batch, and another batch, of which values saturate.
+
+    With points, the network returns the values at each rounding, too.
+    """
     model, shape, _ = NETWORKS[name]
     x = jnp.asarray(rng.normal(0, 1, shape), F)
     variables = initialize(model, rng, x)
-    apply = jax.numpy_dtype_promotion("standard")(model.apply)
-    prepared = jq.prepare(apply, variables, x, rules=RULES, strict=True)
+    function = functools.partial(model.apply, mutable=["intermediates"] if points else False)
+    prepared = jq.prepare(jax.numpy_dtype_promotion("standard")(function), variables, x, rules=RULES, strict=True)
     return prepared, variables, find_ranges(prepared, variables, x), x + F(0.1)
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))
 @pytest.mark.sample(1)
 def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) -> None:
-    """Of the fused graph, in which all kernels are integer kernels. Training has the same numbers."""
-    prepared, variables, ranges, x = prepare(name, rng)
+    """At each rounding of the fused graph, in which all kernels are integer kernels. Training has the same numbers."""
+    prepared, variables, ranges, x = prepare(name, rng, points=True)
     assert all(row.output == SPEC for row in prepared.coverage.rows), str(prepared.coverage)
     converted = prepared.convert(variables)
-    y = np.asarray(jax.jit(prepared.apply)(converted, ranges, x))
-    np.testing.assert_array_equal(jax.jit(prepared.fake_apply)(variables, ranges, x), y)
+    y, points = jax.jit(prepared.apply)(converted, ranges, x)
+    trained = jax.jit(prepared.fake_apply)(variables, ranges, x)
+    jax.tree.map(np.testing.assert_array_equal, trained, (y, points))
+    # The same network, of which only the result is needed.
+    alone = jq.prepare(jax.numpy_dtype_promotion("standard")(NETWORKS[name][0].apply), variables, x, rules=RULES)
+    np.testing.assert_array_equal(jax.jit(alone.apply)(converted, ranges, x), y)
     if not cases.is_fused():
         pytest.skip("ONNX Runtime has other kernels on this machine")
     graph = Graph(variables, converted, ranges, x, prepared.coverage.rows[0].name)
-    last, scale, point = NETWORKS[name][2](graph)
+    NETWORKS[name][2](graph)
+    values = [*points["intermediates"]["points"], y]
     for level in LEVELS:
         outputs, operators = graph.graph.run(level)
         assert set(operators) <= INTEGER_KERNELS, operators
-        steps = outputs[last].astype(F) - F(point)
-        np.testing.assert_array_equal(steps * scale, y, err_msg=level)
+        for value, (point, scale, zero_point) in zip(values, graph.points, strict=True):
+            steps = outputs[point].astype(F) - F(zero_point)
+            steps = np.moveaxis(steps, 1, -1) if steps.ndim == 4 else steps
+            np.testing.assert_array_equal((steps * scale).reshape(value.shape), value, err_msg=f"{level} {point}")
     assert len(np.unique(y)) > 10
 
 

@@ -17,7 +17,7 @@ from ...integer import _operands
 _SINGLE = ((), (1,))
 
 
-class Affine(NamedTuple):
+class Encoding(NamedTuple):
     """The numbers that relate codes and values: value = (code - steps) * scale.
 
     Attributes:
@@ -45,22 +45,43 @@ def convert_numbers(function: str, x: Any, **parameters: Any) -> tuple[Any, ...]
     return tuple(result)
 
 
-def read_affine(function: str, prefix: str, scale: Any, zero_point: Any, dtype: np.dtype) -> Affine:
+def read_encoding(function: str, prefix: str, scale: Any, zero_point: Any, dtype: np.dtype) -> Encoding:
     """Check the arguments {prefix}_scale and {prefix}_zero_point; None as a zero point means 0."""
     return read_named(function, (f"{prefix}_scale", f"{prefix}_zero_point"), scale, zero_point, dtype)
 
 
-def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: Any, dtype: np.dtype) -> Affine:
+def read_named(function: str, names: tuple[str, str], scale: Any, zero_point: Any, dtype: np.dtype) -> Encoding:
     """Check a scale and a zero point with names of their own; None as a zero point means 0."""
     name = names[0]
     checks.check_array(function, name, scale, (dtypes.FLOAT32,))
     checks.require(scale.shape in _SINGLE, function, name, "a scalar", f"shape {scale.shape}")
     if zero_point is None:
-        return Affine(scale.reshape(()), jnp.zeros((), jnp.int32), dtype)
+        return Encoding(scale.reshape(()), jnp.zeros((), jnp.int32), dtype)
     name = names[1]
     checks.check_same_dtype(function, name, zero_point, dtype, "that of the codes")
     checks.require(zero_point.shape in _SINGLE, function, name, "a scalar", f"shape {zero_point.shape}")
-    return Affine(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)
+    return Encoding(scale.reshape(()), zero_point.astype(jnp.int32).reshape(()), dtype)
+
+
+def convert_two(function: str, *arguments: Any) -> tuple[Any, ...]:
+    """Return the arguments of an operator of two arrays, with Python numbers among scales and zero points as arrays.
+
+    The arguments are a, its scale and its zero point, the same of b, and the scale and the zero point of the result.
+    """
+    a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point = arguments
+    left = convert_numbers(function, a, a_scale=a_scale, a_zero_point=a_zero_point)
+    right = convert_numbers(function, b, b_scale=b_scale, b_zero_point=b_zero_point)
+    return a, *left, b, *right, *convert_numbers(function, a, c_scale=c_scale, c_zero_point=c_zero_point)
+
+
+def read_two(function: str, *arguments: Any) -> tuple[Encoding, Encoding, Encoding]:
+    """Check the arguments of `convert_two`, and return the encodings of a, of b and of the result."""
+    a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point = arguments
+    dtype = check_eight_bits(function, "a", a)
+    checks.check_same_dtype(function, "b", b, dtype, "a's")
+    left = read_encoding(function, "a", a_scale, a_zero_point, dtype)
+    right = read_encoding(function, "b", b_scale, b_zero_point, dtype)
+    return left, right, read_encoding(function, "c", c_scale, c_zero_point, dtype)
 
 
 def check_eight_bits(function: str, argument: str, x: Any) -> np.dtype:

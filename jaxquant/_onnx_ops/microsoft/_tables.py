@@ -10,14 +10,14 @@ from jax import lax
 from ..._core import dtypes, recording, sharding
 from ..._core.affine import dequantize_affine, quantize_affine
 from ..._core.granularity import PerTensor
-from ._arguments import Affine
+from ._arguments import Encoding
 
 
-def requantize_codes(x: jax.Array, x_affine: Affine, y_affine: Affine) -> jax.Array:
+def requantize_codes(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) -> jax.Array:
     """Return codes with another scale and zero point; the codes themselves if both are the same."""
-    table = encode_values(list_values(x_affine), y_affine)
-    is_same = (x_affine.scale == y_affine.scale) & (x_affine.steps == y_affine.steps)
-    return look_up(jnp.where(is_same, list_codes(y_affine.dtype), table), x)
+    table = encode_values(list_values(x_encoding), y_encoding)
+    is_same = (x_encoding.scale == y_encoding.scale) & (x_encoding.steps == y_encoding.steps)
+    return look_up(jnp.where(is_same, list_codes(y_encoding.dtype), table), x)
 
 
 def list_codes(dtype: np.dtype) -> np.ndarray:
@@ -25,15 +25,15 @@ def list_codes(dtype: np.dtype) -> np.ndarray:
     return np.arange(256, dtype=np.uint8).view(dtype)
 
 
-def list_values(affine: Affine) -> jax.Array:
+def list_values(encoding: Encoding) -> jax.Array:
     """Return the float32 values of `list_codes`."""
-    codes = jnp.asarray(list_codes(affine.dtype))
-    return dequantize_affine(codes, affine.scale, affine.steps, PerTensor(), dtypes.FLOAT32)
+    codes = jnp.asarray(list_codes(encoding.dtype))
+    return dequantize_affine(codes, encoding.scale, encoding.steps, PerTensor(), dtypes.FLOAT32)
 
 
-def encode_values(values: jax.Array, affine: Affine) -> jax.Array:
+def encode_values(values: jax.Array, encoding: Encoding) -> jax.Array:
     """Return the codes of float32 values, rounded before the zero point is added."""
-    return quantize_affine(values, affine.scale, affine.steps, PerTensor(), affine.dtype, dtypes.FLOAT32)
+    return quantize_affine(values, encoding.scale, encoding.steps, PerTensor(), encoding.dtype, dtypes.FLOAT32)
 
 
 def _batch_lookup(mapped: dict[str, bool], table: jax.Array, x: jax.Array) -> jax.Array | None:

@@ -10,13 +10,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division, recording, rounding
+from ..._core import barriers, division, recording, rounding
 from ..._core.entry_point import compile_entry_point
 from ..._core.known_values import find_known
-from ._arguments import Affine, broadcast_operands, check_eight_bits, convert_numbers, read_affine
+from ._arguments import Encoding, broadcast_operands, convert_two, read_two
 from ._multiply_add import multiply_add
 
 _NAME = "qlinear_add"
+# The places of the scales among the arguments.
+_SCALES = (1, 4, 6)
 
 
 def qlinear_add(
@@ -68,13 +70,8 @@ def qlinear_add(
 
     Source: ONNX Runtime's com.microsoft QLinearAdd-1.
     """
-    a_scale, a_zero_point = convert_numbers(_NAME, a, a_scale=a_scale, a_zero_point=a_zero_point)
-    b_scale, b_zero_point = convert_numbers(_NAME, b, b_scale=b_scale, b_zero_point=b_zero_point)
-    c_scale, c_zero_point = convert_numbers(_NAME, a, c_scale=c_scale, c_zero_point=c_zero_point)
-    return _qlinear_add(
-        a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point,
-        is_aligned=_are_aligned(a_scale, b_scale, c_scale),
-    )  # fmt: skip
+    converted = convert_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+    return _qlinear_add(*converted, is_aligned=_are_aligned(*(converted[place] for place in _SCALES)))
 
 
 @compile_entry_point(_NAME)
@@ -83,19 +80,15 @@ def _qlinear_add(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None, *, is_aligned: bool,
 ) -> jax.Array:  # fmt: skip
-    dtype = check_eight_bits(_NAME, "a", a)
-    checks.check_same_dtype(_NAME, "b", b, dtype, "a's")
-    left = read_affine(_NAME, "a", a_scale, a_zero_point, dtype)
-    right = read_affine(_NAME, "b", b_scale, b_zero_point, dtype)
-    result = read_affine(_NAME, "c", c_scale, c_zero_point, dtype)
+    left, right, result = read_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
     is_exchanged = has_scalar_first(a.shape, b.shape)
     a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
     if is_exchanged:
         a, b, left, right = b, a, right, left
     terms = _find_terms(left, right, result)
     if is_aligned:
-        return rounding.encode_steps(_add_aligned(a, b, *terms, _find_top(*terms[:2])), None, dtype)
-    return _add_codes(a, b, *terms, dtype)
+        return rounding.encode_steps(_add_aligned(a, b, *terms, _find_top(*terms[:2])), None, result.dtype)
+    return _add_codes(a, b, *terms, result.dtype)
 
 
 def has_scalar_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -113,11 +106,11 @@ def has_scalar_first(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return True
 
 
-def _find_terms(left: Affine, right: Affine, result: Affine) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _find_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the factor of a, the factor of b, and the constant."""
     p = barriers.round_result(division.divide(left.scale, result.scale))
     q = barriers.round_result(division.divide(right.scale, result.scale))
-    a_zero, b_zero, c_zero = (affine.steps.astype(jnp.float32) for affine in (left, right, result))
+    a_zero, b_zero, c_zero = (encoding.steps.astype(jnp.float32) for encoding in (left, right, result))
     offset = multiply_add(p, a_zero, barriers.round_result(q * b_zero))
     return p, q, barriers.round_result(c_zero - offset)
 

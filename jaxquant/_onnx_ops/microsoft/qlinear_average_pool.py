@@ -16,7 +16,7 @@ from ..._core import barriers, checks, division, dtypes, recording, rounding, sh
 from ..._core.affine import dequantize_affine
 from ..._core.entry_point import compile_entry_point
 from ..._core.granularity import PerTensor
-from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
+from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 from ._pool_window import Attributes, Windows, check_pool_attributes, find_windows
 from .qlinear_global_average_pool import average_codes
 
@@ -106,31 +106,31 @@ def _qlinear_average_pool(
     y_zero_point: jax.Array | None, *, attributes: Attributes,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "x", x)
-    x_affine = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
-    y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
+    x_encoding = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
+    y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
     expected = "an array (N, C, *spatial) or, with channels_last, (N, *spatial, C)"
     checks.require(x.ndim >= 3, _NAME, "x", expected, f"shape {x.shape}")
     first = 1 if attributes.channels_last else 2
     axes = tuple(range(first, first + x.ndim - 2))
     windows = find_windows(_NAME, tuple(x.shape[axis] for axis in axes), attributes)
     if windows.is_global:
-        return average_codes(x, x_affine, y_affine, axes, keepdims=True)
-    total = _sum_windows(x, x_affine, windows, axes)
+        return average_codes(x, x_encoding, y_encoding, axes, keepdims=True)
+    total = _sum_windows(x, x_encoding, windows, axes)
     counts = sharding.place_like(lax.broadcast_in_dim(jnp.asarray(windows.counts), total.shape, axes), total)
     mean = division.divide(total, counts)
-    return _encode_mean(mean, y_affine)
+    return _encode_mean(mean, y_encoding)
 
 
-def _encode_mean(mean: jax.Array, affine: Affine) -> jax.Array:
+def _encode_mean(mean: jax.Array, encoding: Encoding) -> jax.Array:
     """Return saturate(round_half_even(mean / scale + zero point))."""
-    quotient = division.divide(mean, sharding.place_like(jnp.broadcast_to(affine.scale, mean.shape), mean))
-    value = barriers.round_result(quotient + affine.steps.astype(jnp.float32))
-    return rounding.encode_steps(value, None, affine.dtype)
+    quotient = division.divide(mean, sharding.place_like(jnp.broadcast_to(encoding.scale, mean.shape), mean))
+    value = barriers.round_result(quotient + encoding.steps.astype(jnp.float32))
+    return rounding.encode_steps(value, None, encoding.dtype)
 
 
-def _sum_windows(x: jax.Array, affine: Affine, windows: Windows, axes: tuple[int, ...]) -> jax.Array:
+def _sum_windows(x: jax.Array, encoding: Encoding, windows: Windows, axes: tuple[int, ...]) -> jax.Array:
     """Return the float32 sums of the windows of the values of x, whose elements are added one by one."""
-    values = dequantize_affine(x, affine.scale, affine.steps, PerTensor(), dtypes.FLOAT32)
+    values = dequantize_affine(x, encoding.scale, encoding.steps, PerTensor(), dtypes.FLOAT32)
     # ONNX Runtime leaves out the padding. Adding 0 to a sum that begins with 0 does not change it.
     padding = dict(zip(axes, windows.padding, strict=True))
     config = [(*padding.get(axis, (0, 0)), 0) for axis in range(x.ndim)]

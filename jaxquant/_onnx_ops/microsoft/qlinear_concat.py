@@ -12,7 +12,7 @@ from ..._core import checks
 from ..._core.entry_point import compile_entry_point
 from ..._core.number_arguments import convert_plain_scale
 from ...integer import _operands
-from ._arguments import check_eight_bits, convert_numbers, read_affine, read_named
+from ._arguments import check_eight_bits, convert_numbers, read_encoding, read_named
 from ._tables import requantize_codes
 
 _NAME = "qlinear_concat"
@@ -72,7 +72,7 @@ def qlinear_concat(
 @compile_entry_point(_NAME)
 def _qlinear_concat(y_scale: jax.Array, y_zero_point: jax.Array | None, *inputs: Any, axis: int) -> jax.Array:
     dtype = check_eight_bits(_NAME, "inputs[0]", inputs[0])
-    y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
+    y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
     axis = checks.check_axis(_NAME, axis, inputs[0].ndim)
     parts = []
     for i in range(0, len(inputs), 3):
@@ -80,7 +80,7 @@ def _qlinear_concat(y_scale: jax.Array, y_zero_point: jax.Array | None, *inputs:
         checks.check_same_dtype(_NAME, f"inputs[{i}]", x, dtype, "that of inputs[0]")
         _check_fit(f"inputs[{i}]", x, inputs[0], axis)
         names = (f"inputs[{i + 1}]", f"inputs[{i + 2}]")
-        parts.append(requantize_codes(x, read_named(_NAME, names, scale, zero_point, dtype), y_affine))
+        parts.append(requantize_codes(x, read_named(_NAME, names, scale, zero_point, dtype), y_encoding))
     return lax.concatenate(parts, axis)
 
 

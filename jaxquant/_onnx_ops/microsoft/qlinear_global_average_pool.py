@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from ..._core import barriers, checks, division
 from ..._core.entry_point import compile_entry_point
 from ...integer import _requantize
-from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
+from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 
 _NAME = "qlinear_global_average_pool"
 # How many slices are added element by element before the reduction.
@@ -78,15 +78,15 @@ def _qlinear_global_average_pool(
     y_zero_point: jax.Array | None, *, channels_last: bool,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "x", x)
-    x_affine = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
-    y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
+    x_encoding = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
+    y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
     checks.require(x.ndim >= 3, _NAME, "x", "an array of rank 3 or more", f"shape {x.shape}")
     first = 1 if channels_last else 2
-    return average_codes(x, x_affine, y_affine, tuple(range(first, first + x.ndim - 2)), keepdims=True)
+    return average_codes(x, x_encoding, y_encoding, tuple(range(first, first + x.ndim - 2)), keepdims=True)
 
 
 def average_codes(
-    x: jax.Array, x_affine: Affine, y_affine: Affine, axes: tuple[int, ...], *, keepdims: bool
+    x: jax.Array, x_encoding: Encoding, y_encoding: Encoding, axes: tuple[int, ...], *, keepdims: bool
 ) -> jax.Array:
     """Return the codes of the means of x along `axes`, from sums that are exact in int32.
 
@@ -94,11 +94,11 @@ def average_codes(
     where scale = scale of x / (scale of y * count)
     """
     count = math.prod(x.shape[axis] for axis in axes)
-    acc = _sum_codes(x, axes, keepdims=keepdims) - x_affine.steps * np.int32(count)
-    divisor = barriers.round_result(y_affine.scale * np.float32(count))
-    scale = jnp.broadcast_to(division.divide(x_affine.scale, divisor), acc.shape)
-    steps = jnp.broadcast_to(y_affine.steps, acc.shape)
-    return _requantize.requantize_accumulator(acc, scale, steps, y_affine.dtype)
+    acc = _sum_codes(x, axes, keepdims=keepdims) - x_encoding.steps * np.int32(count)
+    divisor = barriers.round_result(y_encoding.scale * np.float32(count))
+    scale = jnp.broadcast_to(division.divide(x_encoding.scale, divisor), acc.shape)
+    steps = jnp.broadcast_to(y_encoding.steps, acc.shape)
+    return _requantize.requantize_accumulator(acc, scale, steps, y_encoding.dtype)
 
 
 def _sum_codes(x: jax.Array, axes: tuple[int, ...], *, keepdims: bool) -> jax.Array:

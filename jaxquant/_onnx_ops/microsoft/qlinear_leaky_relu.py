@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from ..._core import barriers, checks
 from ..._core.entry_point import compile_entry_point
-from ._arguments import check_eight_bits, convert_numbers, read_affine
+from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._tables import encode_values, list_values, look_up
 
 _NAME = "qlinear_leaky_relu"
@@ -66,10 +66,10 @@ def _qlinear_leaky_relu(
     y_zero_point: jax.Array | None, *, alpha: float,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "x", x)
-    x_affine = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
-    y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
+    x_encoding = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
+    y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
 
     def leak(values: jax.Array) -> jax.Array:
         return jnp.where(values >= 0, values, barriers.round_result(values * np.float32(alpha)))
 
-    return look_up(encode_values(leak(list_values(x_affine)), y_affine), x)
+    return look_up(encode_values(leak(list_values(x_encoding)), y_encoding), x)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, recording, rounding
+from ..._core import barriers, recording, rounding
 from ..._core.entry_point import compile_entry_point
 from ...integer import _requantize
-from ._arguments import broadcast_operands, check_eight_bits, convert_numbers, read_affine
+from ._arguments import broadcast_operands, convert_two, read_two
 
 _NAME = "qlinear_mul"
 
@@ -59,10 +59,7 @@ def qlinear_mul(
 
     Source: ONNX Runtime's com.microsoft QLinearMul-1.
     """
-    a_scale, a_zero_point = convert_numbers(_NAME, a, a_scale=a_scale, a_zero_point=a_zero_point)
-    b_scale, b_zero_point = convert_numbers(_NAME, b, b_scale=b_scale, b_zero_point=b_zero_point)
-    c_scale, c_zero_point = convert_numbers(_NAME, a, c_scale=c_scale, c_zero_point=c_zero_point)
-    return _qlinear_mul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+    return _qlinear_mul(*convert_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point))
 
 
 @compile_entry_point(_NAME)
@@ -71,15 +68,11 @@ def _qlinear_mul(
     a: jax.Array, a_scale: jax.Array, a_zero_point: jax.Array | None, b: jax.Array, b_scale: jax.Array,
     b_zero_point: jax.Array | None, c_scale: jax.Array, c_zero_point: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    dtype = check_eight_bits(_NAME, "a", a)
-    checks.check_same_dtype(_NAME, "b", b, dtype, "a's")
-    left = read_affine(_NAME, "a", a_scale, a_zero_point, dtype)
-    right = read_affine(_NAME, "b", b_scale, b_zero_point, dtype)
-    result = read_affine(_NAME, "c", c_scale, c_zero_point, dtype)
+    left, right, result = read_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
     a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
     # The product of two differences of codes has 16 bits, which float32 holds exactly.
     steps = (a.astype(jnp.int32) - left.steps) * (b.astype(jnp.int32) - right.steps)
     scale = _requantize.find_multiplier(left.scale, right.scale, result.scale)
     scaled = barriers.round_result(steps.astype(jnp.float32) * scale)
     value = barriers.round_result(scaled + result.steps.astype(jnp.float32))
-    return rounding.encode_steps(value, None, dtype)
+    return rounding.encode_steps(value, None, result.dtype)

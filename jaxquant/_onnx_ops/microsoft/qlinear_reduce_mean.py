@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from ..._core import checks
 from ..._core.entry_point import compile_entry_point
-from ._arguments import check_eight_bits, convert_numbers, read_affine
+from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from .qlinear_global_average_pool import average_codes
 
 _NAME = "qlinear_reduce_mean"
@@ -78,9 +78,9 @@ def _qlinear_reduce_mean(
     reduced_zero_point: jax.Array | None, *, axes: Any, keepdims: bool,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "data", data)
-    data_affine = read_affine(_NAME, "data", data_scale, data_zero_point, dtype)
-    reduced_affine = read_affine(_NAME, "reduced", reduced_scale, reduced_zero_point, dtype)
-    return average_codes(data, data_affine, reduced_affine, _find_axes(axes, data.ndim), keepdims=keepdims)
+    data_encoding = read_encoding(_NAME, "data", data_scale, data_zero_point, dtype)
+    reduced_encoding = read_encoding(_NAME, "reduced", reduced_scale, reduced_zero_point, dtype)
+    return average_codes(data, data_encoding, reduced_encoding, _find_axes(axes, data.ndim), keepdims=keepdims)
 
 
 def _find_axes(axes: Any, rank: int) -> tuple[int, ...]:

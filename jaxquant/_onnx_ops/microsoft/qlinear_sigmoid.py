@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from ..._core import barriers, division
 from ..._core.entry_point import compile_entry_point
-from ._arguments import check_eight_bits, convert_numbers, read_affine
+from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._multiply_add import multiply_add
 from ._tables import encode_values, list_values, look_up_stored
 
@@ -64,9 +64,9 @@ def _qlinear_sigmoid(
     y_zero_point: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "x", x)
-    x_affine = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
-    y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
-    return look_up_stored(encode_values(_find_logistic(list_values(x_affine)), y_affine), x)
+    x_encoding = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
+    y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
+    return look_up_stored(encode_values(_find_logistic(list_values(x_encoding)), y_encoding), x)
 
 
 # The coefficients of x**11 ... x**1 in the dividend and of x**10 ... x**0 in the divisor.

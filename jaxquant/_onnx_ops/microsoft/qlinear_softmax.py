@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from ..._core import barriers, checks, division, recording, rounding, sharding
 from ..._core.entry_point import compile_entry_point
-from ._arguments import Affine, check_eight_bits, convert_numbers, read_affine
+from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
 from ._exponential import list_exponentials
 from ._tables import look_up
 
@@ -87,23 +87,23 @@ def _qlinear_softmax(
     y_zero_point: jax.Array | None, *, axis: int, flat: bool,
 ) -> jax.Array:  # fmt: skip
     dtype = check_eight_bits(_NAME, "x", x)
-    x_affine = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
-    y_affine = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
+    x_encoding = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
+    y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
     axis = checks.check_axis(_NAME, axis, x.ndim)
     if x.size == 0:
         return x
     if flat:
-        return _normalize_rows(x.reshape(math.prod(x.shape[:axis]), -1), x_affine, y_affine).reshape(x.shape)
+        return _normalize_rows(x.reshape(math.prod(x.shape[:axis]), -1), x_encoding, y_encoding).reshape(x.shape)
     rows = jnp.moveaxis(x, axis, -1)
-    y = _normalize_rows(rows.reshape(-1, x.shape[axis]), x_affine, y_affine)
+    y = _normalize_rows(rows.reshape(-1, x.shape[axis]), x_encoding, y_encoding)
     return jnp.moveaxis(y.reshape(rows.shape), -1, axis)
 
 
-def _normalize_rows(x: jax.Array, x_affine: Affine, y_affine: Affine) -> jax.Array:
+def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) -> jax.Array:
     """Return the codes of the softmax along the second of two dimensions."""
     # The barriers keep XLA:CPU from computing an exponential for each element instead of each entry of a table.
-    table = lax.optimization_barrier(list_exponentials(x_affine.scale, x.shape[1]))
-    factor = jnp.floor(division.divide(jnp.ones((), jnp.float32), y_affine.scale))
+    table = lax.optimization_barrier(list_exponentials(x_encoding.scale, x.shape[1]))
+    factor = jnp.floor(division.divide(jnp.ones((), jnp.float32), y_encoding.scale))
     products = lax.optimization_barrier(barriers.round_result(table * factor))
     # The order of int8 codes is that of their bits with the first one flipped, read as uint8.
     codes = x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8) ^ np.uint8(128)
@@ -111,8 +111,8 @@ def _normalize_rows(x: jax.Array, x_affine: Affine, y_affine: Affine) -> jax.Arr
     total = _add_entries(table, places.T)
     scaled = look_up(products, places)
     steps = division.divide(scaled, sharding.place_like(jnp.broadcast_to(total[:, None], x.shape), scaled))
-    zero_point = sharding.place_like(jnp.broadcast_to(y_affine.steps, x.shape), scaled)
-    return rounding.encode_steps(steps, zero_point, y_affine.dtype)
+    zero_point = sharding.place_like(jnp.broadcast_to(y_encoding.steps, x.shape), scaled)
+    return rounding.encode_steps(steps, zero_point, y_encoding.dtype)
 
 
 def _add_entries(table: jax.Array, places: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from ..._core import checks
 from ..._core.entry_point import compile_entry_point
-from ._arguments import broadcast_operands, check_eight_bits, convert_numbers, read_affine
+from ._arguments import broadcast_operands, check_eight_bits, convert_numbers, read_encoding
 from ._tables import requantize_codes
 
 _NAME = "qlinear_where"
@@ -76,9 +76,9 @@ def _qlinear_where(
     checks.check_array(_NAME, "condition", condition, (np.dtype(np.bool_),))
     dtype = check_eight_bits(_NAME, "x", x)
     checks.check_same_dtype(_NAME, "y", y, dtype, "x's")
-    left = read_affine(_NAME, "x", x_scale, x_zero_point, dtype)
-    right = read_affine(_NAME, "y", y_scale, y_zero_point, dtype)
-    result = read_affine(_NAME, "z", z_scale, z_zero_point, dtype)
+    left = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
+    right = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
+    result = read_encoding(_NAME, "z", z_scale, z_zero_point, dtype)
     # Requantize before broadcasting: a row of y is then looked up once.
     parts = (condition, requantize_codes(x, left, result), requantize_codes(y, right, result))
     return jnp.where(*broadcast_operands(_NAME, ("condition", "x", "y"), parts))

@@ -119,7 +119,11 @@ def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
 
 
 UNUSED = "nothing uses its result"
-_ADVICE = {"shard_map": ": prepare the function inside, and call shard_map on its apply"}
+_ADVICE = {
+    "shard_map": ": prepare the function inside, and call shard_map on its apply",
+    # With codes inside, `jax.vmap` of the result would not use the rule, whose contractions no rule of ours has seen.
+    "custom_vmap_call": ", to keep its rule for vmap: call jax.vmap inside of the function, or leave the rule out",
+}
 
 
 def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findings) -> list[Origin]:

@@ -19,7 +19,7 @@ Program = Any
 # The names of the primitives with bodies that this package enters.
 SCAN, WHILE, COND, REMAT = "scan", "while", "cond", "remat2"
 # A call of its body, once, with the same operands and results.
-CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+CALLS = ("jit", "closed_call", "core_call", "composite", "custom_jvp_call", "custom_vjp_call")
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 # JAX requires it of a program, and uses it only in error messages about its arguments.

@@ -13,7 +13,7 @@ from .._programs import jaxpr
 from .._programs.analysis import Analysis
 from .._programs.interpret import is_inlined
 from .._programs.sites import Site
-from . import patterns
+from . import clips, patterns
 from .folding import find_feature_axes
 from .graph import Graph, Node, make_graph
 from .point import Action, OutputPlan, Point, Regions, Step, is_product
@@ -52,12 +52,17 @@ class Finder:
         self.graph, self.analysis, self.sites = graph, analysis, sites
         self.moving = graph.depends_on([v for v in graph.inputs if v not in parameters.values()])
         self.coded = graph.depends_on([parameters[place] for place in quantized])
+        self.computed = graph.depends_on(
+            [v for node in graph.nodes if node.address in analysis.sites for v in node.outputs]
+        )
         self.parameters, self.quantized = parameters, quantized
         self.values: dict[int, _Value] = {}
         self.actions: dict[Any, Action] = {}
         self.arrivals: dict[str, frozenset[int]] = {}
         self.reasons: dict[str, str] = {}
         self.absorbed: set[int] = set()
+        # Of a selection by comparisons: the value that it clips or multiplies, and the other nodes of it.
+        self.selections: dict[Any, tuple[int, tuple[Node, ...]]] = {}
 
     def search(self) -> Regions:
         """Return the parts of the program that stay in codes."""
@@ -69,7 +74,7 @@ class Finder:
         points = self._keep_useful(useful)
         self._explain(useful)
         # A call may return an operand that is codes as it is, without an equation inside that takes codes.
-        calls = [(*call.address, 0) for call, _ in self.graph.calls if not self.values.keys().isdisjoint(call.outputs)]
+        calls = [(*call.address, 0) for call in self.graph.calls if not self.values.keys().isdisjoint(call.outputs)]
         addresses = [*calls, *(action.node.address for action in self.actions.values())]
         entered = {address[:n] for address in addresses for n in range(len(address))}
         inputs = {place: value for place, value in self.parameters.items() if place not in self.quantized}
@@ -79,6 +84,9 @@ class Finder:
 
     def _extend(self, node: Node) -> bool:
         """Add a node to the point of its operand, if it can be part of it."""
+        clip = clips.find_clip(self.graph, node)
+        if clip is not None:
+            return self._extend_by_clip(node, clip)
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
         value = self.values.get(node.inputs[places[0]])
         if value is None or value.stage == "codes" or len(places) != 1 or len(node.outputs) != 1:
@@ -86,9 +94,6 @@ class Finder:
         place = places[0]
         if self.graph.find_single_use(node.inputs[place]) != (node, place):
             return False
-        if patterns.is_clip(self.graph, node, place):
-            self._add_step(node, Step(node, "clip", place), _Value(value.point, "clip"))
-            return True
         if value.stage != "affine":
             return False
         followed = patterns.follow_labels(self.graph, node, place, value.labels)
@@ -99,6 +104,24 @@ class Finder:
             return False
         self._add_step(node, step, _Value(value.point, "affine", followed[1]))
         return True
+
+    def _extend_by_clip(self, node: Node, clip: clips.Clip) -> bool:
+        """Add a clip to the point of its operand, or give codes with the scale of codes that others read, too."""
+        value = self.values.get(clip.value)
+        if value is None:
+            return False
+        members = {node.address, *(inner.address for inner in clip.hidden)}
+        readers = {user.address for user, _ in self.graph.uses[clip.value]}
+        self.selections[node.address] = clip.value, clip.hidden
+        if value.stage == "codes" or not readers <= members or clip.value in self.graph.results:
+            self._add_move(node, node.outputs, value.point)
+        else:
+            self._add_step(node, Step(node, "clip", -1), _Value(value.point, "clip"))
+        return True
+
+    def _add_move(self, node: Node, outputs: Sequence[int], point: Point) -> None:
+        self.actions[node.address] = Action("move", node, None, False)
+        self.values |= {output: _Value(point, "codes") for output in outputs}
 
     def _add_step(self, node: Node, step: Step, value: _Value) -> None:
         value.point.steps.append(step)
@@ -125,21 +148,38 @@ class Finder:
             return
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
         values = [self.values.get(node.inputs[place]) for place in places]
-        if any(value is None for value in values):
+        if node.name == patterns.BARRIER:
+            for place, value in zip(places, values, strict=True):
+                if value is not None:
+                    self._add_move(node, [node.outputs[place]], value.point)
+            return
+        leak = clips.find_leak(self.graph, node)
+        if leak is not None and leak.value in self.values:
+            output = self.values[leak.value].point.output
+            self.selections[node.address] = leak.value, leak.hidden
+            self._start(Point("leaky_relu", node, output, attributes={"slope": leak.slope}), "clip")
             return
         known = [value for value in values if value is not None]
-        if len(known) == len(node.inputs):
-            if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
-                attributes = {"axis": node.parameters["dimension"]} if node.name == "concatenate" else {}
-                self._start(Point(_COMBINED[node.name], node, known[0].point.output, attributes=attributes), "clip")
-                return
-            if node.name in ("reduce_sum", "reduce_window_sum"):
-                self._visit_sum(node, known[0].point.output)
-                return
-        is_clip = len(places) == 1 and patterns.is_clip(self.graph, node, places[0])
-        if is_clip or (places == [0] and patterns.is_move(self.graph, node)):
-            self.actions[node.address] = Action("move", node, None, False)
-            self.values |= {output: _Value(known[0].point, "codes") for output in node.outputs}
+        if len(known) != len(places):
+            return
+        if len(known) == len(node.inputs) and self._combine(node, known):
+            return
+        if places == [0] and patterns.is_move(self.graph, node):
+            self._add_move(node, node.outputs, known[0].point)
+
+    def _combine(self, node: Node, known: Sequence[_Value]) -> bool:
+        """Start a point at an operation whose operands are codes, and return whether there is such an operation."""
+        output = known[0].point.output
+        if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
+            attributes = {"axis": node.parameters["dimension"]} if node.name == "concatenate" else {}
+            self._start(Point(_COMBINED[node.name], node, output, attributes=attributes), "clip")
+        elif node.name == "logistic":
+            self._start(Point("sigmoid", node, output), "clip")
+        elif node.name in ("reduce_sum", "reduce_window_sum"):
+            self._visit_sum(node, output)
+        else:
+            return False
+        return True
 
     def _visit_sum(self, node: Node, output: OutputPlan) -> None:
         mean = patterns.find_mean(self.graph, node)
@@ -186,8 +226,16 @@ class Finder:
             if site is not None:
                 useful |= {node.inputs[place] for place in self.arrivals.get(site.name, ())}
             elif node.address in self.actions and not useful.isdisjoint(node.outputs):
-                useful |= {value for value in node.inputs if value in self.values}
+                useful |= {value for value in self._list_sources(node, useful) if value in self.values}
         return useful
+
+    def _list_sources(self, node: Node, useful: set[int]) -> Collection[int]:
+        """Return the values from which the useful results of a node are made."""
+        if node.address in self.selections:
+            return (self.selections[node.address][0],)
+        if node.name == patterns.BARRIER:
+            return [v for v, output in zip(node.inputs, node.outputs, strict=True) if output in useful]
+        return node.inputs
 
     def _keep_useful(self, useful: set[int]) -> tuple[Point, ...]:
         """Keep the actions whose results are useful, and return their points with names."""
@@ -199,6 +247,8 @@ class Finder:
             if useful.isdisjoint(node.outputs):
                 continue
             kept[node.address] = action._replace(is_end=point is not None and point.value == node.outputs[0])
+            for hidden in self._list_hidden(node):
+                kept[hidden.address] = Action("hidden", hidden, None, False)
             if action.kind == "start" and point is not None:
                 points.append(point)
                 if point.site is not None:
@@ -224,15 +274,31 @@ class Finder:
 
     def _explain_value(self, value: int) -> str:
         """Return which operation reads a value as floats."""
-        for node, _ in self.graph.uses.get(value, []):
+        ends = {inner.address: node for node in self.graph.nodes for inner in self._list_hidden(node)}
+        for user, place in self.graph.uses.get(value, []):
+            node = ends.get(user.address, user)
             inner = [self._explain_value(output) for output in node.outputs if output in self.values]
             if inner and node.address not in self.analysis.sites:
                 return inner[0]
+            if self._has_argument(node, place, value):
+                return f"{node.describe_node()} has an argument as another operand{_ADVICE}"
             if node.name in _COMBINED and any(v not in self.values for v in node.inputs):
                 other = "a parameter" if any(v not in self.moving for v in node.inputs) else "floats"
                 return f"{node.describe_node()} has {other} as another operand"
             return f"{node.describe_node()} reads it as floats"
         return "nothing reads it"
+
+    def _list_hidden(self, node: Node) -> tuple[Node, ...]:
+        return self.selections.get(node.address, (0, ()))[1]
+
+    def _has_argument(self, node: Node, place: int, value: int) -> bool:
+        """Return whether an operand would be a bias, a factor or a statistic if it were among the parameters."""
+        known = self.values.get(value)
+        if known is None or known.stage != "affine" or len(node.inputs) != 2:
+            return False
+        if node.inputs[1 - place] not in self.moving - self.computed:
+            return False
+        return patterns.follow_labels(self.graph, node, place, known.labels) is not None
 
 
 def _find_new_name(stem: str, names: Collection[str]) -> str:
@@ -241,6 +307,7 @@ def _find_new_name(stem: str, names: Collection[str]) -> str:
     return next(name for name in numbered if name not in names)
 
 
+_ADVICE = " (statistics and biases must be among the parameters)"
 _COMBINED = {"add": "add", "mul": "multiply", "concatenate": "concatenate"}
 _IN_BODY = "it is in a loop, a branch, a checkpoint or a function with its own derivative, whose results are floats"
 
@@ -312,29 +379,11 @@ def find_regions(
     """
     if not any(plan.output is not None for plan in sites.values()):
         return Regions()
-    opaque: set[Any] = set()
 
     def is_entered(equation: Any, address: Any) -> bool:
-        return address not in opaque and is_inlined(analysis, equation, address)
+        # Functions with a derivative rule of their own keep it: they clip, or they run on floats.
+        return jaxpr.find_name(equation) not in jaxpr.CUSTOM_RULES and is_inlined(analysis, equation, address)
 
-    while True:
-        graph = make_graph(jaxpr.Body(trace.program, trace.constants), is_entered)
-        values = {place: graph.inputs[operand] for place, operand in parameters.items()}
-        finder = Finder(graph, analysis, sites, quantized, values)
-        regions = finder.search()
-        # Other functions with a derivative rule of their own keep it, and run on floats.
-        opaque_calls = {call.address for call, places in graph.calls if _keeps_rule(finder, regions, call, places)}
-        if not opaque_calls:
-            return regions
-        opaque |= opaque_calls
-
-
-def _keeps_rule(finder: Finder, regions: Regions, call: Node, places: range) -> bool:
-    """Return whether a call that was inlined has a derivative rule that would be lost: any but relu and relu6."""
-    if call.name not in jaxpr.CUSTOM_RULES:
-        return False
-    if any(value in finder.values for value in call.outputs if value in call.inputs):
-        return True
-    inner = [finder.graph.nodes[place] for place in places]
-    moving = [node for node in inner if not finder.moving.isdisjoint(node.inputs)]
-    return not patterns.is_relu(finder.graph, moving) and any(node.address in regions.actions for node in moving)
+    graph = make_graph(jaxpr.Body(trace.program, trace.constants), is_entered)
+    values = {place: graph.inputs[operand] for place, operand in parameters.items()}
+    return Finder(graph, analysis, sites, quantized, values).search()

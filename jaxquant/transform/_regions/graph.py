@@ -57,7 +57,7 @@ class Graph:
         constants: the values that are numbers in the program or arrays that it closes over.
         inputs: the values of the operands of the program.
         results: the values of its results.
-        calls: the equations that were inlined: the address of each, and the nodes inside by their places in `nodes`.
+        calls: the equations that were inlined.
         producers: the node that computes each value, other than inputs and constants.
         uses: for each value, the nodes that read it, with the place of the operand.
         varying: the dimensions along which values vary, as far as they were looked up.
@@ -68,7 +68,7 @@ class Graph:
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     inputs: list[int] = dataclasses.field(default_factory=list)
     results: list[int] = dataclasses.field(default_factory=list)
-    calls: list[tuple[Node, range]] = dataclasses.field(default_factory=list)
+    calls: list[Node] = dataclasses.field(default_factory=list)
     producers: dict[int, Node] = dataclasses.field(default_factory=dict)
     uses: dict[int, list[tuple[Node, int]]] = dataclasses.field(default_factory=dict)
     varying: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
@@ -143,10 +143,9 @@ def _add_body(graph: Graph, body: Body, inputs: Sequence[int], place: _Place, is
         scope = "/".join(part for part in (place.scope, jaxpr.find_scope(equation)) if part)
         where = jaxpr.locate(equation) or place.where
         if is_inlined(equation, address):
-            start, inner = len(graph.nodes), _Place((*address, 0), scope, where)
+            inner = _Place((*address, 0), scope, where)
             results = _add_body(graph, jaxpr.read_call(equation), operands, inner, is_inlined)
-            call = Node(address, equation, operands, tuple(results), scope, where)
-            graph.calls.append((call, range(start, len(graph.nodes))))
+            graph.calls.append(Node(address, equation, operands, tuple(results), scope, where))
         else:
             results = [graph.add_value(variable.aval) for variable in equation.outvars]
             graph.nodes.append(Node(address, equation, operands, tuple(results), scope, where))

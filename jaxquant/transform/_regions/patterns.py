@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from ..._codes.pooling import Windows
@@ -11,14 +10,16 @@ from .graph import Graph, Node
 from .point import Step
 from .statics import find_number, find_varying
 
+# Equations of one array that give it unchanged; "name" is that of `jax.ad_checkpoint.checkpoint_name`.
+IDENTITIES = ("copy", "copy_p", "name", "sharding_constraint")
+BARRIER = "optimization_barrier"
 # Equations that only move elements, and maxima, whose result is among the elements.
 MOVES = frozenset(
     {
-        *("transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "slice", "split", "copy", "copy_p", "pad"),
-        *("convert_element_type", "reduce_max", "reduce_window_max"),
+        *("transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "slice", "split", "pad", *IDENTITIES),
+        *("convert_element_type", "stop_gradient", "reduce_max", "reduce_window_max"),
     }
 )
-CLIPS = ("max", "min", "clamp")
 
 
 def is_move(graph: Graph, node: Node) -> bool:
@@ -30,28 +31,6 @@ def is_move(graph: Graph, node: Node) -> bool:
     if node.name == "convert_element_type":
         return node.parameters["new_dtype"] == graph.avals[node.inputs[0]].dtype
     return node.name != "reduce_window_max" or find_windows(node.parameters) is not None
-
-
-def is_clip(graph: Graph, node: Node, place: int) -> bool:
-    """Return whether a node clips one of its operands by numbers."""
-    if node.name not in CLIPS or (node.name == "clamp" and place != 1):
-        return False
-    return all(find_number(graph, value) is not None for p, value in enumerate(node.inputs) if p != place)
-
-
-def is_relu(graph: Graph, nodes: Sequence[Node]) -> bool:
-    """Return whether nodes compute relu or relu6, which have derivative rules of their own in JAX."""
-    clips = [(node.name, find_number(graph, node.inputs[1])) for node in nodes if len(node.inputs) == 2]
-    return len(clips) == len(nodes) and clips in ([("max", 0.0)], [("max", 0.0), ("min", 6.0)])
-
-
-def find_bounds(graph: Graph, step: Step) -> tuple[float | None, float | None]:
-    """Return the numbers between which a step clips."""
-    numbers = [None if p == step.place else find_number(graph, v) for p, v in enumerate(step.node.inputs)]
-    if step.node.name == "clamp":
-        return numbers[0], numbers[2]
-    number = numbers[1 - step.place]
-    return (number, None) if step.node.name == "max" else (None, number)
 
 
 def find_windows(parameters: dict[str, Any]) -> Windows | None:
@@ -156,7 +135,8 @@ def follow_labels(
         labels: its feature dimensions.
     """
     before, after = graph.find_shape(node.inputs[place]), graph.find_shape(node.outputs[0])
-    if node.name in ("copy", "copy_p") or (node.name == "convert_element_type" and is_move(graph, node)):
+    is_kept = node.name in (*IDENTITIES, BARRIER) or (node.name == "convert_element_type" and is_move(graph, node))
+    if is_kept:
         return "move", labels
     if node.name == "transpose":
         return "move", tuple(labels[axis] for axis in node.parameters["permutation"])

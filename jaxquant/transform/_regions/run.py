@@ -13,18 +13,19 @@ import numpy as np
 from jax import lax
 
 from ..._arrays.quantized_array import QuantizedArray
-from ..._codes import arrangement, elementwise, pooling
+from ..._codes import activations, arrangement, elementwise, pooling
 from ..._codes.bias import quantize_bias
-from ..._codes.carrier import FakeQuantizedArray
+from ..._codes.carrier import FakeQuantizedArray, replace_value
 from ..._contractions.output import make_array, read_affine, read_epilogue
 from ..._core import dtypes
 from ..._core.affine import quantize_affine
 from ..._core.granularity import PerTensor
 from .._programs import jaxpr
+from .clips import call_rule, find_clip
 from .folding import find_weight_places
-from .graph import Graph
-from .patterns import find_bounds, find_windows
-from .point import Action, Point, Step
+from .graph import Graph, Node
+from .patterns import BARRIER, find_windows
+from .point import Action, Point
 
 _NAME = "Prepared.apply"
 Array = QuantizedArray | FakeQuantizedArray
@@ -58,13 +59,32 @@ def dequantize_codes(operands: Sequence[Any], kept: Collection[int]) -> list[Any
     return [x.to_array() if isinstance(x, Codes) and place not in kept else x for place, x in enumerate(operands)]
 
 
-def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Codes]:
-    """Return the results of an equation that gives codes with the scale of its operand."""
-    place = next(p for p, value in enumerate(operands) if isinstance(value, Codes))
-    array = operands[place].array
-    if len(action.node.inputs) > 1 and action.node.name != "pad":
-        return [Codes(_clip(array, *find_bounds(graph, Step(action.node, "clip", place))))]
-    return [Codes(result) for result in _move(action.node.equation, array)]
+def run_move(graph: Graph, action: Action, operands: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation that gives codes with the scale of its operand, or of a hidden one."""
+    node = action.node
+    if action.kind == "hidden":
+        # What it would compute is part of the next equation, which needs the codes.
+        return [next(value for value in operands if isinstance(value, Codes | Pending))]
+    if node.name == BARRIER:
+        # Some operands may be floats, or parameters.
+        arrays = _wait_for_all(tuple(x.array if isinstance(x, Codes) else x for x in operands))
+        return [Codes(y) if isinstance(x, Codes) else y for x, y in zip(operands, arrays, strict=True)]
+    array = next(value.array for value in operands if isinstance(value, Codes))
+    if find_clip(graph, node) is not None:
+        return [Codes(_clip(graph, node, array))]
+    return [Codes(result) for result in _move(node.equation, array)]
+
+
+def _wait_for_all(arrays: Any) -> Any:
+    """Return a pytree of arrays after a barrier: one for those with a derivative, and one for integers."""
+    leaves, structure = jax.tree.flatten(arrays)
+    are_floats = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
+    for kind in (True, False):
+        places = [place for place, is_float in enumerate(are_floats) if is_float is kind]
+        kept = lax.optimization_barrier([leaves[place] for place in places]) if places else []
+        for place, leaf in zip(places, kept, strict=True):
+            leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _move(equation: Any, array: Array) -> list[Array]:
@@ -90,7 +110,18 @@ def _evaluate_move(equation: Any, x: jax.Array, zero: jax.Array) -> list[jax.Arr
     return jaxpr.evaluate(equation, [x])
 
 
-def _clip(array: Array, low: float | None, high: float | None) -> Array:
+def _clip(graph: Graph, node: Node, array: Array) -> Array:
+    """Return codes clipped by the numbers of a node, in training with the derivative rule that the node may have."""
+    clip = find_clip(graph, node)
+    assert clip is not None
+    result = _clip_codes(array, clip.low, clip.high)
+    if node.name in jaxpr.CUSTOM_RULES and isinstance(array, FakeQuantizedArray):
+        assert isinstance(result, FakeQuantizedArray)
+        return array.replace_values(replace_value(call_rule(graph, node, array.values), result.values))
+    return result
+
+
+def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
     """Return codes clipped to those of numbers."""
     if low == 0:
         array, low = elementwise.relu(array), None
@@ -148,8 +179,17 @@ def _find_mean(arrays: Sequence[Array], attributes: dict[str, Any], output: Any)
     return pooling.mean(arrays[0], attributes["axes"], output=output)
 
 
+def _leak(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    return activations.leaky_relu(arrays[0], attributes["slope"], output=output)
+
+
+def _find_logistic(arrays: Sequence[Array], attributes: dict[str, Any], output: Any) -> Array:
+    return activations.sigmoid(arrays[0], output=output)
+
+
 _OPERATIONS = {
-    "add": _add, "multiply": _multiply, "concatenate": _concatenate, "average_pool": _average, "mean": _find_mean
+    "add": _add, "multiply": _multiply, "concatenate": _concatenate, "average_pool": _average, "mean": _find_mean,
+    "leaky_relu": _leak, "sigmoid": _find_logistic,
 }  # fmt: skip
 
 
@@ -159,7 +199,7 @@ def finish_steps(graph: Graph, point: Point, array: Array) -> Array:
         if step.kind == "move":
             (array,) = _move(step.node.equation, array)
         elif step.kind == "clip":
-            array = _clip(array, *find_bounds(graph, step))
+            array = _clip(graph, step.node, array)
     return array
 
 
@@ -177,10 +217,19 @@ def finish_floats(graph: Graph, point: Point, y: jax.Array, bias: jax.Array | No
         if step.kind == "move":
             (y,) = jaxpr.evaluate(step.node.equation, [y])
         elif step.kind == "clip":
-            low, high = find_bounds(graph, step)
-            y = jax.nn.relu(y) if low == 0 else y if low is None else jnp.maximum(y, np.float32(low))
-            y = y if high is None else jnp.minimum(y, np.float32(high))
+            y = _clip_floats(graph, step.node, y)
     return y
+
+
+def _clip_floats(graph: Graph, node: Node, y: jax.Array) -> jax.Array:
+    """Return floats clipped by the numbers of a node, with its derivative rule."""
+    if node.name in jaxpr.CUSTOM_RULES:
+        return call_rule(graph, node, y)
+    clip = find_clip(graph, node)
+    assert clip is not None
+    low, high = clip.low, clip.high
+    y = jax.nn.relu(y) if low == 0 else y if low is None else jnp.maximum(y, np.float32(low))
+    return y if high is None else jnp.minimum(y, np.float32(high))
 
 
 def spread_features(point: Point, part: jax.Array, shape: Sequence[int]) -> jax.Array:
