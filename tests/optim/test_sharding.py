@@ -1,0 +1,60 @@
+"""States of sharded parameters: sharded alike, without communication, with the codes of one device."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxquant as jq
+
+COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
+
+
+def test_shards_need_no_communication(rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {
+        "both": PartitionSpec("data", "model"),
+        "rows": PartitionSpec("data"),
+        "columns": PartitionSpec(None, ("data", "model")),
+        "conv": PartitionSpec(None, None, "model", "data"),
+        "vector": PartitionSpec(("data", "model")),
+    }
+    shapes = {"both": (128, 96), "rows": (192, 33), "columns": (48, 128), "conv": (3, 3, 32, 64), "vector": (4096,)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    tx = jq.optim.quantize_state(optax.adamw(1e-3))
+
+    def step(gradient: Any, state: Any, params: Any) -> Any:
+        return tx.update(gradient, state, params)
+
+    expected_state, state = tx.init(params), jax.jit(tx.init)(placed)
+    # Under jit the compiler chooses the sharding of the zeros that init returns; this is how a state is placed.
+    state = jax.device_put(state, place_like(state, placed))
+    compiled = jax.jit(step).lower(placed, state, placed).compile()
+    assert not COLLECTIVE.findall(compiled.as_text() or "")
+    run = jax.jit(step)
+    expected = run(params, expected_state, params)
+    result = compiled(placed, state, placed)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    for moments in (result[1].inner[0].mu, result[1].inner[0].nu):
+        for name, q in moments.items():
+            assert q.codes.sharding.is_equivalent_to(placed[name].sharding, q.ndim), name
+            assert q.scale.sharding.shard_shape(q.scale.shape) != q.scale.shape, name
+
+
+def place_like(state: Any, params: Any) -> Any:
+    """Shardings of codes and scales: those of the parameters."""
+    shardings = {name: x.sharding for name, x in params.items()}
+
+    def place(path: Any, leaf: Any) -> Any:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        sharding = next(iter(shardings.values()))
+        return shardings[names[0]] if names and leaf.ndim else NamedSharding(sharding.mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, state)
