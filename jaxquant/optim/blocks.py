@@ -55,7 +55,7 @@ def complete_spec(spec: QuantSpec | Codebook, shape: tuple[int, ...]) -> QuantSp
 
 @functools.partial(jax.jit, static_argnames=("function", "spec"))
 def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: QuantSpec) -> QuantizedArray:
-    """Return an array as codes; numbers other than 0 do not become 0.
+    """Return an array as codes; with a codebook from 0 up, positive numbers do not become 0.
 
     Args:
         x: float32, float16 or bfloat16.
@@ -95,7 +95,10 @@ def _quantize(
     scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape)
     quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
     codes = spec.codebook.encode(quotient) if key is None else _round_stochastically(spec.codebook, quotient, key)
-    codes = _keep_from_zero(spec.codebook, codes, values)
+    if spec.codebook.levels[0] == 0:
+        # The update of Adam divides by the root of the second moment: one that became 0 would make it huge. The next
+        # level makes it smaller. A first moment may become 0: here the next level would make the update larger.
+        codes = jnp.where((codes == 0) & (values > 0), 1, codes.astype(jnp.int32)).astype(spec.codebook.carrier)
     return QuantizedArray(codes, scale, dtype=x.dtype, block_size=block_size, codebook=spec.codebook)
 
 
@@ -111,21 +114,6 @@ def _find_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     pairs = tuple(n for pair in zip(shape, sizes, strict=True) for n in pair)
     bits = jnp.max(bits.reshape(pairs), axis=tuple(range(1, 2 * x.ndim, 2)), initial=0)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _keep_from_zero(codebook: Codebook, codes: jax.Array, x: jax.Array) -> jax.Array:
-    """Return the codes with that of 0 replaced by its neighbor on the side of x, where x is not 0.
-
-    The update of Adam divides by the root of the second moment: one that became 0 would make the update huge. The
-    neighbor is too large instead, which makes the update smaller.
-    """
-    zero = codebook.levels.index(0.0)
-    step = (x > 0).astype(jnp.int32)
-    if zero > 0:
-        step = step - (x < 0).astype(jnp.int32)
-    if zero == len(codebook.levels) - 1:
-        step = jnp.minimum(step, 0)
-    return jnp.where(codes == zero, zero + step, codes.astype(jnp.int32)).astype(codes.dtype)
 
 
 def _round_stochastically(codebook: Codebook, value: jax.Array, key: jax.Array) -> jax.Array:

@@ -48,20 +48,16 @@ def quantize_state(
     An update dequantizes the state, calls the update of `tx`, and quantizes the new state. The updates themselves are
     computed from the new state before it is rounded. With Adam the state takes 0.26 of its bytes in float32.
 
-    Which arrays of the state become codes:
+    The moments in the states that optax defines become codes, if they are float32, float16 or bfloat16 and have at
+    least `min_size` elements: second moments, which are never negative, as `second_spec` says, the others as `spec`
+    says. All other arrays stay as they are: those of a state that optax does not define, parameters, gradients that are
+    summed over several steps, and sums that only grow (Adagrad). `overrides` chooses for single arrays.
+    `jq.optim.describe_state` lists what became of each.
 
-    - Floats of at least `min_size` elements: second moments, which are never negative, as `second_spec` says, all
-      others as `spec` says. Second moments are recognized in the states that optax defines. Those of any other state
-      become codes by `spec`, or by an entry of `overrides`.
-    - Not parameters, gradients that are summed over several steps, and sums that only grow (Adagrad), where optax
-      defines the state: with 8 bits a sum stops growing.
-    - Not float64, complex numbers or integers.
-
-    `jq.optim.describe_state` lists what became of each array.
-
-    A number is rounded to the nearest level of the codebook, and to the lower one if it is halfway between two. A
-    number other than 0 never becomes 0: it becomes the level beside 0, because the update divides by the root of the
-    second moment. So the error of a small second moment makes the update smaller, never larger.
+    A number is rounded to the nearest level of the codebook, and to the lower one if it is halfway between two. With a
+    codebook that starts at 0, as that of second moments does, a positive number never becomes 0, but at least the
+    first level above 0: the update divides by the root of the second moment. So where a second moment is too small for
+    its block, the update is smaller than without codes, not larger.
 
     A NaN or an infinity in a moment makes all the numbers of its block NaN or infinite, and so the next updates.
 

@@ -1,4 +1,4 @@
-"""What the leaves of optax's states are: second moments, copies of parameters, or anything else."""
+"""Which leaves of optax's states become codes: moments and second moments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,29 @@ import jax
 
 MOMENT, SECOND_MOMENT, KEPT = "moment", "second moment", "kept"
 
-# The leaves of optax's states that are never negative: averages, sums and maxima of squares or of magnitudes.
+# The leaves of optax's states that hold averages of gradients or updates, or the last gradients.
+_MOMENTS = {
+    "ScaleByAdamState": ("mu",),
+    "ScaleByAmsgradState": ("mu",),
+    "ScaleByRStdDevState": ("mu",),
+    "ScaleByRStdDevWithCountState": ("mu",),
+    "ScaleByLionState": ("mu",),
+    "ScaleByBeliefState": ("mu",),
+    "ScaleByNovogradState": ("mu",),
+    "ScaleByAdanState": ("m", "v", "g"),
+    "ScaleBySM3State": ("nu",),
+    "ScaleByOptimisticGradientState": ("previous_gradient",),
+    "TraceState": ("trace",),
+    "EmaState": ("ema",),
+    "MuonState": ("mu",),
+    "SophiaState": ("mu",),
+    "ScaleByAdemamixState": ("m1",),
+    "ProdigyState": ("exp_avg",),
+    "DAdaptAdamWState": ("exp_avg",),
+    "MomoState": ("exp_avg",),
+    "MomoAdamState": ("exp_avg",),
+}
+# Those that are never negative and by whose root an update is divided: averages and maxima of squares.
 _SECOND_MOMENTS = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
@@ -26,30 +48,6 @@ _SECOND_MOMENTS = {
     "DAdaptAdamWState": ("exp_avg_sq",),
     "MomoAdamState": ("exp_avg_sq",),
 }
-# Those for which 8 bits are too few: parameters, what a line search compares, and sums. A sum stops growing when the
-# numbers that are added are less than half the distance of two levels.
-_KEPT = {
-    "ScheduleFreeState": ("z",),
-    "MultiStepsState": ("acc_grads",),
-    "ProdigyState": ("params0", "grad_sum"),
-    "DAdaptAdamWState": ("grad_sum",),
-    "MadgradState": ("grad_sum_sq", "s", "x0"),
-    "DoGState": ("init_params",),
-    "DoWGState": ("init_params",),
-    "ScaleByDistanceOverGradientsState": ("grad_sum_of_squares", "init_params"),
-    "MechanicState": ("x0",),
-    "SAMState": ("cache",),
-    "COCOBState": ("init_particles", "cumulative_gradients", "scale", "subgradients", "reward"),
-    "ScaleByLBFGSState": ("params", "updates", "diff_params_memory", "diff_updates_memory", "weights_memory"),
-    "ZoomLinesearchState": ("params", "updates", "grad"),
-    "ScaleByZoomLinesearchState": ("grad",),
-    "ScaleByBacktrackingLinesearchState": ("grad",),
-    "GaLoreState": ("projector",),
-    "ScaleByRssState": ("sum_of_squares",),
-    "ScaleBySM3State": ("mu",),
-    "ScaleByRpropState": ("step_sizes", "prev_updates"),
-    "AccumulateAvgUpdatesState": ("avg_grad",),
-}
 
 
 def mark_leaves(state: Any) -> Any:
@@ -57,10 +55,10 @@ def mark_leaves(state: Any) -> Any:
 
     def mark_node(node: Any) -> Any:
         if not _is_state(node):
-            return MOMENT
+            return KEPT
         name = type(node).__name__
-        roles = dict.fromkeys(_SECOND_MOMENTS.get(name, ()), SECOND_MOMENT)
-        roles |= dict.fromkeys(_KEPT.get(name, ()), KEPT)
+        roles = dict.fromkeys(_MOMENTS.get(name, ()), MOMENT)
+        roles |= dict.fromkeys(_SECOND_MOMENTS.get(name, ()), SECOND_MOMENT)
         fields = []
         for field, child in zip(node._fields, node, strict=True):
             role = roles.get(field)
@@ -73,5 +71,5 @@ def mark_leaves(state: Any) -> Any:
 def _is_state(node: Any) -> bool:
     """Return whether a node is a state that optax defines; another library may use the same names for other things."""
     name = type(node).__name__
-    is_named = name in _SECOND_MOMENTS or name in _KEPT
+    is_named = name in _MOMENTS or name in _SECOND_MOMENTS
     return is_named and type(node).__module__.partition(".")[0] == "optax" and hasattr(node, "_fields")

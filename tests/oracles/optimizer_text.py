@@ -21,7 +21,6 @@ def quantize(x: np.ndarray, levels: np.ndarray, sizes: tuple[int, ...]) -> tuple
     """The codes and the scales of float32 x in blocks of the given sizes; the levels reach to 1."""
     shape = tuple(-(-n // size) for n, size in zip(x.shape, sizes, strict=True))
     scale, codes = np.ones(shape, np.float32), np.zeros(x.shape, np.uint8)
-    zero = int(np.flatnonzero(np.asarray(levels) == 0)[0])
     for place in itertools.product(*map(range, shape)):
         block = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True))
         part = np.where(np.abs(x[block]) < TINY, np.float32(0), x[block])
@@ -29,9 +28,8 @@ def quantize(x: np.ndarray, levels: np.ndarray, sizes: tuple[int, ...]) -> tuple
         scale[place] = 1 if largest == 0 else largest
         with np.errstate(invalid="ignore"):
             code = encode(levels, (part / scale[place]).astype(np.float32))
-        code = np.where((code == zero) & (part > 0), zero + 1, code)
-        code = np.where((code == zero) & (part < 0), max(zero - 1, 0), code)
-        codes[block] = code
+        # A second moment that is not 0 does not become 0.
+        codes[block] = np.where((code == 0) & (part > 0), 1, code) if levels[0] == 0 else code
     return codes, scale
 
 
