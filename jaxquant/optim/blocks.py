@@ -94,7 +94,8 @@ def _quantize(
     largest = _find_largest(values, scale_shape, block_size)
     scale, _ = scale_from_range.find_scale_and_zero_point(spec, -largest, largest, scale_shape, scale_shape)
     quotient = divide_by_scale(values, Aligned(block_size).expand(scale, values), dtypes.FLOAT32)
-    codes = spec.codebook.encode(quotient) if key is None else _round_stochastically(spec.codebook, quotient, key)
+    round_quotient = round_to_levels if key is None else functools.partial(_round_stochastically, key=key)
+    codes = round_quotient(spec.codebook, quotient)
     if spec.codebook.levels[0] == 0:
         # The update of Adam divides by the root of the second moment: one that became 0 would make it huge. The next
         # level makes it smaller. A first moment may become 0: here the next level would make the update larger.
