@@ -48,6 +48,20 @@ def test_shards_need_no_communication(rng: np.random.Generator) -> None:
             assert q.scale.sharding.shard_shape(q.scale.shape) != q.scale.shape, name
 
 
+def test_under_shard_map(rng: np.random.Generator) -> None:
+    """Each device updates its part of the state, which may be smaller than `min_size`."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    gradient = {"w": jnp.asarray(rng.normal(size=(256, 32)), jnp.float32)}
+    tx = jq.optim.quantize_state(optax.scale_by_adam())
+    state = tx.init(gradient)
+    placement = jax.tree.map(lambda leaf: PartitionSpec("data") if leaf.ndim else PartitionSpec(), state)
+    spread = {"w": PartitionSpec("data")}
+    run = jax.shard_map(tx.update, mesh=mesh, in_specs=(spread, placement), out_specs=(spread, placement))
+    result, expected = jax.jit(run)(gradient, state), jax.jit(tx.update)(gradient, state)
+    jax.tree.map(np.testing.assert_array_equal, result[1].inner.nu, expected[1].inner.nu)
+    jax.tree.map(np.testing.assert_array_equal, result[1].inner.mu, expected[1].inner.mu)
+
+
 def place_like(state: Any, params: Any) -> Any:
     """Shardings of codes and scales: those of the parameters."""
     shardings = {name: x.sharding for name, x in params.items()}
