@@ -113,7 +113,10 @@ def _find_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     if any(high for _, high, _ in padding):
         bits = lax.pad(bits, np.int32(0), padding)
     pairs = tuple(n for pair in zip(shape, sizes, strict=True) for n in pair)
-    bits = jnp.max(bits.reshape(pairs), axis=tuple(range(1, 2 * x.ndim, 2)), initial=0)
+    bits = bits.reshape(pairs)
+    # One axis after another: XLA:CPU uses vectors for the first ones only if they are reduced alone.
+    for axis in range(1, x.ndim + 1):
+        bits = jnp.max(bits, axis=axis, initial=0)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 

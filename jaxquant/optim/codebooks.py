@@ -73,9 +73,9 @@ def _encode_dynamic(value: jax.Array) -> jax.Array:
     place = lax.bitcast_convert_type(halved, jnp.float32)
     # At a midpoint `shifted` is an integer, exactly. Of negative levels the lower one has the larger magnitude.
     shifted = place - np.float32(0.5)
-    up = jnp.maximum(jnp.ceil(shifted).astype(jnp.int32), 0)
-    # Half of the least level has an exponent that is less by 1; its half is 3/4 of 1 here.
-    up = jnp.where(place > np.float32(0.75), up, 0)
+    up = jnp.ceil(shifted).astype(jnp.int32)
+    # From 0 to the least level and from there to the next one the exponent changes, so these midpoints are elsewhere.
+    up = jnp.where(place > np.float32(1.625), up, (place > np.float32(0.75)).astype(jnp.int32))
     down = jnp.maximum(jnp.floor(shifted).astype(jnp.int32), 0)
     code = jnp.where(value < 0, _ZERO - down, _ZERO + up)
     return jnp.where(jnp.isnan(value), 0, code)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxquant as jq
 
 COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
+
+
+@pytest.fixture(autouse=True)
+def _promote() -> Iterator[None]:
+    """Optax's own arithmetic mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def test_shards_need_no_communication(rng: np.random.Generator) -> None:
@@ -22,27 +31,19 @@ def test_shards_need_no_communication(rng: np.random.Generator) -> None:
         "both": PartitionSpec("data", "model"),
         "rows": PartitionSpec("data"),
         "columns": PartitionSpec(None, ("data", "model")),
-        "conv": PartitionSpec(None, None, "model", "data"),
         "vector": PartitionSpec(("data", "model")),
     }
-    shapes = {"both": (128, 96), "rows": (192, 33), "columns": (48, 128), "conv": (3, 3, 32, 64), "vector": (4096,)}
+    shapes = {"both": (128, 96), "rows": (192, 33), "columns": (48, 128), "vector": (4096,)}
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
-    tx = jq.optim.quantize_state(optax.adamw(1e-3))
-
-    def step(gradient: Any, state: Any, params: Any) -> Any:
-        return tx.update(gradient, state, params)
-
-    expected_state, state = tx.init(params), jax.jit(tx.init)(placed)
-    # Under jit the compiler chooses the sharding of the zeros that init returns; this is how a state is placed.
-    state = jax.device_put(state, place_like(state, placed))
-    compiled = jax.jit(step).lower(placed, state, placed).compile()
+    tx = jq.optim.quantize_state(optax.scale_by_adam())
+    update, expected_state = jax.jit(tx.update), tx.init(params)
+    state = jax.device_put(expected_state, place_like(expected_state, placed))
+    compiled = update.lower(placed, state).compile()
     assert not COLLECTIVE.findall(compiled.as_text() or "")
-    run = jax.jit(step)
-    expected = run(params, expected_state, params)
-    result = compiled(placed, state, placed)
+    expected, result = update(params, expected_state), compiled(placed, state)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
-    for moments in (result[1].inner[0].mu, result[1].inner[0].nu):
+    for moments in (result[1].inner.mu, result[1].inner.nu):
         for name, q in moments.items():
             assert q.codes.sharding.is_equivalent_to(placed[name].sharding, q.ndim), name
             assert q.scale.sharding.shard_shape(q.scale.shape) != q.scale.shape, name

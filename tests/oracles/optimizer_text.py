@@ -38,4 +38,5 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, levels: np.ndarray, sizes: 
     wide = scale
     for axis, size in enumerate(sizes):
         wide = np.repeat(wide, size, axis=axis)
-    return np.asarray(levels, np.float32)[codes] * wide[tuple(slice(n) for n in codes.shape)]
+    with np.errstate(invalid="ignore"):  # 0 * inf
+        return np.asarray(levels, np.float32)[codes] * wide[tuple(slice(n) for n in codes.shape)]
