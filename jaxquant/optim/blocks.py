@@ -65,7 +65,7 @@ def quantize_leaf(x: jax.Array, key: jax.Array | None, *, function: str, spec: Q
     """
     scale_shape, _ = scale_from_range.find_shapes(function, spec, x.shape)
     block_size = scale_from_range.find_stored_block_size(function, spec, x.shape)
-    return _quantize(x, key, spec, scale_shape, block_size)
+    return _quantize_blocks(x, key, spec, scale_shape, block_size)
 
 
 @jax.jit
@@ -73,7 +73,7 @@ def quantize_like(x: jax.Array, key: jax.Array | None, old: QuantizedArray) -> Q
     """Return an array as codes of the codebook and in the blocks of another array of its shape."""
     # Under jax.vmap and jax.shard_map the shapes of the old array are those of its part, as that of x is.
     spec = QuantSpec(old.codebook, scale_dtype=old.scale.dtype)
-    return _quantize(x, key, spec, old.scale.shape, old.block_size)
+    return _quantize_blocks(x, key, spec, old.scale.shape, old.block_size)
 
 
 @jax.jit
@@ -85,7 +85,7 @@ def dequantize_leaf(q: QuantizedArray) -> jax.Array:
     return rounding.round_to_dtype(barriers.round_result(product), q.dtype).astype(q.dtype)
 
 
-def _quantize(
+def _quantize_blocks(
     x: jax.Array, key: jax.Array | None, spec: QuantSpec, scale_shape: tuple[int, ...], block_size: int | None
 ) -> QuantizedArray:
     assert spec.codebook is not None

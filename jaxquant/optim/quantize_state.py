@@ -83,14 +83,14 @@ def quantize_state(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxquant as jq
-        >>> tx = jq.optim.quantize_state(optax.adam(1e-3))
+        >>> tx = jq.optim.quantize_state(optax.rmsprop(1e-3, decay=0.75))
         >>> params = {"kernel": jnp.ones((256, 64)), "bias": jnp.zeros(64)}
         >>> state = tx.init(params)
         >>> state.inner[0].nu["kernel"]
         QuantizedArray(logarithmic[256,64], scale=float32[16,4], zero_point=None, block_size=16, dtype=float32, ...)
         >>> updates, state = jax.jit(tx.update)(params, state, params)
         >>> updates["kernel"][0, :3]
-        Array([-0.001, -0.001, -0.001], dtype=float32)
+        Array([-0.002, -0.002, -0.002], dtype=float32)
 
     Source: Dettmers et al., arXiv 2110.02861, section 2.
     """
