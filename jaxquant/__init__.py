@@ -1,7 +1,7 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.transform`, `jaxquant.ptq` and `jaxquant.report` are
-imported when they are first used.
+`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.optim`, `jaxquant.transform`, `jaxquant.ptq` and
+`jaxquant.report` are imported when they are first used.
 """
 
 import importlib
@@ -163,13 +163,14 @@ if TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import flax as flax
     from . import onnx as onnx
+    from . import optim as optim
     from . import ptq as ptq
     from . import report as report
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "flax", "onnx", "ptq", "report", "transform")
-    _NEEDING_PACKAGES = ("flax", "onnx")  # they need a package of the same name, which jaxquant does not depend on
+    _LAZY = ("checkpoint", "flax", "onnx", "optim", "ptq", "report", "transform")
+    _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 
     def __getattr__(name: str) -> Any:
@@ -181,14 +182,15 @@ else:  # type checkers would take every name for one that is there
         try:
             return importlib.import_module(f".{name}", __name__)
         except ModuleNotFoundError as error:
-            if error.name != name:  # something else is missing, and the error names it
+            package = _NEEDED_PACKAGES.get(name)
+            if error.name != package:  # something else is missing, and the error names it
                 raise
-            text = f'jaxquant.{name}: expected the package {name}: pip install "jaxquant[{name}]", got none installed'
-            raise ModuleNotFoundError(text, name=name) from error
+            text = (
+                f'jaxquant.{name}: expected the package {package}: pip install "jaxquant[{name}]", got none installed'
+            )
+            raise ModuleNotFoundError(text, name=package) from error
 
     def __dir__() -> list[str]:
-        """Returns the public names; flax and onnx only where they can be imported, because tools read every name."""
-        available = [
-            name for name in _LAZY if name not in _NEEDING_PACKAGES or importlib.util.find_spec(name) is not None
-        ]
-        return sorted([*__all__, *available])
+        """Returns the public names; those that need a package only where it is, because tools read every name."""
+        missing = [name for name, package in _NEEDED_PACKAGES.items() if importlib.util.find_spec(package) is None]
+        return sorted([*__all__, *(name for name in _LAZY if name not in missing)])

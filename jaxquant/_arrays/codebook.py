@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from .._core import checks
+from .._core import checks, sharding
+from .._core.min_max import encode_order
 
 # With these lengths every code of the dtype has an entry.
 _CARRIERS = {4: np.dtype(jnp.uint2), 16: np.dtype(jnp.uint4), 256: np.dtype(jnp.uint8)}
+_COMPARED = 16  # up to this length a comparison with each midpoint is faster than two lookups
+_MOST_BUCKETS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +81,12 @@ class Codebook:
 
     def encode(self, value: jax.Array) -> jax.Array:
         """Return the code of the nearest level for each float32 value."""
+        buckets = _build_buckets(self.levels) if len(self.levels) > _COMPARED else None
+        if buckets is not None:
+            return _encode_by_lookup(value, buckets).astype(self.carrier)
         # A code is the number of midpoints below the value.
         code = jnp.zeros(value.shape, jnp.int32)
-        for low, high in itertools.pairwise(self.levels):
-            middle = np.float32((low + high) / 2)
-            # If float32 rounds the midpoint up, the result is already nearer to `high`: compare with the float below.
-            if float(middle) > (low + high) / 2:
-                middle = np.nextafter(middle, np.float32(-np.inf))
+        for middle in _find_midpoints(self.levels):
             code = code + (value > middle).astype(jnp.int32)
         return code.astype(self.carrier)
 
@@ -94,7 +99,7 @@ class Codebook:
                 them.
         """
         if len(self.levels) > 16:
-            return jnp.asarray(np.asarray(self.levels, np.float32))[codes.astype(jnp.int32)]
+            return _look_up(np.asarray(self.levels, np.float32), codes)
         # XLA:CPU vectorizes a tree of selections by one bit of the code after another, but not a table lookup.
         index = codes.astype(jnp.uint8)
         entries: list[jax.Array | np.float32] = [np.float32(level) for level in self.levels]
@@ -102,6 +107,72 @@ class Codebook:
             is_set = (index & np.uint8(1 << bit)) != 0
             entries = [jnp.where(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
         return jnp.asarray(entries[0])
+
+
+def _find_midpoints(levels: tuple[float, ...]) -> list[np.float32]:
+    """Return the largest float32 numbers that are as near to each level, or nearer, as to the next one."""
+    midpoints = []
+    for low, high in itertools.pairwise(levels):
+        middle = np.float32((low + high) / 2)
+        # If float32 rounds the midpoint up, the result is already nearer to `high`: compare with the float below.
+        if float(middle) > (low + high) / 2:
+            middle = np.nextafter(middle, np.float32(-np.inf))
+        midpoints.append(middle)
+    return midpoints
+
+
+class _Buckets(NamedTuple):
+    """A table from the first bits of a float to its code, give or take the one midpoint with the same first bits.
+
+    Attributes:
+        shift: how many of the last bits the floats of a bucket may differ in.
+        start: the first bits, as an order key, of the first bucket.
+        codes: for each bucket, the number of midpoints in the buckets before it, uint8.
+        midpoints: the order keys of the midpoints, and one more that is above all numbers.
+    """
+
+    shift: int
+    start: int
+    codes: np.ndarray
+    midpoints: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def _build_buckets(levels: tuple[float, ...]) -> _Buckets | None:
+    """Return the buckets of a codebook of 256 levels, or None if two midpoints are too close for a small table."""
+    middle = np.asarray(_find_midpoints(levels), np.float32)
+    middle[np.abs(middle) < np.finfo(np.float32).tiny] = 0  # as the values are flushed
+    bits = middle.view(np.int32)
+    keys = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
+    if (np.diff(keys) <= 0).any():  # subnormal levels
+        return None
+    for shift in range(23, 7, -1):
+        first = keys >> shift
+        if (np.diff(first) > 0).all():
+            start, count = int(first[0]), int(first[-1] - first[0]) + 2
+            if count > _MOST_BUCKETS:
+                return None
+            codes = np.searchsorted(first, np.arange(start, start + count)).astype(np.uint8)
+            return _Buckets(shift, start, codes, np.append(keys, 2**31 - 1).astype(np.int32))
+    return None
+
+
+def _encode_by_lookup(value: jax.Array, buckets: _Buckets) -> jax.Array:
+    """Return the number of midpoints below each float32 value, int32; 0 for NaN."""
+    # Subnormal numbers count as 0, as they do in comparisons of floats on XLA:CPU.
+    value = jnp.where(jnp.abs(value) < np.finfo(np.float32).tiny, np.float32(0), value)
+    key = encode_order(value)
+    place = lax.shift_right_arithmetic(key, np.int32(buckets.shift)) - np.int32(buckets.start)
+    place = jnp.clip(place, 0, len(buckets.codes) - 1)
+    code = _look_up(buckets.codes, place.astype(jnp.uint32))
+    code = code.astype(jnp.int32) + (key > _look_up(buckets.midpoints, code)).astype(jnp.int32)
+    return jnp.where(jnp.isnan(value), 0, code)
+
+
+def _look_up(table: np.ndarray, index: jax.Array) -> jax.Array:
+    """Return the entries of a table at unsigned indices, which are in its bounds."""
+    place: dict[str, Any] = {"out_sharding": jax.typeof(index).sharding} if sharding.is_placed(index) else {}
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", **place)
 
 
 Format = np.dtype | Codebook

@@ -28,6 +28,7 @@ MODULES = {
     "jaxquant.integer": jq.integer,
     "jaxquant.checkpoint": jq.checkpoint,
     "jaxquant.onnx": jq.onnx,
+    "jaxquant.optim": jq.optim,
     "jaxquant.ptq": jq.ptq,
     "jaxquant.report": jq.report,
     "jaxquant.flax": jq.flax,

@@ -16,7 +16,7 @@ def test_modules_load_on_first_use() -> None:
     run("""
         import sys, jaxquant as jq
         assert not {"flax", "jaxquant.flax", "jaxquant.checkpoint", "onnx", "jaxquant.onnx"} & set(sys.modules)
-        assert {"flax", "checkpoint", "onnx", "matmul"} <= set(dir(jq))
+        assert {"flax", "checkpoint", "onnx", "optim", "matmul"} <= set(dir(jq))
         assert jq.checkpoint.pack.__name__ == "pack"
         assert not {"flax", "onnx"} & set(sys.modules)
         assert jq.onnx.load.__name__ == "load"
@@ -58,6 +58,25 @@ def test_flax_is_missing() -> None:
             else:
                 raise AssertionError
         jq.checkpoint.pack
+    """)
+
+
+def test_optax_is_missing() -> None:
+    """The package that is missing has another name than the module."""
+    run("""
+        import sys
+        import jaxquant as jq
+        assert "optax" not in sys.modules
+        sys.modules["optax"] = None
+        try:
+            jq.optim
+        except ModuleNotFoundError as error:
+            text = 'jaxquant.optim: expected the package optax: pip install "jaxquant[optim]", got none installed'
+            assert str(error) == text and error.name == "optax", error
+        else:
+            raise AssertionError
+        del sys.modules["optax"]
+        assert jq.optim.quantize_state.__name__ == "quantize_state"
     """)
 
 

@@ -19,7 +19,7 @@ import jax
 import pytest
 
 import jaxquant as jq
-from jaxquant import checkpoint, ptq, report
+from jaxquant import checkpoint, optim, ptq, report
 from jaxquant import flax as jqf
 from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
@@ -41,10 +41,11 @@ PACKAGES = {
     "integer.": jq.integer,
     "onednn.": jq.onednn,
     "onnx.": jqonnx,
+    "optim.": optim,
     "ptq.": ptq,
     "report.": report,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx", "ptq", "report"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx", "optim", "ptq", "report"}, "flax.": {"nnx"}}
 # Packages that do not import each other.
 INDEPENDENT = ("flax/", "onnx/export/", "onnx/load/", "ptq/", "report/", "transform/")
 # jax.checkpoint calls the policy, not a user.
@@ -66,6 +67,7 @@ PUBLIC = list_public_functions()
 LOOPS = (
     *("flax.calibrate", "flax.nnx.calibrate", "ptq.collect", "ptq.apply", "ptq.smooth", "ptq.equalize"),
     *("ptq.correct_bias", "ptq.allocate_bits", "report.compare", "onnx.export", "onnx.verify"),
+    "optim.quantize_state",
 )
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
 LIKE_JAX = (
@@ -178,6 +180,8 @@ SIGNATURES = {
     "ptq.correct_bias": "prepared params qparams stats batch arguments",
     "ptq.allocate_bits": "prepared params batches budget most_damage dtypes arguments",
     "report.compare": "prepared params qparams batches ranges arguments",
+    "optim.quantize_state": "tx spec second_spec overrides min_size seed",
+    "optim.describe_state": "state",
     "onednn.quantize": "src scales zps qtype axis dtype",
     "onednn.dequantize": "src scales zps qtype axis",
     "onednn.dynamic_quantize": "src scales zps qtype axis dtype",

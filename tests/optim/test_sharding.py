@@ -1,0 +1,75 @@
+"""States of sharded parameters: sharded alike, without communication, with the codes of one device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxquant as jq
+
+COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
+
+
+@pytest.fixture(autouse=True)
+def _promote() -> Iterator[None]:
+    """Optax's own arithmetic mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_shards_need_no_communication(rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {
+        "both": PartitionSpec("data", "model"),
+        "rows": PartitionSpec("data"),
+        "columns": PartitionSpec(None, ("data", "model")),
+        "vector": PartitionSpec(("data", "model")),
+    }
+    shapes = {"both": (128, 96), "rows": (192, 33), "columns": (48, 128), "vector": (4096,)}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    tx = jq.optim.quantize_state(optax.scale_by_adam())
+    update, expected_state = jax.jit(tx.update), tx.init(params)
+    state = jax.device_put(expected_state, place_like(expected_state, placed))
+    compiled = update.lower(placed, state).compile()
+    assert not COLLECTIVE.findall(compiled.as_text() or "")
+    expected, result = update(params, expected_state), compiled(placed, state)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    for moments in (result[1].inner.mu, result[1].inner.nu):
+        for name, q in moments.items():
+            assert q.codes.sharding.is_equivalent_to(placed[name].sharding, q.ndim), name
+            assert q.scale.sharding.shard_shape(q.scale.shape) != q.scale.shape, name
+
+
+def test_under_shard_map(rng: np.random.Generator) -> None:
+    """Each device updates its part of the state, which may be smaller than `min_size`."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    gradient = {"w": jnp.asarray(rng.normal(size=(256, 32)), jnp.float32)}
+    tx = jq.optim.quantize_state(optax.scale_by_adam())
+    state = tx.init(gradient)
+    placement = jax.tree.map(lambda leaf: PartitionSpec("data") if leaf.ndim else PartitionSpec(), state)
+    spread = {"w": PartitionSpec("data")}
+    run = jax.shard_map(tx.update, mesh=mesh, in_specs=(spread, placement), out_specs=(spread, placement))
+    result, expected = jax.jit(run)(gradient, state), jax.jit(tx.update)(gradient, state)
+    jax.tree.map(np.testing.assert_array_equal, result[1].inner.nu, expected[1].inner.nu)
+    jax.tree.map(np.testing.assert_array_equal, result[1].inner.mu, expected[1].inner.mu)
+
+
+def place_like(state: Any, params: Any) -> Any:
+    """Shardings of codes and scales: those of the parameters."""
+    shardings = {name: x.sharding for name, x in params.items()}
+
+    def place(path: Any, leaf: Any) -> Any:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        sharding = next(iter(shardings.values()))
+        return shardings[names[0]] if names and leaf.ndim else NamedSharding(sharding.mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, state)
