@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..registry import register
-from ..values import list_ints, namespace, normalize_axis
+from ..values import list_ints, namespace, normalize_axis, wrap_result
 
 
 def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
@@ -64,7 +64,7 @@ def _register_reductions() -> None:
                     y = _reduce_extreme(xp, reduction, y, kept, keepdims)
                 else:
                     y = getattr(xp, reduction)(y, axis=kept, keepdims=keepdims)
-            return _apply(xp, after, y).astype(x.dtype)
+            return wrap_result(_apply(xp, after, y)).astype(x.dtype)
 
         return reduce
 
