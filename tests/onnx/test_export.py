@@ -299,7 +299,8 @@ def test_wrong_names_of_outputs() -> None:
             jq.dynamic_quantize_linear(x, specified_outputs_name=names)  # type: ignore[arg-type]
 
     def twice(x: jax.Array) -> jax.Array:
-        return sum(jq.dynamic_quantize_linear(v, specified_outputs_name=["y", "s", "z"]).y_scale for v in (x, -x))
+        scales = [jq.dynamic_quantize_linear(v, specified_outputs_name=["y", "s", "z"]).y_scale for v in (x, -x)]
+        return scales[0] + scales[1]
 
     with pytest.raises(ValueError, match="specified_outputs_name: expected names that no other tensor has"):
         jqonnx.export(twice, [x])

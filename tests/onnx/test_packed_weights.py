@@ -84,7 +84,7 @@ def test_rounding_of_the_other_operand(bits: int, block: int, rng: np.random.Gen
     x[1, :block] = 0  # a block without a range
     results = {}
     for level in (1, 4):
-        attributes = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
+        attributes: dict[str, Any] = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
         node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], domain="com.microsoft", **attributes)
         arrays = [numpy_helper.from_array(array, name) for array, name in ((b, "b"), (scales, "s"))]
         infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy"]

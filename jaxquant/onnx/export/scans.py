@@ -49,7 +49,7 @@ def write_scan(exporter: Exporter, scan: Any, operands: Sequence[Value], outputs
             raise UnsupportedError("a scan of symbolic length without operands to scan")
         stacks, specs = [graph.add_constant(np.zeros(scan.length, np.bool_))], [*specs, Spec((), np.dtype(np.bool_))]
     body, points = _write_body(exporter, scan, operands, specs)
-    turns = {"scan_input_directions": [1] * len(stacks)} if scan.reverse else {}
+    turns: dict[str, Any] = {"scan_input_directions": [1] * len(stacks)} if scan.reverse else {}
     if scan.reverse and len(outputs) > scan.carries:
         turns["scan_output_directions"] = [1] * (len(outputs) - scan.carries)
     names = graph.add("Scan", [*carried, *stacks], len(outputs), body=body, num_scan_inputs=len(stacks), **turns)
@@ -79,11 +79,6 @@ def _write_body(
     # An output has to be the result of a node of the body, which nothing else is.
     names = [graph.add("Identity", [graph.store_full(x, spec.shape)]) for x, spec in zip(results, types, strict=True)]
     nodes, points = graph.close_body(outer, names)
-    infos = [
-        [values.describe(name, spec.shape, spec.dtype) for name, spec in pairs]
-        for pairs in (
-            [(x.name, Spec(x.shape, x.dtype)) for x in inputs],
-            list(zip(names, types, strict=True)),
-        )
-    ]
-    return helper.make_graph(nodes, graph.make_name("body"), *infos), points
+    before = [values.describe(graph.store(x), x.shape, x.dtype) for x in inputs]
+    after = [values.describe(name, spec.shape, spec.dtype) for name, spec in zip(names, types, strict=True)]
+    return helper.make_graph(nodes, graph.make_name("body"), before, after), points
