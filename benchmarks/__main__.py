@@ -27,6 +27,7 @@ from . import (
     contractions,
     integer_networks,
     layers,
+    onnx_models,
     operators,
     timing,
     tracing,
@@ -44,6 +45,7 @@ TABLES = (
     *training.TABLES,
     layers.TABLE,
     integer_networks.TABLE,
+    onnx_models.TABLE,
     *transform.TABLES,
     tracing.TABLE,
 )

@@ -106,7 +106,6 @@ def _session(
     outputs: Sequence[str],
     opset: int,
 ) -> Any:
-    import onnxruntime
     from onnx import helper, numpy_helper
 
     graph = helper.make_graph(
@@ -121,8 +120,15 @@ def _session(
     )
     versions = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=versions, ir_version=_IR_VERSION)
+    return open_session(model.SerializeToString())
+
+
+def open_session(model: bytes) -> Any:
+    """Return a session of a model, with as many threads as XLA has."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads()
     # Threads that spin after a run would slow down the next measurement.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

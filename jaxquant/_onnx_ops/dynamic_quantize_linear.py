@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,7 @@ def dynamic_quantize_linear(
     training: bool = True,
     lda_coeff: float = 1.0,
     name: str | None = None,
+    specified_outputs_name: Sequence[str] | None = None,
 ) -> DynamicQuantizeLinearOutput:
     """Quantize an array with a scale and zero point computed from its range, as ONNX's DynamicQuantizeLinear does.
 
@@ -69,6 +71,8 @@ def dynamic_quantize_linear(
         training: Static. False stores nothing for the backward pass; differentiating then raises an error.
         lda_coeff: Static. A factor of the gradient with respect to x; 0 stops it, -1 reverses it.
         name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
+        specified_outputs_name: Static. Names for the three outputs in a model that `jaxquant.onnx.export` writes. None
+            or an empty list leaves them to the exporter.
 
     Returns:
         y: the codes, of x's shape, in `dtype`.
@@ -89,8 +93,8 @@ def dynamic_quantize_linear(
         Array([[-127,  127],
                [-127,  127]], dtype=int8)
 
-    Source: ONNX DynamicQuantizeLinear-11; training, lda_coeff and name from the node of Graiphic's Deep Learning
-    Toolkit for LabVIEW.
+    Source: ONNX DynamicQuantizeLinear-11; training, lda_coeff, name and specified_outputs_name from the node
+    of Graiphic's Deep Learning Toolkit for LabVIEW.
 
     Cotangent of x, where g is the cotangent of y_scale: lda_coeff * g / (qmax - qmin) at the largest element if it is
     positive, and minus that at the smallest element if it is negative; several equal extremes share it in equal parts.
@@ -98,6 +102,7 @@ def dynamic_quantize_linear(
     """
     return _dynamic_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        specified_outputs_name=toolkit_attributes.read_names(_NAME, specified_outputs_name, 3),
     )  # fmt: skip
 
 
@@ -105,12 +110,14 @@ def dynamic_quantize_linear(
 def _dynamic_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
+    specified_outputs_name: tuple[str, ...],
 ) -> DynamicQuantizeLinearOutput:  # fmt: skip
     dtype, granularity = check_dynamic(_NAME, x, dtype, axis)
     toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
     config = _Config(granularity, dtype, bool(training), float(lda_coeff))
     with toolkit_attributes.name_scope(name):
-        return DynamicQuantizeLinearOutput._make(_dynamic_quantize(config, x))
+        outputs = toolkit_attributes.name_outputs(_dynamic_quantize(config, x), specified_outputs_name)
+        return DynamicQuantizeLinearOutput._make(outputs)
 
 
 class _Config(NamedTuple):

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from .._arrays import weight_only
 from .._arrays.weight_only import Chunk, Cut
-from .._core import checks, dtypes, entry_point, rounding, sharding
+from .._core import checks, dtypes, entry_point, recording, rounding, sharding
 from .._core.entry_point import compile_entry_point
 
 _NAME = "matmul_nbits"
@@ -231,7 +231,12 @@ def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: An
     return jax.vmap(contract, axes, axis_size=size)(*operands), True
 
 
+def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: Any) -> jax.Array | None:
+    return None if any(mapped[name] for name in mapped if name != "a") else _matmul_nbits(a, **rest)
+
+
 @compile_entry_point(_NAME)
+@recording.mark("matmul_nbits", lambda a, N, **_: ((*a.shape[:-1], N), a.dtype), _batch_products)
 def _matmul_nbits(
     a: jax.Array, b: jax.Array, scales: jax.Array, zero_points: jax.Array | None, bias: jax.Array | None, *,
     K: int, N: int, bits: int, block_size: int,

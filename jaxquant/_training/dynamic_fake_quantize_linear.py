@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def dynamic_fake_quantize_linear(
     training: bool = True,
     lda_coeff: float = 1.0,
     name: str | None = None,
+    specified_outputs_name: Sequence[str] | None = None,
 ) -> jax.Array:
     """Apply ONNX DynamicQuantizeLinear and DequantizeLinear to x, with a straight-through gradient.
 
@@ -42,6 +44,8 @@ def dynamic_fake_quantize_linear(
         training: Static. False stores nothing for the backward pass; differentiating the call then raises an error.
         lda_coeff: Static. The factor of the gradient of x: 0 stops the gradient, -1 reverses it.
         name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
+        specified_outputs_name: Static. A list with a name for the output in a model that `jaxquant.onnx.export` writes.
+            None or an empty list leaves it to the exporter.
 
     Returns:
         The values that the codes represent, float32, in the shape of x.
@@ -58,14 +62,15 @@ def dynamic_fake_quantize_linear(
         >>> jax.grad(lambda x: jq.dynamic_fake_quantize_linear(x, lda_coeff=0.5).sum())(x)
         Array([0.5, 0.5, 0.5, 0.5], dtype=float32)
 
-    Source: ONNX DynamicQuantizeLinear-11 and DequantizeLinear-10; training, lda_coeff and name from the node of
-    Graiphic's Deep Learning Toolkit for LabVIEW.
+    Source: ONNX DynamicQuantizeLinear-11 and DequantizeLinear-10; training, lda_coeff, name and
+    specified_outputs_name from the node of Graiphic's Deep Learning Toolkit for LabVIEW.
 
     Cotangent of x: lda_coeff * g * m, where m is 1 if x rounds to a code without clipping and 0 otherwise. An extreme
     of x can be clipped, because the zero point is rounded by up to half a step.
     """
     return _dynamic_fake_quantize_linear(
         entry_point.convert_number(x), dtype=dtype, axis=axis, training=training, lda_coeff=lda_coeff, name=name,
+        specified_outputs_name=toolkit_attributes.read_names(_NAME, specified_outputs_name, 1),
     )  # fmt: skip
 
 
@@ -73,6 +78,7 @@ def dynamic_fake_quantize_linear(
 def _dynamic_fake_quantize_linear(
     x: jax.Array, *,
     dtype: Any, axis: int | None, training: bool, lda_coeff: float, name: str | None,
+    specified_outputs_name: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     code_dtype, granularity = check_dynamic(_NAME, x, dtype, axis)
     toolkit_attributes.check_attributes(_NAME, training, lda_coeff, name)
@@ -81,4 +87,5 @@ def _dynamic_fake_quantize_linear(
     with toolkit_attributes.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
-        return quantize_and_dequantize(config, x, scale, zero_point, None)
+        y = quantize_and_dequantize(config, x, scale, zero_point, None)
+        return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]

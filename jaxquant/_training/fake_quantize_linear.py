@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ def fake_quantize_linear(
     training: bool = True,
     lda_coeff: float = 1.0,
     name: str | None = None,
+    specified_outputs_name: Sequence[str] | None = None,
 ) -> jax.Array:
     """Apply ONNX QuantizeLinear and DequantizeLinear to x, with a straight-through gradient.
 
@@ -59,6 +61,8 @@ def fake_quantize_linear(
         training: Static. False stores nothing for the backward pass; differentiating the call then raises an error.
         lda_coeff: Static. The factor of the gradient of x: 0 stops the gradient, -1 reverses it.
         name: Static. A name for the operation in the lowered program, as with `jax.named_scope`.
+        specified_outputs_name: Static. A list with a name for the output in a model that `jaxquant.onnx.export` writes.
+            None or an empty list leaves it to the exporter.
 
     Returns:
         The values that the codes represent, in the shape and dtype of x.
@@ -83,8 +87,8 @@ def fake_quantize_linear(
         Array(8.4, dtype=float32)
 
     Source: Jacob et al., arXiv 1712.05877, section 3, for fake quantization; Jain et al., arXiv 1903.08066,
-    section 3, for the gradient of a scale: that of the formula with rounding as the identity; training, lda_coeff and
-    name from the node of Graiphic's Deep Learning Toolkit for LabVIEW.
+    section 3, for the gradient of a scale: that of the formula with rounding as the identity; training, lda_coeff,
+    name and specified_outputs_name from the node of Graiphic's Deep Learning Toolkit for LabVIEW.
 
     Cotangents, with u = x / scale, code = the integer, m = the mask (1 or 0), z = the zero point:
     Cotangent of x: lda_coeff * g * m. Of scale: the sum over its slice of g * ((code - z) - m * u). Of a float32
@@ -107,6 +111,7 @@ def fake_quantize_linear(
     return _fake_quantize_linear(
         entry_point.convert_number(x), scale, zero_point,
         dtype=dtype, axis=axis, block_size=block_size, training=training, lda_coeff=lda_coeff, name=name,
+        specified_outputs_name=toolkit_attributes.read_names(_NAME, specified_outputs_name, 1),
     )  # fmt: skip
 
 
@@ -114,6 +119,7 @@ def fake_quantize_linear(
 def _fake_quantize_linear(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *,
     dtype: Any, axis: int, block_size: int, training: bool, lda_coeff: float, name: str | None,
+    specified_outputs_name: tuple[str, ...],
 ) -> jax.Array:  # fmt: skip
     checks.check_array(_NAME, "x", x, dtypes.FLOATS)
     checks.check_array(_NAME, "scale", scale, dtypes.FLOATS)
@@ -129,7 +135,8 @@ def _fake_quantize_linear(
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     with toolkit_attributes.name_scope(name):
         config = Config(LinearCodes(code_dtype, bounds), linear=options)
-        return quantize_and_dequantize(config, x, scale, zero_point, None)
+        y = quantize_and_dequantize(config, x, scale, zero_point, None)
+        return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
 
 
 def _find_dtype(zero_point: Any, dtype: Any) -> np.dtype:

@@ -72,7 +72,8 @@ def read_arrays(path: str) -> list[np.ndarray]:
 def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
     function, inputs = import_function(arguments.function_place), read_arrays(arguments.inputs)
-    model = export(function, inputs, form=arguments.form, opset=arguments.opset, batch=arguments.batch)
+    options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch")}
+    model = export(function, inputs, **options)
     save(model, arguments.model)
     print(f"{arguments.model}: {len(model.graph.node)} nodes, {model.ByteSize():,} bytes")
 
@@ -110,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--inputs", required=True, help="an .npz file with the arguments, in their order")
     write.add_argument("--form", default="operators", help="operators or qdq (default %(default)s)")
     write.add_argument("--opset", type=int, default=21, help="the version of ONNX's operators (default %(default)s)")
+    write.add_argument("--scan", default="auto", help="auto, unroll or loop (default %(default)s)")
     write.add_argument("--batch", help="the name of a symbolic first dimension")
     compare.add_argument("--level", default="all", help="disabled, basic, extended or all (default %(default)s)")
     for command in (inspect, run):

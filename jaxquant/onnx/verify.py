@@ -19,6 +19,7 @@ from .export import model as exports
 from .export import program, values
 
 _NAME = "onnx.verify"
+_ENTRIES = (exports.POINTS, exports.SCANS)
 LEVELS = {
     "disabled": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -129,13 +130,18 @@ def verify(
     """
     checks.check_option(_NAME, "level", level, tuple(LEVELS))
     model = _read_model(model)
-    points = _read_points(model)
-    session = _open_session(model, points, level)
+    entries = {entry.key: json.loads(entry.value) for entry in model.metadata_props if entry.key in _ENTRIES}
+    is_exported = exports.POINTS in entries
+    checks.require(
+        is_exported, _NAME, "model", "a model that jaxquant.onnx.export returned", "one without its metadata"
+    )
+    stored, rolled = (entries.get(key, []) for key in _ENTRIES)
+    session, points = _open_session(model, stored, level)
     totals: dict[str, list[Any]] = {}
     outputs = [info.name for info in model.graph.output]
     for batch in batches:
         arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-        codes, results = _compute(function, arguments, params)
+        codes, results = _compute(function, arguments, params, rolled)
         holds = len(codes) == len(points) and len(results) == len(outputs)
         expected = f"{len(points)} quantize points and {len(outputs)} outputs, as the model has"
         checks.require(holds, _NAME, "function", expected, f"{len(codes)} and {len(results)}")
@@ -165,18 +171,14 @@ def _read_model(model: Any) -> ModelProto:
     return onnx.load(os.fspath(model))
 
 
-def _read_points(model: ModelProto) -> list[str]:
-    """Return the names of the tensors of codes, which `export` has stored in the model."""
-    stored = {entry.key: entry.value for entry in model.metadata_props}
-    text = stored.get(exports.POINTS)
-    checks.require(text is not None, _NAME, "model", "a model that jaxquant.onnx.export returned", "no quantize points")
-    return list(json.loads(text or "[]"))
-
-
-def _open_session(model: ModelProto, points: Sequence[str], level: str) -> onnxruntime.InferenceSession:
-    """Return a session of the model whose outputs include the quantize points."""
+def _open_session(
+    model: ModelProto, stored: Sequence[Any], level: str
+) -> tuple[onnxruntime.InferenceSession, list[str]]:  # fmt: skip
+    """Return a session of the model whose outputs include the quantize points, and the names of these."""
     copy = ModelProto()
     copy.CopyFrom(model)
+    stacks: dict[str, str] = {}
+    points = [_lift_point(copy.graph, point, stacks) for point in stored]
     present = {info.name for info in model.graph.output}
     for name in dict.fromkeys(points):
         if name and name not in present:
@@ -184,10 +186,42 @@ def _open_session(model: ModelProto, points: Sequence[str], level: str) -> onnxr
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = LEVELS[level]
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(copy.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(copy.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session, points
 
 
-def _compute(function: Callable[..., Any], arguments: Sequence[Any], params: Any) -> tuple[list[Any], list[Any]]:
+def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
+    """Return the tensor of a quantize point; of one in a loop, an output that the loop gets for it."""
+    if isinstance(point, str):
+        return point
+    loop = next(node for node in graph.node if node.name == point[0])
+    body = exports.find_body(loop)
+    inner = _lift_point(body, point[1], stacks)
+    key = f"{point[0]}/{inner}"
+    if key not in stacks:
+        stacks[key] = key
+        # The output of a body has a type; it is taken from the node that computes it.
+        body.output.append(helper.make_empty_tensor_value_info(inner))
+        loop.output.append(key)
+        _turn_last(loop)
+    return stacks[key]
+
+
+def _turn_last(loop: Any) -> None:
+    """Give the last output of a Scan that reads its inputs backwards the same direction."""
+    attributes = {attribute.name: attribute for attribute in loop.attribute}
+    if "scan_input_directions" not in attributes:
+        return
+    name = "scan_output_directions"
+    if name not in attributes:
+        loop.attribute.append(helper.make_attribute(name, [1]))
+    else:
+        attributes[name].ints.append(1)
+
+
+def _compute(
+    function: Callable[..., Any], arguments: Sequence[Any], params: Any, rolled: Sequence[bool]
+) -> tuple[list[Any], list[Any]]:  # fmt: skip
     """Return the codes of the function's quantize points, and the leaves of its result."""
     leaves, structure = jax.tree.flatten(list(arguments))
     traced = program.trace_call(function, params, structure, exports.make_specs(leaves, None))
@@ -195,7 +229,7 @@ def _compute(function: Callable[..., Any], arguments: Sequence[Any], params: Any
 
     @jax.jit
     def run_both(*arrays: Any) -> Any:
-        tap = program.Tap()
+        tap = program.Tap(rolled)
         constants, known = ([tap.read_known(x) for x in part] for part in (trace.constants, traced.arrays))
         results = program.run_program(tap, trace.program, constants, [*known, *arrays])
         return tap.codes, results

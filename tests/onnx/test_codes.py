@@ -110,6 +110,35 @@ def test_operators_on_codes(rng: np.random.Generator) -> None:
         assert report.is_exact, str(report)
 
 
+def test_float_form_of_operators_on_codes(rng: np.random.Generator, tmp_path) -> None:
+    """In the form "qdq" they are standard operators, which ONNX Runtime runs on codes."""
+    x = jnp.asarray(rng.normal(0, 1, (2, 3, 6, 6)), jnp.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        q = jq.quantize_linear(x, 0.02, np.uint8(120))
+        a = jq.qlinear_sigmoid(q, 0.02, 120, 1 / 256, 0)
+        b = jq.qlinear_leaky_relu(q, 0.02, 120, 0.02, 100, alpha=0.1)
+        pooled = jq.qlinear_average_pool(b, 0.02, 100, 0.015, 90, kernel_shape=(2, 2), strides=(2, 2))
+        total = jq.qlinear_add(a, 1 / 256, 0, b, 0.02, 100, 0.03, 7)
+        return [
+            jq.qlinear_softmax(q, 0.02, 120, 1 / 256, 0),
+            jq.qlinear_global_average_pool(pooled, 0.015, 90, 0.01, 100),
+            jq.qlinear_mul(a, 1 / 256, 0, total, 0.03, 7, 0.03, 7),
+            jq.qlinear_concat(0.03, 7, total, 0.03, 7, b, 0.02, 100, axis=1),
+        ]
+
+    model = jqonnx.export(function, [x], form="qdq", batch="N")
+    floats = {"Sigmoid", "LeakyRelu", "Softmax", "AveragePool", "GlobalAveragePool", "Add", "Mul"}
+    assert floats <= {node.op_type for node in model.graph.node}
+    assert all(not node.domain for node in model.graph.node)
+    for level in ("extended", "all"):
+        report = jqonnx.verify(model, function, [x, x[:1]], level=level)
+        assert report.is_exact, str(report)
+    kernels = list_optimized(model, tmp_path)
+    assert not kernels & floats
+    assert {"QLinearSigmoid", "QLinearAdd", "QLinearAveragePool", "QLinearSoftmax"} <= kernels
+
+
 def test_codes_without_a_fused_kernel(rng: np.random.Generator) -> None:
     """Between int8 and uint8 ONNX Runtime has no integer kernel, and in the form "qdq" it would run a float one."""
     w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (8, 4)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))

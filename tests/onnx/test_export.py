@@ -260,3 +260,50 @@ def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:
     assert "first codes that differ" in str(report)
     with pytest.raises(ValueError, match="function: expected 2 quantize points"):
         jqonnx.verify(model, lambda x: x, [x])
+
+
+def test_names_of_outputs_from_the_operator(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(0, 1, (3, 4)), jnp.float32)
+
+    def function(x: jax.Array) -> Any:
+        y = jq.dynamic_quantize_linear(x, specified_outputs_name=["codes", "step", "zero"])
+        fake = jq.fake_quantize_linear(x, 0.5, 3, dtype=jnp.uint4, specified_outputs_name=("fake",))
+        moving = jq.dynamic_fake_quantize_linear(x, specified_outputs_name=["moving"])
+        return y.y, fake * 2, y.y_zero_point, y.y_scale + 1, moving
+
+    model = jqonnx.export(function, [x], batch="N")
+    (node,) = [node for node in model.graph.node if "codes" in node.output]
+    assert (node.op_type, list(node.output)) == ("DynamicQuantizeLinear", ["codes", "step", "zero"])
+    assert [info.name for info in model.graph.output] == ["codes", "output_1", "zero", "output_3", "moving"]
+    assert any("fake" in node.output for node in model.graph.node)
+    onnx.checker.check_model(model, full_check=True)
+    report = jqonnx.verify(model, function, [x, x[:2]], tolerance=0)
+    assert report.is_exact, str(report)
+    assert "codes" in {row.name for row in report.rows}
+    renamed = jqonnx.export(function, [x], output_names=["a", "b", "c", "d", "e"])
+    assert [info.name for info in renamed.graph.output] == ["a", "b", "c", "d", "e"]
+    # Outside of an export the names change nothing.
+    np.testing.assert_array_equal(jax.jit(function)(x)[0], jq.dynamic_quantize_linear(x).y)
+    # Mapped, and differentiated.
+    mapped = jax.vmap(lambda v: jq.fake_quantize_linear(v, 0.5, 3, specified_outputs_name=["rows"]))
+    assert any("rows" in node.output for node in jqonnx.export(mapped, [x]).graph.node)
+    np.testing.assert_array_equal(jax.grad(lambda v: mapped(v).sum())(x).shape, x.shape)
+
+
+def test_wrong_names_of_outputs() -> None:
+    x = jnp.ones((2, 2))
+    for names, error in (
+        (["a"], ValueError),
+        (["a", "a", "b"], ValueError),
+        ("abc", TypeError),
+        ([1, 2, 3], TypeError),
+    ):
+        with pytest.raises(error, match="specified_outputs_name: expected 3 distinct names"):
+            jq.dynamic_quantize_linear(x, specified_outputs_name=names)  # type: ignore[arg-type]
+
+    def twice(x: jax.Array) -> jax.Array:
+        scales = [jq.dynamic_quantize_linear(v, specified_outputs_name=["y", "s", "z"]).y_scale for v in (x, -x)]
+        return scales[0] + scales[1]
+
+    with pytest.raises(ValueError, match="specified_outputs_name: expected names that no other tensor has"):
+        jqonnx.export(twice, [x])

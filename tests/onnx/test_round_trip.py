@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from jaxquant import onnx as jqonnx
 
 from ..cases.exported_networks import NETWORKS, convert_network
+from ..cases.onnx_models import run_runtime
 from ..support.equality import same_bits
 
 # Its sum over the experts is one contraction of floats in JAX and another in the model.
@@ -36,3 +41,78 @@ def test_another_batch_size_of_a_loaded_export() -> None:
     function, x = convert_network("linen mlp", "static")
     loaded, params = jqonnx.load(jqonnx.export(function, [x], batch="N"))
     same_bits(jax.jit(loaded)(params, x[:2]), jax.jit(function)(x[:2]))
+
+
+def list_nodes(model: onnx.ModelProto) -> list[str]:
+    return [f"{node.domain}.{node.op_type}" for node in model.graph.node]
+
+
+# Each load of a Gather adds the arithmetic that counts negative indices from the back.
+LOOKUPS = ("linen decoder", "plain decoder")
+SYMBOLIC = ("linen mlp", "linen cnn", "linen lstm", "linen encoder", "linen decoder", "linen mixer", "plain decoder")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_a_symbolic_batch_stays_symbolic(name: str) -> None:
+    function, x = convert_network(name, "static")
+    first = jqonnx.export(function, [x], batch="N")
+    models, current = [first], first
+    for _ in range(2):
+        loaded, params = jqonnx.load(current)
+        current = jqonnx.export(loaded, [x], params=params, batch="N")
+        models.append(current)
+    lengths = [m.graph.output[0].type.tensor_type.shape.dim[0].dim_param for m in models]
+    assert lengths == ["N"] * 3
+    if name not in LOOKUPS:
+        assert sorted(list_nodes(models[1])) == sorted(list_nodes(models[2]))
+    onnx.checker.check_model(current, full_check=True)
+    # A batch size that no trace has seen, in ONNX Runtime and in JAX.
+    loaded, params = jqonnx.load(current)
+    report = jqonnx.verify(current, lambda x: loaded(params, x), [x[:2]])
+    assert all(row.largest <= (1e-5 if row.kind == "output" else 0) for row in report.rows), str(report)
+    want = jax.jit(function)(x[:2])
+    np.testing.assert_allclose(jax.jit(loaded)(params, x[:2]), want, rtol=0, atol=1e-6)
+
+
+def test_shape_arithmetic_stays_symbolic() -> None:
+    """Every operator that other exporters write between Shape and Reshape, Expand, Slice or Range."""
+
+    def number(*values: int) -> str:
+        name = f"n{len(arrays)}"
+        arrays.append(numpy_helper.from_array(np.asarray(values, np.int64), name))
+        return name
+
+    arrays: list[Any] = []
+    nodes: list[Any] = []
+
+    def add(op: str, *inputs: str, **attributes: Any) -> str:
+        nodes.append(helper.make_node(op, list(inputs), [f"t{len(nodes)}"], **attributes))
+        return f"t{len(nodes) - 1}"
+
+    shape = add("Shape", "x")
+    batch = add("Gather", shape, number(0))
+    double = add("Mul", batch, number(2))
+    half = add("Div", add("Cast", double, to=TensorProto.INT64), number(2))
+    rest = add("ReduceProd", add("Slice", shape, number(1), number(2**31 - 1)), keepdims=1)
+    flat = add("Reshape", "x", add("Concat", half, rest, axis=0))
+    wanted = add("Where", add("Equal", add("Concat", batch, number(-1), axis=0), number(-1)), rest, number(12))
+    target = add("Concat", add("Max", batch, number(1)), add("Gather", wanted, number(1)), axis=0)
+    ones = add("Expand", add("ConstantOfShape", number(1)), target)
+    scalar = add("Squeeze", batch, number(0))
+    zero, one = (add("Squeeze", number(n), number(0)) for n in (0, 1))
+    count = add("Unsqueeze", add("Cast", add("Range", zero, scalar, one), to=TensorProto.FLOAT), number(1))
+    part = add("Slice", flat, add("Sub", batch, number(1)), batch, number(0))
+    total = add("Add", add("Add", add("Add", flat, ones), count), part)
+    inputs, outputs = (
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s)] for n, s in (("x", ["N", 3, 4]), (total, None))
+    )
+    graph = helper.make_graph(nodes, "g", inputs, outputs, arrays)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    fn, params = jqonnx.load(model)
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    exported = jqonnx.export(fn, [x], params=params, batch="N", input_names=["x"])
+    for rows in (x, np.concatenate([x, x, x]), x[:1]):
+        (want,) = run_runtime(model, {"x": rows})
+        np.testing.assert_array_equal(run_runtime(exported, {"x": rows})[0], want)
+        np.testing.assert_array_equal(fn(params, rows), want)

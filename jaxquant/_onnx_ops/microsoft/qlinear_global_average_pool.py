@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks, division
+from ..._core import barriers, checks, division, recording
 from ..._core.entry_point import compile_entry_point
 from ...integer import _requantize
 from ._arguments import Encoding, check_eight_bits, convert_numbers, read_encoding
@@ -72,7 +73,13 @@ def qlinear_global_average_pool(
     )
 
 
+def _find_pooled_shape(x: jax.Array, channels_last: bool, **_: Any) -> tuple[tuple[Any, ...], Any]:
+    kept = (0, x.ndim - 1) if channels_last else (0, 1)
+    return tuple(n if axis in kept else 1 for axis, n in enumerate(x.shape)), x.dtype
+
+
 @compile_entry_point(_NAME)
+@recording.mark(_NAME, _find_pooled_shape)
 def _qlinear_global_average_pool(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, channels_last: bool,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core import barriers, checks
+from ..._core import barriers, checks, recording
 from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._tables import encode_values, list_values, look_up
@@ -61,6 +61,7 @@ def qlinear_leaky_relu(
 
 
 @compile_entry_point(_NAME)
+@recording.mark(_NAME, lambda x, **_: (x.shape, x.dtype))
 def _qlinear_leaky_relu(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None, *, alpha: float,

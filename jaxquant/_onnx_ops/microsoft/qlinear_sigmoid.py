@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core import barriers, division
+from ..._core import barriers, division, recording
 from ..._core.entry_point import compile_entry_point
 from ._arguments import check_eight_bits, convert_numbers, read_encoding
 from ._multiply_add import multiply_add
@@ -59,6 +59,7 @@ def qlinear_sigmoid(
 
 
 @compile_entry_point(_NAME)
+@recording.mark(_NAME, lambda x, **_: (x.shape, x.dtype))
 def _qlinear_sigmoid(
     x: jax.Array, x_scale: jax.Array, x_zero_point: jax.Array | None, y_scale: jax.Array,
     y_zero_point: jax.Array | None,

@@ -149,6 +149,10 @@ _OPERATORS = {"qlinear_add": "QLinearAdd", "qlinear_mul": "QLinearMul"}
 def write_combination(graph: Graph, call: Call) -> Value:
     """Write the sum or the product of codes."""
     p = call.parameters
+    if _is_fusible(graph, p["a"].dtype):
+        operands = [[graph.store(p[x]), *_store_affine(graph, p, x)] for x in ("a", "b")]
+        name = _write_between(graph, _FLOATS[call.name], operands, _store_affine(graph, p, "c"))
+        return Value(values.broadcast_shapes(p["a"].shape, p["b"].shape), _UINT8, name)
     names = []
     for side in ("a", "b", "c"):
         if side != "c":
@@ -171,6 +175,13 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
     else:
         operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
     names = [graph.store_full(p["x"], p["input_shapes"][0])]
+    is_soft = call.name == "qlinear_softmax"
+    # Other runtimes have no attribute for the layout of channels, and none for the softmax of earlier opsets.
+    if _is_fusible(graph, p["x"].dtype) and not (p["flat"] if is_soft else attributes.get("channels_last")):
+        plain = {"axis": p["axis"]} if is_soft else {k: v for k, v in attributes.items() if k != "channels_last"}
+        operand = [names[0], *_store_affine(graph, p, "x")]
+        name = _write_between(graph, _FLOATS[call.name], [operand], _store_affine(graph, p, "y"), **plain)
+        return Value(tuple(output.shape), _UINT8, name)
     for side in ("x", "y"):
         point = p[f"{side}_zero_point"]
         names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
@@ -188,6 +199,47 @@ def _read_pooling(attributes: Any) -> dict[str, Any]:
                 list(value) if isinstance(value, tuple) else (value if isinstance(value, str) else int(value))
             )
     return result
+
+
+_FLOATS = {
+    "qlinear_add": "Add",
+    "qlinear_mul": "Mul",
+    "qlinear_softmax": "Softmax",
+    "qlinear_average_pool": "AveragePool",
+    "qlinear_sigmoid": "Sigmoid",
+    "qlinear_leaky_relu": "LeakyRelu",
+    "qlinear_global_average_pool": "GlobalAveragePool",
+}
+
+
+@writes_mark("qlinear_sigmoid", "qlinear_leaky_relu", "qlinear_global_average_pool")
+def write_float_operator(graph: Graph, call: Call) -> Value | None:
+    """Write an operator of floats in the form "qdq"; otherwise the arithmetic of codes is written, or a table."""
+    p, output = call.parameters, call.outputs[0]
+    if not _is_fusible(graph, p["x"].dtype) or p.get("channels_last"):
+        return None
+    attributes = {"alpha": p["alpha"]} if "alpha" in p else {}
+    operand = [graph.store_full(p["x"], p["input_shapes"][0]), *_store_affine(graph, p, "x")]
+    name = _write_between(graph, _FLOATS[call.name], [operand], _store_affine(graph, p, "y"), **attributes)
+    return Value(tuple(output.shape), _UINT8, name)
+
+
+def _is_fusible(graph: Graph, dtype: Any) -> bool:
+    """Return whether operators on codes are floats between DequantizeLinear and QuantizeLinear."""
+    return graph.form == "qdq" and dtype == _UINT8
+
+
+def _store_affine(graph: Graph, parameters: Any, side: str) -> list[str]:
+    """Return the scale and the zero point of an operand or of the result."""
+    point = parameters[f"{side}_zero_point"]
+    point = values.make_known(np.zeros((), _UINT8)) if point is None else point
+    return [_store_scalar(graph, parameters[f"{side}_scale"], _FLOAT32), _store_scalar(graph, point, _UINT8)]
+
+
+def _write_between(graph: Graph, operator: str, operands: Any, result: Any, **attributes: Any) -> str:
+    """Return the codes of an operator of floats between DequantizeLinear and QuantizeLinear."""
+    names = [graph.add("DequantizeLinear", operand) for operand in operands]
+    return graph.add("QuantizeLinear", [graph.add(operator, names, **attributes), *result])
 
 
 @writes_mark("look_up")

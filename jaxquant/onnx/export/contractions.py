@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import elementwise, values
+from . import elementwise, packed_weights, values
 from .graph import Graph
 from .registry import Call, writes
 from .values import Shape, UnsupportedError, Value
@@ -45,7 +45,9 @@ def write_dot_general(graph: Graph, call: Call) -> Value:
         free = [axis for axis in range(len(shape)) if axis not in (*summed, *shared)]
         wide = elementwise.find_compute_dtype(output.dtype)
         sides.append(Matrix(elementwise.cast_value(graph, x, wide), shape, shared, free, summed))
-    name = multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
+    name = packed_weights.multiply_packed(graph, *sides)
+    if name is None:
+        name = multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
     dtype = values.find_container(output.dtype)
     wide = elementwise.find_compute_dtype(dtype)
     return Value(tuple(output.shape), dtype, name if wide == dtype else graph.cast(name, dtype))

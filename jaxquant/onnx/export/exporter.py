@@ -11,13 +11,25 @@ import numpy as np
 
 from ..._core import recording
 from ...transform._programs import jaxpr as programs
-from . import codes, contractions, elementwise, gather, integers, program, quantized, shapes, values
+from . import (
+    codes,
+    contractions,
+    elementwise,
+    gather,
+    integers,
+    packed_weights,
+    program,
+    quantized,
+    scans,
+    shapes,
+    values,
+)
 from .graph import Graph
 from .registry import MARKS, PRIMITIVES, Call
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (codes, contractions, elementwise, gather, integers, quantized, shapes)
+WRITERS = (codes, contractions, elementwise, gather, integers, packed_weights, quantized, shapes)
 
 
 # The folders of the modules that a user did not write.
@@ -75,8 +87,12 @@ class Exporter:
             return [results] if isinstance(results, Value) else results
         except UnsupportedError as error:
             text = name if name != program.MARK else equation.params["mark"].name
-            self.unsupported[f"{text} ({error}) at {_locate(equation)}"] = None
-            return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
+            return self._note_unsupported(text, error, equation, specs)
+
+    def _note_unsupported(self, name: str, error: Exception, equation: Any, specs: Sequence[Spec]) -> list[Value]:
+        """Note what ONNX cannot express, and return placeholders of its results."""
+        self.unsupported[f"{name} ({error}) at {_locate(equation)}"] = None
+        return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
 
     def _write_mark(
         self, mark: recording.Mark, operands: Sequence[Value], specs: Sequence[Spec], avals: Sequence[Spec]
@@ -107,6 +123,19 @@ class Exporter:
         """Leave out the quantize points of a mark whose results are constants of the model."""
         if self._depth == 0:
             self.graph.points += ["" for _ in program.find_points(mark)]
+
+    def roll_scan(self, equation: Any, operands: Sequence[Value], specs: Sequence[Spec]) -> list[Value] | None:
+        """Return the results of a scan that is a loop in the graph, or None for one that is written out."""
+        # `verify` does not see the scans in the arithmetic of a mark, so none of them is a loop.
+        if self._depth:
+            return None
+        scan = programs.read_scan(equation)
+        try:
+            is_rolled = scans.is_rolled(self.graph.scan, scan, operands)
+            self.graph.rolled.append(is_rolled)
+            return scans.write_scan(self, scan, operands, specs) if is_rolled else None
+        except UnsupportedError as error:
+            return self._note_unsupported("scan", error, equation, specs)
 
     def slice_row(self, stacked: Value, index: int, spec: Spec) -> Value:
         """Return an entry of the first dimension."""

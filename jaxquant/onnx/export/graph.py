@@ -26,17 +26,26 @@ class Graph:
     Attributes:
         opset: the version of ONNX's operators.
         form: "operators" or "qdq".
+        scan: "auto", "unroll" or "loop".
         scope: a prefix for the names of nodes.
-        points: the tensors of the codes that the program computes, in its order.
+        points: the tensors of the codes that the program computes, in its order; for one in the body of a loop, a pair
+            of the loop's node and the tensor.
+        rolled: for each scan of the program whether it is a loop.
+        requests: names that the function asks for, by the tensors that get them.
+        weights: tensors of dequantized constants of 4 bits, with their codes.
         codes: pairs of an array and its scale, with the codes that DynamicQuantizeLinear computed of them.
     """
 
-    def __init__(self, opset: int, form: str) -> None:
-        self.opset, self.form, self.scope = opset, form, ""
+    def __init__(self, opset: int, form: str, scan: str) -> None:
+        self.opset, self.form, self.scan, self.scope = opset, form, scan, ""
         self.nodes: list[NodeProto] = []
         self.arrays: dict[str, np.ndarray] = {}
-        self.points: list[str] = []
+        self.points: list[Any] = []
+        self.rolled: list[bool] = []
+        self.has_microsoft = False
         self.codes: dict[tuple[str, str], Value] = {}
+        self.requests: dict[str, str] = {}
+        self.weights: dict[str, Any] = {}
         self.dimensions: dict[str, tuple[str, int]] = {}
         self.warnings: list[str] = []
         self.inputs: list[Any] = []
@@ -45,6 +54,7 @@ class Graph:
         self._scalars: dict[str, str] = {}
         self._names: dict[str, int] = {}
         self._shared: dict[Any, str] = {}
+        self._outer: list[list[NodeProto]] = []
 
     # Names, constants and nodes.
 
@@ -60,6 +70,7 @@ class Graph:
         prefix = f"{self.scope}/" if self.scope else ""
         name = self.make_name(prefix + operator)
         names = [self.make_name(f"{name}.{i}" if outputs > 1 else f"{name}.out") for i in range(outputs)]
+        self.has_microsoft = self.has_microsoft or domain == MICROSOFT
         present = {key: value for key, value in attributes.items() if value is not None}
         self.nodes.append(helper.make_node(operator, list(inputs), names, name=name, domain=domain, **present))
         return names if outputs > 1 else names[0]
@@ -128,7 +139,8 @@ class Graph:
 
     def find_node(self, name: str | None) -> NodeProto | None:
         """Return the node that computes a tensor, or None."""
-        return next((node for node in reversed(self.nodes) if name in node.output), None)
+        nodes = (node for part in (self.nodes, *self._outer[::-1]) for node in reversed(part))
+        return next((node for node in nodes if name in node.output), None)
 
     def find_dtype(self, name: str) -> np.dtype | None:
         """Return the dtype of a tensor of codes, if it is known."""
@@ -244,21 +256,52 @@ class Graph:
             return self.add("Shape", [name], start=axis, end=axis + 1)
         return self.add("Gather", [self.add("Shape", [name]), self.ints(axis)])
 
+    # The bodies of loops.
+
+    def open_body(self) -> tuple[list[Any], set[Any]]:
+        """Begin the nodes of a body, which see all tensors so far; return what `close_body` needs."""
+        points, self.points = self.points, []
+        self._outer.append(self.nodes)
+        self.nodes = []
+        return points, set(self._shared)
+
+    def close_body(
+        self, outer: tuple[list[Any], set[Any]], outputs: Sequence[str]
+    ) -> tuple[list[NodeProto], list[Any]]:
+        """Return the nodes of a body on which its outputs depend, and its quantize points."""
+        nodes, points = select_needed(self.nodes, outputs)[0], self.points
+        self.points, shared = outer
+        self.nodes = self._outer.pop()
+        # Dimensions that the body has computed are not seen from outside. Constants are.
+        self._shared = {key: name for key, name in self._shared.items() if key in shared or key[0] != "dimension"}
+        return nodes, points
+
     # The result.
 
     def drop_unused(self, outputs: Sequence[str]) -> None:
         """Remove the nodes and initializers of which no output depends."""
-        needed, kept = set(outputs), []
-        for node in reversed(self.nodes):
-            if needed.intersection(node.output):
-                kept.append(node)
-                needed.update(node.input)
-        self.nodes = kept[::-1]
+        self.nodes, needed = select_needed(self.nodes, outputs)
         self.arrays = {name: array for name, array in self.arrays.items() if name in needed}
 
     def make_initializers(self) -> list[TensorProto]:
         """Return the initializers of the model."""
         return [make_tensor(name, array) for name, array in self.arrays.items()]
+
+
+def select_needed(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> tuple[list[NodeProto], set[str]]:
+    """Return the nodes on which outputs depend, in their order, and the names of all tensors that these read."""
+    needed, kept = set(outputs), []
+    for node in reversed(nodes):
+        if needed.intersection(node.output):
+            kept.append(node)
+            needed.update(_list_reads(node))
+    return kept[::-1], needed
+
+
+def _list_reads(node: NodeProto) -> set[str]:
+    """Return the tensors that a node reads, also in its body."""
+    inner = (part for attribute in node.attribute if attribute.HasField("g") for part in attribute.g.node)
+    return set(node.input).union(*(_list_reads(part) for part in inner))
 
 
 def make_tensor(name: str, array: np.ndarray) -> TensorProto:

@@ -16,7 +16,7 @@ from jax import export as jax_export
 from onnx import ModelProto, helper
 
 from ..._core import checks
-from . import program, values
+from . import program, scans, values
 from .exporter import Exporter
 from .graph import MICROSOFT, Graph
 from .values import Value
@@ -26,6 +26,8 @@ OPSETS = (13, 25)
 FORMS = ("operators", "qdq")
 # The entry of a model's metadata that lists the tensors of its codes, in the order of the program.
 POINTS = "jaxquant.quantize_points"
+# The entry that tells for each scan of the program whether it is a loop in the model.
+SCANS = "jaxquant.scans"
 _LARGEST_FILE = 2**31 - 2**20  # protobuf refuses 2 GB
 
 
@@ -36,6 +38,7 @@ def export(
     params: Any = None,
     form: str = "operators",
     opset: int = 21,
+    scan: str = "auto",
     batch: str | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
@@ -57,6 +60,8 @@ def export(
         form: "operators", or "qdq" for floats between QuantizeLinear and DequantizeLinear, which ONNX Runtime fuses to
             integer kernels if the results are codes; a warning names each contraction whose kernel would be of floats.
         opset: the version of ONNX's operators, 13 to 25.
+        scan: how `jax.lax.scan` is written: "unroll" for step after step, "loop" for ONNX's Scan, "auto" for a loop if
+            there are more than 64 steps. A scan of symbolic length is a loop.
         batch: the name of a symbolic dimension, in place of the first dimension of each array in `example_args`; None
             keeps the lengths of the example.
         input_names: the names of the inputs, in the order of the leaves of `example_args`. By default those of the
@@ -86,11 +91,12 @@ def export(
     Source: ONNX IR 10 and later; the operators of ONNX Runtime.
     """
     _check_options(form, opset, batch)
+    checks.check_option(_NAME, "scan", scan, scans.CHOICES)
     arguments = list(example_args)
     leaves, structure = jax.tree.flatten(arguments)
     specs = make_specs(leaves, batch)
     names = _find_names(function, arguments, params, input_names)
-    graph = Graph(opset, form)
+    graph = Graph(opset, form, scan)
     outputs = _write(graph, program.trace_call(function, params, structure, specs), specs, names)
     return _make_model(graph, specs, outputs, output_names, name)
 
@@ -149,6 +155,7 @@ def _write(
             if not isinstance(n, int):
                 graph.dimensions.setdefault(str(n), (name, axis))
     trace = traced.trace
+    graph.inputs = [x.name for x in inputs]
     constants = [values.make_known(constant) for constant in trace.constants]
     params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
     exporter = Exporter(graph)
@@ -158,66 +165,105 @@ def _write(
     graph.scope = ""
     types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
     written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
-    graph.inputs = [x.name for x in inputs]
     return list(zip(written, types, strict=True))
 
 
 def _make_model(
     graph: Graph, specs: Sequence[Any], outputs: Sequence[Any], output_names: Sequence[str] | None, name: str
 ) -> ModelProto:
+    outputs = _rename_requested(graph, outputs)
     if output_names is None:
-        output_names = ["output"] if len(outputs) == 1 else [f"output_{i}" for i in range(len(outputs))]
+        output_names = _find_output_names(graph, [tensor for tensor, _ in outputs])
     expected = f"{len(outputs)} distinct names"
     is_valid = len(output_names) == len(set(output_names)) == len(outputs)
     checks.require(is_valid, _NAME, "output_names", expected, output_names)
     # An output may be an input, an initializer, or twice the same tensor, so each of them has its own node.
-    taken = {*graph.inputs, *graph.arrays, *(out for node in graph.nodes for out in node.output)}
-    checks.require(
-        not taken.intersection(output_names), _NAME, "output_names", "names that no tensor has", output_names
-    )
+    named = {tensor for (tensor, _), output in zip(outputs, output_names, strict=True) if tensor == output}
+    is_free = not (_list_tensors(graph) - named).intersection(output_names)
+    checks.require(is_free, _NAME, "output_names", "names that no tensor has", output_names)
     _rename_outputs(graph, outputs, output_names)
     graph.drop_unused(output_names)
-    produced = {out for node in graph.nodes for out in node.output}
-    points = [point if point in produced else "" for point in graph.points]
-    input_infos = [
-        helper.make_tensor_value_info(
-            tensor, values.find_element_type(values.find_container(spec.dtype)), _show(spec.shape)
-        )
-        for tensor, spec in zip(graph.inputs, specs, strict=True)
-    ]
-    output_infos = [
-        helper.make_tensor_value_info(tensor, values.find_element_type(dtype), _show(shape))
-        for tensor, (_, (shape, dtype)) in zip(output_names, outputs, strict=True)
-    ]
+    points = [_keep_point(graph.nodes, point) for point in graph.points]
+    input_infos = [values.describe(x, spec.shape, spec.dtype) for x, spec in zip(graph.inputs, specs, strict=True)]
+    output_infos = [values.describe(x, *kind) for x, (_, kind) in zip(output_names, outputs, strict=True)]
     body = helper.make_graph(graph.nodes, name, input_infos, output_infos, graph.make_initializers())
     domains = [helper.make_opsetid("", graph.opset)]
-    if any(node.domain == MICROSOFT for node in graph.nodes):
+    if graph.has_microsoft:
         domains.append(helper.make_opsetid(MICROSOFT, 1))
     model = helper.make_model(body, opset_imports=domains, producer_name="jaxquant")
     model.ir_version = max(helper.find_min_ir_version_for(domains, True), 8)
-    helper.set_model_props(model, {POINTS: json.dumps(points), "jaxquant.form": graph.form})
+    stored = {POINTS: json.dumps(points), SCANS: json.dumps(graph.rolled), "jaxquant.form": graph.form}
+    helper.set_model_props(model, stored)
     for text in graph.warnings:
         warnings.warn(text, stacklevel=3)
     return model
 
 
+def _keep_point(nodes: Sequence[Any], point: Any) -> Any:
+    """Return a quantize point, or "" if no output depends on it; one in a loop has the name of the loop before it."""
+    if isinstance(point, str):
+        return point if any(point in node.output for node in nodes) else ""
+    loop = next((node for node in nodes if node.name == point[0]), None)
+    inner = "" if loop is None else _keep_point(find_body(loop).node, point[1])
+    return [point[0], inner] if inner else ""
+
+
+def find_body(loop: Any) -> Any:
+    """Return the graph of a Scan."""
+    return next(attribute.g for attribute in loop.attribute if attribute.name == "body")
+
+
 def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) -> None:
     """Give the results of nodes the names of the outputs, or copy them where that is not possible."""
     produced = {out: node for node in graph.nodes for out in node.output}
-    written = [tensor for tensor, _ in outputs]
+    written, points = [tensor for tensor, _ in outputs], [x for x in graph.points if isinstance(x, str)]
     for tensor, name in zip(written, names, strict=True):
-        if tensor not in produced or written.count(tensor) > 1 or tensor in graph.points:
+        if tensor == name:
+            continue
+        if tensor not in produced or written.count(tensor) > 1 or tensor in points:
             graph.nodes.append(helper.make_node("Identity", [tensor], [name], name=graph.make_name(f"{name}.copy")))
             continue
-        for node in graph.nodes:
-            for field in (node.input, node.output):
-                for i, entry in enumerate(field):
-                    if entry == tensor:
-                        field[i] = name
+        rename_tensors(graph.nodes, {tensor: name})
 
 
-def _show(shape: Sequence[Any]) -> list[Any]:
-    return [int(n) if isinstance(n, int | np.integer) else str(n) for n in shape]
+def _rename_requested(graph: Graph, outputs: Sequence[Any]) -> list[Any]:
+    """Give tensors the names that operators ask for; return the outputs with these names."""
+    taken, names = _list_tensors(graph), list(graph.requests.values())
+    is_free = len(set(names)) == len(names) and not taken.intersection(names)
+    checks.require(is_free, _NAME, "specified_outputs_name", "names that no other tensor has", names)
+    rename_tensors(graph.nodes, graph.requests)
+    graph.points = [_rename_point(point, graph.requests) for point in graph.points]
+    return [(graph.requests.get(tensor, tensor), kind) for tensor, kind in outputs]
+
+
+def _rename_point(point: Any, names: dict[str, str]) -> Any:
+    return names.get(point, point) if isinstance(point, str) else [point[0], _rename_point(point[1], names)]
+
+
+def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
+    """Return the names of the outputs: those that operators ask for, or numbers."""
+    names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
+    requested = set(graph.requests.values())
+    for i, tensor in enumerate(tensors):
+        if tensor in requested and tensor not in names:
+            names[i] = tensor
+    return names
+
+
+def _list_tensors(graph: Graph) -> set[str]:
+    return {*graph.inputs, *graph.arrays, *(name for node in graph.nodes for name in node.output)}
+
+
+def rename_tensors(nodes: Sequence[Any], names: dict[str, str]) -> None:
+    """Rename tensors in nodes, and in the bodies of loops."""
+    for node in nodes if names else ():
+        for field in (node.input, node.output):
+            for i, entry in enumerate(field):
+                if entry in names:
+                    field[i] = names[entry]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                rename_tensors(attribute.g.node, names)
 
 
 def save(model: ModelProto, path: str | os.PathLike[str]) -> None:

@@ -60,6 +60,10 @@ class Backend(Protocol):
         """Count the quantize points of a mark whose results are known."""
         ...
 
+    def roll_scan(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> Sequence[Any] | None:
+        """Return the results of a scan that is kept as a loop, or None for one that is written out."""
+        ...
+
     def slice_row(self, stacked: Any, index: int, spec: Spec) -> Any:
         """Return an entry of the first dimension of a value of the given shape and dtype."""
         ...
@@ -155,7 +159,8 @@ def _run_equation(backend: Backend, equation: Any, operands: Sequence[Any]) -> S
         body = _read_call(equation)
         return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
     if name == programs.SCAN:
-        return _run_scan(backend, equation, operands)
+        results = backend.roll_scan(equation, operands, specs)
+        return _unroll_scan(backend, equation, operands, specs) if results is None else results
     if name == programs.COND:
         return _run_branches(backend, equation, operands, specs)
     return backend.evaluate_equation(equation, operands, specs)
@@ -223,7 +228,7 @@ _VIEWS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
 # Loops and branches.
 
 
-def _run_scan(backend: Backend, equation: Any, operands: Sequence[Any]) -> list[Any]:
+def _unroll_scan(backend: Backend, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
     """Return the results of a scan of known length, one step after the other."""
     scan = programs.read_scan(equation)
     constants, first = operands[: scan.constants], scan.constants + scan.carries
@@ -239,7 +244,7 @@ def _run_scan(backend: Backend, equation: Any, operands: Sequence[Any]) -> list[
         entries = [backend.slice_row(stack, i, spec) for stack, spec in zip(stacks, row_specs, strict=True)]
         results = run_program(backend, program, body_constants, [*constants, *carries, *entries])
         carries, rows[i] = results[: scan.carries], results[scan.carries :]
-    out_specs = [Spec(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars[scan.carries :]]
+    out_specs = specs[scan.carries :]
     if scan.length == 0:
         empty = [backend.make_known(np.zeros(spec.shape, spec.dtype)) for spec in out_specs]
         return [*carries, *empty]
@@ -267,10 +272,17 @@ def _run_branches(
 
 
 class Tap:
-    """A backend that computes the program, and keeps the codes of all quantize points in their order."""
+    """A backend that computes the program, and keeps the codes of all quantize points in their order.
 
-    def __init__(self) -> None:
+    Attributes:
+        codes: the codes so far; of a point in a loop, those of all steps.
+        rolled: for each scan of the program whether it is a loop in the model.
+        place: the number of scans so far.
+    """
+
+    def __init__(self, rolled: Sequence[bool] = (), place: int = 0) -> None:
         self.codes: list[Any] = []
+        self.rolled, self.place = rolled, place
 
     def is_constant(self, value: Any) -> bool:
         """Return whether a value is not traced."""
@@ -297,6 +309,33 @@ class Tap:
         """Keep known codes, which a model traced with other shapes may compute."""
         self.codes += [jnp.asarray(results[i]) for i in find_points(mark)]
 
+    def roll_scan(self, equation: Any, operands: Sequence[Any], specs: Sequence[Spec]) -> list[Any] | None:
+        """Return the results of `jax.lax.scan` for a loop of the model."""
+        is_rolled = self.place < len(self.rolled) and self.rolled[self.place]
+        self.place += 1
+        if not is_rolled:
+            return None
+        scan = programs.read_scan(equation)
+        place, first = self.place, scan.constants + scan.carries
+        program = scan.body.program
+
+        def advance(carries: Any, entries: Any) -> Any:
+            inner = Tap(self.rolled, place)  # JAX may trace the body twice
+            arguments = [*operands[: scan.constants], *carries, *entries]
+            results = run_program(inner, program, scan.body.constants, arguments)
+            self.place = inner.place
+            results = [jnp.asarray(x, v.aval.dtype) for x, v in zip(results, program.outvars, strict=True)]
+            return results[: scan.carries], (results[scan.carries :], [jnp.asarray(x) for x in inner.codes])
+
+        carries = [
+            jnp.broadcast_to(jnp.asarray(x, spec.dtype), spec.shape)
+            for x, spec in zip(operands[scan.constants : first], specs[: scan.carries], strict=True)
+        ]
+        stacks = [jnp.asarray(x) for x in operands[first:]]
+        last, (rows, codes) = jax.lax.scan(advance, carries, stacks, scan.length, scan.reverse)
+        self.codes += codes
+        return [*last, *rows]
+
     def slice_row(self, stacked: Any, index: int, spec: Spec) -> Any:
         """Return an entry of the first dimension."""
         return stacked[index]
@@ -316,6 +355,6 @@ class Tap:
 
 def find_points(mark: recording.Mark) -> list[int]:
     """Return the places of the codes among the results of a mark: what a verification compares."""
-    if mark.name in ("keep", "dynamic_range"):
+    if mark.name in ("keep", "dynamic_range", "name_output"):
         return []
     return [i for i, (_, dtype) in enumerate(mark.results) if dtype in values.CODES]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core import granularity as granularities
-from . import elementwise, values
+from . import elementwise, packed_weights, values
 from .elementwise import apply_operator, cast_value, make_scalar
 from .graph import Graph
 from .registry import Call, writes_mark
@@ -240,6 +240,7 @@ def write_dequantize(graph: Graph, call: Call) -> Value:
     """
     p = call.parameters
     codes, scale, zero_point, shape = p["x"], p["scale"], p["zero_point"], call.outputs[0].shape
+    point = None
     if zero_point is None or codes.dtype in dtypes.SMALL_FLOATS:
         steps = cast_value(graph, _hold(graph, codes), np.float32)
     else:
@@ -247,7 +248,10 @@ def write_dequantize(graph: Graph, call: Call) -> Value:
         steps = apply_operator(graph, "Sub", [cast_value(graph, _hold(graph, codes), np.int32), point])
         steps = cast_value(graph, steps, np.float32)
     factor = cast_value(graph, expand_scale(graph, scale, p["granularity"], shape), np.float32)
-    return cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
+    result = cast_value(graph, apply_operator(graph, "Mul", [steps, factor]), np.dtype(p["dtype"]))
+    sizes = find_sizes(p["granularity"], scale.shape, shape)
+    packed_weights.note_weights(graph, result, codes, (factor, point), sizes)
+    return result
 
 
 def _hold(graph: Graph, codes: Value) -> Value:
@@ -277,6 +281,16 @@ def write_round_to_dtype(graph: Graph, call: Call) -> Value:
 def write_keep(graph: Graph, call: Call) -> Value:
     """Write nothing: the result is the first operand."""
     return call.inputs[0]
+
+
+@writes_mark("name_output")
+def write_name(graph: Graph, call: Call) -> Value:
+    """Write nothing, and note the name that an operator asks for its output."""
+    x, name = call.inputs[0], call.parameters["name"]
+    is_taken = x.name in graph.inputs or x.name in graph.requests
+    tensor = graph.add("Identity", [graph.store(x)]) if x.is_known or is_taken else graph.store(x)
+    graph.requests[tensor] = name
+    return x._replace(name=tensor, array=None)
 
 
 # Ranges.

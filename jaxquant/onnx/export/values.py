@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto, ValueInfoProto, helper
 
 from ..._core import dtypes
 
@@ -71,6 +71,12 @@ def find_element_type(dtype: Any) -> int:
     """Return ONNX's number of a dtype."""
     dtype = np.dtype(dtype)
     return TensorProto.BFLOAT16 if dtype == dtypes.BFLOAT16 else helper.np_dtype_to_tensor_dtype(dtype)
+
+
+def describe(name: str, shape: Shape, dtype: Any) -> ValueInfoProto:
+    """Return the declaration of an input or an output."""
+    lengths = [int(n) if isinstance(n, int | np.integer) else str(n) for n in shape]
+    return helper.make_tensor_value_info(name, find_element_type(find_container(dtype)), lengths)
 
 
 def is_static(shape: Shape) -> bool:

@@ -14,7 +14,7 @@ from ..errors import ModelError
 from .graph import Graph, Node
 from .limits import Limits, check_memory, count_bytes
 from .registry import Operator, find_operator
-from .values import convert_to_jax, is_known, read_static
+from .values import convert_to_jax, is_known, read_length, read_static, wrap_result
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,8 +71,7 @@ class Run:
         except Exception as error:
             raise ModelError(f"{node.label}: {type(error).__name__}: {str(error)[:500]}") from error
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        # numpy returns scalars in place of arrays of rank 0.
-        return [np.asarray(value) if isinstance(value, np.generic) else value for value in outputs]
+        return [wrap_result(value) for value in outputs]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,10 +101,10 @@ class Call:
         """Return whether the graph names an output."""
         return len(self.node.outputs) > index and bool(self.node.outputs[index])
 
-    def reserve(self, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
+    def reserve(self, shape: Sequence[Any], dtype: Any) -> tuple[Any, ...]:
         """Return a shape as ints; raise if an array of this shape takes more than the limits allow."""
-        shape = tuple(int(n) for n in shape)
-        if any(n < 0 for n in shape):
+        shape = tuple(read_length(n) for n in shape)
+        if any(isinstance(n, int) and n < 0 for n in shape):
             raise ModelError(f"expected lengths of 0 or more, got {shape}")
         check_memory(self.run.limits, self.run.live + count_bytes(shape, dtype), f"an array of {shape}")
         return shape

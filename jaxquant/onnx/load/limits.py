@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from ..._core import checks
 from ..errors import ModelError
@@ -44,8 +45,8 @@ class Limits:
 
 
 def count_bytes(shape: Sequence[Any], dtype: Any) -> int:
-    """Return the bytes of an array of this shape, without overflow."""
-    return math.prod(int(n) for n in shape) * np.dtype(dtype).itemsize
+    """Return the bytes of an array of this shape, without overflow. A symbolic length counts as 1: nothing runs."""
+    return math.prod(1 if is_symbolic_dim(n) else int(n) for n in shape) * np.dtype(dtype).itemsize
 
 
 def check_memory(limits: Limits, total: int, what: str) -> None:

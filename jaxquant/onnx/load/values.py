@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.export import is_symbolic_dim
 
 from ..errors import ModelError
 
@@ -33,6 +35,8 @@ def convert_to_jax(value: Any) -> Any:
     """
     if not isinstance(value, np.ndarray):
         return value
+    if value.dtype == object:
+        return convert_lengths(value)
     dtype = canonicalize_dtype(value.dtype)
     if dtype != value.dtype and dtype.kind in "iu":
         bounds = np.iinfo(dtype)
@@ -61,16 +65,76 @@ def read_static(value: Any, what: str) -> Any:
     return np.asarray(value)
 
 
-def list_ints(value: Any) -> tuple[int, ...]:
-    """Return the elements of an attribute or of a known array as ints."""
-    if np.size(value) > _MOST_INTS:
-        raise ModelError(f"expected at most {_MOST_INTS} numbers for a shape or for axes, got {np.size(value)}")
-    return tuple(int(n) for n in np.asarray(value).reshape(-1))
-
-
 def normalize_axis(axis: Any, rank: int) -> int:
     """Return an axis as a non-negative int."""
     axis = int(axis)
     if not -rank <= axis < max(rank, 1):
         raise ModelError(f"expected an axis in [{-rank}, {rank - 1}], got {axis}")
     return axis % rank if rank else 0
+
+
+# Lengths of arrays. Some are symbolic while the function is traced for an export with a symbolic batch. A numpy array
+# of symbolic lengths has the dtype object: numpy's functions apply Python's operators to its elements.
+
+
+def read_length(n: Any) -> Any:
+    """Return a length as an int, or unchanged if it is symbolic."""
+    return n if is_symbolic_dim(n) else int(n)
+
+
+def is_static(shape: Sequence[Any]) -> bool:
+    """Return whether no length is symbolic."""
+    return not any(is_symbolic_dim(n) for n in shape)
+
+
+def list_ints(value: Any) -> tuple[Any, ...]:
+    """Return the elements of an attribute or of a known array as ints, or as symbolic lengths."""
+    if np.size(value) > _MOST_INTS:
+        raise ModelError(f"expected at most {_MOST_INTS} numbers for a shape or for axes, got {np.size(value)}")
+    return tuple(read_length(n) for n in np.asarray(value).reshape(-1))
+
+
+def make_lengths(lengths: Sequence[Any]) -> np.ndarray:
+    """Return lengths as a vector of int64, or of objects if one of them is symbolic."""
+    if is_static(lengths):
+        return np.asarray(lengths, np.int64)
+    result = np.empty(len(lengths), object)
+    result[:] = lengths
+    return result
+
+
+def wrap_result(value: Any) -> Any:
+    """Return what a function of numpy computed as an array, of int64 if no element is symbolic any more.
+
+    numpy returns a scalar, or the element of an array of objects, in place of an array of rank 0.
+    """
+    if isinstance(value, np.generic):
+        return np.asarray(value)
+    if is_symbolic_dim(value) or isinstance(value, int):
+        return make_lengths([value]).reshape(())
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return make_lengths(value.reshape(-1).tolist()).reshape(value.shape)
+    return value
+
+
+def convert_lengths(lengths: np.ndarray) -> Any:
+    """Return an array of symbolic lengths as a JAX array."""
+    parts = [jnp.asarray(n).astype(canonicalize_dtype(np.int64)) for n in lengths.reshape(-1)]
+    return jnp.stack(parts).reshape(lengths.shape)
+
+
+def broadcast_shapes(*shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the shape to which shapes broadcast, by numpy's rules."""
+    if all(is_static(shape) for shape in shapes):
+        return np.broadcast_shapes(*shapes)
+    return tuple(jnp.broadcast_shapes(*(tuple(shape) for shape in shapes)))
+
+
+def list_indices(n: Any) -> Any:
+    """Return the indices of an axis, as a numpy array if its length is known."""
+    return jnp.arange(n) if is_symbolic_dim(n) else np.arange(n)
+
+
+def broadcast_to(x: Any, shape: tuple[Any, ...]) -> Any:
+    """Return an array in a shape to which it broadcasts."""
+    return namespace(x).broadcast_to(x, shape) if is_static(shape) else jnp.broadcast_to(convert_to_jax(x), shape)

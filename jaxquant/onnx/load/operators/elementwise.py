@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from ...._core import barriers, dtypes, small_floats
 from ..registry import register
 from ..tensors import find_onnx_dtype
-from ..values import canonicalize_dtype, convert_to_jax, namespace
+from ..values import broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
@@ -48,14 +48,16 @@ _BINARY = {
     "GreaterOrEqual": "greater_equal",
 }
 _VARIADIC = {"Max": "maximum", "Min": "minimum", "Sum": "add"}
+# Of symbolic lengths, whose order may be unknown.
+_LENGTHS = {"maximum": core.max_dim, "minimum": core.min_dim}
 _NUMPY_KINDS = "biuf"
 
 
 def broadcast(call: Any, *values: Any) -> list[Any]:
     """Return arrays broadcast against each other by numpy's rules, after a check of the memory that they take."""
-    shape = np.broadcast_shapes(*(value.shape for value in values))
+    shape = broadcast_shapes(*(value.shape for value in values))
     call.reserve(shape, values[0].dtype)
-    return [value if value.shape == shape else namespace(value).broadcast_to(value, shape) for value in values]
+    return [value if value.shape == shape else broadcast_to(value, shape) for value in values]
 
 
 def _register_named() -> None:
@@ -68,7 +70,7 @@ def _register_named() -> None:
 
 
 def _apply_unary(function: str, call: Any, x: Any) -> Any:
-    y = getattr(namespace(x), function)(x)
+    y = wrap_result(getattr(namespace(x), function)(x))
     return y if y.dtype == x.dtype or function == "isnan" else y.astype(x.dtype)
 
 
@@ -77,6 +79,12 @@ def _apply_binary(function: str, call: Any, a: Any, b: Any) -> Any:
 
 
 def _apply_variadic(function: str, call: Any, *values: Any) -> Any:
+    if (
+        function in _LENGTHS
+        and all(isinstance(x, np.ndarray) for x in values)
+        and any(x.dtype == object for x in values)
+    ):
+        return functools.reduce(np.frompyfunc(_LENGTHS[function], 2, 1), broadcast(call, *values))
     return functools.reduce(getattr(namespace(*values), function), broadcast(call, *values))
 
 
@@ -101,6 +109,8 @@ def divide(call: Any, a: Any, b: Any) -> Any:
     """ONNX Div: integers are divided towards zero."""
     a, b = broadcast(call, a, b)
     xp = namespace(a, b)
+    if xp is np and object in (a.dtype, b.dtype):  # lengths, which are not negative
+        return a // b
     if a.dtype.kind not in "iu":
         return xp.divide(a, b).astype(a.dtype)
     if xp is jnp:
@@ -200,7 +210,7 @@ def cast_bits(call: Any, x: Any) -> Any:
 def cast_to(x: Any, dtype: Any, saturate: bool = True) -> Any:
     """Return an array in another dtype, with ONNX's rules for floats of 8 bits and fewer."""
     dtype = np.dtype(dtype)
-    if x.dtype == dtype:
+    if x.dtype == dtype or (x.dtype == object and dtype.kind in "iu"):  # symbolic lengths stay what they are
         return x
     if namespace(x) is np and dtype.kind in _NUMPY_KINDS and x.dtype.kind in _NUMPY_KINDS:
         return x != 0 if dtype == np.bool_ else x.astype(dtype)

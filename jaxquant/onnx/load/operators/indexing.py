@@ -9,13 +9,25 @@ import numpy as np
 
 from ...errors import ModelError
 from ..registry import register
-from ..values import list_ints, namespace, normalize_axis
+from ..values import convert_to_jax, is_static, list_indices, list_ints, namespace, normalize_axis
 
 
-def _wrap(index: Any, length: int) -> Any:
+def _wrap(index: Any, length: Any) -> Any:
     """Return indices of which negative ones count from the back."""
+    index = convert_to_jax(index) if index.dtype == object else index
+    if isinstance(index, np.ndarray) and not is_static([length]):
+        if np.all(index >= 0):
+            return index
+        index = convert_to_jax(index)
+    if not is_static([length]):
+        index = index.astype(jnp.int32)
+        return jnp.where(index < 0, index + jnp.asarray(length).astype(jnp.int32), index)
     index = index if isinstance(index, np.ndarray) else index.astype(jnp.int32)
     return namespace(index).where(index < 0, index + np.asarray(length, index.dtype), index)
+
+
+# Exporters write such a number for "to the end".
+_BEYOND = 2**31 - 1
 
 
 @register("Slice", static=(1, 2, 3, 4), folds=True)
@@ -36,13 +48,22 @@ def slice_array(call: Any, x: Any, *arguments: Any) -> Any:
     return x[tuple(cuts)]
 
 
-def _find_slice(start: int, end: int, step: int, length: int) -> slice:
+def _find_slice(start: Any, end: Any, step: int, length: Any) -> slice:
     """Return Python's slice of ONNX's bounds, which count from the back if they are negative, and are clamped."""
     if step == 0:
         raise ModelError("expected a step that is not 0")
+    if not is_static((start, end, length)):
+        return _find_symbolic_slice(start, end, step, length)
     low, high = (0, length) if step > 0 else (-1, length - 1)
     start, end = (min(max(n + length if n < 0 else n, low), high) for n in (start, end))
     return slice(max(start, 0), None if end < 0 else end, step)
+
+
+def _find_symbolic_slice(start: Any, end: Any, step: int, length: Any) -> slice:
+    """Return Python's slice of bounds that JAX clamps, without those that are at or beyond an end."""
+    first = step > 0 and isinstance(start, int) and start == 0
+    last = end >= _BEYOND if isinstance(end, int) and step > 0 else isinstance(end, int) and end <= -_BEYOND
+    return slice(None if first else start, None if last or (step > 0 and end == length) else end, step)
 
 
 @register("Gather", folds=True)
@@ -75,9 +96,14 @@ def gather_nd(call: Any, x: Any, indices: Any) -> Any:
         return x[index]
     rest = indices.ndim - 1 - batch
     # Indices of the batch dimensions that broadcast against those of the model.
-    grids = np.ix_(*(np.arange(n) for n in x.shape[:batch]))
-    grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in grids]
+    grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in _make_grids(x.shape[:batch])]
     return x[(*grids, *index)]
+
+
+def _make_grids(lengths: Any) -> list[Any]:
+    """Return for each dimension its indices, in a shape that broadcasts against the others."""
+    rank = len(lengths)
+    return [list_indices(n).reshape(*(1,) * i, -1, *(1,) * (rank - 1 - i)) for i, n in enumerate(lengths)]
 
 
 _REDUCTIONS = {"none": "set", "add": "add", "mul": "multiply", "max": "max", "min": "min"}
@@ -91,7 +117,7 @@ def _update(call: Any, x: Any, index: tuple[Any, ...], updates: Any) -> Any:
 def scatter_elements(call: Any, x: Any, indices: Any, updates: Any) -> Any:
     """ONNX ScatterElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
-    grids = list(np.ix_(*(np.arange(n) for n in indices.shape)))
+    grids = _make_grids(indices.shape)
     index = tuple(_wrap(indices, x.shape[axis]) if i == axis else grid for i, grid in enumerate(grids))
     return _update(call, x, index, updates)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...._core import barriers, division
 from ...._onnx_ops.dynamic_quantize_matmul import dynamic_quantize_matmul
 from ...._onnx_ops.matmul_integer_to_float import matmul_integer_to_float
 from ...._onnx_ops.matmul_nbits import matmul_nbits
@@ -47,6 +48,8 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[int, ...]
     "QLinearLeakyRelu": (qlinear_leaky_relu, ("alpha",), (0,)),
     "QLinearSoftmax": (qlinear_softmax, ("axis", "opset"), (0,)),
 }
+# The accuracy_level of MatMulNBits that rounds its float operand to int8.
+_BYTES = 4
 _FLAGS = ("ceil_mode", "channels_last", "count_include_pad", "keepdims")
 
 
@@ -112,12 +115,28 @@ def multiply_general_codes(call: Any, a: Any, a_scale: Any, a_point: Any, b: Any
 
 @_register("MatMulNBits")
 def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any:
-    """ONNX Runtime's MatMulNBits, in floats at any accuracy_level."""
+    """ONNX Runtime's MatMulNBits; with accuracy_level=4 the floats are rounded to int8, as by its kernel for x86-64."""
     zero_points, order, bias = [*inputs, *[None] * (3 - len(inputs))]
     if order is not None:
         raise ValueError("MatMulNBits with g_idx is not supported")
     attributes = {name: call.get(name) for name in ("K", "N", "block_size")}
+    is_float = zero_points is not None and zero_points.dtype != np.uint8
+    if call.get("accuracy_level", 0) == _BYTES and a.dtype == np.float32 and not is_float:
+        a = _round_to_bytes(a, call.get("block_size"))
     return matmul_nbits(a, b, scales, zero_points, bias, bits=call.get("bits", 4), **attributes)
+
+
+def _round_to_bytes(a: Any, size: int) -> Any:
+    """Return rows of floats as multiples of 1/127 of the largest magnitude in each block."""
+    count = -(-a.shape[-1] // size)
+    widths = [(0, 0)] * (a.ndim - 1) + [(0, count * size - a.shape[-1])]
+    blocks = jnp.pad(a, widths).reshape(*a.shape[:-1], count, size)
+    most = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    full = jnp.full_like(most, 127)
+    inverse = jnp.where(most == 0, 0, division.divide(full, jnp.where(most == 0, 1, most)))
+    steps = jnp.rint(barriers.round_result(blocks * inverse))
+    rounded = barriers.round_result(steps * division.divide(most, full))
+    return rounded.reshape(*a.shape[:-1], count * size)[..., : a.shape[-1]]
 
 
 @_register("FusedMatMul", "TransposeMatMul")

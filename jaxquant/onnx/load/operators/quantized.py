@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from ...._codes.bias import quantize_bias
 from ...._onnx_ops.conv_integer import conv_integer
@@ -109,7 +110,9 @@ def fake_quantize(call: Any, x: Any, scale: Any, zero_point: Any = None) -> Any:
     dtype = call.get("dtype")
     scale, zero_point = read_scalar(jnp.asarray(scale)), read_scalar(zero_point)
     most = float(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).max)
-    scale = _scale_gradient(scale, (max(x.size / scale.size, 1) * most) ** -0.5)
+    # A function with symbolic shapes is exported, and not differentiated.
+    count = 1 if is_symbolic_dim(x.size) else max(x.size / scale.size, 1)
+    scale = _scale_gradient(scale, (count * most) ** -0.5)
     return fake_quantize_linear(x, scale, zero_point, dtype=dtype, **_find_granularity(call))
 
 

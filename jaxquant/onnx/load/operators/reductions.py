@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from ..registry import register
-from ..values import list_ints, namespace, normalize_axis
+from ..values import list_ints, namespace, normalize_axis, wrap_result
 
 
 def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
@@ -23,6 +24,9 @@ def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
 def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> Any:
     if x.dtype == np.bool_:
         return (xp.any if name == "max" else xp.all)(x, axis=axes, keepdims=keepdims)
+    # A symbolic length is 1 or more.
+    if axes is not None and all(is_symbolic_dim(x.shape[axis]) or x.shape[axis] for axis in axes):
+        return getattr(xp, name)(x, axis=axes, keepdims=keepdims)
     kind = x.dtype.kind in "iu"
     # An empty slice has the neutral element, as in ONNX.
     least, most = (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max) if kind else (-np.inf, np.inf)
@@ -64,7 +68,7 @@ def _register_reductions() -> None:
                     y = _reduce_extreme(xp, reduction, y, kept, keepdims)
                 else:
                     y = getattr(xp, reduction)(y, axis=kept, keepdims=keepdims)
-            return _apply(xp, after, y).astype(x.dtype)
+            return wrap_result(_apply(xp, after, y)).astype(x.dtype)
 
         return reduce
 

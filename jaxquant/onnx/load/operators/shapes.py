@@ -11,7 +11,16 @@ import numpy as np
 from ...errors import ModelError
 from ..registry import register
 from ..tensors import find_onnx_dtype
-from ..values import canonicalize_dtype, list_ints, namespace, normalize_axis
+from ..values import (
+    broadcast_shapes,
+    broadcast_to,
+    canonicalize_dtype,
+    is_static,
+    list_ints,
+    make_lengths,
+    namespace,
+    normalize_axis,
+)
 
 
 @register("Shape")
@@ -19,13 +28,13 @@ def read_shape(call: Any, x: Any) -> Any:
     """ONNX Shape."""
     rank = x.ndim
     start, end = (min(max(n + rank if n < 0 else n, 0), rank) for n in (call.get("start", 0), call.get("end", rank)))
-    return np.asarray(x.shape[start:end], np.int64)
+    return make_lengths(x.shape[start:end])
 
 
 @register("Size")
 def count_size(call: Any, x: Any) -> Any:
     """ONNX Size."""
-    return np.asarray(x.size, np.int64)
+    return make_lengths([math.prod(x.shape)]).reshape(())
 
 
 @register("Reshape", static=(1,), folds=True)
@@ -34,7 +43,8 @@ def reshape(call: Any, x: Any, shape: Any = None) -> Any:
     lengths = list(list_ints(call.get("shape") if shape is None else shape))
     if not call.get("allowzero", 0):
         lengths = [x.shape[i] if n == 0 else n for i, n in enumerate(lengths)]
-    if lengths.count(-1) == 1:
+    # JAX divides symbolic lengths.
+    if lengths.count(-1) == 1 and is_static((*lengths, *x.shape)):
         rest = math.prod(n for n in lengths if n != -1)
         lengths[lengths.index(-1)] = x.size // rest if rest else 0
     return x.reshape(lengths)
@@ -103,8 +113,7 @@ def split(call: Any, x: Any, split: Any = None) -> Any:
 @register("Expand", static=(1,), folds=True)
 def expand(call: Any, x: Any, shape: Any) -> Any:
     """ONNX Expand: both shapes broadcast against each other."""
-    target = np.broadcast_shapes(x.shape, list_ints(shape))
-    return namespace(x).broadcast_to(x, call.reserve(target, x.dtype))
+    return broadcast_to(x, call.reserve(broadcast_shapes(x.shape, list_ints(shape)), x.dtype))
 
 
 @register("Tile", static=(1,), folds=True)
@@ -122,12 +131,15 @@ def fill(call: Any, shape: Any) -> Any:
     value = np.zeros(1, np.float32) if value is None else value
     lengths = call.reserve(list_ints(shape), value.dtype)
     # Small results are shape arithmetic; a view of one element takes no memory.
-    return np.broadcast_to(value.reshape(()), lengths)
+    return broadcast_to(value.reshape(()), lengths)
 
 
 @register("Range", static=(0, 1, 2))
 def count_up(call: Any, start: Any, limit: Any, delta: Any) -> Any:
     """ONNX Range."""
+    if object in (start.dtype, limit.dtype, delta.dtype):  # symbolic lengths
+        bounds = [list_ints(x)[0] for x in (start, limit, delta)]
+        return jnp.arange(*bounds, dtype=canonicalize_dtype(np.int64))
     first, last, step = (x.reshape(()) for x in (start, limit, delta))
     dtype = first.dtype
     if dtype.kind == "f" or dtype.name == "bfloat16":
@@ -190,7 +202,9 @@ def pad(call: Any, x: Any, pads: Any = None, value: Any = None, axes: Any = None
     widths = [(0, 0)] * x.ndim
     for axis, low, high in zip(kept, amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :], strict=True):
         widths[axis] = (low, high)
-    cut = tuple(slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(x.shape, widths, strict=True))
+    cut = tuple(
+        slice(max(-low, 0), n + high if high < 0 else None) for n, (low, high) in zip(x.shape, widths, strict=True)
+    )
     x, widths = x[cut], [(max(low, 0), max(high, 0)) for low, high in widths]
     call.reserve([n + low + high for n, (low, high) in zip(x.shape, widths, strict=True)], x.dtype)
     mode, xp = call.get("mode", "constant"), namespace(x)

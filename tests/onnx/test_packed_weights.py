@@ -1,0 +1,98 @@
+"""Products with weights of 4 bits: MatMulNBits on export and on import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import jaxquant as jq
+from jaxquant import onnx as jqonnx
+
+from ..cases.onnx_models import run_runtime
+
+SPECS = {
+    "blocks": (jq.QuantSpec(jnp.int4, jq.Blocked(0, 32)), 32),
+    "long blocks": (jq.QuantSpec(jnp.int4, jq.Blocked(0, 48)), 16),
+    "columns": (jq.QuantSpec(jnp.int4, jq.PerAxis(1)), 128),
+    "zero points": (jq.QuantSpec(jnp.uint4, jq.Blocked(0, 16), symmetric=False), 16),
+}
+
+
+def list_products(model: onnx.ModelProto) -> list[Any]:
+    return [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", SPECS)
+def test_weight_only_products(name: str, rng: np.random.Generator) -> None:
+    spec, block = SPECS[name]
+    w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (112, 24)), jnp.float32), spec)
+    wide = jq.QuantizedArray(
+        w.codes.reshape(112, 4, 6), w.scale.reshape(-1, *((4, 6) if w.scale.shape[1] > 1 else (1, 1))),
+        None if w.zero_point is None else w.zero_point.reshape(-1, *((4, 6) if w.zero_point.shape[1] > 1 else (1, 1))),
+    )  # fmt: skip
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        return [jq.matmul(x, w), jq.einsum("btk,khd->bthd", x, wide)]
+
+    x = jnp.asarray(rng.normal(0, 1, (2, 3, 112)), jnp.float32)
+    model = jqonnx.export(function, [x], batch="N")
+    onnx.checker.check_model(model)
+    products = list_products(model)
+    assert len(products) == 2
+    attributes = {a.name: helper.get_attribute_value(a) for a in products[0].attribute}
+    assert (attributes["block_size"], attributes["accuracy_level"]) == (block, 1)
+    # The weights take 4 bits in the file.
+    assert model.ByteSize() < 2 * (112 * 24 // 2 + 112 // 16 * 24 * 5 + 4 * 128 * 24) + 4000
+    for level in ("disabled", "basic", "extended", "all"):
+        report = jqonnx.verify(model, function, [x, x[:1]], level=level, tolerance=1e-5)
+        assert report.is_exact, str(report)
+    loaded, params = jqonnx.load(model)
+    for result, want in zip(jax.jit(loaded)(params, x), jax.jit(function)(x), strict=True):
+        np.testing.assert_allclose(result, want, rtol=0, atol=1e-5)
+    assert len(list_products(jqonnx.export(loaded, [x], params=params, batch="N"))) == 2
+
+
+def test_blocks_without_a_kernel_are_floats(rng: np.random.Generator) -> None:
+    w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (12, 5)), jnp.float32), jq.QuantSpec(jnp.int4, jq.Blocked(0, 4)))
+    x = jnp.asarray(rng.normal(0, 1, (2, 12)), jnp.float32)
+
+    def function(x: jax.Array) -> jax.Array:
+        return jq.matmul(x, w)
+
+    model = jqonnx.export(function, [x])
+    assert not list_products(model)
+    assert jqonnx.verify(model, function, [x], tolerance=1e-5).is_exact
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block", [16, 32, 128])
+def test_rounding_of_the_other_operand(bits: int, block: int, rng: np.random.Generator) -> None:
+    """With accuracy_level=4 the floats become int8, and a result is far from that of floats."""
+    k, n = 100, 12
+    blocks = -(-k // block)
+    b = rng.integers(0, 256, (n, blocks, block * bits // 8)).astype(np.uint8)
+    scales = rng.uniform(0.01, 0.02, (n, blocks)).astype(np.float32)
+    x = rng.normal(0, 1, (3, k)).astype(np.float32)
+    x[1, :block] = 0  # a block without a range
+    results = {}
+    for level in (1, 4):
+        attributes: dict[str, Any] = {"K": k, "N": n, "bits": bits, "block_size": block, "accuracy_level": level}
+        node = helper.make_node("MatMulNBits", ["x", "b", "s"], ["y"], domain="com.microsoft", **attributes)
+        arrays = [numpy_helper.from_array(array, name) for array, name in ((b, "b"), (scales, "s"))]
+        infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy"]
+        graph = helper.make_graph([node], "g", infos[:1], infos[1:], arrays)
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        fn, params = jqonnx.load(model)
+        results[level] = np.asarray(jax.jit(fn)(params, x))
+        (expected,) = run_runtime(model, {"x": x})
+        np.testing.assert_allclose(results[level], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(results[1] - results[4]).max() > 1e-3
