@@ -252,7 +252,7 @@ class Bar:
         self._bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)
         self._task = self._bar.add_task(text, total=total)
 
-    def advance(self) -> None:
+    def count_step(self) -> None:
         """Count a step."""
         if self._bar is None:
             return
@@ -280,7 +280,7 @@ def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[An
     try:
         for batch in batches:
             yield batch
-            bar.advance()
+            bar.count_step()
     finally:
         bar.stop()
 

@@ -17,17 +17,28 @@ _POINTS = 40
 
 
 def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] | None = None) -> Any:
-    """Return a figure of matplotlib: for each weight the measure of a pass before and after it, on a logarithmic scale.
+    """Draw the measure of a pass for each weight, before and after it, on a logarithmic scale.
 
     Args:
         notes: the notes of a pass, or those of several by a name for each: for example of `ptq.apply` with several
             algorithms, whose measure is the error of the outputs.
         path: a file to write the figure to, or None.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
         TypeError: notes has a wrong type.
         ValueError: no note has a measure.
         ModuleNotFoundError: matplotlib is not installed.
+
+    Example:
+        >>> import jaxquant as jq
+        >>> from jaxquant import ptq
+        >>> notes = ptq.Notes((ptq.Note("kernel", "GPTQ", "", 0.5, 0.1),), "the mean squared error of the outputs")
+        >>> figure = jq.report.plot_notes({"GPTQ": notes})  # doctest: +SKIP
+
+    Source: Cleveland and McGill, Journal of the American Statistical Association 79 (1984), for dots on a line.
     """
     name = "report.plot_notes"
     groups = {"the pass": notes} if isinstance(notes, Notes) else notes
@@ -39,15 +50,25 @@ def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] 
 
 
 def plot_plan(plan: BitPlan, path: str | os.PathLike[str] | None = None) -> Any:
-    """Return a figure of matplotlib: the damage of the best plans against their bytes, and the chosen one.
+    """Draw the damage of the best plans against their bytes, and the chosen one.
 
     Args:
         plan: a plan of `ptq.allocate_bits`.
         path: a file to write the figure to, or None.
 
+    Returns:
+        A figure of matplotlib.
+
     Raises:
         TypeError: plan has a wrong type.
         ModuleNotFoundError: matplotlib or scipy is not installed.
+
+    Example:
+        >>> import jaxquant as jq
+        >>> plan = ptq.allocate_bits(prepared, params, batches, budget=100_000)  # doctest: +SKIP
+        >>> figure = jq.report.plot_plan(plan, "plan.png")  # doctest: +SKIP
+
+    Source: Hubara et al., arXiv 2006.10518, section 3.4, for the plans.
     """
     is_plan = isinstance(plan, BitPlan)
     checks.require_type(is_plan, "report.plot_plan", "plan", "a ptq.BitPlan", type(plan).__name__)

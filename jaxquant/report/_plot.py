@@ -103,7 +103,7 @@ def draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, floa
     axes.set_yscale("log")
     axes.set_xlabel("bytes of all weights")
     axes.set_ylabel("damage: squared error of the results,\nrelative to their squares")
-    _finish(axes)
+    _label_axes(axes)
     return figure
 
 
@@ -128,11 +128,11 @@ def draw_notes(notes: dict[str, Any]) -> Any:
     axes.set_xscale("log")
     measures = {rows.measure for rows in notes.values()}
     axes.set_xlabel("\n".join(sorted(measures)), fontsize=9)
-    _finish(axes)
+    _label_axes(axes)
     return figure
 
 
-def _finish(axes: Any) -> None:
+def _label_axes(axes: Any) -> None:
     axes.grid(color=_GRAY, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

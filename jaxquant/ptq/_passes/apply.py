@@ -98,7 +98,7 @@ def apply(
         path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
         with checks.prefix_errors(path):
             arrays[leaf], notes[leaf] = _quantize(prepared, leaf, w, found, method, known.get(path))
-        bar.advance()
+        bar.count_step()
         if on_layer is not None:
             on_layer({prepared.names[place]: arrays[place] for place in notes})
         return arrays[leaf].dequantize()

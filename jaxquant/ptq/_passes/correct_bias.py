@@ -89,8 +89,8 @@ def correct_bias(
         >>> corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
         >>> corrected["bias"]  # 0.4 was rounded to 0, and the mean of its input is 2
         Array([0.8], dtype=float32)
-        >>> ptq.correct_bias(prepared, params, qparams, [x]).params["bias"].round(4)
-        Array([0.8], dtype=float32)
+        >>> float(ptq.correct_bias(prepared, params, qparams, [x]).params["bias"][0]).__round__(4)
+        0.8
 
     Source: Nagel et al., arXiv 1906.04721, section 4.2, equation 15, and appendix D for the measured mean.
     """

@@ -69,9 +69,9 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
         >>> apply(params, x), apply(rotated, x).round(4)
         (Array([[10., 10., 10.]], dtype=float32), Array([[10., 10., 10.]], dtype=float32))
         >>> print(notes)
-        path  action                            before  after  reason
-        down  outputs rotated in blocks of 2     1.985  1.402
-        up    inputs rotated in blocks of 2          1  1.414
+        path  action                          before  after  reason
+        down  outputs rotated in blocks of 2  1.985   1.403
+        up    inputs rotated in blocks of 2   1       1.414
         before, after: the largest |weight| over the root of the mean square, before and after
 
     Source: Ashkboos et al., arXiv 2404.00456, section 4, for the values of attention; Chee et al., arXiv 2307.13304,
