@@ -137,11 +137,7 @@ def run_loop(
     """
     _check_batches(step.function, batches)
     path = _check_path(step.function, checkpoint)
-    if progress is not None:
-        checks.check_flag(step.function, "progress", progress)
-        checks.require(
-            _HAS_RICH or not progress, step.function, "progress", "None or False, or the package rich", "True"
-        )
+    check_progress(step.function, progress)
     position, saved = Position(state, 0), time.monotonic()
     positions = _iterate_positions(step, position, _show_progress(batches, progress), path)
     try:
@@ -229,36 +225,64 @@ def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:
     return path
 
 
+class Bar:
+    """A progress bar on the error stream, which appears once the work takes long, or not at all.
+
+    Args:
+        text: what is done.
+        total: the number of steps; None shows a bar without an end.
+        progress: whether to show a bar; None shows it on a terminal, if the package rich is installed.
+    """
+
+    def __init__(self, text: str, total: int | None, progress: bool | None) -> None:
+        self._bar: Any = None
+        self._begin, self._is_running = time.monotonic(), False
+        if not (sys.stderr.isatty() and _HAS_RICH if progress is None else progress):
+            return
+        # Imported only when a bar is shown, because most loops show none.
+        from rich import console
+        from rich import progress as rich
+
+        columns = (
+            rich.TextColumn(text), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+        )  # fmt: skip
+        stream = console.Console(stderr=True)
+        # The bar disappears from a terminal; a log file keeps its last state.
+        self._bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)
+        self._task = self._bar.add_task(text, total=total)
+
+    def count_step(self) -> None:
+        """Count a step."""
+        if self._bar is None:
+            return
+        self._bar.advance(self._task)
+        if not self._is_running and time.monotonic() - self._begin > _SHOW_SECONDS:
+            self._bar.start()
+            self._is_running = True
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self._is_running:
+            self._bar.stop()
+
+
+def check_progress(function: str, progress: Any) -> None:
+    """Raise unless an argument says whether to show a progress bar, and it can be shown."""
+    if progress is not None:
+        checks.check_flag(function, "progress", progress)
+        checks.require(_HAS_RICH or not progress, function, "progress", "None or False, or the package rich", "True")
+
+
 def _show_progress(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     """Yield the batches, and show a bar on the error stream once they take long."""
-    is_shown = sys.stderr.isatty() and _HAS_RICH if progress is None else progress
-    if not is_shown:
-        yield from batches
-        return
-    # Imported only when a bar is shown, because most loops show none.
-    from rich import console
-    from rich import progress as rich
-
-    columns = (
-        rich.TextColumn("calibrating"), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-    )  # fmt: skip
-    stream = console.Console(stderr=True)
-    # The bar disappears from a terminal; a log file keeps its last state.
-    bar = rich.Progress(*columns, console=stream, transient=stream.is_terminal)
-    # A total of None, for an iterator without a length, shows a bar without an end.
-    task = bar.add_task("calibrating", total=operator.length_hint(batches) or None)
-    begin, is_running = time.monotonic(), False
+    bar = Bar("calibrating", operator.length_hint(batches) or None, progress)
     try:
         for batch in batches:
             yield batch
-            bar.advance(task)
-            if not is_running and time.monotonic() - begin > _SHOW_SECONDS:
-                bar.start()
-                is_running = True
+            bar.count_step()
     finally:
-        if is_running:
-            bar.stop()
+        bar.stop()
 
 
 def _find_origin(step: Step, state: Any) -> int:

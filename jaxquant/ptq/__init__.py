@@ -5,6 +5,7 @@ from ._passes.apply import apply
 from ._passes.collect import Statistics, collect
 from ._passes.correct_bias import correct_bias
 from ._passes.notes import Note, Notes, Outcome
+from ._passes.rotate import rotate
 from ._passes.scaling import equalize, smooth
 from .adaround import adaround
 from .gptq import Diagnostics, gptq
@@ -37,6 +38,7 @@ __all__ = [  # noqa: RUF022 as grouped
     "Nearest",
     "smooth",
     "equalize",
+    "rotate",
     "correct_bias",
     "allocate_bits",
     "BitPlan",

@@ -57,7 +57,9 @@ def check_finite(function: str, **arrays: Any) -> None:
         # A check of the dtype follows, so that only floats are looked at here.
         if x.dtype not in dtypes.FLOATS:
             continue
-        is_finite = bool(np.isfinite(x).all()) if isinstance(x, np.ndarray) else bool(_is_finite(x))
+        # A known array may meet this check while another one is traced.
+        with jax.ensure_compile_time_eval():
+            is_finite = bool(np.isfinite(x).all()) if isinstance(x, np.ndarray) else bool(_is_finite(x))
         checks.require(is_finite, function, argument, "finite numbers", "a NaN or an infinity")
 
 

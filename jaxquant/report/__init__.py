@@ -1,9 +1,10 @@
 """Reports on quantized functions: where the errors are, as tables, pictures and HTML."""
 
 from ._compare import compare
-from ._report import Report, SiteRow
+from ._pictures import plot_notes, plot_plan
+from ._report import Histogram, Report, SiteRow
 
-__all__ = ["Report", "SiteRow", "compare"]
+__all__ = ["Histogram", "Report", "SiteRow", "compare", "plot_notes", "plot_plan"]
 
 
 def __dir__() -> list[str]:

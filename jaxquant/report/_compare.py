@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,19 +14,19 @@ from jax import lax
 from .._arrays import parts
 from .._arrays.error_metrics import quantization_error
 from .._core import checks
-from .._training.rounding_vjp import Config, make_array
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._calls import Call, Signature
-from ..transform._inspect import InspectMode, check_prepared
-from ..transform._modes import Twin, find_scale
-from ..transform._programs import jaxpr, operations
+from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
+from ..transform._modes import Twin
+from ..transform._programs import jaxpr
 from ..transform._programs.interpret import Records
 from ..transform._programs.sites import Site
 from ._report import Histogram, Report, SiteRow
 
 _NAME = "report.compare"
 _SUMS = ("activation", "activation_error", "saturated", "elements", "output", "output_error")
+_RESULTS = ("sums", "extremes", "counts", "ends")
 _BINS = 64
 
 
@@ -39,21 +39,32 @@ def _compare_site(plan: Any, site: Site, operands: Sequence[Any], records: Recor
     """Return the float result, and the sums with those of this contraction."""
     record = records[site.name]
     (result,) = jaxpr.evaluate(site.equation, [x.floats if isinstance(x, Twin) else x for x in operands])
-    codes = [x.codes if isinstance(x, Twin) else x for x in operands]
+    values, activations = contract_codes(plan, site, operands, record["ranges"])
     sums: dict[str, Any] = {}
-    if site.operation == "take":
-        values = operations.look_up(site.equation, codes[0], operands[1])
-    else:
-        for operand in plan.sites[site.name].activations:
-            x, part = operands[operand.place], record["ranges"].get(str(operand.place))
-            scale, point = find_scale(operand.spec, x, part)
-            q = make_array(Config(operand.spec), x, scale, point, None)
-            sums = _add(sums, _sum_squares(x, q.dequantize(), "activation"))
-            sums = _add(sums, _count_saturated(x, q, scale))
-            codes[operand.place] = q
-        values = operations.make_operation(site.equation).contract_quantized(*codes)
+    for operand, q, scale in activations:
+        x = operands[int(operand.place)]
+        sums = _add(sums, _sum_squares(x, q.dequantize(), "activation"))
+        sums = _add(sums, _count_saturated(x, q, scale))
+        record = {**record, **_describe_values(x, q, operand, record)}
     sums = _add(sums, _sum_squares(result, values, "output"))
     return result, {**records, site.name: {**record, "sums": _add(record["sums"], sums)}}
+
+
+def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return the extremes of activations, how many are in each bin, and the ends of a static range."""
+    wide = x.astype(jnp.float32)
+    extremes = jnp.stack([jnp.min(wide, initial=np.inf), jnp.max(wide, initial=-np.inf)])
+    low, high = record["edges"][..., 0], record["edges"][..., 1]
+    place = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
+    counts = jnp.zeros(_BINS, jnp.int32).at[place.ravel()].add(1)
+    ends = jnp.full(2, np.nan, jnp.float32)
+    if operand.calibrator is not None:
+        codes = np.asarray(operand.spec.bounds, np.float32)
+        point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
+        ends = (codes - point) * q.scale.astype(jnp.float32).ravel()[0]
+    least, most = record["extremes"][0], record["extremes"][1]
+    extremes = jnp.stack([jnp.minimum(least, extremes[0]), jnp.maximum(most, extremes[1])])
+    return {"extremes": extremes, "counts": record["counts"] + counts, "ends": ends}
 
 
 def _add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -125,53 +136,87 @@ def compare(
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
     calls = [(args, {**kwargs, **arguments}) for args, kwargs in calls]
-    measured = _measure_calls(prepared, signature, codes, records, calls)
+    measured, activations = _measure_calls(prepared, signature, codes, records, calls)
     result = _measure_result(prepared, params, qparams, ranges, calls)
     rows = tuple(_make_row(prepared, row, measured.get(row.name, {}), signature, codes) for row in prepared.coverage)
     histograms = {
         prepared.names[leaf]: _make_histogram(signature.arrays[leaf], codes.arrays[leaf]) for leaf in prepared.leaves
     }
-    return Report(rows, result, histograms)
+    return Report(rows, result, histograms, activations)
 
 
 def _measure_calls(
     prepared: Prepared, signature: Signature, codes: Signature, ranges: Any, calls: Sequence[tuple[Any, Any]]
-) -> dict[str, dict[str, float]]:
-    """Return the sums of each contraction over all calls and all iterations of loops."""
-    totals: dict[str, dict[str, float]] = {}
+) -> tuple[dict[str, dict[str, float]], dict[str, Histogram]]:
+    """Return the sums of each contraction over all calls and all iterations of loops, and histograms of activations."""
     others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run_sites(arrays: Any, quantized: Any, rest: Any) -> Any:
+    def run_sites(arrays: Any, quantized: Any, edges: Any, rest: Any) -> Any:
         positional, named = others[0].rebuild(rest)
         call = prepared._trace("compare", signature.rebuild(arrays), positional, named)
         parameters = [
             Twin(x, quantized[place]) if place in prepared.leaves else x
             for place, x in enumerate(call.parameters.arrays)
         ]
-        records = _make_records(call, ranges)
+        records = _make_records(call, ranges, edges)
         final = prepared._interpret(_make_mode(call.plan), call, parameters, records)[1]
-        return {name: jax.tree.map(jnp.sum, record["sums"]) for name, record in final.items()}
+        return {name: {key: record[key] for key in _RESULTS} for name, record in final.items()}
 
-    for other in others:
-        for name, sums in run_sites(signature.arrays, codes.arrays, other.arrays).items():
-            totals[name] = _add(totals.get(name, {}), {key: float(value) for key, value in sums.items()})
-    return totals
+    def run_all(edges: Mapping[str, jax.Array]) -> list[dict[str, Any]]:
+        return [
+            jax.tree.map(np.asarray, run_sites(signature.arrays, codes.arrays, edges, other.arrays)) for other in others
+        ]
+
+    names = {row.name for row in prepared.coverage if row.form != "float"}
+    unit = {name: jnp.arange(2, dtype=jnp.float32) for name in names}
+    totals: dict[str, dict[str, float]] = {}
+    # The first time for the extremes, which are the edges of the histograms, the second time for the counts.
+    first = run_all(unit)
+    edges = {name: _find_edges([result[name]["extremes"] for result in first]) for name in names & set(first[0])}
+    second = run_all(
+        {**unit, **{name: jnp.asarray(edge, jnp.float32) for name, edge in edges.items() if edge is not None}}
+    )
+    histograms = {}
+    for name in first[0]:
+        for result in first:
+            totals[name] = _add(totals.get(name, {}), {key: float(x.sum()) for key, x in result[name]["sums"].items()})
+        edge = edges.get(name)
+        if edge is not None:
+            counts = sum(result[name]["counts"].reshape(-1, _BINS).sum(0, dtype=np.int64) for result in second)
+            histograms[name] = _make_activation_histogram(counts, edge, second[0][name]["ends"])
+    return totals, histograms
 
 
-def _make_records(call: Call, ranges: Any) -> dict[str, Any]:
-    """Return the ranges and the sums of each contraction on codes, with the axes of its scans."""
+def _find_edges(extremes: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the least and the largest activation, or None if no activations are quantized."""
+    rows = np.concatenate([x.reshape(-1, 2) for x in extremes])
+    low, high = rows[:, 0].min(), rows[:, 1].max()
+    if not np.isfinite(high - low):
+        return None
+    return np.array([low, high if high > low else low + 1], np.float32)
+
+
+def _make_activation_histogram(counts: Any, edge: np.ndarray, ends: np.ndarray) -> Histogram:
+    """Return the distribution of activations; of a range for each layer of a loop, the one that is the widest."""
+    edges = np.linspace(edge[0], edge[1], _BINS + 1)
+    rows = ends.reshape(-1, 2)
+    low, high = (None, None) if np.isnan(rows).any() else (float(rows[:, 0].min()), float(rows[:, 1].max()))
+    return Histogram(tuple(int(n) for n in counts), tuple(float(e) for e in edges), low, high)
+
+
+def _make_records(call: Call, ranges: Any, edges: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Return the ranges, the sums and the histogram of each contraction on codes, with the axes of its scans."""
     records = {}
-    for site in call.analysis.sites.values():
-        plan = call.plan.sites[site.name]
-        if not plan.is_replaced:
-            continue
-        found = ranges.get(plan.record, {}) if any(x.calibrator is not None for x in plan.activations) else {}
-        lengths = site.lengths
-        if not plan.layers:  # a range that all iterations share
-            found = jax.tree.map(lambda x, n=lengths: jnp.broadcast_to(x, (*n, *x.shape)), found)
-        sums = {name: jnp.zeros(lengths, jnp.float32) for name in _SUMS}
-        records[site.name] = {"ranges": found, "sums": sums}
+    lengths = {site.name: site.lengths for site in call.analysis.sites.values()}
+    for name, part in find_ranges(call, ranges).items():
+        shape = lengths[name]
+        records[name] = {
+            "ranges": part, "sums": {key: jnp.zeros(shape, jnp.float32) for key in _SUMS},
+            "edges": jnp.broadcast_to(edges.get(name, jnp.arange(2, dtype=jnp.float32)), (*shape, 2)),
+            "extremes": jnp.broadcast_to(jnp.array([np.inf, -np.inf], jnp.float32), (*shape, 2)),
+            "counts": jnp.zeros((*shape, _BINS), jnp.int32), "ends": jnp.full((*shape, 2), np.nan, jnp.float32),
+        }  # fmt: skip
     return records
 
 

@@ -18,18 +18,26 @@ _TOP = 120.0  # decibels: no float32 has more, and an exact result has infinitel
 
 
 def draw_report(report: Report) -> Any:
-    """Return a figure: bars for the errors of each contraction, and a histogram of each weight."""
+    """Return a figure: bars for the errors of each contraction, and histograms of weights and activations."""
     rows = [row for row in report.rows if row.form != "float"]
-    weights = list(report.histograms.items())[:_MOST_HISTOGRAMS]
-    lines = math.ceil(len(weights) / _COLUMNS)
+    groups = [
+        ("weights, on a logarithmic scale; dashed: the range of their codes", "weight", report.histograms),
+        (
+            "activations, on a logarithmic scale; dashed: the range of their codes, if it is static; "
+            "the tail beyond it is saturated",
+            "activation", report.activations,
+        ),
+    ]  # fmt: skip
+    shown = [(text, kind, list(items.items())[:_MOST_HISTOGRAMS]) for text, kind, items in groups if items]
     bars = 1.2 + 0.45 * max(len(rows), 1)
-    figure = Figure(figsize=(11, bars + 2.1 * lines), layout="constrained")
-    parts: Any = figure.subfigures(2, 1, height_ratios=[bars, max(2.1 * lines, 0.1)])
-    top, bottom = parts
-    _draw_bars(top.subplots(), rows)
-    if weights:
-        bottom.suptitle("weights, on a logarithmic scale; dashed: the range of their codes", fontsize=8)
-        _draw_histograms(bottom.subplots(lines, _COLUMNS, squeeze=False).ravel(), weights)
+    heights = [bars, *(0.3 + 2.1 * math.ceil(len(items) / _COLUMNS) for _, _, items in shown)]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
+    _draw_bars(parts[0, 0].subplots(), rows)
+    for (text, kind, items), part in zip(shown, parts[1:, 0], strict=True):
+        part.suptitle(text, fontsize=8)
+        lines = math.ceil(len(items) / _COLUMNS)
+        _draw_histograms(part.subplots(lines, _COLUMNS, squeeze=False).ravel(), items, _COLORS[kind])
     return figure
 
 
@@ -49,19 +57,86 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
 
 
-def _draw_histograms(grid: Any, weights: list[Any]) -> None:
-    """Draw the distribution of each weight on a logarithmic scale, with the ends of the range of its codes."""
-    for axes, (name, histogram) in zip(grid, weights, strict=False):
-        axes.stairs(histogram.counts, histogram.edges, fill=True, color=_COLORS["weight"])
-        for end in (histogram.low, histogram.high):
+def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
+    """Draw distributions on a logarithmic scale, with the ends of the range of the codes and what is beyond it."""
+    for axes, (name, histogram) in zip(grid, items, strict=False):
+        axes.stairs(histogram.counts, histogram.edges, fill=True, color=color)
+        ends = (histogram.low, histogram.high)
+        for end, sign in zip(ends, (-1, 1), strict=True):
+            if end is None:
+                continue
             axes.axvline(end, color=_RANGE_COLOR, linewidth=1, linestyle="--")
+            limits = (histogram.edges[0], histogram.edges[-1])
+            if sign * (limits[(sign + 1) // 2] - end) > 0:
+                axes.axvspan(*sorted((end, limits[(sign + 1) // 2])), color=_RANGE_COLOR, alpha=0.15, linewidth=0)
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="x", nbins=4)
-        axes.set_title(name if len(name) < 32 else f"...{name[-29:]}", fontsize=7)
+        axes.set_title(_shorten(name), fontsize=7)
         axes.tick_params(labelsize=6)
-    for axes in grid[len(weights) :]:
+    for axes in grid[len(items) :]:
         axes.set_visible(False)
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) < 32 else f"...{name[-29:]}"
+
+
+def draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, float]], chosen: tuple[int, float]) -> Any:
+    """Return a figure of damage against bytes: the best plans, those with one dtype, and the chosen one."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes: Any = figure.subplots()
+    # A plan in floats has no damage, and no place on a logarithmic scale.
+    points = [(size, damage) for size, damage in front if damage > 0]
+    axes.plot(*zip(*points, strict=True), color=_COLORS["weight"], marker=".", drawstyle="steps-post",
+              label="the best plans")  # fmt: skip
+    for index, (name, (size, damage)) in enumerate(uniform.items()):
+        if damage > 0:
+            label = "one dtype for all" if not index else None
+            axes.plot(size, damage, color=_COLORS["activation"], marker="s", linestyle="none", label=label)
+            axes.annotate(name, (size, damage), textcoords="offset points", xytext=(7, 4), fontsize=9)
+    if chosen[1] > 0:
+        axes.plot(*chosen, color=_RANGE_COLOR, marker="*", markersize=16, linestyle="none", label="the chosen plan")
+    else:
+        axes.axvline(chosen[0], color=_RANGE_COLOR, linestyle="--", label="the chosen plan, without damage")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes of all weights")
+    axes.set_ylabel("damage: squared error of the results,\nrelative to their squares")
+    _label_axes(axes)
+    return figure
+
+
+def draw_notes(notes: dict[str, Any]) -> Any:
+    """Return a figure: for each weight the measure before and after each algorithm, joined by a line."""
+    paths = list(dict.fromkeys(note.path for rows in notes.values() for note in rows if note.before is not None))
+    figure = Figure(figsize=(8, 1.4 + 0.22 * len(paths) * max(len(notes), 1)), layout="constrained")
+    axes: Any = figure.subplots()
+    styles = zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True)
+    for index, ((name, rows), (color, marker)) in enumerate(zip(notes.items(), styles, strict=False)):
+        offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
+        for note in rows:
+            if note.before is not None and note.after is not None:
+                place = paths.index(note.path) + offset
+                axes.plot([note.before, note.after], [place, place], color=_GRAY, linewidth=1, zorder=1)
+                axes.plot(note.before, place, marker=marker, color="white", markeredgecolor=color, markersize=6)
+                axes.plot(note.after, place, marker=marker, color=color, markersize=6)
+        axes.plot([], [], marker=marker, color=color, linestyle="none", label=f"after {name}")
+    axes.plot([], [], marker="o", color="white", markeredgecolor=_GRAY, linestyle="none", label="before")
+    axes.set_yticks(range(len(paths)), [_shorten(path) for path in paths], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    measures = {rows.measure for rows in notes.values()}
+    axes.set_xlabel("\n".join(sorted(measures)), fontsize=9)
+    _label_axes(axes)
+    return figure
+
+
+def _label_axes(axes: Any) -> None:
+    axes.grid(color=_GRAY, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
 
 
 def write_svg(figure: Any) -> str:

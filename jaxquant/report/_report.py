@@ -55,12 +55,19 @@ class SiteRow(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """The distribution of a weight: counts between edges, and the least and the largest value of its codes."""
+    """The distribution of a weight, or of activations.
+
+    Attributes:
+        counts: how many values are between two edges.
+        edges: the edges, one more than the counts.
+        low: the least value of the codes; None if the range is found at each call.
+        high: the largest value of the codes, or None.
+    """
 
     counts: tuple[int, ...]
     edges: tuple[float, ...]
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +78,13 @@ class Report:
         rows: a row for each contraction and lookup, in program order.
         result_sqnr: the ratio of the function's result to its error, in decibels, with all codes.
         histograms: the distribution of each quantized weight, by its path.
+        activations: the distribution of the quantized activations of each contraction, by its name.
     """
 
     rows: tuple[SiteRow, ...]
     result_sqnr: float
     histograms: Mapping[str, Histogram]
+    activations: Mapping[str, Histogram] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> Iterator[SiteRow]:
         """Return an iterator over the rows."""
@@ -122,7 +131,7 @@ class Report:
                 output.print(f"{row.name}: {row.reason}", highlight=False)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Return a figure of matplotlib: the errors of each contraction, and the distribution of each weight.
+        """Return a figure of matplotlib: the errors of each contraction, and distributions of weights and activations.
 
         Args:
             path: a file to write the figure to, or None.
@@ -130,14 +139,7 @@ class Report:
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        if importlib.util.find_spec("matplotlib") is None:
-            text = (
-                'jaxquant.report: expected the package matplotlib: pip install "jaxquant[report]", got none installed'
-            )
-            raise ModuleNotFoundError(text, name="matplotlib")
-        from ._plot import draw_report
-
-        figure = draw_report(self)
+        figure = import_plot().draw_report(self)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -166,6 +168,16 @@ class Report:
             f"<table><thead><tr>{cells}</tr></thead><tbody>\n{rows}\n</tbody></table>\n{picture}</body></html>\n",
             encoding="utf-8",
         )
+
+
+def import_plot() -> Any:
+    """Return the module that draws; raise an error that says how to install what it needs."""
+    if importlib.util.find_spec("matplotlib") is None:
+        text = 'jaxquant.report: expected the package matplotlib: pip install "jaxquant[report]", got none installed'
+        raise ModuleNotFoundError(text, name="matplotlib")
+    from . import _plot
+
+    return _plot
 
 
 def _make_html_row(row: SiteRow) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._core import checks
 from .._training.estimators import StraightThrough
-from ._modes import TrainMode
-from ._plan import Plan
+from .._training.rounding_vjp import Config, make_array
+from ._calls import Call
+from ._modes import TrainMode, Twin, find_scale
+from ._plan import OperandPlan, Plan
 from ._prepared import Prepared
+from ._programs import operations
 from ._programs.interpret import Records
 from ._programs.sites import Address, Site
 
@@ -65,3 +69,41 @@ class InspectMode(TrainMode):
         return run(operands, records)
 
     call_with_remat = call_with_rule
+
+
+def contract_codes(
+    plan: Plan, site: Site, operands: Sequence[Any], ranges: Any
+) -> tuple[jax.Array, list[tuple[OperandPlan, Any, jax.Array]]]:
+    """Return the result of a contraction on codes, and the plan, the codes and the scale of each activation.
+
+    Args:
+        plan: the plan of the program.
+        site: the contraction.
+        operands: arrays, and a `Twin` for a parameter.
+        ranges: the ranges of its static activations, by the place of the operand.
+    """
+    codes = [x.codes if isinstance(x, Twin) else x for x in operands]
+    if site.operation == "take":
+        return operations.look_up(site.equation, codes[0], operands[1]), []
+    activations = []
+    for operand in plan.sites[site.name].activations:
+        place = int(operand.place)
+        scale, point = find_scale(operand.spec, operands[place], ranges.get(str(place)))
+        codes[place] = make_array(Config(operand.spec), operands[place], scale, point, None)
+        activations.append((operand, codes[place], scale))
+    return operations.make_operation(site.equation).contract_quantized(*codes), activations
+
+
+def find_ranges(call: Call, ranges: Any) -> dict[str, Any]:
+    """Return the ranges of each contraction on codes by its name, with the axes of its scans."""
+    result = {}
+    for site in call.analysis.sites.values():
+        plan = call.plan.sites[site.name]
+        if not plan.is_replaced:
+            continue
+        part = ranges.get(plan.record, {}) if any(x.calibrator is not None for x in plan.activations) else {}
+        lengths = site.lengths
+        if not plan.layers:  # a range that all iterations share
+            part = jax.tree.map(lambda x, n=lengths: jnp.broadcast_to(x, (*n, *x.shape)), part)
+        result[site.name] = part
+    return result

@@ -66,7 +66,7 @@ PUBLIC = list_public_functions()
 # A loop on the host: its arguments are not traced.
 LOOPS = (
     *("flax.calibrate", "flax.nnx.calibrate", "ptq.collect", "ptq.apply", "ptq.smooth", "ptq.equalize"),
-    *("ptq.correct_bias", "ptq.allocate_bits", "report.compare", "onnx.export", "onnx.verify"),
+    *("ptq.correct_bias", "ptq.rotate", "ptq.allocate_bits", "report.compare", "onnx.export", "onnx.verify"),
     "optim.quantize_state",
 )
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
@@ -173,15 +173,18 @@ SIGNATURES = {
     "ptq.awq": "w moments spec axis channel steps",
     "ptq.smoothquant": "w x_max alpha channel",
     "ptq.second_moments": "groups",
-    "ptq.collect": "prepared params batches checkpoint progress arguments",
-    "ptq.apply": "prepared params data method arguments",
+    "ptq.collect": "prepared params batches limit checkpoint progress arguments",
+    "ptq.apply": "prepared params data method state on_layer progress arguments",
     "ptq.smooth": "prepared params stats batch method alpha arguments",
     "ptq.equalize": "prepared params batch arguments",
-    "ptq.correct_bias": "prepared params qparams stats batch arguments",
+    "ptq.rotate": "prepared params batch key arguments",
+    "ptq.correct_bias": "prepared params qparams data batch ranges arguments",
     "ptq.allocate_bits": "prepared params batches budget most_damage dtypes arguments",
     "report.compare": "prepared params qparams batches ranges arguments",
     "optim.quantize_state": "tx spec second_spec overrides min_size seed",
     "optim.describe_state": "state",
+    "report.plot_notes": "notes path",
+    "report.plot_plan": "plan path",
     "onednn.quantize": "src scales zps qtype axis dtype",
     "onednn.dequantize": "src scales zps qtype axis",
     "onednn.dynamic_quantize": "src scales zps qtype axis dtype",

@@ -187,6 +187,77 @@ def test_errors(rng: np.random.Generator) -> None:
             call()
 
 
+class StoppedError(Exception):
+    """Raised between two weights."""
+
+
+def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
+    """With the state of the weights that are done, which is a dict of arrays, and the same result."""
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}
+    x = jnp.asarray(rng.normal(size=(64, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(jax.nn.relu(x @ params["first"]) @ params["second"]) @ params["third"]
+
+    prepared = jq.prepare(apply, params, x, rules=INT4[1:])
+    states: list[Any] = []
+
+    def stop(state: Any) -> None:
+        states.append(state)
+        if len(state) == 2:
+            raise StoppedError
+
+    method = ptq.GPTQ(range="whole")
+    expected, notes = ptq.apply(prepared, params, [x], method)
+    with pytest.raises(StoppedError):
+        ptq.apply(prepared, params, [x], method, on_layer=stop)
+    assert [sorted(state) for state in states] == [["first"], ["first", "second"]]
+    # As a checkpoint has it: arrays alone.
+    arrays, structure = jax.tree.flatten(states[-1])
+    state = jax.tree.unflatten(structure, [np.asarray(x) for x in arrays])
+    state["second"] = state["second"].replace(codes=jnp.flip(states[-1]["second"].codes, 0))
+    sizes: list[int] = []
+    actual, again = ptq.apply(
+        prepared, params, [x], method, state=state, on_layer=lambda state: sizes.append(len(state))
+    )
+    assert sizes == [1, 2, 3]
+    check_equal(actual["first"].codes, expected["first"].codes)
+    # The codes of the state are the ones that the next layer sees, and the notes measure them.
+    check_equal(actual["second"].codes, state["second"].codes)
+    assert again["first"] == notes["first"]
+    assert again["second"].after > notes["second"].after  # type: ignore[operator]
+    assert (np.asarray(actual["third"].codes) != np.asarray(expected["third"].codes)).any()
+    for value, text in (
+        (states[-1]["first"].codes, r"int4\[8, 8\] codes at first"),
+        ({"w": 1}, "weights that the rules"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"jaxquant\.ptq\.apply: state: expected {text}"):
+            ptq.apply(prepared, params, [x], method, state=value if isinstance(value, dict) else {"first": value})
+
+
+def test_a_limit_of_bytes(rng: np.random.Generator) -> None:
+    """Further passes over the batches accumulate the same statistics."""
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}
+    batches = [jnp.asarray(rng.normal(size=(16, 8)), F32) for _ in range(2)]
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(jax.nn.relu(x @ params["first"]) @ params["second"]) @ params["third"]
+
+    prepared = jq.prepare(apply, params, batches[0], rules=INT4[1:])
+    expected = ptq.collect(prepared, params, batches)
+    size = 8 * 8 * 8 + 2 * 2 * 8 * 4 + 8 * 4 + 4  # two parts of second moments and of sums, the largest, the count
+    stats = ptq.collect(prepared, params, batches, limit=2 * size)
+    assert list(stats) == list(expected)
+    assert stats.uses == expected.uses
+    for name in stats:
+        for actual, value in zip(stats[name], expected[name], strict=True):
+            np.testing.assert_allclose(actual, value, rtol=1e-6)
+    with pytest.raises(ValueError, match=rf"jaxquant\.ptq\.collect: limit: expected at least {size} bytes, for first"):
+        ptq.collect(prepared, params, batches, limit=size - 1)
+    with pytest.raises(TypeError, match=r"jaxquant\.ptq\.collect: batches: expected batches that can be read 3 times"):
+        ptq.collect(prepared, params, iter(batches), limit=size)
+
+
 def test_integer_outputs_are_refused(rng: np.random.Generator) -> None:
     """Such a contraction multiplies its weights by other parameters before they become codes."""
     params, x = {"w": jnp.asarray(rng.normal(size=(8, 5)), F32)}, jnp.asarray(rng.normal(size=(4, 8)), F32)

@@ -119,6 +119,70 @@ def test_correct_bias(block: Any) -> None:
     prepared.apply(corrected, None, x)
 
 
+def dense(params: Any, x: jax.Array) -> jax.Array:
+    h = jax.nn.relu(x @ params["first"].T + params["bias"][None])
+    return h @ params["second"] + params["offset"]
+
+
+@pytest.mark.parametrize("recipe", ["int4", "static"])
+@pytest.mark.sample(1)
+def test_measured_biases(rng: np.random.Generator, recipe: str) -> None:
+    shapes = {"first": (12, 10), "bias": (12,), "second": (12, 5), "offset": (1, 5)}
+    params = {name: jnp.asarray(rng.normal(0.2, 0.5, shape), F32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(0.5, 1, (48, 10)), F32)
+    rules = RULES if recipe == "int4" else jq.recipes.w8a8_static()
+    prepared = jq.prepare(dense, params, x, rules=rules)
+    ranges = prepared.calibrate(params, [x[:24]], progress=False) if recipe == "static" else None
+    qparams = prepared.convert(params)
+    corrected, notes = ptq.correct_bias(prepared, params, qparams, [x[:16], x[16:]], ranges=ranges)
+    assert [note.action for note in notes] == ["corrected in bias", "corrected in offset"]
+    assert all(note.after < 1e-5 < note.before for note in notes)  # type: ignore[operator]
+    # With codes of weights and activations, the mean of each result is that of floats.
+    expected, before, after = (
+        np.asarray(y, np.float64).mean(0)
+        for y in (dense(params, x), prepared.apply(qparams, ranges, x), prepared.apply(corrected, ranges, x))
+    )
+    np.testing.assert_allclose(after, expected, rtol=0, atol=2e-6 * np.abs(dense(params, x)).max())
+    assert np.abs(before - expected).max() > 100 * np.abs(after - expected).max()
+    if recipe == "int4":
+        w, q = ({name: np.asarray(v, np.float64) for name, v in p.items()} for p in (
+            params, {name: v.dequantize() if isinstance(v, jq.QuantizedArray) else v for name, v in qparams.items()}
+        ))  # fmt: skip
+        shift = (np.asarray(x, np.float64) @ (w["first"] - q["first"]).T).mean(0)
+        np.testing.assert_allclose(corrected["bias"] - params["bias"], shift, rtol=0, atol=1e-5)
+        # The second one sees what comes from the corrected first one.
+        h, h_q = (
+            np.maximum(np.asarray(x, np.float64) @ p["first"].T + p["bias"] + s, 0) for p, s in ((w, 0), (q, shift))
+        )
+        shift = (h @ w["second"] - h_q @ q["second"]).mean(0, keepdims=True)
+        np.testing.assert_allclose(corrected["offset"] - params["offset"], shift, rtol=0, atol=1e-5)
+
+
+def test_biases_that_belong_to_something_else_stay(rng: np.random.Generator) -> None:
+    """One along the rows, in an array of the same length; one that two contractions share; and one of a reshape."""
+    params = {name: jnp.asarray(rng.normal(size=(4, 4)), F32) for name in ("rows", "left", "right", "turned", "split")}
+    params |= {name: jnp.asarray(rng.normal(size=4), F32) for name in ("a", "b", "c", "d")}
+    x = jnp.asarray(rng.normal(1, 1, (4, 4)), F32)
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        rows = x @ params["rows"] + params["a"][:, None]
+        shared = (x @ params["left"] + params["b"][None]) * (x @ params["right"] + params["b"][None])
+        turned = (x @ params["turned"]).reshape(2, 8)[:, :4] + params["c"][None]
+        return rows, shared, turned, (x @ params["split"]).reshape(4, 2, 2) + params["d"].reshape(1, 2, 2)
+
+    prepared = jq.prepare(apply, params, x, rules=RULES)
+    qparams, stats = prepared.convert(params), ptq.collect(prepared, params, [x])
+    analytic = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
+    measured = ptq.correct_bias(prepared, params, qparams, [x])
+    for corrected, notes in (analytic, measured):
+        for name in ("rows", "left", "right", "turned"):
+            assert notes[name].reason == "its contraction has no bias of its own", name
+        for name in "abc":
+            np.testing.assert_array_equal(corrected[name], params[name])
+        assert notes["split"].action == "corrected in d"
+    np.testing.assert_allclose(analytic.params["d"], measured.params["d"], rtol=0, atol=1e-5)
+
+
 def test_errors(block: Any) -> None:
     prepared, params, x, stats = block
     with pytest.raises(ValueError, match=r"jaxquant\.ptq\.smooth: method: expected 'smoothquant' or 'awq', got 'x'"):
@@ -127,5 +191,7 @@ def test_errors(block: Any) -> None:
         ptq.smooth(prepared, params, {}, x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.correct_bias: qparams: expected a quantized array at params/"):
         ptq.correct_bias(prepared, params, params, stats, batch=x)
+    with pytest.raises(ValueError, match=r"jaxquant\.ptq\.correct_bias: batch: expected a batch with statistics, and"):
+        ptq.correct_bias(prepared, params, prepared.convert(params), stats)
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.equalize: prepared: expected a Prepared, got int"):
         ptq.equalize(3, params, x)  # type: ignore[arg-type]

@@ -69,6 +69,21 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
         beyond = (x < ends[0] - 0.6 * step) | (x > ends[1] + 0.6 * step)
         assert beyond.mean() <= row.activation_saturated + 1e-6  # type: ignore[operator]
         assert row.activation_saturated > 0  # type: ignore[operator]
+    # The distribution of its activations, of all batches.
+    histogram = report.activations["first"]
+    counts, edges = np.histogram(x, 64)
+    np.testing.assert_allclose(histogram.edges, edges, rtol=1e-5, atol=1e-5)
+    assert sum(histogram.counts) == x.size
+    assert np.abs(np.array(histogram.counts) - counts).sum() <= 4  # values at an edge
+    assert set(report.activations) == {name for name, row in rows.items() if row.form == "integer"}
+    if recipe == "static":
+        np.testing.assert_allclose(
+            (histogram.low, histogram.high), (np.arange(256)[[0, -1]] - float(q.zero_point.squeeze())) * step, rtol=1e-5
+        )
+        beyond = (x < histogram.low) | (x > histogram.high)
+        assert beyond.any()
+    else:
+        assert histogram.low is histogram.high is None
     expected, actual = (
         np.concatenate([np.asarray(f(*batch)) for batch in batches])
         for f in (lambda *b: apply(params, *b), lambda *b: prepared.apply(qparams, ranges, *b))

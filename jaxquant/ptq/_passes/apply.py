@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,17 +26,20 @@ _MEASURE = "the mean squared error of the outputs, with round-to-nearest and wit
 
 
 def apply(
-    prepared: Prepared, params: Any, data: Statistics | Iterable[Any] | None, method: Method, **arguments: Any
-) -> Outcome:
+    prepared: Prepared, params: Any, data: Statistics | Iterable[Any] | None, method: Method, *,
+    state: Mapping[str, QuantizedArray] | None = None,
+    on_layer: Callable[[dict[str, QuantizedArray]], None] | None = None, progress: bool | None = None,
+    **arguments: Any,
+) -> Outcome:  # fmt: skip
     """Quantize the weights of a prepared function with an algorithm in place of round-to-nearest.
 
     The specs are those of the rules. What `data` is decides which inputs the algorithm sees:
 
     - batches: layer by layer. All batches go through the program together, operation by operation. At each contraction
       the weight is quantized with the inputs that come from the quantized weights before it, and the outputs go on with
-      the quantized weight. So each layer can make up for the errors of earlier ones, as in the paper on GPTQ. All
-      values of all batches are in memory. Contractions in a loop get the inputs of a loop of float weights, and a
-      weight with several uses those of the first;
+      the quantized weight. So each layer can make up for the errors of earlier ones, as in the paper on GPTQ. Of all
+      batches, the values that later operations read are in memory. Contractions in a loop get the inputs of a loop of
+      float weights, and a weight with several uses those of the first;
     - `ptq.Statistics`, as `collect` returns them: all inputs are those of the float function, which needs one pass over
       the batches in a jitted program, and memory for one batch;
     - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.
@@ -44,11 +47,17 @@ def apply(
     A weight without inputs (a table that is looked up), and one whose axes the program splits, joins or slices before
     it is contracted, is rounded to nearest with the range of the method; the notes say so.
 
+    To stop and go on later, save what `on_layer` gets, a dict of quantized arrays, for example with orbax, and pass it
+    as `state`. The batches go through the program again, but the weights in the state keep their codes.
+
     Args:
         prepared: the prepared function.
         params: its parameters, in floats.
         data: batches, as for `Prepared.calibrate`, or statistics, or None.
         method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
+        state: the weights that are quantized already, by path, as `on_layer` got them.
+        on_layer: a function that is called after each weight, with all weights that are quantized so far.
+        progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
         **arguments: with batches, keyword arguments of every call, such as `train=False`.
 
     Returns:
@@ -57,8 +66,8 @@ def apply(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
-            a weight; the method needs data, and there are none; or, with the name of the weight in front, the weight or
-            its inputs have a NaN or an infinity.
+            a weight; the method needs data, and there are none; the state has other weights; or, with the name of the
+            weight in front, the weight or its inputs have a NaN or an infinity.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -76,28 +85,53 @@ def apply(
     """
     check_prepared(_NAME, prepared)
     check_method(_NAME, method)
+    loop.check_progress(_NAME, progress)
+    has_data = data is not None or not _needs_data(method)
+    checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
     signature = prepared._read_parameters("convert", params)
     arrays, notes = list(signature.arrays), {}
+    known = _read_state(prepared, state)
+    bar = loop.Bar("quantizing", len(prepared.leaves), progress)
 
     def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str) -> jax.Array:
         """Quantize a parameter, note what was done, and return the floats of its codes."""
-        with checks.prefix_errors(prepared.names[leaf]):
-            arrays[leaf], notes[leaf] = _quantize(prepared, leaf, jnp.asarray(signature.arrays[leaf]), found, method)
+        path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
+        with checks.prefix_errors(path):
+            arrays[leaf], notes[leaf] = _quantize(prepared, leaf, w, found, method, known.get(path))
+        bar.count_step()
+        if on_layer is not None:
+            on_layer({prepared.names[place]: arrays[place] for place in notes})
         return arrays[leaf].dequantize()
 
-    if isinstance(data, Statistics):
+    try:
+        if isinstance(data, Statistics):
+            for leaf in prepared.leaves:
+                quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
+        elif data is not None:
+            run_layers(prepared, params, _read_batches(data, arguments), arguments, quantize_leaf)
         for leaf in prepared.leaves:
-            quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
-    elif data is not None:
-        run_layers(prepared, params, _read_batches(data, arguments), arguments, quantize_leaf)
-    has_data = data is not None or not _needs_data(method)
-    checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
-    for leaf in prepared.leaves:
-        if leaf not in notes:
-            uses = _explain_missing(prepared, leaf)
-            quantize_leaf(leaf, uses if data is not None else "no data")
+            if leaf not in notes:
+                uses = _explain_missing(prepared, leaf)
+                quantize_leaf(leaf, uses if data is not None else "no data")
+    finally:
+        bar.stop()
     rows = tuple(notes[leaf] for leaf in prepared.leaves)
     return Outcome(signature.rebuild(arrays), Notes(rows, _MEASURE))
+
+
+def _read_state(prepared: Prepared, state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the weights that are quantized already; raise unless they fit."""
+    known: Any = {} if state is None else state
+    checks.require_type(isinstance(known, Mapping), _NAME, "state", "a dict by path, or None", type(state).__name__)
+    plans = {prepared.names[leaf]: plan for leaf, plan in prepared.leaves.items()}
+    for path, q in known.items():
+        plan = plans.get(path)
+        expected = f"weights that the rules quantize: {', '.join(list(plans)[:4])}"
+        checks.require(plan is not None, _NAME, "state", expected, path)
+        fits = isinstance(q, QuantizedArray) and q.shape == plan.shape and q.codes.dtype == plan.spec.carrier
+        got = f"{q.codes.dtype}{list(q.shape)}" if isinstance(q, QuantizedArray) else type(q).__name__
+        checks.require(fits, _NAME, "state", f"{plan.spec.carrier}{list(plan.shape)} codes at {path}", got)
+    return {path: jax.tree.map(jnp.asarray, q) for path, q in known.items()}
 
 
 def _needs_data(method: Method) -> bool:
@@ -128,19 +162,20 @@ def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.U
 
 
 def _quantize(
-    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, method: Method
-) -> tuple[QuantizedArray, Note]:
-    """Return a quantized parameter, and what was done."""
+    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, method: Method,
+    known: QuantizedArray | None,
+) -> tuple[QuantizedArray, Note]:  # fmt: skip
+    """Return a quantized parameter, which may be known already, and what was done."""
     plan, path = prepared.leaves[leaf], prepared.names[leaf]
     _grid.check_finite(_NAME, w=w)
     name = type(method).__name__
     if isinstance(found, str):
-        q = method.quantize(w, None, plan.spec, -1)
+        q = known if known is not None else method.quantize(w, None, plan.spec, -1)
         is_rounded = _needs_data(method)
         note = Note(path, f"{Nearest.__name__} for {name}" if is_rounded else name, found if is_rounded else "")
     else:
         use, moments = found
-        q = method.quantize(w, moments.second, plan.spec, use.axis)
+        q = known if known is not None else method.quantize(w, moments.second, plan.spec, use.axis)
         nearest = Nearest("whole").quantize(w, moments.second, plan.spec, use.axis)
         errors = [float(measure_error(w, x, moments.second, use.axis)) for x in (nearest, q)]
         note = Note(path, name, _describe_inputs(moments), *errors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,9 +59,9 @@ class Statistics:
         return dict(self.uses).get(path, ())
 
 
-def make_mode(plan: Any) -> InspectMode:
-    """Return the float program that also accumulates the second moments of the inputs of each contraction."""
-    return InspectMode(plan, functools.partial(has_statistics, plan), _accumulate)
+def make_mode(plan: Any, names: Container[str]) -> InspectMode:
+    """Return the float program that also accumulates the second moments of the inputs of some contractions."""
+    return InspectMode(plan, lambda site: has_statistics(plan, site) and site.name in names, _accumulate)
 
 
 def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Records]:
@@ -76,11 +77,11 @@ def has_statistics(plan: Any, site: Site) -> bool:
     return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
 
 
-def make_states(call: Call) -> dict[str, MomentsState]:
-    """Return the states without data, by the name of the contraction."""
+def make_states(call: Call, names: Container[str] | None = None) -> dict[str, MomentsState]:
+    """Return the states without data of some contractions, or of all, by the name of the contraction."""
     states = {}
     for site in call.analysis.sites.values():
-        if has_statistics(call.plan, site):
+        if has_statistics(call.plan, site) and (names is None or site.name in names):
             operand = site.equation.invars[1 - site.weight].aval  # type: ignore[operator]
             shape = jax.ShapeDtypeStruct(operand.shape, operand.dtype)
             state = MOMENTS.init(jax.eval_shape(functools.partial(inputs.read_vectors, site), shape))
@@ -93,12 +94,12 @@ def update_states(prepared: Prepared, states: Any, params: Any, args: Any, kwarg
     """Return the states after one call of the function in floats."""
     call = prepared._trace("collect", params, args, kwargs)
     prepared._check_floats("collect", call.parameters)
-    return prepared._interpret(make_mode(call.plan), call, call.parameters.arrays, states)[1]
+    return prepared._interpret(make_mode(call.plan, states), call, call.parameters.arrays, states)[1]
 
 
 def collect(
-    prepared: Prepared, params: Any, batches: Iterable[Any], *, checkpoint: Any = None, progress: bool | None = None,
-    **arguments: Any,
+    prepared: Prepared, params: Any, batches: Iterable[Any], *, limit: int | None = None, checkpoint: Any = None,
+    progress: bool | None = None, **arguments: Any,
 ) -> Statistics:  # fmt: skip
     """Return statistics of the inputs of each contraction with a parameter that the rules quantize.
 
@@ -111,7 +112,11 @@ def collect(
         params: its parameters, in floats.
         batches: an iterable of batches, as for `Prepared.calibrate`: an array is one argument, a tuple holds positional
             arguments, a mapping keyword arguments.
-        checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute.
+        limit: the most bytes of states at a time. What does not fit is accumulated in further passes over the batches,
+            which must not be an iterator then. The activations of one batch and the statistics come on top. None for
+            one pass.
+        checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute. With
+            several passes, later ones have files of this name and a number.
         progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
         **arguments: keyword arguments of every call, such as `train=False`.
 
@@ -121,8 +126,8 @@ def collect(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there is no batch, a batch is not finite, a contraction has seen no data, or the file was written
-            for another function or other parameters.
+        ValueError: there is no batch, a batch is not finite, a contraction has seen no data, the state of a contraction
+            exceeds the limit, or the file was written for another function or other parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -139,7 +144,7 @@ def collect(
     """
     check_prepared(_NAME, prepared)
     signature = Signature(params)
-    states: dict[str, Any] = {}
+    make: Callable[..., dict[str, MomentsState]] = dict
     uses: Uses = ()
 
     @jax.jit
@@ -152,12 +157,45 @@ def collect(
         functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
         lambda state: "\n".join(f"{name} {x.largest.shape}" for name, x in state.items()), frozenset(arguments),
     )  # fmt: skip
-    first, batches = _take_first(step, batches)
+    first, again = _take_first(step, batches)
     if first is not None:
         call = prepared._trace("collect", params, first[0], {**first[1], **arguments})
-        states, uses = make_states(call), list_all_uses(prepared, call)
-    final = loop.run_loop(step, states, batches, checkpoint=checkpoint, progress=progress, inspect=lambda state: None)
-    return Statistics({name: finalize_moments(name, state) for name, state in final.items()}, uses)
+        make, uses = functools.partial(make_states, call), list_all_uses(prepared, call)
+    # Only the shapes: all states together may not fit.
+    passes = _plan_passes(jax.eval_shape(make), limit)
+    can_repeat = len(passes) == 1 or again is batches
+    expected = f"batches that can be read {len(passes)} times, such as a list, because of the limit"
+    checks.require_type(can_repeat, _NAME, "batches", expected, type(batches).__name__)
+    moments: dict[str, Moments] = {}
+    for index, names in enumerate(passes):
+        path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
+        final = loop.run_loop(
+            step,
+            {} if first is None else make(names),
+            again,
+            checkpoint=path,
+            progress=progress,
+            inspect=lambda state: None,
+        )
+        moments |= {name: finalize_moments(name, state) for name, state in final.items()}
+    return Statistics(moments, uses)
+
+
+def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:
+    """Return the names of the contractions of each pass, whose states fit into a limit together."""
+    if limit is None:
+        return [list(states)]
+    checks.check_integer(_NAME, "limit", limit)
+    passes, free = [[]], limit
+    for name, state in states.items():
+        size = sum(x.size * x.dtype.itemsize for x in state)
+        checks.require(size <= limit, _NAME, "limit", f"at least {size} bytes, for {name}", limit)
+        if size > free:
+            passes.append([])
+            free = limit
+        passes[-1].append(name)
+        free -= size
+    return passes
 
 
 def list_all_uses(prepared: Prepared, call: Call) -> Uses:

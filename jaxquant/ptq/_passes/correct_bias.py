@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._core import checks
 from ...calibration import loop
 from ...transform import Prepared
-from ...transform._calls import Signature, is_quantized
-from ...transform._inspect import check_prepared
+from ...transform._calls import Call, Signature, is_quantized
+from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
+from ...transform._modes import Twin
+from ...transform._programs import jaxpr
+from ...transform._programs.sites import Site
 from .. import _matrix
 from . import graph as graphs
 from . import inputs
@@ -22,22 +29,45 @@ _NAME = "ptq.correct_bias"
 _MEASURE = "the largest mean error of an output, before and after"
 
 
+class _Target(NamedTuple):
+    """A quantized weight whose contraction has a bias.
+
+    Attributes:
+        leaf: the place of the weight.
+        use: how the contraction reads it.
+        site: the contraction.
+        bias: the place of the bias.
+    """
+
+    leaf: int
+    use: inputs.Uses
+    site: Site
+    bias: int
+
+
 def correct_bias(
-    prepared: Prepared, params: Any, qparams: Any, stats: Statistics, *, batch: Any, **arguments: Any
-) -> Outcome:
-    """Add the mean error that the rounding of a weight causes to the bias of its contraction.
+    prepared: Prepared, params: Any, qparams: Any, data: Statistics | Iterable[Any], *, batch: Any = None,
+    ranges: Any = None, **arguments: Any,
+) -> Outcome:  # fmt: skip
+    """Add the mean error of each output of a quantized contraction to its bias.
 
-    bias + E[x] (W - W_q), with the mean E[x] of the inputs from the statistics
+    What `data` is decides where the mean comes from:
 
-    The mean of each output is then that of the float weight, for inputs with these statistics.
+    - `ptq.Statistics`: bias + E[x] (W - W_q), with the mean E[x] of the inputs. This is the error that the rounding of
+      the weight causes for inputs in floats. It needs one matrix product for each weight;
+    - batches: bias + E[y] - E[y_q], with the outputs y of the function in floats and y_q of the quantized one, with all
+      of its codes, those of activations included. The contractions are corrected in the order of the program, each on
+      inputs that come from the corrected ones before it. All batches are read once for each contraction on the longest
+      path through the program.
 
     Args:
         prepared: the prepared function.
         params: its parameters, in floats.
         qparams: its converted parameters, as `Prepared.convert` or `apply` returns them.
-        stats: statistics of its inputs, from `collect`.
-        batch: one batch, as for `Prepared.calibrate`: only its shapes matter.
-        **arguments: keyword arguments of the call.
+        data: statistics of its inputs, from `collect`, or batches, as for `Prepared.calibrate`.
+        batch: with statistics, one batch, of which only the shapes matter.
+        ranges: with batches, the ranges of the static activations. None if there are none.
+        **arguments: keyword arguments of every call.
 
     Returns:
         The converted parameters with new biases, and notes: a row for each quantized weight, with the reason if its
@@ -45,8 +75,8 @@ def correct_bias(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`, or the statistics have no entry
-            for a weight.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
+            a weight; there is no batch; or a mean is not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -59,35 +89,171 @@ def correct_bias(
         >>> corrected, notes = ptq.correct_bias(prepared, params, qparams, stats, batch=x)
         >>> corrected["bias"]  # 0.4 was rounded to 0, and the mean of its input is 2
         Array([0.8], dtype=float32)
+        >>> float(ptq.correct_bias(prepared, params, qparams, [x]).params["bias"][0]).__round__(4)
+        0.8
 
-    Source: Nagel et al., arXiv 1906.04721, section 4.2, equation 15.
+    Source: Nagel et al., arXiv 1906.04721, section 4.2, equation 15, and appendix D for the measured mean.
     """
     check_prepared(_NAME, prepared)
-    checks.require_type(isinstance(stats, Statistics), _NAME, "stats", "a ptq.Statistics", type(stats).__name__)
     signature, codes = prepared._read_parameters("convert", params), Signature(qparams)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    args, kwargs = loop.split_arguments(step, 0, batch)
-    call = prepared._trace("apply", params, args, {**kwargs, **arguments})
-    graph, arrays, notes = graphs.make_graph(call), list(codes.arrays), {}
     for leaf in prepared.leaves:
-        path, w, q = prepared.names[leaf], signature.arrays[leaf], codes.arrays[leaf]
+        path, q = prepared.names[leaf], codes.arrays[leaf]
         checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
-        uses = inputs.list_uses(call, leaf)
-        found = inputs.combine_uses(uses, stats.moments, w.shape)
-        if isinstance(found, str) or len(uses) > 1:
-            notes[leaf] = Note(path, "unchanged", found if isinstance(found, str) else "a weight with several uses")
-            continue
-        use, moments = found
-        shift = find_mean_error(jnp.asarray(w), q.dequantize(), moments.mean, use.axis)
-        site = next(s for s in call.analysis.sites.values() if s.name == use.name and has_statistics(call.plan, s))
-        bias = graphs.find_bias(graph, site, shift.size)
-        if bias is None or is_quantized(arrays[bias]):
-            notes[leaf] = Note(path, "unchanged", "its contraction has no bias")
-            continue
-        old = jnp.asarray(arrays[bias])
-        arrays[bias] = (old.astype(jnp.float32) + shift.reshape(old.shape)).astype(old.dtype)
-        notes[leaf] = Note(path, f"corrected in {prepared.names[bias]}", "", float(jnp.abs(shift).max()), 0.0)
+    is_analytic = isinstance(data, Statistics)
+    checks.require(
+        is_analytic == (batch is not None), _NAME, "batch", "a batch with statistics, and none with batches",
+        "none" if batch is None else "a batch",
+    )  # fmt: skip
+    calls = _read_calls([batch] if is_analytic else data, arguments)
+    call = prepared._trace("apply", params, *calls[0])
+    targets, notes = _find_targets(prepared, call, codes)
+    if is_analytic:
+        arrays = _correct_by_statistics(prepared, signature, codes, data, targets, notes)
+    else:
+        records = prepared._read_records("apply", "ranges", ranges)
+        measure = _make_measure(prepared, signature, targets, records, calls)
+        arrays = _correct_by_batches(prepared, call, targets, notes, list(codes.arrays), measure)
     return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
+
+
+def _read_calls(batches: Any, arguments: Any) -> list[tuple[Any, Any]]:
+    """Return the positional and the keyword arguments of each call."""
+    loop._check_batches(_NAME, batches)
+    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
+    checks.require(bool(calls), _NAME, "data", "at least one batch", "none")
+    return [(args, {**kwargs, **arguments}) for args, kwargs in calls]
+
+
+def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[list[_Target], dict[int, Note]]:
+    """Return the weights whose contraction has a bias, and a note for each of the others."""
+    graph, targets, notes = graphs.make_graph(call), [], {}
+    for leaf in prepared.leaves:
+        uses = inputs.list_uses(call, leaf)
+        reason = next((use.reason for use in uses if use.reason), "" if uses else "a lookup has no inputs")
+        reason = reason or ("a weight with several uses" if len(uses) > 1 else "")
+        if not reason:
+            (use,) = uses
+            site = next(s for s in call.analysis.sites.values() if s.name == use.name and has_statistics(call.plan, s))
+            bias = graphs.find_bias(graph, site, inputs.list_output_dimensions(site))
+            if bias is not None and not is_quantized(codes.arrays[bias]):
+                targets.append(_Target(leaf, use, site, bias))
+                continue
+            reason = "its contraction has no bias of its own"
+        notes[leaf] = Note(prepared.names[leaf], "unchanged", reason)
+    return targets, notes
+
+
+def _correct_by_statistics(
+    prepared: Prepared, signature: Signature, codes: Signature, stats: Statistics, targets: Sequence[_Target],
+    notes: dict[int, Note],
+) -> list[Any]:  # fmt: skip
+    """Return the parameters with biases that make up for the rounding of each weight, and add the notes."""
+    arrays = list(codes.arrays)
+    for leaf, use, _, bias in targets:
+        is_known = use.name in stats.moments
+        checks.require(is_known, _NAME, "data", f"statistics of {use.name}, as collect returns them", "none")
+        w = jnp.asarray(signature.arrays[leaf])
+        combined = inputs.combine_uses([use], stats.moments, w.shape)
+        assert not isinstance(combined, str)
+        shift = find_mean_error(w, codes.arrays[leaf].dequantize(), combined[1].mean, use.axis)
+        arrays[bias] = _add_shift(arrays[bias], shift)
+        action = f"corrected in {prepared.names[bias]}"
+        notes[leaf] = Note(prepared.names[leaf], action, "", float(jnp.abs(shift).max()), 0.0)
+    return arrays
+
+
+def _add_shift(bias: Any, shift: Any) -> jax.Array:
+    bias = jnp.asarray(bias)
+    return (bias.astype(jnp.float32) + jnp.asarray(shift, jnp.float32).reshape(bias.shape)).astype(bias.dtype)
+
+
+def _correct_by_batches(
+    prepared: Prepared, call: Call, targets: Sequence[_Target], notes: dict[int, Note], arrays: list[Any],
+    measure: Callable[[Sequence[Any] | None], dict[str, np.ndarray]],
+) -> list[Any]:  # fmt: skip
+    """Return the parameters with biases that make up for the measured means, and add the notes."""
+    levels = graphs.find_levels(graphs.make_graph(call), [target.site for target in targets])
+    expected = measure(None) if targets else {}
+    first: dict[str, np.ndarray] = {}
+    for level in sorted(set(levels.values())):
+        # Those of earlier levels are corrected, and do not change any more.
+        actual = measure(arrays)
+        first = first or actual
+        for leaf, _, site, bias in (target for target in targets if levels[target.site.name] == level):
+            shift, old = expected[site.name] - actual[site.name], jnp.asarray(arrays[bias])
+            arrays[bias] = _add_shift(old, shift)
+            # A bias of few digits takes only a part.
+            rest = shift - np.asarray(arrays[bias].astype(jnp.float32) - old.astype(jnp.float32)).ravel()
+            before, after = (float(np.abs(x).max()) for x in (expected[site.name] - first[site.name], rest))
+            notes[leaf] = Note(prepared.names[leaf], f"corrected in {prepared.names[bias]}", "", before, after)
+    return arrays
+
+
+def _make_measure(
+    prepared: Prepared, signature: Signature, targets: Sequence[_Target], ranges: Any, calls: Sequence[tuple[Any, Any]]
+) -> Callable[[Sequence[Any] | None], dict[str, np.ndarray]]:
+    """Return a function of the converted parameters that returns the mean outputs of each contraction over all calls.
+
+    It takes None for the float parameters.
+    """
+    sites = {target.site.name for target in targets}
+    others = [Signature(call) for call in calls]
+
+    @jax.jit
+    def run_program(arrays: Any, rest: Any) -> dict[str, Any]:
+        positional, named = others[0].rebuild(rest)
+        call = prepared._trace("correct_bias", signature.rebuild(signature.arrays), positional, named)
+        records: dict[str, Any] = {name: {"ranges": part} for name, part in find_ranges(call, ranges).items()}
+        for site in call.analysis.sites.values():
+            if site.name in sites:
+                result = site.equation.outvars[0].aval
+                records[site.name] |= _find_mean(site, jnp.zeros(result.shape, jnp.float32))
+        parameters = [Twin(x.dequantize(), x) if is_quantized(x) else x for x in arrays]
+        wants = functools.partial(_is_replaced, call.plan)
+        mode = InspectMode(call.plan, wants, functools.partial(_visit_outputs, call.plan))
+        final = prepared._interpret(mode, call, parameters, records)[1]
+        return {name: (final[name]["mean"], final[name]["count"]) for name in sites}
+
+    def measure(arrays: Sequence[Any] | None) -> dict[str, np.ndarray]:
+        totals, counts = dict.fromkeys(sites, np.zeros(())), dict.fromkeys(sites, 0.0)
+        for other in others:
+            for name, (mean, count) in run_program(
+                signature.arrays if arrays is None else arrays, other.arrays
+            ).items():
+                totals[name] = totals[name] + np.asarray(mean, np.float64) * float(count)
+                counts[name] += float(count)
+        means = {name: totals[name] / counts[name] for name in sites}
+        for name, mean in means.items():
+            expected, got = "batches with finite outputs", f"a NaN or an infinity in the outputs of {name}"
+            checks.require(bool(np.isfinite(mean).all()), _NAME, "data", expected, got)
+        return means
+
+    return measure
+
+
+def _visit_outputs(plan: Any, site: Site, operands: Sequence[Any], records: Any) -> tuple[Any, Any]:
+    """Return the result of a contraction, on codes if its parameter has any, and records with the mean of it."""
+    record = records[site.name]
+    if any(isinstance(x, Twin) for x in operands):
+        result = contract_codes(plan, site, operands, record["ranges"])[0]
+    else:
+        (result,) = jaxpr.evaluate(site.equation, operands)
+    if "mean" in record:
+        record = {**record, **_find_mean(site, result.astype(jnp.float32))}
+    return result, {**records, site.name: record}
+
+
+def _is_replaced(plan: Any, site: Site) -> bool:
+    return plan.sites[site.name].is_replaced
+
+
+def _find_mean(site: Site, result: jax.Array) -> dict[str, jax.Array]:
+    """Return the mean of each output of a contraction, and the number of results that it is the mean of."""
+    outputs = inputs.list_output_dimensions(site)
+    others = tuple(axis for axis in range(result.ndim) if axis not in outputs)
+    count = math.prod(result.shape[axis] for axis in others)
+    return {"mean": jnp.mean(result, others).ravel(), "count": jnp.float32(count)}
 
 
 def find_mean_error(w: jax.Array, values: jax.Array, mean: jax.Array, axis: Any) -> jax.Array:

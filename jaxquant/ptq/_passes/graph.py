@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...transform._calls import Call
 from ...transform._programs import jaxpr
@@ -13,6 +15,8 @@ from ...transform._programs.sites import Address, Site
 
 # Operations that keep the place of each channel, if the last dimension keeps its length.
 _MOVES = ("reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "stop_gradient", "expand_dims")
+# Of these, the ones that change a shape.
+_RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims")
 # Operations that commute with a positive factor for each channel.
 _HOMOGENEOUS = (*_MOVES, "reduce_window_max", "name", "pad", "slice")
 
@@ -37,6 +41,7 @@ class Graph:
         readers: the operations that read each array.
         leaves: the place of the parameter that an array is.
         shapes: the shape of each array.
+        results: the arrays that the program returns.
     """
 
     call: Call
@@ -44,9 +49,10 @@ class Graph:
     readers: dict[int, list[Operation]] = dataclasses.field(default_factory=dict)
     leaves: dict[int, int] = dataclasses.field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    results: frozenset[int] = frozenset()
 
-    def find_leaf(self, array: int | None, size: int) -> int | None:
-        """Return the parameter of a size that an array is, after moves that keep the order of its elements."""
+    def find_leaf(self, array: int | None, size: int | None) -> int | None:
+        """Return the parameter of a size, or of any, that an array is, after moves that keep the order."""
         while array is not None and array not in self.leaves:
             maker = self.makers.get(array)
             if maker is None or maker.name not in _MOVES:
@@ -55,7 +61,7 @@ class Graph:
         if array is None:
             return None
         leaf = self.leaves[array]
-        return leaf if math.prod(self.call.parameters.arrays[leaf].shape) == size else None
+        return leaf if size in (None, math.prod(self.call.parameters.arrays[leaf].shape)) else None
 
     def find_factor(self, array: int | None, size: int) -> int | None:
         """Return the parameter of a size that is a factor of an array."""
@@ -86,6 +92,7 @@ def make_graph(call: Call) -> Graph:
         if place < len(call.parameters.arrays):
             graph.leaves[known[variable]] = place
     _inline(graph, program, known, (), lambda: next(numbers))
+    graph.results = frozenset(known[atom] for atom in program.outvars if not jaxpr.is_literal(atom) and atom in known)
     return graph
 
 
@@ -176,10 +183,17 @@ def _step_back(graph: Graph, operation: Operation, size: int) -> Source | tuple[
     return (operands[0], None) if operation.name in _HOMOGENEOUS else None
 
 
-def find_bias(graph: Graph, site: Site, size: int) -> int | None:
-    """Return the parameter that is added to the outputs of a contraction, or None."""
-    operation = next((op for op in _list_operations(graph) if op.address == site.address), None)
+def find_bias(graph: Graph, site: Site, dimensions: Sequence[int]) -> int | None:
+    """Return the parameter that is added to the outputs of a contraction and to nothing else, or None.
+
+    Args:
+        graph: the program.
+        site: the contraction.
+        dimensions: the dimensions of its result that are outputs.
+    """
+    operation = find_operation(graph, site)
     array = None if operation is None else operation.results[0]
+    start = array
     while array is not None:
         readers = graph.readers.get(array, [])
         if len(readers) != 1:
@@ -187,9 +201,55 @@ def find_bias(graph: Graph, site: Site, size: int) -> int | None:
         (reader,) = readers
         if reader.name == "add":
             other = [operand for operand in reader.operands if operand != array]
-            return graph.find_leaf(other[0], size) if len(other) == 1 else None
+            if len(other) != 1 or start is None or len(graph.readers.get(other[0], [])) != 1:  # type: ignore[arg-type]
+                return None
+            shape = [n if place in dimensions else 1 for place, n in enumerate(graph.shapes[start])]
+            size = math.prod(shape)
+            leaf = graph.find_leaf(other[0], size)
+            if leaf is None:
+                return None
+            # Each element must be added to the output with its index: the indices take the same moves.
+            outputs = np.broadcast_to(np.arange(size).reshape(shape), graph.shapes[start])
+            source = next(number for number, place in graph.leaves.items() if place == leaf)
+            indices = np.arange(size).reshape(graph.shapes[source])
+            sides = move_indices(graph, array, start, outputs), move_indices(graph, other[0], source, indices)
+            is_same = sides[0] is not None and sides[1] is not None and sides[1].ndim == sides[0].ndim
+            is_same = is_same and np.array_equal(sides[0], np.broadcast_to(sides[1], sides[0].shape))  # type: ignore[arg-type, union-attr]
+            return leaf if is_same else None
         array = reader.results[0] if reader.name in _MOVES else None
     return None
+
+
+def move_indices(graph: Graph, array: int | None, source: int, indices: np.ndarray) -> np.ndarray | None:
+    """Return an array of indices after the moves from one array to another; None if something else reads it."""
+    moves = []
+    while array is not None and array != source:
+        moves.append(graph.makers[array])
+        array = moves[-1].operands[0]
+        if array is not None and len(graph.readers[array]) > 1:
+            return None
+    for move in reversed(moves):
+        if move.name in _RESHAPES:
+            (result,) = jaxpr.evaluate(move.equation, [indices])
+            indices = np.asarray(result)
+    return indices
+
+
+def find_levels(graph: Graph, sites: Iterable[Site]) -> dict[str, int]:
+    """Return for each contraction how many others of them its inputs depend on, one after the other."""
+    names, levels, depths = {site.address: site.name for site in sites}, {}, dict[int, int]()
+    for operation in _list_operations(graph):
+        depth = max((depths.get(operand, 0) for operand in operation.operands if operand is not None), default=0)
+        if operation.address in names:
+            levels[names[operation.address]] = depth
+            depth += 1
+        depths |= dict.fromkeys(operation.results, depth)
+    return levels
+
+
+def find_operation(graph: Graph, site: Site) -> Operation | None:
+    """Return the operation of a contraction, or None if it is in a loop."""
+    return next((op for op in _list_operations(graph) if op.address == site.address), None)
 
 
 def _list_operations(graph: Graph) -> Iterable[Operation]:
@@ -198,7 +258,7 @@ def _list_operations(graph: Graph) -> Iterable[Operation]:
 
 def find_input(graph: Graph, site: Site) -> int | None:
     """Return the array that a contraction with a parameter reads, before moves that keep the channels last."""
-    operation = next((op for op in _list_operations(graph) if op.address == site.address), None)
+    operation = find_operation(graph, site)
     assert site.weight is not None
     array = None if operation is None else operation.operands[1 - site.weight]
     while array is not None:

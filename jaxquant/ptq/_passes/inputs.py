@@ -85,6 +85,20 @@ def _find_dimensions(site: Site) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (), tuple(rest)
 
 
+def list_output_dimensions(site: Site) -> tuple[int, ...]:
+    """Return the dimensions of a contraction's result that are outputs of the parameter, groups included."""
+    assert site.weight is not None
+    numbers = site.equation.params["dimension_numbers"]
+    if site.operation == "conv_general_dilated":
+        return (numbers.out_spec[1],)
+    summed, batch = numbers
+    count, rank = len(batch[0]), len(site.equation.outvars[0].aval.shape)
+    free = len(site.equation.invars[site.weight].aval.shape) - count - len(summed[site.weight])
+    # The batch dimensions come first, then those of the first operand, then those of the second one.
+    start = count if site.weight == 0 else rank - free
+    return (*range(count), *range(start, start + free))
+
+
 def _count_groups(site: Site) -> int:
     return site.equation.params["feature_group_count"] if site.operation == "conv_general_dilated" else 1
 

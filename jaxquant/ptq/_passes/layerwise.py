@@ -126,13 +126,13 @@ class LayerInterpreter(Interpreter):
     def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
         """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
         sites = [site for site in self.analysis.list_below(address) if has_statistics(self.call.plan, site)]
-        states = {name: x for name, x in make_states(self.call).items() if name in {site.name for site in sites}}
+        states = make_states(self.call, {site.name for site in sites})
         arrays = self._read_arrays(operands)
         count = next((len(x) for x in arrays if isinstance(x, Each)), 1)
 
         @jax.jit
         def update_states(states: Any, values: Any) -> Any:
-            inner = Interpreter(self.analysis, make_mode(self.call.plan), states)
+            inner = Interpreter(self.analysis, make_mode(self.call.plan, states), states)
             inner._evaluate(equation, list(values), address)
             return inner.records
 

@@ -204,7 +204,7 @@ def _scale_joints(
     step = loop.Step(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     args, kwargs = loop.split_arguments(step, 0, batch)
     call = prepared._trace("apply", params, args, {**kwargs, **arguments})
-    compare = _make_comparison(prepared, signature, args, {**kwargs, **arguments})
+    compare = make_comparison(prepared, signature, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}
     before = arrays
     for joint in _list_joints(call, arrays):
@@ -298,10 +298,10 @@ def _put_factors(joint: _Joint, arrays: Sequence[Any], factors: jax.Array) -> li
     return changed
 
 
-def _make_comparison(
-    prepared: Prepared, signature: Signature, args: Any, kwargs: Any
+def make_comparison(
+    prepared: Prepared, signature: Signature, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
 ) -> Callable[[Sequence[Any]], bool]:
-    """Return a function that tells whether parameters give the results of the first ones, up to rounding."""
+    """Return a function that tells whether parameters give the results of the first ones, up to a tolerance."""
     others = Signature((args, kwargs))
 
     @jax.jit
@@ -314,7 +314,7 @@ def _make_comparison(
 
     def compare(arrays: Sequence[Any]) -> bool:
         for x, y in zip(run_function(arrays, others.arrays), expected, strict=True):
-            if not bool(jnp.max(jnp.abs(x - y), initial=0) <= _TOLERANCE * jnp.max(jnp.abs(y), initial=0)):
+            if not bool(jnp.max(jnp.abs(x - y), initial=0) <= tolerance * jnp.max(jnp.abs(y), initial=0)):
                 return False
         return True
 

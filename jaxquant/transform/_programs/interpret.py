@@ -105,11 +105,16 @@ class Interpreter:
         def read(atom: Any) -> Any:
             return atom.val if jaxpr.is_literal(atom) else known[atom]
 
-        for index in sorted(find_live(program)):
+        live = sorted(find_live(program))
+        last_uses = _find_last_uses(program, live)
+        for index in live:
             equation = program.eqns[index]
             operands = [read(atom) for atom in equation.invars]
             results = self._evaluate(equation, operands, (*address, index))
             known |= zip(equation.outvars, results, strict=True)
+            # Outside of jax.jit the arrays that no later equation reads would stay in memory.
+            for variable in last_uses.get(index, ()):
+                del known[variable]
         return [read(atom) for atom in program.outvars]
 
     def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
@@ -271,6 +276,17 @@ class Interpreter:
         moved, common = lax.while_loop(check, step, (carried, shared if updates else {}))
         self.records |= common
         return _merge_carries(carries, moved, invariant)
+
+
+def _find_last_uses(program: Any, live: Sequence[int]) -> dict[int, list[Any]]:
+    """Return for equations the variables that they are the last to read, and that the program does not return."""
+    places = {atom: index for index in live for atom in program.eqns[index].invars if not jaxpr.is_literal(atom)}
+    kept = {atom for atom in program.outvars if not jaxpr.is_literal(atom)}
+    uses: dict[int, list[Any]] = {}
+    for atom, index in places.items():
+        if atom not in kept:
+            uses.setdefault(index, []).append(atom)
+    return uses
 
 
 def is_inlined(analysis: Analysis, equation: Any, address: Address) -> bool:

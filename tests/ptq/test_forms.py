@@ -1,0 +1,109 @@
+"""Algorithms on stacked, sharded and bfloat16 weights, and exported models: the same codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant import ptq
+
+from ..support.equality import check_equal
+
+F32 = np.float32
+SPEC = jq.QuantSpec("int4", jq.PerAxis(1))
+RULES = (jq.Rule(weight=jq.Weight("int4")),)
+
+
+def dense(params: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ params["first"]) @ params["second"]
+
+
+def sample(rng: np.random.Generator, width: int = 16) -> tuple[dict[str, jax.Array], jax.Array]:
+    shapes = {"first": (12, width), "second": (width, 8)}
+    params = {name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()}
+    return params, jnp.asarray(rng.normal(size=(64, 12)) @ rng.normal(size=(12, 12)), F32)
+
+
+@pytest.mark.slow
+def test_stacked_layers(rng: np.random.Generator) -> None:
+    """Of all algorithms on arrays: mapped over layers, each layer is as on its own."""
+    ws = jnp.asarray(rng.normal(size=(3, 12, 8)), F32)
+    xs = rng.normal(size=(3, 48, 12)) @ rng.normal(size=(3, 12, 12))
+    hessians = jnp.asarray(np.einsum("lni,lnj->lij", xs, xs) / 48, F32)
+    smooth: Any = lambda w, h: ptq.smoothquant(w, jnp.sqrt(jnp.diagonal(h)))  # noqa: E731
+    for function in (lambda w, h: ptq.hqq(w, SPEC).codes, smooth):
+        mapped = jax.vmap(function)(ws, hessians)
+        check_equal(mapped, jnp.stack([function(w, h) for w, h in zip(ws, hessians, strict=True)]))
+    # Sums of a batch of matrices may have another order, which a learned choice at a tie tells.
+    mapped = jax.vmap(lambda w, h: ptq.adaround(w, h, SPEC, steps=50))(ws, hessians)
+    for place, (w, hessian) in enumerate(zip(ws, hessians, strict=True)):
+        q = ptq.adaround(w, hessian, SPEC, steps=50)
+        assert np.mean(np.asarray(q.codes) == np.asarray(mapped.codes[place])) > 0.8
+        errors = [
+            w - values for values in (q.dequantize(), jax.tree.map(lambda x, at=place: x[at], mapped).dequantize())
+        ]
+        costs = [float(jnp.sum(e * (hessian @ e))) for e in errors]
+        assert 0.8 < costs[0] / costs[1] < 1.25
+
+
+def test_sharded_parameters_have_the_same_codes(rng: np.random.Generator) -> None:
+    params, x = sample(rng)
+    prepared = jq.prepare(dense, params, x, rules=RULES)
+    stats = ptq.collect(prepared, params, [x])
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    placed = {name: jax.device_put(w, sharding) for name, w in params.items()}
+    method = ptq.GPTQ(range="whole")
+    expected, _ = ptq.apply(prepared, params, stats, method)
+    actual, _ = ptq.apply(prepared, placed, stats, method)
+    for name in params:
+        check_equal(actual[name].codes, expected[name].codes)
+    # Batches over the devices: the same statistics, but for the order of sums.
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model"))
+    others = ptq.collect(prepared, placed, [jax.device_put(x, rows)])
+    for name in stats:
+        np.testing.assert_allclose(others[name].second, stats[name].second, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters(rng: np.random.Generator) -> None:
+    params, x = sample(rng)
+    low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    wide = jax.tree.map(lambda w: w.astype(F32), low)
+    calls = [(jq.prepare(dense, p, y, rules=RULES), p, y) for p, y in ((low, x.astype(jnp.bfloat16)), (wide, x))]
+    stats = ptq.collect(calls[1][0], wide, [x])
+    for method in (ptq.GPTQ(range="whole"), ptq.HQQ()):
+        results = [ptq.apply(prepared, p, stats, method).params for prepared, p, _ in calls]
+        for name in params:
+            assert results[0][name].dtype == jnp.bfloat16
+            check_equal(results[0][name].codes, results[1][name].codes)
+    prepared, p, y = calls[0]
+    # Layer by layer, the activations are those of bfloat16.
+    qparams, notes = ptq.apply(prepared, p, [y], ptq.GPTQ())
+    assert all(note.after <= note.before for note in notes)  # type: ignore[operator]
+    assert prepared.apply(qparams, None, y).dtype == jnp.bfloat16
+
+
+def test_exported_models_have_the_same_codes(rng: np.random.Generator) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    params, x = sample(rng)
+    prepared = jq.prepare(dense, params, x, rules=jq.recipes.w8a8_static())
+    ranges = prepared.calibrate(params, [x], progress=False)
+    qparams, _ = ptq.apply(prepared, params, [x], ptq.GPTQ())
+    assert (np.asarray(qparams["first"].codes) != np.asarray(prepared.convert(params)["first"].codes)).any()
+
+    def run(params: Any, x: jax.Array) -> jax.Array:
+        return prepared.apply(params, ranges, x)
+
+    model = jq.onnx.export(run, [x], params=qparams)
+    arrays = {array.name: onnx.numpy_helper.to_array(array) for array in model.graph.initializer}
+    for name in params:
+        check_equal(arrays[f"{name}.codes"], np.asarray(qparams[name].codes))
+    report = jq.onnx.verify(model, lambda x: run(qparams, x), [x], tolerance=1e-5)
+    assert report.is_exact, str(report)
