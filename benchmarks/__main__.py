@@ -23,6 +23,7 @@ import numpy as np
 
 from . import (
     arrays,
+    attention,
     calibrators,
     contractions,
     integer_networks,
@@ -44,6 +45,7 @@ TABLES = (
     *training.TABLES,
     layers.TABLE,
     integer_networks.TABLE,
+    attention.TABLE,
     *transform.TABLES,
     tracing.TABLE,
 )

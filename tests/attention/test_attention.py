@@ -1,4 +1,4 @@
-"""attention: its integers against numpy, its results against attention in float64, masks, windows, faults, transforms."""
+"""attention: its integers against numpy, its results against float64, masks, windows, faults, transforms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxquant._attention.scores import find_scores, group_queries
 from ..oracles.attention_text import (
     attend,
     bound_from_floats,
-    find_scores as find_integers,
+    find_integer_scores,
     quantize_tokens,
     share_heads,
 )
@@ -77,7 +77,7 @@ def test_codes_and_results(
     q_codes = quantize_tokens(q, 127)
     keys, values = (share_codes(quantize_tokens(x, MOST[name]), heads) for x in (k, v))
     integers = np.asarray(integers).reshape(2, heads, queries, length)
-    np.testing.assert_array_equal(integers[..., :tokens], find_integers(q_codes, keys))
+    np.testing.assert_array_equal(integers[..., :tokens], find_integer_scores(q_codes, keys))
     visible = see_causally(queries, tokens)
     for digits, y in zip((1, 2, 3), results, strict=True):
         assert y.dtype == np.float32

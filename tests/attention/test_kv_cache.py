@@ -46,7 +46,10 @@ def test_codes_are_those_of_quantize(name: str, features: int, rng: np.random.Ge
     @jax.jit
     def fill(k: Any, v: Any) -> Any:
         cache = jq.KVCache.create((2, 9, 3, features), spec, spec).append(k[:, :4], v[:, :4])
-        step = lambda cache, tokens: (cache.append(*(x[:, None] for x in tokens)), None)
+
+        def step(cache: Any, tokens: Any) -> Any:
+            return cache.append(*(x[:, None] for x in tokens)), None
+
         return jax.lax.scan(step, cache, [jnp.moveaxis(x[:, 4:], 1, 0) for x in (k, v)])[0]
 
     cache = fill(k, v)

@@ -33,13 +33,13 @@ def share_heads(x: np.ndarray, heads: int) -> np.ndarray:
     return np.repeat(x, heads // x.shape[2], axis=2)
 
 
-def find_scores(q: Codes, k: Codes) -> np.ndarray:
-    """Return the exact integers [batch, heads, queries, tokens] of queries and keys [batch, length, heads, features]."""
+def find_integer_scores(q: Codes, k: Codes) -> np.ndarray:
+    """Return the exact products [batch, heads, queries, tokens] of the codes of queries and keys."""
     return np.einsum("bthd,bshd->bhts", q.codes, k.codes)
 
 
 class Result(NamedTuple):
-    """The output [batch, queries, heads, features], and the largest error that the rounding of the weights can cause."""
+    """The output [batch, queries, heads, features], and the largest error that rounded weights can cause."""
 
     output: np.ndarray
     error: np.ndarray
