@@ -72,8 +72,8 @@ def _attend_fwd(statics: Statics, operands: Operands) -> tuple[jax.Array, Operan
 
 
 def _attend_bwd(statics: Statics, operands: Operands, g: jax.Array) -> tuple[Operands]:
-    # If one program contains both passes, XLA would share the weights between them and keep them in memory.
-    (q, k, v, weights), g = lax.optimization_barrier((_weigh(statics, operands), g))
+    operands, g = _wait_for_cotangent(operands, g)
+    q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
     reciprocal = find_reciprocal(weights.total)
     # The weights that were contracted: the codes without the scales of the values' tokens.
@@ -100,6 +100,18 @@ def _attend_bwd(statics: Statics, operands: Operands, g: jax.Array) -> tuple[Ope
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _wait_for_cotangent(operands: Operands, g: jax.Array) -> tuple[Operands, jax.Array]:
+    """Return the operands and the cotangent, and make everything that is computed from them wait for the cotangent.
+
+    If one program contains both passes, XLA would otherwise share the weights between them and keep them in memory.
+    """
+    # A barrier does not accept keys, so they stay outside.
+    arrays = [parts[:3] for parts in operands.rounded]
+    (arrays, rest), g = lax.optimization_barrier(((arrays, tuple(operands[1:])), g))
+    rounded = tuple((*parts, old[3]) for parts, old in zip(arrays, operands.rounded, strict=True))
+    return Operands(rounded, *rest), g
 
 
 def _weigh(statics: Statics, operands: Operands) -> tuple[QuantizedArray, QuantizedArray, QuantizedArray, Weights]:

@@ -111,7 +111,7 @@ def quantized_dot_product_attention(
     arrays = entry_point.convert_arrays(_NAME, {name: entry_point.unwrap_array(x) for name, x in named.items()})
     query, key, value, bias, mask, *lengths = arrays
     _check_operands(query, key, value)
-    sizes = _find_sizes(query, key)
+    sizes = _find_score_sizes(query, key)
     mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
     for name, x in zip(_LENGTHS, lengths, strict=True):
         if x is not None:
@@ -197,7 +197,7 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
     checks.check_shape(_NAME, "value", value, key.shape, "that of key")
 
 
-def _find_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
+def _find_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
     """Return (batch, heads, queries, tokens)."""
     batch = query.shape[0] if query.ndim == 4 else 1
     return batch, query.shape[-2], query.shape[-3], key.shape[-3]

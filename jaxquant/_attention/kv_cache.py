@@ -26,7 +26,7 @@ _SCALES = dtypes.FLOATS
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
     """The keys and values of a decoder as codes of 8 or 4 bits, with a scale for each token and head.
 
@@ -60,6 +60,9 @@ class KVCache:
         >>> cache = jq.KVCache.create((1, 4, 2, 64))
         >>> k = v = jnp.ones((1, 1, 2, 64))
         >>> cache = jax.jit(jq.KVCache.append, donate_argnums=0)(cache, k, v)
+        >>> cache
+        KVCache(keys=int8[1,2,4,64], values=int8[1,2,64,4], key_scale=float32[1,2,4], value_scale=float32[1,2,4],
+                index=int32[], head_dim=64)
         >>> cache.length, int(cache.index), cache.nbytes / (2 * 4 * 2 * 64 * 4)  # of the bytes of float32
         (4, 1, 0.2666...)
         >>> cache.keys[0, 0, :2, :3]
@@ -126,6 +129,17 @@ class KVCache:
             jnp.zeros((batch,) if per_row else (), jnp.int32),
             spec_k, spec_v, features, None if window is None else int(window),
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        """Return the dtypes and shapes of the arrays, without their elements, and the static attributes."""
+        texts = []
+        for name in ("keys", "values", "key_scale", "value_scale", "index"):
+            leaf = getattr(self, name)
+            # JAX builds pytrees whose leaves are no arrays.
+            is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+            texts.append(f"{name}={leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array else f"{name}={leaf!r}")
+        texts += [f"head_dim={self.head_dim}"] + ([] if self.window is None else [f"window={self.window}"])
+        return f"KVCache({', '.join(texts)})"
 
     def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
         """Return a cache with further tokens after those that it holds.

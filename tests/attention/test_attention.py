@@ -244,7 +244,7 @@ CACHE = jq.KVCache.create((2, 4, 2, 8))
 Q = np.ones((2, 1, 4, 8), np.float32)
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cache": Q}, TypeError, "cache: expected a KVCache"),
-    ({"q": Q.astype(np.int32)}, TypeError, "q: expected dtype float16"),
+    ({"q": Q.astype(np.int32)}, TypeError, "q: expected dtype float32"),
     ({"q": Q[:1]}, ValueError, r"q: expected shape \(2, queries, a multiple of 2, 8\), because of the cache"),
     ({"q": Q[:, :, :3]}, ValueError, "q: expected shape"),
     ({"mask": np.ones((2, 4, 1, 4), np.float32)}, TypeError, "mask: expected dtype bool"),

@@ -191,7 +191,7 @@ K = np.ones((2, 5, 2, 8), np.float32)
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"implementation": "cudnn"}, ValueError, "implementation: expected None, got 'cudnn'"),
     ({"query": Q[0, 0]}, ValueError, "query: expected rank 4"),
-    ({"query": Q.astype(np.int8)}, TypeError, "query: expected dtype float16"),
+    ({"query": Q.astype(np.int8)}, TypeError, "query: expected dtype float32"),
     ({"key": K[:1]}, ValueError, r"key: expected shape \(2, tokens, a divisor of 4, 8\)"),
     ({"value": K[:, :4]}, ValueError, r"value: expected shape \(2, 5, 2, 8\)"),
     ({"mask": np.ones((2, 1, 3, 5))}, TypeError, "mask: expected dtype bool"),

@@ -271,7 +271,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         lambda: jq.KVCache.create((1, 2, 3, 4), jq.QuantSpec("int8", jq.PerToken(), scale_dtype="float8_e8m0fnu")),
-        *(TypeError, "create: spec_k: expected scale_dtype float16, bfloat16"),
+        *(TypeError, "create: spec_k: expected scale_dtype float32, float16"),
     ),
     (lambda: jq.KVCache.create((1, 2, 3, 4), window=3), ValueError, r"create: window: expected an int in \[1, 2\]"),
     (lambda: jq.KVCache.create((1, 2, 3, 4), per_row="no"), TypeError, "create: per_row: expected True"),  # pyright: ignore
@@ -282,7 +282,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         lambda: make_cache().append(jnp.ones((1, 1, 3, 4), jnp.int32), jnp.ones((1, 1, 3, 4))),
-        *(TypeError, "append: k: expected dtype float16"),
+        *(TypeError, "append: k: expected dtype float32"),
     ),
     (
         lambda: make_cache().append(*(jnp.ones((1, 1, 3, 4)),) * 2, jnp.ones(1, jnp.int32)),
