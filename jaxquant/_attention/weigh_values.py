@@ -60,8 +60,8 @@ def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits
     """
     hide = functools.partial(_hide, visible=visible)
     top = jnp.max(hide(scores, np.float32(-np.inf)), axis=-1, keepdims=True, initial=-np.inf)
-    # A row that sees no token has no maximum. Its exponentials are hidden below.
-    top = jnp.where(top == -np.inf, _ZERO, top)
+    # In a row that sees no token the difference is infinite, and everything is hidden. In one that sees only scores of
+    # -inf it is NaN, as in the softmax of floats.
     exponentials = hide(jnp.exp(scores - top), _ZERO)
     scaled = hide(exponentials * value_scale, _ZERO)
     # A maximum may lose a NaN, and a sum does not.

@@ -156,7 +156,8 @@ def test_faults_stay_with_those_who_see_them(rng: np.random.Generator) -> None:
             xs[operand][0, 2, 0, 3] = fault
             y = np.asarray(run(*xs))
             touched = [2] if operand == 0 else [2, 3]
-            assert (~np.isfinite(y[0, touched])).any(-1).all()
+            # A key of infinity may give a score of -inf, and a weight of 0.
+            assert (~np.isfinite(y[0, touched])).any(-1).all() or (operand == 1 and fault == np.inf)
             untouched = [row for row in range(4) if row not in touched]
             np.testing.assert_array_equal(y[0, untouched], clean[0, untouched])
 

@@ -73,7 +73,7 @@ def attend_to_codes(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tup
 
 def train() -> Any:
     windows = np.stack([CODES[i : i + LENGTH + 1] for i in range(0, 90, 23)])
-    optimizer = optax.adam(optax.linear_schedule(6e-3, 5e-4, 250))
+    optimizer = optax.adam(3e-3)
 
     def find_loss(params: Any) -> jax.Array:
         positions = jnp.arange(LENGTH)

@@ -17,9 +17,8 @@ from jaxquant.flax import linen as qnn
 from jaxquant.flax import nnx as qnnx
 
 W, A = jq.QuantSpec("int8", jq.PerFeature()), jq.QuantSpec("uint8")
-TOKENS = jq.QuantSpec("uint8", jq.PerToken())
 SPECS: Any = {"weight_spec": W}
-DYNAMIC: Any = {"weight_spec": W, "activation_spec": TOKENS, "activation_range": jqf.Dynamic()}
+DYNAMIC: Any = {"weight_spec": W, "activation_spec": A, "activation_range": jqf.Dynamic()}
 
 
 def sample(rng: np.random.Generator, *shape: int) -> jax.Array:
@@ -35,7 +34,7 @@ def test_linen_is_close_to_flax_and_converts(rng: np.random.Generator) -> None:
     theirs = plain.init(jax.random.key(0), x, mask=mask)
     mine = jax.jit(layer.init)(jax.random.key(0), x, mask=mask)
     check_equal(mine["params"], theirs["params"])
-    variables = jqf.calibrate(layer, mine, [(x,)])
+    variables = jqf.calibrate(layer, mine, [(x,)], mask=mask)
     serving = jqf.convert(layer, variables)
     assert isinstance(serving["params"]["query"]["kernel"], jq.QuantizedArray)
     y = jax.jit(layer.apply)(variables, x, mask=mask)
