@@ -270,7 +270,9 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     else:
         places = _find_places(cache, tokens, counts)
         new = [cache_layout.write_places(x, y, axis, places) for x, (y, axis) in zip(stored, updates, strict=True)]
-    keys, values, key_scale, value_scale = new
+    # Without the barrier XLA would write the tokens once for the result and once for each contraction that reads it,
+    # each time into a copy of the cache.
+    keys, values, key_scale, value_scale = lax.optimization_barrier(new)
     return dataclasses.replace(
         cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
     )
