@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,16 @@ def unpack_codes(stored: jax.Array, spec: QuantSpec, axis: int, features: int) -
     # A shift to the right extends the sign.
     low, high = (signed << np.int8(4)) >> np.int8(4), signed >> np.int8(4)
     return lax.slice_in_dim(lax.concatenate([low, high], axis), 0, features, axis=axis)
+
+
+def run_once(function: Callable[[Any], Any], arrays: Any) -> Any:
+    """Return a function of arrays, computed in a loop of one step.
+
+    XLA:CPU would fuse the writing of tokens with each contraction that reads the cache, and write them there into a
+    further copy of it. A fusion does not cross the end of a loop, and a loop updates its carry in place. The compiler
+    does not know the number of steps; a barrier alone would do with jax 0.12, but jax 0.10's XLA removes it too early.
+    """
+    return lax.fori_loop(np.int32(0), lax.optimization_barrier(np.int32(1)), lambda _, x: function(x), arrays)
 
 
 def write_slice(stored: jax.Array, update: jax.Array, axis: int, start: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -264,15 +265,19 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     updates = ((codes, KEY_AXES[1]), (value_codes, VALUE_AXES[1]), (scales, 2), (value_scales, 2))
     stored = (cache.keys, cache.values, cache.key_scale, cache.value_scale)
     # One token, and tokens that share an index in a cache that is no ring, are contiguous.
-    if cache.index.ndim == 0 and (tokens == 1 or cache.window is None):
-        start = cache.index if cache.window is None else cache.index % np.int32(length)
-        new = [cache_layout.write_slice(x, y, axis, start) for x, (y, axis) in zip(stored, updates, strict=True)]
+    is_slice = cache.index.ndim == 0 and (tokens == 1 or cache.window is None)
+    if is_slice:
+        places = cache.index if cache.window is None else cache.index % np.int32(length)
     else:
         places = _find_places(cache, tokens, counts)
-        new = [cache_layout.write_places(x, y, axis, places) for x, (y, axis) in zip(stored, updates, strict=True)]
-    # Without the barrier XLA would write the tokens once for the result and once for each contraction that reads it,
-    # each time into a copy of the cache.
-    keys, values, key_scale, value_scale = lax.optimization_barrier(new)
+    write_one = cache_layout.write_slice if is_slice else cache_layout.write_places
+
+    def write(arrays: Any) -> tuple[jax.Array, ...]:
+        pairs = zip(arrays, updates, strict=True)
+        return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
+
+    on_cpu = functools.partial(cache_layout.run_once, write)
+    keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
     return dataclasses.replace(
         cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
     )

@@ -91,7 +91,8 @@ def train() -> Any:
         (params, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), length=250)
         return params, losses[-1]
 
-    return run(make_params())
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        return run(make_params())
 
 
 def write(params: Any, caches: Any, attend: Any) -> str:

@@ -58,7 +58,7 @@ def check_equal(actual: Any, expected: Any) -> None:
 def test_linen_decodes_token_by_token(rng: np.random.Generator) -> None:
     """A prompt and then single tokens, under scan, give the results of the whole sequence."""
     x = sample(rng, 2, 7, 8)
-    layer = qnn.MultiHeadAttention(num_heads=2, decode=True, **DYNAMIC)
+    layer = qnn.MultiHeadAttention(num_heads=2, decode=True, **SPECS)
     variables = layer.init(jax.random.key(0), x)
     assert variables["cache"]["kv_cache"].shape == (2, 7, 2, 4)
     assert int(variables["cache"]["kv_cache"].index) == 0
@@ -78,7 +78,8 @@ def test_linen_decodes_token_by_token(rng: np.random.Generator) -> None:
     cache, y = decode(variables["cache"], x)
     assert int(cache["kv_cache"].index) == 7
     whole = layer.clone(decode=False, parent=None).apply(kept, x, mask=nn.make_causal_mask(jnp.ones((2, 7))))
-    np.testing.assert_allclose(y, whole, atol=1e-4)
+    # Floats that differ in their last bit may round to another code.
+    np.testing.assert_allclose(y, whole, atol=0.02)
 
 
 def test_nnx_is_linen(rng: np.random.Generator) -> None:
@@ -103,7 +104,7 @@ def test_nnx_is_linen(rng: np.random.Generator) -> None:
 
 def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
     x = sample(rng, 1, 6, 8)
-    model = qnnx.MultiHeadAttention(4, 8, num_kv_heads=2, **DYNAMIC, decode=False, rngs=nnx.Rngs(0))
+    model = qnnx.MultiHeadAttention(4, 8, num_kv_heads=2, **SPECS, decode=False, rngs=nnx.Rngs(0))
     whole = model(x, is_causal=True)
     model.init_cache((1, 6, 8))
     assert model.kv_cache.get_value().shape == (1, 6, 2, 2)
@@ -113,7 +114,8 @@ def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
         return model(x, decode=True)
 
     y = jnp.concatenate([decode(model, x[:, :3]), *(decode(model, x[:, i : i + 1]) for i in range(3, 6))], 1)
-    np.testing.assert_allclose(y, whole, atol=1e-4)
+    # Floats that differ in their last bit may round to another code.
+    np.testing.assert_allclose(y, whole, atol=0.02)
     assert int(model.kv_cache.get_value().index) == 6
     with pytest.raises(ValueError, match=r"append: k: expected at most 6 tokens in all"):
         model(x[:, :1], decode=True)
