@@ -65,7 +65,7 @@ class KVCache:
         KVCache(keys=int8[1,2,4,64], values=int8[1,2,64,4], key_scale=float32[1,2,4], value_scale=float32[1,2,4],
                 index=int32[], head_dim=64)
         >>> cache.length, int(cache.index), cache.nbytes / (2 * 4 * 2 * 64 * 4)  # of the bytes of float32
-        (4, 1, 0.2666...)
+        (4, 1, 0.265625)
         >>> cache.keys[0, 0, :2, :3]
         Array([[127, 127, 127],
                [  0,   0,   0]], dtype=int8)

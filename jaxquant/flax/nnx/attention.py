@@ -44,8 +44,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         num_kv_heads: The number of heads of keys and values, a divisor of num_heads; None stands for num_heads.
         in_kv_features: The number of input features of keys and values; None stands for in_features.
         weight_spec: How to quantize the kernels of the projections, a QuantSpec, as in `Linear`.
-        activation_spec: How to quantize the inputs of the projections, as in `Linear`; None leaves them in floats. Not with
-            `PerToken()`: `out` contracts heads and features, which share a scale.
+        activation_spec: How to quantize the inputs of the projections, as in `Linear`; None leaves them in floats.
+            Not with `PerToken()`: `out` contracts heads and features, which share a scale.
         weight_range: As in `Linear`.
         activation_range: As in `Linear`.
         backward: How the gradients of the projections are contracted, as in `Linear`. Those of the attention are
