@@ -113,6 +113,7 @@ def test_masks_bias_and_positions(rng: np.random.Generator) -> None:
     check_against_float64(scaled, rescaled, *codes[1:], see_causally(3, 9))
 
 
+@pytest.mark.slow
 def test_window(rng: np.random.Generator) -> None:
     """A ring gives the attention of a cache of all tokens with a window, chunk by chunk."""
     window, chunk, tokens = 5, 3, 18
@@ -162,6 +163,7 @@ def test_faults_stay_with_those_who_see_them(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(y[0, untouched], clean[0, untouched])
 
 
+@pytest.mark.slow
 def test_weights_of_a_long_context(fixed_rng: np.random.Generator) -> None:
     """One token holds half of the weight, 4000 others the rest: two digits keep them, one digit loses them."""
     tokens = 4001

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jaxquant as jq
 
@@ -114,6 +115,7 @@ def write(params: Any, caches: Any, attend: Any) -> str:
     return "".join(SYMBOLS[i] for i in np.asarray(run(params, caches)))
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_a_float_cache() -> None:
     params, loss = train()
     assert loss < 0.2, "the decoder has not learned its text"

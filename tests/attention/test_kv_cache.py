@@ -86,6 +86,7 @@ def test_bytes(name: str, features: int, scale_dtype: str, most: float) -> None:
     assert total == cache.nbytes + 4
 
 
+@pytest.mark.slow
 def test_ring(rng: np.random.Generator) -> None:
     """A ring of 6 places holds the last 6 tokens, whatever the sizes of the calls."""
     sizes = (4, 1, 3, 1, 9, 1, 2, 1, 6)
@@ -115,6 +116,7 @@ def test_ring(rng: np.random.Generator) -> None:
                     np.testing.assert_array_equal(part[0, place], np.asarray(q.codes)[0, position])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_of_different_lengths(window: int | None, rng: np.random.Generator) -> None:
     """Each row of `per_row` equals a cache of its own."""
@@ -185,6 +187,7 @@ def test_tokens_are_written_in_place(name: str, options: dict[str, Any]) -> None
     assert count_copies(text, cache) == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"window": 1024}, {"per_row": True}], ids=["plain", "ring", "rows"])
 def test_a_loop_of_appends_and_attention_does_not_copy_the_cache(options: dict[str, Any]) -> None:
     cache = jax.eval_shape(lambda: jq.KVCache.create((1, 4096, 2, 64), **options))

@@ -55,6 +55,7 @@ def check_equal(actual: Any, expected: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_linen_decodes_token_by_token(rng: np.random.Generator) -> None:
     """A prompt and then single tokens, under scan, give the results of the whole sequence."""
     x = sample(rng, 2, 7, 8)
@@ -102,6 +103,7 @@ def test_nnx_is_linen(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(serving(x, is_causal=True), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
     x = sample(rng, 1, 6, 8)
     model = qnnx.MultiHeadAttention(4, 8, num_kv_heads=2, **SPECS, decode=False, rngs=nnx.Rngs(0))
