@@ -23,6 +23,7 @@ import numpy as np
 
 from . import (
     arrays,
+    attention,
     calibrators,
     contractions,
     integer_networks,
@@ -46,6 +47,7 @@ TABLES = (
     layers.TABLE,
     integer_networks.TABLE,
     onnx_models.TABLE,
+    attention.TABLE,
     *transform.TABLES,
     tracing.TABLE,
 )

@@ -15,6 +15,9 @@ from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
 from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
 from ._arrays.spec import QuantSpec
+from ._attention.attention import attention
+from ._attention.dot_product_attention import quantized_dot_product_attention
+from ._attention.kv_cache import KVCache
 from ._codes.arrangement import concatenate, pad, reshape, transpose
 from ._codes.bias import quantize_bias
 from ._codes.carrier import FakeQuantizedArray
@@ -143,6 +146,10 @@ __all__ = [  # noqa: RUF022 as grouped
     "FloatBackward",
     "Int8Backward",
     "save_codes",
+    # Attention, and the keys and values of a decoder.
+    "KVCache",
+    "attention",
+    "quantized_dot_product_attention",
     # Functions that were not written for quantization.
     "prepare",
     "Prepared",

@@ -82,9 +82,11 @@ LIKE_JAX = (
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
+    *("attention", "quantized_dot_product_attention"),
 )
 TRACED_IN_JAX = (
-    *("lhs_spec", "rhs_spec", "specs", "key"),
+    *("lhs_spec", "rhs_spec", "specs", "key", "query_spec", "key_spec", "value_spec"),
+    *("query", "value", "mask", "query_seq_lengths", "key_value_seq_lengths", "cache", "query_positions"),
     *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output", "bias"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
@@ -155,6 +157,11 @@ SIGNATURES = {
     "quantized_dot_general": (f"{DOT} lhs_spec rhs_spec backward key precision preferred_element_type out_sharding"),
     "quantized_einsum": "subscripts operands specs backward key precision preferred_element_type out_sharding",
     "quantized_conv_general_dilated": f"{CONV} lhs_spec rhs_spec backward key precision preferred_element_type",
+    "attention": "q cache mask bias query_positions spec scale weight_digits",
+    "quantized_dot_product_attention": (
+        "query key value bias mask scale is_causal query_seq_lengths key_value_seq_lengths local_window_size "
+        "implementation query_spec key_spec value_spec weight_digits"
+    ),
     "minmax": "spec",
     "absmax": "spec",
     "moving_average": "spec decay",

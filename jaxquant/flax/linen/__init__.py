@@ -1,9 +1,19 @@
 """Flax Linen's layers with quantized weights and activations: same names, same arguments, same parameters."""
 
+from .attention import MultiHeadAttention, MultiHeadDotProductAttention
 from .layers import Conv, Dense, DenseGeneral, Einsum, Embed
 from .output_range import OutputRange
 
-__all__ = ["Conv", "Dense", "DenseGeneral", "Einsum", "Embed", "OutputRange"]
+__all__ = [
+    "Conv",
+    "Dense",
+    "DenseGeneral",
+    "Einsum",
+    "Embed",
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "OutputRange",
+]
 
 
 def __dir__() -> list[str]:

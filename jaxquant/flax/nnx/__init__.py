@@ -1,5 +1,6 @@
 """Flax NNX's layers with quantized weights and activations, and the functions that calibrate and convert models."""
 
+from .attention import MultiHeadAttention
 from .calibrate import calibrate, calibration_view, check_calibrated
 from .contraction import promote_dtype
 from .convert import convert, start
@@ -16,6 +17,7 @@ __all__ = [
     "Embed",
     "Linear",
     "LinearGeneral",
+    "MultiHeadAttention",
     "OutputRange",
     "Ranges",
     "Scale",

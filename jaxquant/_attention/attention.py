@@ -1,0 +1,134 @@
+"""`attention`: queries that attend to a quantized cache."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._arrays.quantize import quantize
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes, entry_point, small_floats
+from . import arguments, visibility
+from .kv_cache import INT8, KVCache
+from .scores import find_scores, group_queries
+from .weigh_values import find_weights, weigh_values
+
+_NAME = "attention"
+
+
+def attention(
+    q: ArrayLike,
+    cache: KVCache,
+    *,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    spec: QuantSpec = INT8,
+    scale: float | None = None,
+    weight_digits: int = 2,
+) -> jax.Array:
+    """Attend with queries to the tokens of a cache, contracting integers.
+
+    out = softmax(scale * quantize(q) keys^T + bias) values
+
+    Append the keys and values of the queries' own tokens first. The queries are those of the newest tokens: a query
+    attends to its own token and to the earlier ones, in a cache with a window to the newest of these.
+
+    The codes of queries and keys are contracted into int32 and then scaled. The softmax is computed in float32. Its
+    weights are multiplied by the scales of the values' tokens and rounded to codes, with a step for each row; these are
+    contracted with the codes of the values into int32.
+
+    Args:
+        q: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim]. The number of heads is a
+            multiple of the cache's: consecutive heads share one of the cache.
+        cache: the cache, which holds the tokens of the queries.
+        mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a place of the
+            cache. `cache.positions` has the positions of the tokens in the places.
+        bias: float, of such a shape, added to the scores after their scaling.
+        query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
+            newest ones, in order.
+        spec: Static. How the queries are quantized: a dtype of 8 bits or fewer, with one scale for all features of a
+            query and head, or one for each block of them.
+        scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
+        weight_digits: Static. The number of digits of 7 bits that a weight has: 1, 2 or 3. With 1, weights below 1/254
+            of the largest one of a row become 0. With 2, those below 1/32766.
+
+    Returns:
+        An array with q's shape and dtype. A query that sees no token gets zeros. A row of the batch whose cache has
+        overflowed gets NaN, and so does a query that sees a token with a NaN.
+
+    Raises:
+        TypeError: an argument has a wrong type or dtype.
+        ValueError: shapes do not fit each other; the spec, the scale or the number of digits is not supported; or there
+            are more queries than the ring of a cache with a window has complete windows for.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> k = jnp.array([[[[127.0, 2.5]], [[-0.5, 300.0]]]])  # 2.5 is a tie
+        >>> cache = jq.KVCache.create((1, 4, 1, 2)).append(k, k)
+        >>> jq.attention(jnp.array([[[[1.0, 0.0]], [[0.0, 1.0]]]]), cache)[0, :, 0].round(2)
+        Array([[127.,   2.],
+               [  0., 300.]], dtype=float32)
+
+    Source: Vaswani et al., arXiv 1706.03762, section 3.2.1; Ainslie et al., arXiv 2305.13245, for the shared heads.
+    """
+    checks.require_type(isinstance(cache, KVCache), _NAME, "cache", "a KVCache", checks.describe_value(cache))
+    arguments.check_query_spec(_NAME, "spec", spec)
+    digits = arguments.read_digits(_NAME, weight_digits)
+    names = ("q", "mask", "bias", "query_positions")
+    values = [entry_point.unwrap_array(x) for x in (q, mask, bias, query_positions)]
+    q, mask, bias, query_positions = entry_point.convert_arrays(_NAME, dict(zip(names, values, strict=True)))
+    _check_queries(q, cache)
+    factor = arguments.read_factor(_NAME, scale, cache.head_dim)
+    sizes = (q.shape[0], q.shape[2], q.shape[1], cache.length)
+    mask = arguments.read_mask(_NAME, mask, sizes)
+    bias = arguments.read_bias(_NAME, bias, sizes)
+    if query_positions is not None:
+        checks.check_array(_NAME, "query_positions", query_positions, (np.dtype(jnp.int32),))
+        fits = query_positions.ndim == 2 and query_positions.shape[0] in (1, q.shape[0])
+        fits = fits and query_positions.shape[1] == q.shape[1]
+        expected = f"shape ({q.shape[0]} or 1, {q.shape[1]})"
+        checks.require(fits, _NAME, "query_positions", expected, f"shape {query_positions.shape}")
+    return _attend(q, cache, mask, bias, query_positions, spec=spec, factor=factor, digits=digits)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits"))
+def _attend(
+    q: jax.Array, cache: KVCache, mask: Any, bias: Any, query_positions: Any, *, spec: QuantSpec, factor: float,
+    digits: int,
+) -> jax.Array:  # fmt: skip
+    queries, heads = q.shape[1], cache.shape[2]
+    if 0 in (math.prod(q.shape), cache.length):
+        return jnp.zeros(q.shape, q.dtype)
+    grouped = group_queries(quantize(q, spec), heads, factor)
+    mask, bias = (None if x is None else visibility.group_heads(x, heads) for x in (mask, bias))
+    if query_positions is None:
+        newest = jnp.reshape(cache.index, (-1, 1)) - np.int32(queries)
+        query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
+    visible = visibility.find_visible_in_cache(cache.positions, query_positions, cache.window)
+    scores = find_scores(_NAME, grouped, cache.quantized_keys, bias)
+    value_scale = small_floats.scale_as_float32(cache.value_scale)[:, :, None, None, :]
+    weights = find_weights(scores, value_scale, visibility.merge_masks([mask, visible]), digits)
+    y = weigh_values(weights, cache.quantized_values.codes, digits)
+    y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
+    return arguments.ungroup_heads(y).astype(q.dtype)
+
+
+def _check_queries(q: Any, cache: KVCache) -> None:
+    """Check the queries against the cache."""
+    checks.check_array(_NAME, "q", q, dtypes.FLOATS)
+    batch, length, heads, features = cache.shape
+    fits = q.ndim == 4 and (q.shape[0], q.shape[3]) == (batch, features)
+    fits = fits and (q.shape[2] % heads == 0 if heads else q.shape[2] == 0)
+    expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of the cache"
+    checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
+    if cache.window is not None:
+        most = length - cache.window + 1
+        expected = f"at most {most} queries, because a ring of {length} holds the windows of {cache.window} of so many"
+        checks.require(q.shape[1] <= most, _NAME, "q", expected, q.shape[1])

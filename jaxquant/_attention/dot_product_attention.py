@@ -1,0 +1,203 @@
+"""`quantized_dot_product_attention`: `jax.nn.dot_product_attention` of floats that the call quantizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes, entry_point
+from .._training.fake_quantize import read_parts
+from .._training.quantizer import Quantizer, read_quantizer, split_quantizer
+from . import arguments, visibility
+from .attention_vjp import Operands, Statics, attend
+from .kv_cache import INT8
+
+_NAME = "quantized_dot_product_attention"
+_SPECS = ("query_spec", "key_spec", "value_spec")
+_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+
+
+def quantized_dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: None = None,
+    query_spec: QuantSpec | Quantizer = INT8,
+    key_spec: QuantSpec | Quantizer = INT8,
+    value_spec: QuantSpec | Quantizer = INT8,
+    weight_digits: int = 2,
+) -> jax.Array:
+    """Compute `jax.nn.dot_product_attention` in integers, with a gradient.
+
+    out = softmax(scale * quantize(query) quantize(key)^T + bias) quantize(value)
+
+    The forward pass computes what `attention` computes of a cache: int32 scores of the codes of queries and keys, a
+    softmax in float32, weights rounded to codes with a step for each row, and their int32 contraction with the codes of
+    the values. The backward pass is that of the attention of the dequantized operands, computed in floats. The rounding
+    of the weights has the gradient of the identity, and that of an operand the gradient of its estimator. The residuals
+    are the operands: the scores are computed again.
+
+    A query that sees no token gets zeros, and has no gradient. `jax.nn.dot_product_attention` returns the mean of all
+    values instead, except for queries beyond `query_seq_lengths`.
+
+    Args:
+        query: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim], or without the batch.
+        key: the keys, float [batch, tokens, kv_heads, head_dim]. The number of heads is a multiple of kv_heads.
+        value: the values, float, in the shape of the keys.
+        bias: float, of a shape that broadcasts against [batch, heads, queries, tokens], added to the scaled scores.
+        mask: bool, of such a shape: False hides a token.
+        scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
+        is_causal: Static. Whether a query attends to no token after its own.
+        query_seq_lengths: the number of queries of each row of the batch that count, int32 [batch]. The others get
+            zeros.
+        key_value_seq_lengths: the number of tokens of each row that count, int32 [batch]. The others are hidden.
+        local_window_size: Static. The number of tokens before and after its own that a query attends to: an int, or a
+            pair. None is no limit.
+        implementation: Static. None, the only implementation.
+        query_spec: how queries are quantized: a QuantSpec, which finds the scale from them, or a `Quantizer`. A dtype
+            of 8 bits or fewer, with one scale for all features of a query and head, or one for each block of them.
+        key_spec: the same for keys.
+        value_spec: the same for values: a signed symmetric dtype, with one scale for all features of a token and head.
+        weight_digits: Static. The number of digits of 7 bits that a weight has: 1, 2 or 3, as in `attention`.
+
+    Returns:
+        An array with the query's shape and dtype.
+
+    Raises:
+        TypeError: an argument has a wrong type or dtype.
+        ValueError: shapes or specs do not fit; the scale is not positive; or `implementation` is not None.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> k = jnp.array([[[127.0, 2.5]], [[-0.5, 300.0]]])  # 2.5 is a tie
+        >>> attend = lambda q: jq.quantized_dot_product_attention(q, k, k, is_causal=True, scale=0.01)
+        >>> q = jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> attend(q)[:, 0].round(1)
+        Array([[127. ,   2. ],
+               [  6.1, 285.6]], dtype=float32)
+        >>> g = jax.grad(lambda q: attend(q).sum())(q)
+        >>> bool((jnp.abs(g[0]) < 1e-3).all()), bool((jnp.abs(g[1]) > 1e-3).all())  # the first query sees one token
+        (True, True)
+
+    Source: `jax.nn.dot_product_attention`; Vaswani et al., arXiv 1706.03762, section 3.2.1.
+
+    Cotangents: of query, key, value and of learned scales and zero points those of the estimators; of bias that of the
+        scores.
+    """
+    checks.require(implementation is None, _NAME, "implementation", "None", checks.describe_value(implementation))
+    specs = (query_spec, key_spec, value_spec)
+    quantizers = tuple(_read_spec(name, spec) for name, spec in zip(_SPECS, specs, strict=True))
+    _check_value_spec(quantizers[2].spec)
+    checks.check_flag(_NAME, "is_causal", is_causal)
+    window = _read_window(local_window_size)
+    digits = arguments.read_digits(_NAME, weight_digits)
+    named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
+    named |= dict(zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True))
+    arrays = entry_point.convert_arrays(_NAME, {name: entry_point.unwrap_array(x) for name, x in named.items()})
+    query, key, value, bias, mask, *lengths = arrays
+    _check_operands(query, key, value)
+    sizes = _find_score_sizes(query, key)
+    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    for name, x in zip(_LENGTHS, lengths, strict=True):
+        if x is not None:
+            checks.check_array(_NAME, name, x, (np.dtype(jnp.int32),))
+            checks.check_shape(_NAME, name, x, (sizes[0],), "one for each row of the batch")
+    hiding = visibility.Hiding(bool(is_causal), window)
+    options = (hiding, arguments.read_factor(_NAME, scale, query.shape[-1]), digits)
+    return _attend((query, key, value), quantizers, bias, mask, *lengths, options=options)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("options",))
+def _attend(
+    xs: Any, quantizers: Any, bias: Any, mask: Any, query_lengths: Any, token_lengths: Any, *, options: Any
+) -> jax.Array:
+    query = xs[0]
+    if 0 in (math.prod(query.shape), xs[1].shape[-3]):
+        return jnp.zeros(query.shape, query.dtype)
+    configs, rounded = [], []
+    for name, spec_name, x, quantizer in zip(("query", "key", "value"), _SPECS, xs, quantizers, strict=True):
+        config, (scale, zero_point, rounding_key) = split_quantizer(quantizer)
+        labels = (name, f"{spec_name}.scale", f"{spec_name}.zero_point")
+        parts = read_parts(_NAME, labels, x, scale, zero_point, quantizer.spec)
+        configs.append(config)
+        # The shape of a scale follows from that of x, so the batch is added afterwards.
+        rounded.append((*(None if part is None else _add_batch(part) for part in parts), rounding_key))
+    _check_value_scale(rounded[2][1])
+    heads = xs[1].shape[-2]
+    mask, bias = (None if x is None else visibility.group_heads(x, heads) for x in (mask, bias))
+    operands = Operands(tuple(rounded), bias, mask, query_lengths, token_lengths)
+    y = attend(Statics(_NAME, tuple(configs), *options), operands)
+    return arguments.ungroup_heads(y).astype(query.dtype).reshape(query.shape)
+
+
+def _add_batch(part: jax.Array) -> jax.Array:
+    return part if part.ndim == 4 else jnp.expand_dims(part, 0)
+
+
+def _read_spec(argument: str, value: Any) -> Quantizer:
+    """Return a Quantizer of a spec or of a Quantizer, after a check that its codes can be contracted."""
+    quantizer = read_quantizer(_NAME, argument, value)
+    expected = "a QuantSpec or a Quantizer"
+    checks.require_type(quantizer is not None, _NAME, argument, expected, checks.describe_value(value))
+    assert quantizer is not None
+    arguments.check_query_spec(_NAME, argument, quantizer.spec)
+    return quantizer
+
+
+def _check_value_spec(spec: QuantSpec) -> None:
+    """Check that the values of a spec have no zero point."""
+    expected = "a signed symmetric spec"
+    checks.require(spec.fixed_zero_point == 0, _NAME, "value_spec", expected, spec)
+
+
+def _check_value_scale(scale: jax.Array) -> None:
+    """Check that the features of a value share a scale."""
+    expected = "one scale for all features of a token and head, such as PerToken()"
+    checks.require(scale.shape[3] == 1, _NAME, "value_spec", expected, f"{scale.shape[3]} scales")
+
+
+def _read_window(size: Any) -> tuple[int, int] | None:
+    """Return the number of tokens before and after a query that it attends to, or None."""
+    if size is None:
+        return None
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    checks.require(len(pair) == 2, _NAME, "local_window_size", "an int or a pair of ints", size)
+    for n in pair:
+        checks.check_integer(_NAME, "local_window_size", n)
+        checks.require(n >= 0, _NAME, "local_window_size", "0 or more tokens", size)
+    return int(pair[0]), int(pair[1])
+
+
+def _check_operands(query: Any, key: Any, value: Any) -> None:
+    """Check the dtypes and shapes of queries, keys and values against each other."""
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        checks.check_array(_NAME, argument, x, dtypes.FLOATS)
+    expected = "rank 4, (batch, queries, heads, head_dim), or rank 3"
+    checks.require(query.ndim in (3, 4), _NAME, "query", expected, f"shape {query.shape}")
+    *batch, _, heads, features = query.shape
+    fits = key.ndim == query.ndim and [*key.shape[:-3], key.shape[-1]] == [*batch, features]
+    fits = fits and (heads % key.shape[-2] == 0 if key.shape[-2] else heads == 0)
+    expected = f"shape ({', '.join(map(str, batch))}{', ' if batch else ''}tokens, a divisor of {heads}, {features})"
+    checks.require(fits, _NAME, "key", expected, f"shape {key.shape}")
+    checks.check_shape(_NAME, "value", value, key.shape, "that of key")
+
+
+def _find_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:
+    """Return (batch, heads, queries, tokens)."""
+    batch = query.shape[0] if query.ndim == 4 else 1
+    return batch, query.shape[-2], query.shape[-3], key.shape[-3]

@@ -1,0 +1,342 @@
+"""`KVCache`: the quantized keys and values of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from .._arrays.quantized_array import QuantizedArray, dequantize_checked
+from .._arrays.spec import QuantSpec
+from .._core import checks, dtypes, entry_point, known_values
+from .._core.granularity import PerToken
+from . import cache_layout
+from .cache_layout import KEY_AXES, VALUE_AXES
+
+_CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
+INT8 = QuantSpec(jnp.int8, PerToken())
+_DTYPES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
+_SCALES = dtypes.FLOATS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class KVCache:
+    """The keys and values of a decoder as codes of 8 or 4 bits, with a scale for each token and head.
+
+    A cache is a pytree: an argument, a result or the carry of a loop. It is immutable, so `append` returns a new one. A
+    jitted function whose cache is donated, and the body of `jax.lax.scan`, write the new tokens in place.
+
+    `create` makes an empty cache, and checks its arguments. The constructor checks nothing, because JAX also builds
+    pytrees of objects that are not arrays.
+
+    A cache of `length` tokens that gets more of them overflows. If that is known, `append` raises an error. Under
+    `jax.jit` it is not: then `index` counts on, `overflowed` is True, and `jq.attention` returns NaN for the rows that
+    overflowed. Nothing is lost without a trace. A cache with a `window` cannot overflow: it is a ring, whose oldest
+    token gives its place to the newest.
+
+    Attributes:
+        keys: the codes of the keys, [batch, kv_heads, length, head_dim] of int8; or, for int4, uint8 with half the
+            features: byte i holds feature i in its low bits, and feature i + ceil(head_dim / 2) in its high bits.
+        values: the codes of the values, [batch, kv_heads, head_dim, length] of int8; or, for int4, uint8 with half the
+            features, packed in the same way. A contraction with few rows reads codes fastest if the contracted
+            dimension is the last one, for keys the features and for values the tokens.
+        key_scale: the value of a step of each token and head, [batch, kv_heads, length], in the scale_dtype of spec_k.
+        value_scale: the same of the values.
+        index: the number of tokens that were appended, int32: one for all rows, or [batch].
+        spec_k: Static. How keys are quantized.
+        spec_v: Static. How values are quantized.
+        head_dim: Static. The number of features of a token and head.
+        window: Static. The number of tokens that a query attends to, itself included; None for all.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxquant as jq
+        >>> cache = jq.KVCache.create((1, 4, 2, 64))
+        >>> k = v = jnp.ones((1, 1, 2, 64))
+        >>> cache = jax.jit(jq.KVCache.append, donate_argnums=0)(cache, k, v)
+        >>> cache
+        KVCache(keys=int8[1,2,4,64], values=int8[1,2,64,4], key_scale=float32[1,2,4], value_scale=float32[1,2,4],
+                index=int32[], head_dim=64)
+        >>> cache.length, int(cache.index), cache.nbytes / (2 * 4 * 2 * 64 * 4)  # of the bytes of float32
+        (4, 1, 0.265625)
+        >>> cache.keys[0, 0, :2, :3]
+        Array([[127, 127, 127],
+               [  0,   0,   0]], dtype=int8)
+    """
+
+    keys: Any
+    values: Any
+    key_scale: Any
+    value_scale: Any
+    index: Any
+    spec_k: QuantSpec = dataclasses.field(default=INT8, metadata={"static": True})
+    spec_v: QuantSpec = dataclasses.field(default=INT8, metadata={"static": True})
+    head_dim: int = dataclasses.field(default=0, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        shape: tuple[int, int, int, int],
+        spec_k: QuantSpec = INT8,
+        spec_v: QuantSpec = INT8,
+        *,
+        window: int | None = None,
+        per_row: bool = False,
+    ) -> KVCache:
+        """Return an empty cache.
+
+        Args:
+            shape: Static. (batch, length, kv_heads, head_dim): the shape of the keys, with the number of tokens that
+                the cache holds.
+            spec_k: Static. How keys are quantized: int8 or int4, symmetric, with the granularity `PerToken()`, that is
+                a scale for each token and head. Its scale_dtype is that of the stored scales: float32, or float16 or
+                bfloat16, which take half the bytes and make a step up to 2**-10 or 2**-7 longer, because a scale is
+                rounded up.
+            spec_v: Static. How values are quantized, as for keys.
+            window: Static. The number of tokens that a query attends to, itself included. The cache is then a ring, and
+                `length` must be at least the window. A call of `attention` takes at most length - window + 1 queries,
+                whose windows the ring holds as a whole. None keeps all tokens.
+            per_row: Static. Whether each row of the batch has its own index, for prompts of different lengths.
+
+        Raises:
+            TypeError: the shape is not a tuple of four ints; a spec is not a QuantSpec, or has another dtype or
+                scale_dtype; the window is not an int; or per_row is not a bool.
+            ValueError: a dimension is negative, a spec has another granularity or is asymmetric, or the window is not
+                within 1 and the length.
+        """
+        sizes = _read_shape(shape)
+        for argument, spec in (("spec_k", spec_k), ("spec_v", spec_v)):
+            _check_spec(argument, spec)
+        checks.check_flag(_CREATE, "per_row", per_row)
+        batch, length, heads, features = sizes
+        if window is not None:
+            checks.check_integer(_CREATE, "window", window)
+            expected = f"an int in [1, {length}], the length of the cache, or None"
+            checks.require(1 <= window <= length, _CREATE, "window", expected, window)
+        keys, values = (cache_layout.count_packed(spec, features) for spec in (spec_k, spec_v))
+        return cls(
+            jnp.zeros((batch, heads, length, keys), _find_stored_dtype(spec_k)),
+            jnp.zeros((batch, heads, values, length), _find_stored_dtype(spec_v)),
+            jnp.zeros((batch, heads, length), spec_k.scale_dtype),
+            jnp.zeros((batch, heads, length), spec_v.scale_dtype),
+            jnp.zeros((batch,) if per_row else (), jnp.int32),
+            spec_k, spec_v, features, None if window is None else int(window),
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        """Return the dtypes and shapes of the arrays, without their elements, and the static attributes."""
+        texts = []
+        for name in ("keys", "values", "key_scale", "value_scale", "index"):
+            leaf = getattr(self, name)
+            # JAX builds pytrees whose leaves are no arrays.
+            is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+            texts.append(f"{name}={leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array else f"{name}={leaf!r}")
+        texts += [f"head_dim={self.head_dim}"] + ([] if self.window is None else [f"window={self.window}"])
+        return f"KVCache({', '.join(texts)})"
+
+    def append(self, k: ArrayLike, v: ArrayLike, lengths: ArrayLike | None = None) -> KVCache:
+        """Return a cache with further tokens after those that it holds.
+
+        Args:
+            k: the keys, float [batch, tokens, kv_heads, head_dim].
+            v: the values, in the same shape.
+            lengths: the number of tokens of each row that count, int32 [batch], for rows of different lengths; the
+                others are not stored. It requires `per_row`. None counts all.
+
+        Returns:
+            A cache whose index has grown by the number of tokens.
+
+        Raises:
+            TypeError: k or v is not float32, float16 or bfloat16, or lengths is not int32.
+            ValueError: a shape does not fit the cache; `lengths` is given although all rows share an index; or the
+                cache is known to overflow, because the index is not traced or there are more tokens than the cache
+                holds, and it has no window.
+        """
+        k, v, lengths = (entry_point.unwrap_array(x) for x in (k, v, lengths))
+        k, v, lengths = entry_point.convert_arrays(_APPEND, {"k": k, "v": v, "lengths": lengths})
+        _check_tokens(self, k, v, lengths)
+        self._check_space(k.shape[1], lengths)
+        return _append(self, k, v, lengths)
+
+    def _check_space(self, tokens: int, lengths: Any) -> None:
+        """Raise if the cache is known to overflow."""
+        if self.window is not None:
+            return
+        index, counts = (known_values.find_known(x) for x in (self.index, lengths))
+        if lengths is not None and counts is None:
+            return
+        added = np.asarray(tokens if counts is None else np.clip(counts, 0, tokens))
+        last = added.max(initial=0) if index is None else (index + added).max(initial=0)
+        expected = f"at most {self.length} tokens in all, the length of the cache (a window makes it a ring)"
+        checks.require(bool(last <= self.length), _APPEND, "k", expected, int(last))
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the cache holds."""
+        return self.key_scale.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape that `create` got: (batch, length, kv_heads, head_dim)."""
+        batch, heads, length = self.key_scale.shape
+        return batch, length, heads, self.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the codes and scales."""
+        return sum(x.size * x.dtype.itemsize for x in (self.keys, self.values, self.key_scale, self.value_scale))
+
+    @property
+    def overflowed(self) -> jax.Array:
+        """Whether tokens were appended beyond the length: bool, in the shape of the index."""
+        if self.window is not None:
+            return jnp.zeros(jnp.shape(self.index), jnp.bool_)
+        return self.index > np.int32(self.length)
+
+    @property
+    def positions(self) -> jax.Array:
+        """The position of the token in each place of the cache, -1 if it is empty: int32 [batch or 1, length].
+
+        Positions count the tokens from 0. Without a window a token is in the place of its position.
+        """
+        places = jnp.arange(self.length, dtype=jnp.int32)[None]
+        index = jnp.reshape(self.index, (-1, 1))
+        if self.window is None:
+            return jnp.where(places < index, places, np.int32(-1))
+        # The newest token before `index` whose position leaves the remainder `places`. The remainder is never negative.
+        newest = index - np.int32(1)
+        return jnp.maximum(newest - (newest - places) % np.int32(max(self.length, 1)), np.int32(-1))
+
+    def check(self) -> KVCache:
+        """Return the cache; raise ValueError if it overflowed. Call it outside of `jax.jit`."""
+        expected = "a cache outside of jax.jit (or read cache.overflowed)"
+        checks.require(not checks.is_traced(self.index), _CHECK, "cache", expected, "a traced one")
+        expected = f"at most {self.length} tokens, the length of the cache (a window makes it a ring)"
+        checks.require(not np.any(np.asarray(self.overflowed)), _CHECK, "cache", expected, int(np.max(self.index)))
+        return self
+
+    def dequantize(self) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and values as float32 [batch, length, kv_heads, head_dim], in the order of the places."""
+        pairs = ((self.quantized_keys, (0, 2, 1, 3)), (self.quantized_values, (0, 3, 1, 2)))
+        keys, values = (lax.transpose(dequantize_checked(q), order) for q, order in pairs)
+        return keys, values
+
+    @property
+    def quantized_keys(self) -> QuantizedArray:
+        """The keys as a QuantizedArray [batch, kv_heads, length, head_dim] of int8 codes."""
+        codes = cache_layout.unpack_codes(self.keys, self.spec_k, KEY_AXES[0], self.head_dim)
+        return QuantizedArray(codes, self.key_scale[..., None], dtype=jnp.float32)
+
+    @property
+    def quantized_values(self) -> QuantizedArray:
+        """The values as a QuantizedArray [batch, kv_heads, head_dim, length] of int8 codes."""
+        codes = cache_layout.unpack_codes(self.values, self.spec_v, VALUE_AXES[0], self.head_dim)
+        return QuantizedArray(codes, self.value_scale[:, :, None], dtype=jnp.float32)
+
+    def partition_specs(self, batch: Any = None, heads: Any = None) -> KVCache:
+        """Return a cache of PartitionSpecs, to place the cache on a mesh.
+
+        Args:
+            batch: Static. The mesh axis, or axes, over which the batch is sharded; None for none.
+            heads: Static. The same for the heads.
+        """
+        whole = PartitionSpec(batch, heads)
+        index = PartitionSpec(batch) if jnp.ndim(self.index) else PartitionSpec()
+        return dataclasses.replace(self, keys=whole, values=whole, key_scale=whole, value_scale=whole, index=index)
+
+
+@jax.jit
+def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | None) -> KVCache:
+    """Return the cache with further tokens; the arguments are checked."""
+    tokens, length = k.shape[1], cache.length
+    counts = np.int32(tokens)
+    if lengths is not None:
+        counts = jnp.clip(lengths, np.int32(0), np.int32(tokens))
+    codes, scales = cache_layout.encode_tokens(k, cache.spec_k, KEY_AXES)
+    value_codes, value_scales = cache_layout.encode_tokens(v, cache.spec_v, VALUE_AXES)
+    updates = ((codes, KEY_AXES[1]), (value_codes, VALUE_AXES[1]), (scales, 2), (value_scales, 2))
+    stored = (cache.keys, cache.values, cache.key_scale, cache.value_scale)
+    # One token, and tokens that share an index in a cache that is no ring, are contiguous.
+    is_slice = cache.index.ndim == 0 and (tokens == 1 or cache.window is None)
+    if is_slice:
+        places = cache.index if cache.window is None else cache.index % np.int32(length)
+    else:
+        places = _find_places(cache, tokens, counts)
+    write_one = cache_layout.write_slice if is_slice else cache_layout.write_places
+
+    def write(arrays: Any) -> tuple[jax.Array, ...]:
+        pairs = zip(arrays, updates, strict=True)
+        return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
+
+    on_cpu = functools.partial(cache_layout.run_once, write)
+    keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
+    return dataclasses.replace(
+        cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=cache.index + counts
+    )
+
+
+def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
+    """Return the places of new tokens, int32 [tokens] or [batch, tokens]; the length or more if they are not stored."""
+    order = jnp.arange(tokens, dtype=jnp.int32)
+    length = np.int32(cache.length)
+    if cache.index.ndim:
+        order, counts = order[None], jnp.reshape(jnp.asarray(counts), (-1, 1))
+    is_stored = order < counts
+    places = jnp.expand_dims(cache.index, -1) + order
+    if cache.window is not None:
+        # Of more tokens than the ring holds, the last ones stay.
+        is_stored &= order >= counts - length
+        places = places % length
+    return jnp.where(is_stored, places, length + order)
+
+
+def _find_stored_dtype(spec: QuantSpec) -> Any:
+    return jnp.uint8 if dtypes.find_width(spec.dtype) == 4 else jnp.int8
+
+
+def _read_shape(shape: Any) -> tuple[int, ...]:
+    """Return the shape of a cache as ints."""
+    is_shape = isinstance(shape, tuple | list) and len(shape) == 4
+    expected = "(batch, length, kv_heads, head_dim)"
+    checks.require_type(is_shape, _CREATE, "shape", expected, checks.describe_value(shape))
+    for n in shape:
+        checks.check_integer(_CREATE, "shape", n)
+        checks.require(n >= 0, _CREATE, "shape", "dimensions of 0 or more", shape)
+    return tuple(int(n) for n in shape)
+
+
+def _check_spec(argument: str, spec: Any) -> None:
+    """Check that a cache can hold codes of a spec."""
+    checks.require_type(isinstance(spec, QuantSpec), _CREATE, argument, "a QuantSpec", checks.describe_value(spec))
+    checks.require_type(spec.dtype in _DTYPES, _CREATE, argument, "dtype int8 or int4", spec.dtype)
+    expected = "PerToken(), a scale for each token and head"
+    checks.require(spec.granularity == PerToken(), _CREATE, argument, expected, spec.granularity)
+    checks.require(bool(spec.symmetric), _CREATE, argument, "a symmetric spec", spec)
+    expected = f"scale_dtype {dtypes.list_names(_SCALES)}"
+    checks.require_type(spec.scale_dtype in _SCALES, _CREATE, argument, expected, spec.scale_dtype)
+
+
+def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
+    """Check the arrays that are appended to a cache."""
+    batch, _, heads, features = cache.shape
+    for argument, x in (("k", k), ("v", v)):
+        checks.check_array(_APPEND, argument, x, dtypes.FLOATS)
+        fits = x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (batch, heads, features) and x.shape == k.shape
+        tokens = k.shape[1] if argument == "v" and k.ndim == 4 else "tokens"
+        checks.require(fits, _APPEND, argument, f"shape ({batch}, {tokens}, {heads}, {features})", f"shape {x.shape}")
+    if lengths is not None:
+        checks.check_array(_APPEND, "lengths", lengths, (np.dtype(jnp.int32),))
+        is_own = cache.index.ndim == 1
+        checks.require(is_own, _APPEND, "lengths", "None, because all rows share an index", "an array")
+        checks.check_shape(_APPEND, "lengths", lengths, (batch,), "one for each row")
+    elif cache.window is None:
+        expected = f"at most {cache.length} tokens, the length of the cache (a window makes it a ring)"
+        checks.require(k.shape[1] <= cache.length, _APPEND, "k", expected, k.shape[1])

@@ -1,0 +1,125 @@
+"""The softmax of scores as integers, and their contraction with the codes of values.
+
+With scores s, the scales v of the values' tokens, and the digits n of a weight:
+
+p = exp(s - max(s)),  u = p v,  codes = round_half_even(u / step),  step = max(u) / (128**n - 1)
+
+out = (codes contracted with the codes of the values) * step / sum(p)
+
+The scales of the values' tokens vary along the contracted dimension, so they belong to the weights before these are
+rounded. A row has its own step, because with a fixed one, 1 / 255 of the sum, all weights of a row that attends evenly
+to 1000 tokens would round to 0. The sum is divided by at the end: the codes then depend on element-wise operations and
+on a maximum, whose order does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..integer.dot_general import Role, contract_roles
+
+# A digit of 7 bits is an int8 that is not negative, so the contraction needs no zero point.
+_DIGIT = 7
+# With this many tokens a sum of products of a digit and an int8 fits in int32.
+_LONGEST = 2**17
+_TINY = np.finfo(np.float32).tiny
+_ZERO = np.float32(0)
+
+
+class Weights(NamedTuple):
+    """The weights of a row of scores.
+
+    Attributes:
+        exponentials: exp(s - max(s)), float32; 0 where a token is hidden.
+        codes: int32, 0 where a token is hidden.
+        step: the value of a step of the codes, float32, with one entry along the tokens.
+        total: the sum of the exponentials, float32, with one entry along the tokens. NaN if a token that is not hidden
+            has a NaN.
+    """
+
+    exponentials: jax.Array
+    codes: jax.Array
+    step: jax.Array
+    total: jax.Array
+
+
+def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits: int) -> Weights:
+    """Return the softmax of scores along their last axis, as codes that include the scales of the values.
+
+    Args:
+        scores: float32, of any shape.
+        value_scale: float32, of a shape that broadcasts against the scores.
+        visible: bool, of a shape that broadcasts against the scores: False hides a token. None hides none.
+        digits: Static. The number of digits of a code.
+    """
+    hide = functools.partial(_hide, visible=visible)
+    top = jnp.max(hide(scores, np.float32(-np.inf)), axis=-1, keepdims=True, initial=-np.inf)
+    # In a row that sees no token the difference is infinite, and everything is hidden. In one that sees only scores of
+    # -inf it is NaN, as in the softmax of floats.
+    exponentials = hide(jnp.exp(scores - top), _ZERO)
+    scaled = hide(exponentials * value_scale, _ZERO)
+    # A maximum may lose a NaN, and a sum does not.
+    total = jnp.sum(jnp.where(jnp.isnan(scaled), np.float32(np.nan), exponentials), axis=-1, keepdims=True)
+    largest = jnp.max(scaled, axis=-1, keepdims=True, initial=0.0)
+    most = 2 ** (_DIGIT * digits) - 1
+    # A row of zeros gets codes of 0. The reciprocal of a step of this size is finite.
+    step = jnp.maximum(largest * np.float32(1 / most), _TINY)
+    steps = lax.round(scaled * (np.float32(1) / step), lax.RoundingMethod.TO_NEAREST_EVEN)
+    codes = jnp.clip(steps, _ZERO, np.float32(most)).astype(jnp.int32)
+    return Weights(exponentials, codes, step, total)
+
+
+def _hide(values: jax.Array, filling: np.float32, *, visible: Any) -> jax.Array:
+    return values if visible is None else jnp.where(visible, values, filling)
+
+
+def find_reciprocal(total: jax.Array) -> jax.Array:
+    """Return 1 / total, or 0 for a row that sees no token."""
+    return jnp.where(total == 0, _ZERO, np.float32(1) / total)
+
+
+def weigh_values(weights: Weights, values: jax.Array, digits: int) -> jax.Array:
+    """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
+
+    A row that sees no token gets 0.
+
+    Args:
+        weights: arrays of [batch, heads, groups, queries, tokens].
+        values: the codes of the values, int8 [batch, heads, features, tokens].
+        digits: Static. The number of digits of a code.
+    """
+    batch, heads, groups, queries, tokens = weights.codes.shape
+    rows = weights.codes.reshape(batch, heads, groups * queries, tokens)
+    parts = [(rows >> np.int32(_DIGIT * place)) & np.int32(2**_DIGIT - 1) for place in reversed(range(digits))]
+    # The digits are further rows of one contraction, which reads the values once.
+    stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
+    y = None
+    for start in range(0, tokens, _LONGEST):
+        end = min(start + _LONGEST, tokens)
+        chunk = (lax.slice_in_dim(stacked, start, end, axis=3), lax.slice_in_dim(values, start, end, axis=3))
+        total = _add_digits(contract_digits(*chunk), digits)
+        y = total if y is None else y + total
+    assert y is not None
+    y = y.reshape(batch, heads, groups, queries, values.shape[2])
+    return y * (weights.step * find_reciprocal(weights.total))
+
+
+def contract_digits(digits: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the int32 contraction of int8 [batch, heads, rows, tokens] and [batch, heads, features, tokens]."""
+    role = Role((0, 1), (2,), (3,))
+    return contract_roles(digits, values, None, None, role, role)
+
+
+def _add_digits(acc: jax.Array, digits: int) -> jax.Array:
+    """Return the float32 sum of the products with each digit, each times its power of 128."""
+    rows = acc.shape[2] // digits
+    # A product with a power of two is exact, so only the conversions and the additions round.
+    parts = [lax.slice_in_dim(acc, i * rows, (i + 1) * rows, axis=2).astype(jnp.float32) for i in range(digits)]
+    scaled = [part * np.float32(2 ** (_DIGIT * (digits - 1 - i))) for i, part in enumerate(parts)]
+    return functools.reduce(jnp.add, scaled)

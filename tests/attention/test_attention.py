@@ -1,0 +1,268 @@
+"""attention: its integers against numpy, its results against float64, masks, windows, faults, transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant._attention import weigh_values
+from jaxquant._attention.scores import find_scores, group_queries
+
+from ..oracles.attention_text import (
+    attend,
+    bound_from_floats,
+    find_integer_scores,
+    quantize_tokens,
+    share_heads,
+)
+
+SPECS = {name: jq.QuantSpec(name, jq.PerToken()) for name in ("int8", "int4")}
+MOST = {"int8": 127, "int4": 7}
+INT8 = SPECS["int8"]
+
+
+def sample(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(0, 1, shape).astype(np.float32)
+
+
+def share_codes(codes: Any, heads: int) -> Any:
+    return type(codes)(*(share_heads(part, heads) for part in codes))
+
+
+def see_causally(queries: int, tokens: int, window: int | None = None) -> np.ndarray:
+    """Return which of the tokens the newest queries attend to: bool [1, 1, queries, tokens]."""
+    place = np.arange(tokens)[None]
+    query = tokens - queries + np.arange(queries)[:, None]
+    return ((place <= query) & (True if window is None else place > query - window))[None, None]
+
+
+def check_against_float64(
+    y: Any, q: Any, k: Any, v: Any, visible: np.ndarray, digits: int = 2, bias: Any = 0.0
+) -> None:
+    """Check a result against the attention of the codes with a softmax in float64."""
+    expected = attend(q, k, v, q.codes.shape[-1] ** -0.5, visible, bias, digits)
+    magnitude = np.abs(v.values).max(initial=0)
+    assert (np.abs(np.asarray(y, np.float64) - expected.output) <= expected.error + 3e-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "features"), [(4, 2, 3, 8), (2, 2, 1, 5), (3, 1, 1, 16), (1, 1, 4, 7)]
+)
+@pytest.mark.sample(4)
+def test_codes_and_results(
+    name: str, heads: int, kv_heads: int, queries: int, features: int, rng: np.random.Generator
+) -> None:
+    """int32 scores to the last bit, and results within the error that rounded weights allow."""
+    tokens, length = 11, 16
+    q, k, v = sample(rng, 2, queries, heads, features), *(sample(rng, 2, tokens, kv_heads, features) for _ in "kv")
+    spec = SPECS[name]
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        cache = jq.KVCache.create((2, length, kv_heads, features), spec, spec).append(k, v)
+        unit = cache.quantized_keys.replace(scale=jnp.ones((1,) * 4))
+        codes = jq.quantize(q, INT8)
+        grouped = group_queries(codes.replace(scale=jnp.ones((1,) * 4)), kv_heads, 1.0)
+        return find_scores("attention", grouped, unit, None), [
+            jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)
+        ]
+
+    integers, results = run(q, k, v)
+    q_codes = quantize_tokens(q, 127)
+    keys, values = (share_codes(quantize_tokens(x, MOST[name]), heads) for x in (k, v))
+    integers = np.asarray(integers).reshape(2, heads, queries, length)
+    np.testing.assert_array_equal(integers[..., :tokens], find_integer_scores(q_codes, keys))
+    visible = see_causally(queries, tokens)
+    for digits, y in zip((1, 2, 3), results, strict=True):
+        assert y.dtype == np.float32
+        check_against_float64(y, q_codes, keys, values, visible, digits)
+    floats = (q, share_heads(k, heads), share_heads(v, heads))
+    exact = [type(q_codes)(np.asarray(x, np.float64), np.ones((1,) * 4)) for x in floats]
+    reference = attend(*exact, features**-0.5, visible).output
+    bound = bound_from_floats(q_codes, keys, values, features**-0.5, floats)
+    assert (np.abs(np.asarray(results[1], np.float64) - reference) <= bound + 1e-3 * np.abs(v).max()).all()
+
+
+def test_masks_bias_and_positions(rng: np.random.Generator) -> None:
+    q, k, v = sample(rng, 2, 3, 4, 8), *(sample(rng, 2, 9, 2, 8) for _ in "kv")
+    mask, bias = rng.random((2, 4, 3, 12)) < 0.6, sample(rng, 1, 4, 1, 12)
+    mask[0, 1, 2] = False  # a query that sees no token
+    bias[0, 0, 0, 2] = -np.inf
+    positions = np.array([[8, 3, 0], [1, 11, 8]], np.int32)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        cache = jq.KVCache.create((2, 12, 2, 8)).append(k, v)
+        whole = jq.attention(q, cache, mask=mask, bias=bias, query_positions=positions)
+        return whole, jq.attention(q, cache, mask=mask[0, 0]), jq.attention(q, cache, scale=2.0)
+
+    whole, shared, scaled = run(q, k, v)
+    codes = [quantize_tokens(q, 127), *(share_codes(quantize_tokens(x, 127), 4) for x in (k, v))]
+    visible = mask[..., :9] & (np.arange(9) <= positions[:, None, :, None])
+    check_against_float64(whole, *codes, visible, bias=bias[..., :9])
+    assert not np.asarray(whole)[0, 2, 1].any()
+    check_against_float64(shared, *codes, mask[0, 0][..., :9] & see_causally(3, 9))
+    factor = 2.0 * 8**0.5
+    rescaled = codes[0]._replace(scale=codes[0].scale * np.float32(factor))
+    check_against_float64(scaled, rescaled, *codes[1:], see_causally(3, 9))
+
+
+@pytest.mark.slow
+def test_window(rng: np.random.Generator) -> None:
+    """A ring gives the attention of a cache of all tokens with a window, chunk by chunk."""
+    window, chunk, tokens = 5, 3, 18
+    q, k, v = sample(rng, 1, tokens, 2, 8), *(sample(rng, 1, tokens, 1, 8) for _ in "kv")
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        cache, ys = jq.KVCache.create((1, window + chunk - 1, 1, 8), window=window), []
+        for start in range(0, tokens, chunk):
+            part = slice(start, start + chunk)
+            cache = cache.append(k[:, part], v[:, part])
+            ys.append(jq.attention(q[:, part], cache))
+        return jnp.concatenate(ys, 1)
+
+    codes = [quantize_tokens(q, 127), *(share_codes(quantize_tokens(x, 127), 2) for x in (k, v))]
+    check_against_float64(run(q, k, v), *codes, see_causally(tokens, tokens, window))
+    cache = jq.KVCache.create((1, 7, 1, 8), window=5)
+    with pytest.raises(ValueError, match=r"jaxquant.attention: q: expected at most 3 queries.*, got 4"):
+        jq.attention(q[:, :4], cache)
+
+
+def test_equals_dot_product_attention_bit_for_bit(rng: np.random.Generator) -> None:
+    """What a cache serves is what trained: with as many places as tokens the programs compute the same."""
+    q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")
+    for spec in (SPECS["int8"], SPECS["int4"]):
+        cache = jq.KVCache.create((2, 6, 2, 8), spec, spec).append(k, v)
+        served = jq.attention(q, cache)
+        specs = {"key_spec": spec, "value_spec": spec}
+        trained = jq.quantized_dot_product_attention(q, k, v, is_causal=True, **specs)
+        np.testing.assert_array_equal(served, trained)
+
+
+def test_faults_stay_with_those_who_see_them(rng: np.random.Generator) -> None:
+    """A NaN or an infinity in a token shows in the queries that see the token, and in no others."""
+    q, k, v = (sample(rng, 1, 4, 1, 8) for _ in "qkv")
+    run = jax.jit(lambda q, k, v: jq.attention(q, jq.KVCache.create((1, 6, 1, 8)).append(k, v)))
+    clean = np.asarray(run(q, k, v))
+    for operand in range(3):
+        for fault in (np.nan, np.inf):
+            xs = [q.copy(), k.copy(), v.copy()]
+            xs[operand][0, 2, 0, 3] = fault
+            y = np.asarray(run(*xs))
+            touched = [2] if operand == 0 else [2, 3]
+            # A key of infinity may give a score of -inf, and a weight of 0.
+            assert (~np.isfinite(y[0, touched])).any(-1).all() or (operand == 1 and fault == np.inf)
+            untouched = [row for row in range(4) if row not in touched]
+            np.testing.assert_array_equal(y[0, untouched], clean[0, untouched])
+
+
+@pytest.mark.slow
+def test_weights_of_a_long_context(fixed_rng: np.random.Generator) -> None:
+    """One token holds half of the weight, 4000 others the rest: two digits keep them, one digit loses them."""
+    tokens = 4001
+    k = np.zeros((1, tokens, 1, 4), np.float32)
+    k[0, 0, 0, 0] = np.log(tokens - 1)
+    v = np.ones((1, tokens, 1, 4), np.float32)
+    v[0, 0] = -1
+    v += fixed_rng.normal(0, 0.01, v.shape).astype(np.float32)
+    q = np.zeros((1, 1, 1, 4), np.float32)
+    q[..., 0] = 1
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        cache = jq.KVCache.create((1, tokens, 1, 4)).append(k, v)
+        return [jq.attention(q, cache, scale=1.0, weight_digits=n) for n in (1, 2, 3)]
+
+    errors = [np.abs(y).max() for y in run(q, k, v)]
+    assert errors[0] > 0.4
+    assert errors[1] < 0.06
+    assert errors[2] < 0.02
+
+
+def test_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """More tokens than int32 can sum are contracted in chunks."""
+    q, k, v = sample(rng, 1, 2, 1, 8), *(sample(rng, 1, 11, 1, 8) for _ in "kv")
+    monkeypatch.setattr(weigh_values, "_LONGEST", 4)
+    y = jq.quantized_dot_product_attention(q, k, v, scale=0.35)
+    monkeypatch.undo()
+    codes = [quantize_tokens(x, 127) for x in (q, k, v)]
+    rescaled = codes[0]._replace(scale=codes[0].scale * np.float32(0.35 * 8**0.5))
+    check_against_float64(y, rescaled, *codes[1:], np.ones((1, 1, 2, 11), bool))
+    # The longest chunk does not overflow.
+    assert weigh_values._LONGEST * 127 * 128 < 2**31
+
+
+def test_contractions_are_of_integers() -> None:
+    cache = jax.eval_shape(lambda: jq.KVCache.create((1, 64, 2, 32)))
+    q = jax.ShapeDtypeStruct((1, 1, 4, 32), jnp.float32)
+    text = jax.jit(jq.attention).lower(q, cache).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 2
+    assert all(line.count("xi8>") == 2 and "xi32>" in line for line in products), products
+
+
+def test_dtypes_and_transforms(rng: np.random.Generator) -> None:
+    q, k, v = sample(rng, 3, 1, 2, 4, 8), *(sample(rng, 3, 1, 5, 2, 8) for _ in "kv")
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return jq.attention(q, jq.KVCache.create((1, 5, 2, 8), INT8, SPECS["int4"]).append(k, v))
+
+    mapped = jax.jit(jax.vmap(run))(q, k, v)
+    shared = jax.jit(jax.vmap(run, in_axes=(0, None, None)))(q, k[0], v[0])
+    looped = jax.jit(lambda *xs: jax.lax.map(lambda xs: run(*xs), xs))(q, k, v)
+    for i in range(3):
+        alone = run(q[i], k[i], v[i])
+        np.testing.assert_array_max_ulp(np.asarray(mapped[i]), np.asarray(alone), maxulp=4)
+        np.testing.assert_array_max_ulp(np.asarray(looped[i]), np.asarray(alone), maxulp=4)
+    np.testing.assert_array_max_ulp(np.asarray(shared[0]), np.asarray(mapped[0]), maxulp=4)
+    half = [jnp.asarray(x[0], jnp.bfloat16) for x in (q, k, v)]
+    y = run(*half)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, run(*(x.astype(jnp.float32) for x in half)).astype(jnp.bfloat16))
+
+
+def test_bfloat16_scales_and_blocks_of_queries(rng: np.random.Generator) -> None:
+    """Stored scales are rounded up; queries may have a scale for each block of features, here of 3 of 8."""
+    q, k = sample(rng, 1, 2, 2, 8), sample(rng, 1, 4, 1, 8)
+    spec = jq.QuantSpec("int8", jq.PerToken(), scale_dtype="bfloat16")
+    cache = jq.KVCache.create((1, 4, 1, 8), spec, spec).append(k, k)
+    y = jq.attention(q, cache, spec=jq.QuantSpec("int8", jq.Blocked(-1, 3)))
+    values = jq.quantize(k, spec)
+    codes = quantize_tokens(q, 127)
+    scale = np.asarray(values.scale.astype(jnp.float32))
+    keys = share_codes(type(codes)(np.asarray(values.codes, np.int64), scale), 2)
+    blocked = np.asarray(jq.quantize(q, jq.QuantSpec("int8", jq.Blocked(-1, 3))).dequantize())
+    queries = type(codes)(blocked, np.ones((1, 1, 1, 1), np.float32))
+    check_against_float64(y, queries, keys, keys, see_causally(2, 4))
+
+
+CACHE = jq.KVCache.create((2, 4, 2, 8))
+Q = np.ones((2, 1, 4, 8), np.float32)
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"cache": Q}, TypeError, "cache: expected a KVCache"),
+    ({"q": Q.astype(np.int32)}, TypeError, "q: expected dtype float32"),
+    ({"q": Q[:1]}, ValueError, r"q: expected shape \(2, queries, a multiple of 2, 8\), because of the cache"),
+    ({"q": Q[:, :, :3]}, ValueError, "q: expected shape"),
+    ({"mask": np.ones((2, 4, 1, 4), np.float32)}, TypeError, "mask: expected dtype bool"),
+    ({"mask": np.ones((2, 4, 1, 3), bool)}, ValueError, r"mask: expected a shape that broadcasts against \(2, 4, 1, 4"),
+    ({"bias": np.ones((5,), np.float32)}, ValueError, "bias: expected a shape that broadcasts"),
+    ({"query_positions": np.ones((2, 2), np.int32)}, ValueError, r"query_positions: expected shape \(2 or 1, 1\)"),
+    ({"spec": None}, TypeError, "spec: expected a QuantSpec"),
+    ({"spec": jq.QuantSpec("uint16")}, TypeError, "spec: expected an integer dtype of 8 bits or fewer, got uint16"),
+    ({"spec": jq.QuantSpec("int8", jq.PerAxis(-1))}, ValueError, "lhs: expected one scale along the contracted"),
+    ({"scale": 0.0}, ValueError, "scale: expected a positive number"),
+    ({"weight_digits": 4}, ValueError, "weight_digits: expected 1, 2 or 3, got 4"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), ERRORS)
+def test_errors(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=r"jaxquant\.attention: " + text):
+        jq.attention(**{"q": Q, "cache": CACHE, **changes})
