@@ -19,7 +19,7 @@ import jax
 import pytest
 
 import jaxquant as jq
-from jaxquant import checkpoint, ptq, report
+from jaxquant import checkpoint, distributed, ptq, report
 from jaxquant import flax as jqf
 from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
@@ -35,6 +35,7 @@ PACKAGES = {
     "": jq,
     "calibration.": jq.calibration,
     "checkpoint.": checkpoint,
+    "distributed.": distributed,
     "flax.": jqf,
     "flax.linen.": qnn,
     "flax.nnx.": qnnx,
@@ -44,7 +45,7 @@ PACKAGES = {
     "ptq.": ptq,
     "report.": report,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx", "ptq", "report"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {"": {"checkpoint", "distributed", "flax", "onnx", "ptq", "report"}, "flax.": {"nnx"}}
 # Packages that do not import each other.
 INDEPENDENT = ("flax/", "onnx/export/", "onnx/load/", "ptq/", "report/", "transform/")
 # jax.checkpoint calls the policy, not a user.
@@ -65,6 +66,7 @@ PUBLIC = list_public_functions()
 # A loop on the host: its arguments are not traced.
 LOOPS = (
     *("flax.calibrate", "flax.nnx.calibrate", "ptq.collect", "ptq.apply", "ptq.smooth", "ptq.equalize"),
+    *("distributed.check_processes", "distributed.count_traffic"),
     *("ptq.correct_bias", "ptq.allocate_bits", "report.compare", "onnx.export", "onnx.verify"),
 )
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
@@ -77,12 +79,15 @@ LIKE_JAX = (
     "take",
     "concatenate",
     *("max_pool", "average_pool", "mean", "reshape", "transpose", "pad"),
+    *("distributed.all_gather", "distributed.all_to_all", "distributed.ppermute", "distributed.psum"),
+    *("distributed.pmean", "distributed.psum_scatter", "distributed.psum_with_error_feedback"),
+    "distributed.compare_devices",
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
 )
 TRACED_IN_JAX = (
-    *("lhs_spec", "rhs_spec", "specs", "key"),
+    *("lhs_spec", "rhs_spec", "specs", "key", "x", "residual", "tree"),
     *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output", "bias"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
@@ -190,6 +195,16 @@ SIGNATURES = {
     "checkpoint.load_safetensors": "path",
     "checkpoint.save_orbax": "path tree",
     "checkpoint.load_orbax": "path like",
+    "distributed.all_gather": "x axis_name spec axis tiled backward_spec",
+    "distributed.all_to_all": "x axis_name split_axis concat_axis spec tiled key",
+    "distributed.ppermute": "x axis_name perm spec key",
+    "distributed.psum": "x axis_name spec key",
+    "distributed.pmean": "x axis_name spec key",
+    "distributed.psum_scatter": "x axis_name spec scatter_dimension tiled key",
+    "distributed.psum_with_error_feedback": "x residual axis_name spec key",
+    "distributed.compare_devices": "tree axis_name",
+    "distributed.check_processes": "tree name",
+    "distributed.count_traffic": "compiled",
     "flax.dot_general": LAYER,
     "flax.conv_general_dilated": LAYER,
     "flax.promote_dtype": "inputs kernel bias dtype inexact",
