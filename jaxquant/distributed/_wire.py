@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +30,20 @@ def move_part(part: jax.Array, move: Move, rows: int) -> jax.Array:
     width = dtypes.find_width(part.dtype)
     if width < 8:
         return _move_packed(part, move, rows)
-    # The collectives of some backends do not support float8, and one that converts would not keep every bit.
-    if part.dtype in (*dtypes.SMALL_FLOATS, dtypes.E8M0):
-        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(part, jnp.uint8)), part.dtype)
-    return move(part)
+    # XLA:CPU would convert bfloat16 to float32 before it travels, and some backends do not support float8.
+    return _move_bits(move, part) if width < 32 and part.dtype not in dtypes.INTEGERS else move(part)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_bits(move: Move, part: jax.Array) -> jax.Array:
+    """Return floats of 8 or 16 bits after a collective has moved them as integers."""
+    unsigned = jnp.dtype(f"uint{dtypes.find_width(part.dtype)}")
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(part, unsigned)), part.dtype)
+
+
+@_move_bits.defjvp
+def _move_bits_jvp(move: Move, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    return _move_bits(move, *primals), move(tangents[0])
 
 
 def _move_packed(part: jax.Array, move: Move, rows: int) -> jax.Array:

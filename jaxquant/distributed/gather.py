@@ -229,7 +229,8 @@ def ppermute(
 
     It is `jax.lax.ppermute`. What goes in comes out, as in `all_gather`: a QuantizedArray arrives bit for bit, and
     floats are quantized as `quantize(x, spec)` does and dequantized where they arrive. A device to which none sends
-    gets zeros. Gradients are those of `jax.lax.ppermute`, straight-through.
+    gets zeros; of an array with a codebook, the level nearest to 0. Gradients are those of `jax.lax.ppermute`,
+    straight-through.
 
     Args:
         x: a pytree of QuantizedArrays, floats (float32, float16 or bfloat16), integers and bools.
@@ -265,17 +266,25 @@ def ppermute(
 
     def permute_codes(q: QuantizedArray) -> QuantizedArray:
         received = move_array(q, move)
-        # Zeros stand for what was not sent, but no scale may be 0.
-        scale = received.scale
-        if len(pairs) < size and scale.dtype != dtypes.E8M0:
-            scale = jnp.where(scale == 0, np.ones((), scale.dtype), scale)
-        return received.replace(scale=scale)
+        return received if len(pairs) == size else _fill_unsent(received, axis_name, [pair[1] for pair in pairs])
 
     def permute_leaf(leaf: Any, leaf_key: Any) -> Any:
         leaf = _read_leaf(function, leaf, spec)
         return _transfer(leaf, leaf_key, spec, permute_codes, move) if _moves_codes(leaf) else move(leaf)
 
     return _messages.map_leaves(permute_leaf, x, key, axis_name)
+
+
+def _fill_unsent(q: QuantizedArray, axis_name: Any, receivers: list[int]) -> QuantizedArray:
+    """Return what a device has received, or an array of zeros on a device to which none has sent."""
+    is_sent = jnp.isin(lax.axis_index(axis_name), np.array(receivers, np.int32))
+    scale, codes = q.scale, q.codes
+    if scale.dtype != dtypes.E8M0:  # zeros have arrived, but no scale may be 0; as bits of E8M0 they are 2**-127
+        scale = jnp.where(is_sent, scale, np.ones((), scale.dtype))
+    if q.codebook is None:  # code 0 minus zero point 0 is 0
+        return q.replace(scale=scale)
+    zero = q.codebook.encode(jnp.zeros((), jnp.float32))
+    return q.replace(codes=jnp.where(is_sent, codes, zero), scale=scale)
 
 
 def _check_permutation(function: str, perm: Any, size: int) -> tuple[tuple[int, int], ...]:

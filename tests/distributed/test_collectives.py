@@ -74,7 +74,7 @@ def test_gathered_arrays_keep_their_bits(rng: np.random.Generator, name: str) ->
 
     def gather(q: jq.QuantizedArray) -> Any:
         results = []
-        for axis, tiled in [(a, False) for a in range(rank + 1)] + [(a, True) for a in range(-rank, 0)]:
+        for axis, tiled in [(a, False) for a in range(rank + 1)] + [(a, True) for a in range(-rank, 0) if shape[a]]:
             y = jqd.all_gather(q, "d", axis=axis, tiled=tiled)
             results.append((y, y.dequantize(), lax.all_gather(q.dequantize(), "d", axis=axis, tiled=tiled)))
         return results
@@ -84,7 +84,7 @@ def test_gathered_arrays_keep_their_bits(rng: np.random.Generator, name: str) ->
         assert_same_bits(actual, expected)
         assert stacked.codes.dtype == q.codes.dtype
         assert stacked.scale.dtype == q.scale.dtype
-    assert_same_bits(results[0][0].codes[3], q.codes)
+    assert_same_bits(np.asarray(results[0][0].codes)[3], np.asarray(q.codes))
 
 
 @pytest.mark.sample(3)
@@ -352,12 +352,10 @@ def test_types_under_shard_map(rng: np.random.Generator) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
     def add(x: jax.Array) -> Any:
-        both, one = jqd.psum(x, ("a", "b"), spec=INT8), jqd.psum(x, "b", spec=INT8)
-        return both, one, jqd.compare_devices(both, ("a", "b")), jqd.compare_devices(x, "b")
+        both, one = jqd.psum(x[0], ("a", "b"), spec=INT8), jqd.psum(x, "b", spec=INT8)
+        return both, one, jqd.compare_devices(both, ("a", "b"))
 
-    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P("a"), P(), P("a", None)))
-    del mapped  # compare_devices returns a scalar, which has no dimension to hold the devices
-    mapped = jax.shard_map(lambda x: add(x)[:3], mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P("a"), P()))
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P(), P("a"), P()))
     both, one, same = jax.jit(mapped)(x)
     assert same
     exact = x.astype(np.float64)
@@ -421,7 +419,7 @@ def test_what_travels(rng: np.random.Generator) -> None:
     )
     packed = count(lambda q: jqd.all_gather(q, "d"), jax.eval_shape(four_bits, x))
     assert total(packed) == 7 * (elements // 2 + 2 * elements // 128)
-    assert {c.dtype for c in packed} == {"u8", "bf16"}
+    assert {c.dtype for c in packed} == {"u8", "u16"}
 
 
 # Errors.

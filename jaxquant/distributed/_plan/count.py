@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ..._core import dtypes
 from ..traffic import Collective, count_sent
@@ -124,7 +124,8 @@ def make_plan(
     make_step = make_training_step if is_training else make_decoding_step
     step = make_step(sizes, form, batch, sequence)
     stored = {name: count_local(step.arguments[i], step.in_specs[i], mesh) for name, i in step.stored.items()}
-    jaxpr = jax.make_jaxpr(step.map_over(AbstractMesh(tuple(mesh.values()), tuple(mesh))))(*step.arguments)
+    abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+    jaxpr = jax.make_jaxpr(step.map_over(abstract))(*step.arguments)
     if is_training:
         stored["optimizer state"] = count_moments(form, step, mesh)
         stored["saved activations"] = count_saved(jaxpr.jaxpr)
@@ -203,7 +204,9 @@ def count_saved(jaxpr: Any) -> int:
     """
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            return sum(_count_bytes(var.aval) for var in equation.outvars[equation.params["num_carry"] :])
+            pairs = zip(equation.outvars, equation.params["jaxpr"].jaxpr.outvars, strict=True)
+            # What a loop stacks has a dimension more than in its body.
+            return sum(_count_bytes(outer.aval) for outer, inner in pairs if outer.aval.ndim > inner.aval.ndim)
         for inner in _list_bodies(equation):
             if saved := count_saved(inner):
                 return saved

@@ -188,7 +188,7 @@ def decode(sizes: Sizes, form: Format, params: Tree, cache: Tree, tokens: jax.Ar
 
     x, cache = lax.scan(apply_layer, x, (params["layers"], cache))
     logits = matmul_any(normalize(x, params["norm"]), params["unembed"])
-    return lax.all_gather(logits, "model", axis=2, tiled=True), cache
+    return lax.all_gather(logits.astype(jnp.float32), "model", axis=2, tiled=True), cache
 
 
 def append(form: Format, cache: Any, x: jax.Array, step: jax.Array) -> Any:
