@@ -236,6 +236,7 @@ def ppermute(
         x: a pytree of QuantizedArrays, floats (float32, float16 or bfloat16), integers and bools.
         axis_name: Static. The name of the mapped axis, or a tuple of names.
         perm: Static. Pairs of the indices of a sender and its receiver. No index occurs twice on the same side.
+            Under `jax.vmap`, JAX needs a pair for each index.
         spec: Static. How floats are quantized; any granularity. None if there are no floats.
         key: a key of `jax.random` to round floats stochastically, differently on each device; None rounds to nearest.
 
@@ -251,8 +252,8 @@ def ppermute(
         >>> from jaxquant import distributed as jqd
         >>> x = jnp.array([[0.5, -127.0], [3.0, 254.0]])  # a row on each of two devices
         >>> q = jax.vmap(lambda row: jq.quantize(row, jq.QuantSpec(jnp.int8)))(x)
-        >>> jax.vmap(lambda row: jqd.ppermute(row, "d", [(0, 1)]), axis_name="d")(q).dequantize()
-        Array([[   0.,    0.],
+        >>> jax.vmap(lambda row: jqd.ppermute(row, "d", [(0, 1), (1, 0)]), axis_name="d")(q).dequantize()
+        Array([[   4.,  254.],
                [   0., -127.]], dtype=float32)
 
     Source: jax.lax.ppermute.

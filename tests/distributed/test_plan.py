@@ -25,7 +25,14 @@ def sum_by_kind(collectives: list[jqd.Collective]) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("name", "is_training"), [("float32", True), ("int8", True), ("int8", False)])
+@pytest.mark.parametrize(
+    ("name", "is_training"),
+    [
+        pytest.param("float32", True, marks=pytest.mark.slow),
+        pytest.param("int8", True, marks=pytest.mark.full),  # compiling it takes a minute
+        ("int8", False),
+    ],
+)
 def test_counts_are_those_of_eight_devices(name: str, is_training: bool) -> None:
     """The bytes that the compiled step sends, and those of arrays that devices hold."""
     form, mesh = FORMATS[name], Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
@@ -88,7 +95,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "8 devices (data=2, model=4), 8 x 32 tokens"
     assert [line.split("|")[1].strip() for line in lines[3:]] == [
-        *("GB on each device", "-" * 24, "weights", "optimizer state", "saved activations"),
+        *("GB on each device", "-" * 22, "weights", "optimizer state", "saved activations"),
         *("sent by all-gather", "sent by all-reduce", "sent by all-to-all", "sent by reduce-scatter", "sent in a step"),
     ]
 

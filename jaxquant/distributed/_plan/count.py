@@ -128,7 +128,7 @@ def make_plan(
     jaxpr = jax.make_jaxpr(step.map_over(abstract))(*step.arguments)
     if is_training:
         stored["optimizer state"] = count_moments(form, step, mesh)
-        stored["saved activations"] = count_saved(jaxpr.jaxpr)
+        stored["saved activations"] = count_saved(jaxpr.jaxpr, sizes.layers)
     sent: dict[str, int] = collections.defaultdict(int)
     for collective in list_collectives(jaxpr.jaxpr, mesh):
         sent[collective.kind] += collective.sent_bytes
@@ -197,18 +197,19 @@ def _list_bodies(equation: Any) -> list[Any]:
     return [body for body in bodies if hasattr(body, "eqns")]
 
 
-def count_saved(jaxpr: Any) -> int:
+def count_saved(jaxpr: Any, layers: int) -> int:
     """Return the bytes that the forward pass over the layers keeps for the backward pass, on one device.
 
-    They are the results of the first loop that it stacks: one for each layer.
+    They are what the first loop over the layers stacks. The loops of quantizations stack nothing.
     """
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
+        if equation.primitive.name == "scan" and equation.params["length"] == layers:
             pairs = zip(equation.outvars, equation.params["jaxpr"].jaxpr.outvars, strict=True)
             # What a loop stacks has a dimension more than in its body.
-            return sum(_count_bytes(outer.aval) for outer, inner in pairs if outer.aval.ndim > inner.aval.ndim)
+            if saved := sum(_count_bytes(a.aval) for a, b in pairs if a.aval.ndim > b.aval.ndim):
+                return saved
         for inner in _list_bodies(equation):
-            if saved := count_saved(inner):
+            if saved := count_saved(inner, layers):
                 return saved
     return 0
 
