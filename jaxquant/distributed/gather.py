@@ -106,6 +106,7 @@ def all_gather(
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
         scatter = Scatter(Reduction(axis_name, size, _messages.find_row_spec(backward_spec)), place, bool(tiled))
+        assert spec is not None  # _read_leaf has checked it
         return _gather_floats((Transfer(spec, gather, move), scatter), leaf)
 
     return jax.tree.map(gather_leaf, x, is_leaf=_messages.is_quantized)

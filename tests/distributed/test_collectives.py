@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -431,7 +431,7 @@ def test_what_travels(rng: np.random.Generator) -> None:
         (lambda x: jqd.psum(x, "e", spec=INT8), r"jaxquant.distributed.psum: axis_name: expected the name .*'e'"),
         (lambda x: jqd.all_gather(x, ("d", "e"), spec=INT8), r"all_gather: axis_name: .*'e'"),
         (lambda x: jqd.all_gather(x, "d"), r"all_gather: spec: expected a QuantSpec for floats .jax.lax.all_gather"),
-        (lambda x: jqd.psum(x, "d", spec=jnp.int8), r"psum: spec: expected a QuantSpec"),
+        (lambda x: jqd.psum(x, "d", spec=cast(Any, jnp.int8)), r"psum: spec: expected a QuantSpec"),
         (
             lambda x: jqd.psum(x, "d", spec=jq.QuantSpec(jnp.int8, jq.PerAxis(0))),
             r"psum: spec.granularity: expected PerT",

@@ -192,7 +192,8 @@ def main(index: int, count: int, port: int, folder: pathlib.Path) -> None:
         lambda t: (t["q"].codes.astype(jnp.int8), t["q"].scale, t["x"]), out_shardings=replicated
     )(restored)
     if index == 0:
-        np.savez(folder / "results.npz", messages=np.array(messages), **flatten(results))
+        arrays: dict[str, Any] = {"messages": np.array(messages), **flatten(results)}
+        np.savez(folder / "results.npz", **arrays)
     else:
         (folder / "messages.txt").write_text("\n".join(messages))
     multihost_utils.sync_global_devices("the results are written")
@@ -204,4 +205,4 @@ def main(index: int, count: int, port: int, folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]), pathlib.Path(sys.argv[4]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4]))

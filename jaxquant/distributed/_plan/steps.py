@@ -131,7 +131,8 @@ def find_loss(sizes: Sizes, form: Format, params: Tree, tokens: jax.Array) -> ja
     def apply_layer(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         w = {n: gather_weight(form, layer[n], 1 - cut) for n, (_, cut) in list_matrices(sizes).items()}
         h = copy_activations(form, normalize(x, layer["norm1"]))
-        out = attend(sizes, *(h @ w[n] for n in ("query", "key", "value")), mask) @ w["out"]
+        q, k, v = (h @ w[n] for n in ("query", "key", "value"))
+        out = attend(sizes, q, k, v, mask) @ w["out"]
         x = x + sum_activations(form, out)
         h = copy_activations(form, normalize(x, layer["norm2"]))
         return x + sum_activations(form, feed_forward(h, w["gate"], w["up"], w["down"])), None
@@ -181,8 +182,8 @@ def decode(sizes: Sizes, form: Format, params: Tree, cache: Tree, tokens: jax.Ar
         keys, values = (read_cache(new[name]) for name in ("key", "value"))
         length = keys.shape[1]
         mask = (jnp.arange(length) <= step).reshape(1, 1, 1, 1, length)
-        flat = [part.reshape(*part.shape[:2], -1) for part in (keys, values)]
-        x = x + add_over(form, matmul_any(attend(sizes, q, *flat, mask), w["out"]), "model")
+        keys, values = (part.reshape(*part.shape[:2], -1) for part in (keys, values))
+        x = x + add_over(form, matmul_any(attend(sizes, q, keys, values, mask), w["out"]), "model")
         h = normalize(x, w["norm2"])
         return x + add_over(form, feed_forward(h, w["gate"], w["up"], w["down"]), "model"), new
 
