@@ -1,7 +1,7 @@
 """Quantization in JAX that produces the same integers as ONNX Runtime and oneDNN, bit for bit.
 
-`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.optim`, `jaxquant.transform`, `jaxquant.ptq` and
-`jaxquant.report` are imported when they are first used.
+`jaxquant.flax`, `jaxquant.onnx`, `jaxquant.checkpoint`, `jaxquant.optim`, `jaxquant.distributed`, `jaxquant.transform`,
+`jaxquant.ptq` and `jaxquant.report` are imported when they are first used.
 """
 
 import importlib
@@ -168,6 +168,7 @@ __all__ = [  # noqa: RUF022 as grouped
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
+    from . import distributed as distributed
     from . import flax as flax
     from . import onnx as onnx
     from . import optim as optim
@@ -176,7 +177,7 @@ if TYPE_CHECKING:
     from . import transform as transform
     from .transform import Activation, Coverage, LearnedScales, Prepared, Rule, Weight, prepare, recipes
 else:  # type checkers would take every name for one that is there
-    _LAZY = ("checkpoint", "flax", "onnx", "optim", "ptq", "report", "transform")
+    _LAZY = ("checkpoint", "distributed", "flax", "onnx", "optim", "ptq", "report", "transform")
     _NEEDED_PACKAGES = {"flax": "flax", "onnx": "onnx", "optim": "optax"}  # which jaxquant does not depend on
     _IN_TRANSFORM = ("Activation", "Coverage", "LearnedScales", "Prepared", "Rule", "Weight", "prepare", "recipes")
 

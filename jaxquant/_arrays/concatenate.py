@@ -115,6 +115,22 @@ def _join_arrays(arrays: list[QuantizedArray], *, axis: int) -> QuantizedArray:
     return arrays[0].replace(block_size=block_size, **joined)._with_stored(codes, order)
 
 
+def cut_for_join(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
+    """Return a checked array with its scale and zero point cut so that they fit after a join of equal shapes.
+
+    Joining the codes, the scales and the zero points of `count` such arrays along the axis then gives one array, with
+    the block size of the result. Devices that hold one array each can so prepare their own.
+    """
+    if not q.shape[axis]:
+        return q
+    parts = {name: _read_part(q, getattr(q, name)) for name in ("scale", "zero_point") if getattr(q, name) is not None}
+    sizes = {name: _find_sizes([part] * count, axis) for name, part in parts.items()}
+    joined = (*q.shape[:axis], q.shape[axis] * count, *q.shape[axis + 1 :])
+    sizes, block_size = _unify_sizes(sizes, joined)
+    entries = {name: part.cut_blocks(sizes[name]) for name, part in parts.items()}
+    return q.replace(block_size=block_size, **entries)
+
+
 def _concatenate_codes(arrays: list[QuantizedArray], axis: int) -> tuple[jax.Array, StoredOrder]:
     """Return the stored codes of arrays joined along an axis, and their order: that of the arrays if all have one."""
     order = arrays[0].stored_order

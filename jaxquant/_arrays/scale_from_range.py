@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from .._core import barriers, checks, division, dtypes, rounding, sharding, small_floats
 from .._core import granularity as granularities
@@ -109,7 +110,12 @@ def _find_scale_and_zero_point(
     fixed = spec.fixed_zero_point
     if fixed is not None:
         scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(fixed)))
-        return scale, None if fixed == 0 else jnp.full(point_shape, fixed, spec.carrier)
+        if fixed == 0:
+            return scale, None
+        point = jnp.full(point_shape, fixed, spec.carrier)
+        # Under shard_map, a barrier over both would make a constant vary on one platform only, which JAX refuses.
+        is_mapped = AxisType.Manual in jax.typeof(low).sharding.mesh.axis_types
+        return scale, sharding.vary_like(point, low) if is_mapped else point
     # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
     if scale_shape == low.shape != point_shape:  # several scales share a zero point

@@ -27,6 +27,7 @@ MODULES = {
     "jaxquant.onednn": jq.onednn,
     "jaxquant.integer": jq.integer,
     "jaxquant.checkpoint": jq.checkpoint,
+    "jaxquant.distributed": jq.distributed,
     "jaxquant.onnx": jq.onnx,
     "jaxquant.optim": jq.optim,
     "jaxquant.ptq": jq.ptq,

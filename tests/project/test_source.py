@@ -19,7 +19,7 @@ import jax
 import pytest
 
 import jaxquant as jq
-from jaxquant import checkpoint, optim, ptq, report
+from jaxquant import checkpoint, distributed, optim, ptq, report
 from jaxquant import flax as jqf
 from jaxquant import onnx as jqonnx
 from jaxquant.flax import linen as qnn
@@ -35,6 +35,7 @@ PACKAGES = {
     "": jq,
     "calibration.": jq.calibration,
     "checkpoint.": checkpoint,
+    "distributed.": distributed,
     "flax.": jqf,
     "flax.linen.": qnn,
     "flax.nnx.": qnnx,
@@ -45,7 +46,10 @@ PACKAGES = {
     "ptq.": ptq,
     "report.": report,
 }
-LOADED_ON_FIRST_USE = {"": {"checkpoint", "flax", "onnx", "optim", "ptq", "report"}, "flax.": {"nnx"}}
+LOADED_ON_FIRST_USE = {
+    "": {"checkpoint", "distributed", "flax", "onnx", "optim", "ptq", "report"},
+    "flax.": {"nnx"},
+}
 # Packages that do not import each other.
 INDEPENDENT = ("flax/", "onnx/export/", "onnx/load/", "ptq/", "report/", "transform/")
 # jax.checkpoint calls the policy, not a user.
@@ -67,7 +71,7 @@ PUBLIC = list_public_functions()
 LOOPS = (
     *("flax.calibrate", "flax.nnx.calibrate", "ptq.collect", "ptq.apply", "ptq.smooth", "ptq.equalize"),
     *("ptq.correct_bias", "ptq.rotate", "ptq.allocate_bits", "report.compare", "onnx.export", "onnx.verify"),
-    "optim.quantize_state",
+    *("optim.quantize_state", "distributed.check_processes", "distributed.count_traffic"),
 )
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
 LIKE_JAX = (
@@ -79,6 +83,9 @@ LIKE_JAX = (
     "take",
     "concatenate",
     *("max_pool", "average_pool", "mean", "reshape", "transpose", "pad"),
+    *("distributed.all_gather", "distributed.all_to_all", "distributed.ppermute", "distributed.psum"),
+    *("distributed.pmean", "distributed.psum_scatter", "distributed.psum_with_error_feedback"),
+    "distributed.compare_devices",
     "quantized_dot_general",
     "quantized_einsum",
     "quantized_conv_general_dilated",
@@ -87,6 +94,7 @@ LIKE_JAX = (
 TRACED_IN_JAX = (
     *("lhs_spec", "rhs_spec", "specs", "key", "query_spec", "key_spec", "value_spec"),
     *("query", "value", "mask", "query_seq_lengths", "key_value_seq_lengths", "cache", "query_positions"),
+    *("x", "residual", "tree"),
     *("lhs", "rhs", "lhs_zero_point", "rhs_zero_point", "operands", "q", "indices", "arrays", "output", "bias"),
 )
 # A factory of functions: all its arguments are static, and only the keyword-only ones are marked as such.
@@ -204,6 +212,16 @@ SIGNATURES = {
     "checkpoint.load_safetensors": "path",
     "checkpoint.save_orbax": "path tree",
     "checkpoint.load_orbax": "path like",
+    "distributed.all_gather": "x axis_name spec axis tiled backward_spec",
+    "distributed.all_to_all": "x axis_name split_axis concat_axis spec tiled key",
+    "distributed.ppermute": "x axis_name perm spec key",
+    "distributed.psum": "x axis_name spec key",
+    "distributed.pmean": "x axis_name spec key",
+    "distributed.psum_scatter": "x axis_name spec scatter_dimension tiled key",
+    "distributed.psum_with_error_feedback": "x residual axis_name spec key",
+    "distributed.compare_devices": "tree axis_name",
+    "distributed.check_processes": "tree name",
+    "distributed.count_traffic": "compiled",
     "flax.dot_general": LAYER,
     "flax.conv_general_dilated": LAYER,
     "flax.promote_dtype": "inputs kernel bias dtype inexact",

@@ -1,0 +1,28 @@
+"""Collectives whose arrays travel as codes, checks of what devices and processes share, and plans of large meshes.
+
+The collectives are those of `jax.lax`, for use inside `jax.shard_map`.
+"""
+
+from .compare import check_processes, compare_devices
+from .error_feedback import psum_with_error_feedback
+from .gather import all_gather, all_to_all, ppermute
+from .reduce import pmean, psum, psum_scatter
+from .traffic import Collective, count_traffic
+
+__all__ = [
+    "Collective",
+    "all_gather",
+    "all_to_all",
+    "check_processes",
+    "compare_devices",
+    "count_traffic",
+    "pmean",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "psum_with_error_feedback",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,145 @@
+"""The plan of a transformer: what it counts is what eight devices store and send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxquant import distributed as jqd
+from jaxquant.distributed import __main__ as command_line
+from jaxquant.distributed._plan import count
+from jaxquant.distributed._plan.sizes import FORMATS, PRESETS, Sizes
+
+SMALL = Sizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
+AXES = {"data": 2, "model": 4}
+
+
+def sum_by_kind(collectives: list[jqd.Collective]) -> dict[str, int]:
+    return {
+        kind: sum(c.sent_bytes for c in collectives if c.kind == kind) for kind in sorted({c.kind for c in collectives})
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "is_training"),
+    [
+        pytest.param("float32", True, marks=pytest.mark.slow),
+        pytest.param("int8", True, marks=pytest.mark.full),  # compiling it takes a minute
+        ("int8", False),
+    ],
+)
+def test_counts_are_those_of_eight_devices(name: str, is_training: bool) -> None:
+    """The bytes that the compiled step sends, and those of arrays that devices hold."""
+    form, mesh = FORMATS[name], Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    plan = count.make_plan(SMALL, form, AXES, batch=4, sequence=16, is_training=is_training)
+    make_step = count.make_training_step if is_training else count.make_decoding_step
+    step = make_step(SMALL, form, 4, 16)
+    arguments = [place(tree, specs, mesh) for tree, specs in zip(step.arguments, step.in_specs, strict=True)]
+    for stored, i in step.stored.items():
+        held = [shard.data.nbytes for leaf in jax.tree.leaves(arguments[i]) for shard in leaf.addressable_shards[:1]]
+        assert plan.stored[stored] == sum(held)
+    compiled = jax.jit(step.map_over(mesh)).lower(*arguments).compile()
+    assert sum_by_kind(jqd.count_traffic(compiled)) == {kind: sent for kind, sent in plan.sent.items() if sent}
+    results = compiled(*arguments)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(results[0]))
+    if is_training:
+        kept = SMALL.layers * 2 * 16 * SMALL.width * np.dtype(form.dtype).itemsize
+        assert kept <= plan.stored["saved activations"] <= 1.1 * kept
+
+
+def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Return arrays of small numbers, spread over the mesh."""
+
+    def put(spec: PartitionSpec, node: Any) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.ones(leaf.shape, leaf.dtype), sharding), node)
+
+    return jax.tree.map(put, specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "data", "model"), [("7B", 8, 1), ("70B", 8, 8), ("400B", 64, 8)])
+def test_plans_of_large_meshes(preset: str, data: int, model: int) -> None:
+    """They need no devices; codes take the part of the bytes that their widths say."""
+    mesh = {"data": data, "model": model}
+    plans = {
+        (name, step): count.make_plan(
+            PRESETS[preset], form, mesh, batch=512, sequence=2048, is_training=step == "train"
+        )
+        for name, form in FORMATS.items()
+        for step in ("train", "decode")
+    }
+
+    def compare(step: str, part: str, narrow: str, wide: str) -> float:
+        return plans[narrow, step].stored[part] / plans[wide, step].stored[part]
+
+    sent = {key: sum(plan.sent.values()) for key, plan in plans.items()}
+    assert sent["int8", "train"] <= 0.28 * sent["float32", "train"]
+    assert sent["int4", "train"] < sent["int8", "train"] < 0.56 * sent["bfloat16", "train"]
+    assert compare("train", "optimizer state", "int8", "float32") <= 0.27
+    assert compare("decode", "KV cache", "int8", "float32") <= 0.27
+    assert compare("decode", "KV cache", "int4", "float32") <= 0.15
+    assert compare("decode", "weights", "int4", "float32") < 0.2
+    parameters = plans["float32", "train"].stored["weights"] / 4 * data * model
+    assert abs(parameters / (float(preset[:-1]) * 1e9) - 1) < 0.05
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--layers 2 --width 64 --heads 8 --vocabulary 64 --batch 8 --sequence 32 --formats float32,int8"
+    assert command_line.main(["plan", *options.split(), "--mesh", "data=2,model=4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "8 devices (data=2, model=4), 8 x 32 tokens"
+    assert [line.split("|")[1].strip() for line in lines[3:]] == [
+        *("GB on each device", "-" * 22, "weights", "optimizer state", "saved activations"),
+        *("sent by all-gather", "sent by all-reduce", "sent by all-to-all", "sent by reduce-scatter", "sent in a step"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--width 64 --heads 8", "sizes: expected --preset, or --layers, --width and --heads"),
+        ("--preset 7B --mesh data=3", "width: expected a multiple of 96, got 4096"),
+        ("--preset 70B --mesh model=16", "kv_heads: expected a multiple of 16, got 8"),
+        ("--preset 7B --formats int2", "formats: expected formats among float32, bfloat16, int8, int4, got int2"),
+        ("--preset 7B --batch 4", "batch: expected a multiple of 8, the axis data, got 4"),
+    ],
+)
+def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], options: str, text: str) -> None:
+    assert command_line.main(["plan", *options.split()]) == 1
+    assert f"jaxquant.distributed.plan: {text}" in capsys.readouterr().err
+
+
+# Texts of XLA that this machine's compiler does not print.
+
+
+def test_forms_of_groups_and_of_asynchronous_operations() -> None:
+    text = """
+HloModule jit_f, num_partitions=8
+%body (p: s32[]) -> s32[] {
+  %ag = (s8[2,8]{1,0}, s8[16,8]{1,0}) all-gather-start(%x), replica_groups=[1,8]<=[8], dimensions={0}
+}
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %ar = (f32[4]{0}, bf16[6]{0}) all-reduce(%a, %b), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
+  %rs = f32[4]{0} reduce-scatter(%a), replica_groups=mesh['x'=2,'y'=4] {'y'}, dimensions={0}, to_apply=%add
+  %cp = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%a), source_target_pairs={{0,1}}
+  %aa = (s4[16]{0}, s4[16]{0}) all-to-all(%c, %d), replica_groups={}
+  ROOT %w = f32[4]{0} while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    assert [(c.kind, c.dtype, c.shape, c.devices, c.calls, c.sent_bytes) for c in jqd.count_traffic(text)] == [
+        ("all-reduce", "f32", (4,), 2, 1, 16),
+        ("all-reduce", "bf16", (6,), 2, 1, 12),
+        ("reduce-scatter", "f32", (4,), 4, 1, 48),
+        ("collective-permute", "f32", (4,), 2, 1, 16),
+        ("all-to-all", "s4", (16,), 8, 1, 7),
+        ("all-to-all", "s4", (16,), 8, 1, 7),
+        ("all-gather", "s8", (16, 8), 8, 5, 5 * 112),
+    ]
+    with pytest.raises(TypeError, match=r"count_traffic: compiled: expected a compiled program or its text, got 3"):
+        jqd.count_traffic(3)

@@ -1,0 +1,141 @@
+"""Two processes of four devices each: the codes of one process with one device, and checkpoints of either by the other.
+
+All tests share one run of tests/support/process_scenario.py, because processes take seconds to start.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxquant as jq
+from jaxquant import checkpoint
+from tests.support import process_scenario
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIME_LIMIT = 240
+
+
+def find_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start(index: int, port: int, folder: pathlib.Path) -> subprocess.Popen[str]:
+    """Start one of two processes, with four devices and without the settings of this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.support.process_scenario", str(index), "2", str(port), str(folder)]
+    with (folder / f"log{index}.txt").open("w") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture(scope="module")
+def tree() -> dict[str, Any]:
+    data = process_scenario.make_data()
+    return {
+        "q": jq.quantize(data["first"], process_scenario.WEIGHTS),
+        "x": jax.numpy.asarray(data["x"].reshape(32, 16)),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> pathlib.Path:
+    """Run both processes until the second one has ended itself, while both save a checkpoint."""
+    folder = tmp_path_factory.mktemp("processes")
+    checkpoint.save_orbax(folder / "alone", tree)
+    port = find_port()
+    processes = [start(index, port, folder) for index in range(2)]
+    deadline = time.monotonic() + TIME_LIMIT
+    try:
+        while processes[1].poll() is None and processes[0].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("log*.txt")))
+    assert (folder / "results.npz").exists(), f"expected results of two processes, got\n{logs}"
+    assert processes[1].returncode == -9, logs
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "results.npz") as file:
+        return dict(file)
+
+
+def test_codes_are_those_of_one_device(results: dict[str, np.ndarray]) -> None:
+    """Operators, contractions, calibrators and converted weights, bit for bit; a step within float32's rounding."""
+    expected = process_scenario.run_alone()
+    inexact = ("loss", "exact", "quantized")
+    assert set(expected) <= set(results)
+    for name, value in expected.items():
+        if name.split("/")[0] not in inexact:
+            assert results[name].dtype == value.dtype, name
+            assert results[name].tobytes() == value.tobytes(), name
+    for name in ("loss", "exact/first", "exact/second"):
+        np.testing.assert_allclose(results[name], expected[name], rtol=1e-5, atol=1e-6)
+    data = process_scenario.make_data()
+    for name in ("first", "second"):
+        # A gradient is at most half a step of each of two hops away from the exact one.
+        largest = np.abs(expected[f"exact/{name}"] - data[name]).max() * 8
+        error = np.abs(results[f"quantized/{name}"] - expected[f"exact/{name}"])
+        assert 0 < error.max() <= 2 * largest / 127
+
+
+def test_one_process_restores_what_two_saved(folder: pathlib.Path, tree: Any) -> None:
+    """Into the shardings of `like`, because the devices that saved are not there."""
+    assert_same(checkpoint.load_orbax(folder / "many", tree), tree)
+
+
+def test_two_processes_restore_what_one_saved(results: dict[str, np.ndarray], tree: Any) -> None:
+    expected = (tree["q"].codes.astype(np.int8), tree["q"].scale, tree["x"])
+    for i, value in enumerate(expected):
+        assert results[f"restored/{i}"].tobytes() == np.asarray(value).tobytes()
+
+
+def test_a_killed_process_leaves_the_last_checkpoint(folder: pathlib.Path, tree: Any) -> None:
+    """What was being written has its final name only if it is whole, and the checkpoint before it is whole."""
+    assert list(folder.glob("torn*")), "expected a process that was killed after the other one began to write"
+    if (folder / "torn").exists():
+        assert_same(checkpoint.load_orbax(folder / "torn", tree), tree)
+    assert_same(checkpoint.load_orbax(folder / "many", tree), tree)
+
+
+def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, np.ndarray]) -> None:
+    """Each process raises, and says which leaf differs and in which process; none waits for another."""
+    second = (folder / "messages.txt").read_text().splitlines()
+    first = [str(message) for message in results["messages"]]
+    start = "jaxquant.distributed.check_processes: settings['spec']"
+    assert len(first) == len(second) == 3
+    for index, messages in enumerate((first, second)):
+        spec, ends, structure = messages
+        assert spec.startswith(start.replace("spec", "other"))
+        assert "those of process 0 and process 1 differ" in spec
+        assert f"size={64 * (index + 1)}" in spec
+        assert f"in process {index}" in spec
+        assert "settings['range'].lo" in ends
+        assert "the structure of settings" in structure
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

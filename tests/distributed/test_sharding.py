@@ -1,0 +1,138 @@
+"""A transformer block with quantized weights in FSDP and tensor-parallel layouts: codes are gathered, never floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxquant as jq
+from jaxquant import distributed as jqd
+
+P = PartitionSpec
+WIDTH, HIDDEN, HEADS = 64, 128, 8
+TOKENS = jq.QuantSpec(jnp.int8, jq.PerToken())
+SPECS = {
+    "int8": jq.QuantSpec(jnp.int8, jq.PerAxis(1)),
+    "int4 blocks": jq.QuantSpec(jnp.int4, jq.Blocked(0, 8), scale_dtype=jnp.bfloat16),
+}
+SHAPES = {
+    "query": (WIDTH, WIDTH), "key": (WIDTH, WIDTH), "value": (WIDTH, WIDTH), "out": (WIDTH, WIDTH),
+    "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
+}  # fmt: skip
+ROWS_ARE_CUT = ("out", "down")
+
+
+def make_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+
+def multiply(x: jax.Array, w: Any, is_dynamic: bool) -> jax.Array:
+    lhs = jq.quantize(x, TOKENS) if is_dynamic else x
+    return jq.matmul(lhs, w)
+
+
+def apply_block(params: Any, x: jax.Array, is_dynamic: bool) -> jax.Array:
+    """Return the outputs of a block of attention and a feed-forward network, [batch, length, WIDTH]."""
+    batch, length, _ = x.shape
+    q, k, v = (multiply(x, params[n], is_dynamic).reshape(batch, length, HEADS, -1) for n in ("query", "key", "value"))
+    scores = jax.nn.softmax(jnp.einsum("blhd,bmhd->bhlm", q, k), axis=-1)
+    x = x + multiply(jnp.einsum("bhlm,bmhd->blhd", scores, v).reshape(x.shape), params["out"], is_dynamic)
+    return x + multiply(jax.nn.relu(multiply(x, params["up"], is_dynamic)), params["down"], is_dynamic)
+
+
+def make_block(rng: np.random.Generator, spec: jq.QuantSpec) -> tuple[Any, np.ndarray]:
+    params = {n: jq.quantize(rng.normal(size=s).astype(np.float32) / 8, spec) for n, s in SHAPES.items()}
+    return params, rng.normal(size=(8, 4, WIDTH)).astype(np.float32)
+
+
+def place(params: Any, mesh: Mesh, find_axis: Callable[[str], int]) -> Any:
+    """Return weights cut along an axis; a scale that all devices share is on each of them."""
+
+    def put(axis: int, part: jax.Array) -> jax.Array:
+        names = ["d" if i == axis and n % 8 == 0 else None for i, n in enumerate(part.shape)]
+        return jax.device_put(part, NamedSharding(mesh, P(*names)))
+
+    return {n: jax.tree.map(lambda part, n=n: put(find_axis(n), part), q) for n, q in params.items()}
+
+
+def list_gathers(compiled: Any) -> set[str]:
+    """Return the dtypes of all-gathers of at least as many elements as the smallest matrix has bytes in 4 bits."""
+    return {
+        c.dtype for c in jqd.count_traffic(compiled)
+        if c.kind in ("all-gather", "all-to-all", "all-reduce") and np.prod(c.shape) >= WIDTH * WIDTH // 2
+    }  # fmt: skip
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_fsdp_under_jit(rng: np.random.Generator, name: str, is_dynamic: bool) -> None:
+    """A sharding constraint on a QuantizedArray gathers its codes; the results are those of one device."""
+    mesh, (params, x) = make_mesh(), make_block(rng, SPECS[name])
+    cut = place(params, mesh, lambda n: 0)
+    whole = NamedSharding(mesh, P())
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return apply_block(jax.lax.with_sharding_constraint(params, whole), x, is_dynamic)
+
+    batch = NamedSharding(mesh, P("d"))
+    run = jax.jit(apply, out_shardings=batch).lower(cut, jax.device_put(x, batch)).compile()
+    assert list_gathers(run) <= {"s8", "u8", "s4"}
+    assert list_gathers(run), "expected weights to be gathered"
+    actual = run(cut, jax.device_put(x, batch))
+    expected = jax.jit(apply_block, static_argnums=2)(params, x, is_dynamic)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_tensor_parallel_under_jit(rng: np.random.Generator, is_dynamic: bool) -> None:
+    """Heads and hidden features are cut: no weights travel, only activations."""
+    mesh, (params, x) = make_mesh(), make_block(rng, SPECS["int8"])
+    cut = place(params, mesh, lambda n: 0 if n in ROWS_ARE_CUT else 1)
+    run = jax.jit(apply_block, static_argnums=2, out_shardings=NamedSharding(mesh, P()))
+    x_whole = jax.device_put(x, NamedSharding(mesh, P()))
+    compiled = run.lower(cut, x_whole, is_dynamic).compile()
+    weights = {(n, m) for n, m in SHAPES.values()}
+    shapes = [c.shape for c in jqd.count_traffic(compiled)]
+    assert shapes
+    assert not [shape for shape in shapes if shape in weights]
+    expected = jax.jit(apply_block, static_argnums=2)(params, x, is_dynamic)
+    np.testing.assert_allclose(compiled(cut, x_whole), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fsdp_under_shard_map(rng: np.random.Generator) -> None:
+    """`all_gather` of each weight where it is used."""
+    mesh, (params, x) = make_mesh(), make_block(rng, SPECS["int4 blocks"])
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return apply_block(jqd.all_gather(params, "d", tiled=True), x, True)
+
+    mapped = jax.jit(jax.shard_map(apply, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d")))
+    compiled = mapped.lower(params, x).compile()
+    assert list_gathers(compiled) == {"u8"}
+    expected = jax.jit(apply_block, static_argnums=2)(params, x, True)
+    np.testing.assert_allclose(mapped(params, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fsdp_with_explicit_shardings(rng: np.random.Generator) -> None:
+    """`jax.sharding.reshard` of a QuantizedArray gathers its codes."""
+    mesh, (params, x) = make_mesh(AxisType.Explicit), make_block(rng, SPECS["int8"])
+    up = place({"up": params["up"]}, mesh, lambda n: 0)["up"]
+
+    def apply(w: jq.QuantizedArray, x: jax.Array) -> jax.Array:
+        return multiply(x, jax.tree.map(lambda part: jax.sharding.reshard(part, P()), w), True)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x[:, 0], NamedSharding(mesh, P("d")))
+        compiled = jax.jit(apply).lower(up, x).compile()
+        actual = compiled(up, x)
+    assert list_gathers(compiled) == {"s8"}
+    assert actual.sharding.spec[0] == "d"
+    expected = jax.jit(multiply, static_argnums=2)(np.asarray(x), params["up"], True)
+    np.testing.assert_array_equal(actual, expected)
