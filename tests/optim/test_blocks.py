@@ -50,7 +50,7 @@ def test_the_levels() -> None:
 def test_the_nearest_level(rng: np.random.Generator) -> None:
     """Of tables, and of levels that are too close for one; eager, jit, vmap and scan."""
     random = jq.Codebook("random", tuple(np.sort(rng.uniform(-3, 3, 256)).astype(F32).tolist()))
-    special = F32([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 3e38])
+    special = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 3e38], F32)
     for book in (*BOOKS, random, NARROW):
         x = np.concatenate([sample_near_ties(rng, book.levels, 1991), special]).reshape(20, 100)
         if book is NARROW:
@@ -64,7 +64,7 @@ def test_the_nearest_level(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(call(jnp.asarray(x)), expected)
         codes = jnp.asarray(expected.astype(np.uint8))
         for values in (book.decode(codes), jax.jit(functools.partial(codebooks.read_levels, book))(codes)):
-            np.testing.assert_array_equal(values, F32(book.levels)[expected])
+            np.testing.assert_array_equal(values, np.array(book.levels, F32)[expected])
 
 
 def make_leaf(rng: np.random.Generator, shape: tuple[int, ...], book: jq.Codebook) -> np.ndarray:
@@ -73,7 +73,7 @@ def make_leaf(rng: np.random.Generator, shape: tuple[int, ...], book: jq.Codeboo
     x = np.clip(x, -1, 1) * F32(2.0 ** rng.integers(-20, 20))
     flat = x.reshape(-1)
     flat[rng.integers(0, flat.size, flat.size // 4)] = 0
-    flat[rng.integers(0, flat.size, 8)] = F32([1e-40, -1e-40, 2e-38, -0.0, 1e-30, -1e-30, 1e-44, 3e-38])
+    flat[rng.integers(0, flat.size, 8)] = np.array([1e-40, -1e-40, 2e-38, -0.0, 1e-30, -1e-30, 1e-44, 3e-38], F32)
     x[..., -1:] = 0
     return x
 
@@ -84,7 +84,7 @@ def test_blocks_against_numpy(rng: np.random.Generator, shape: tuple[int, ...]) 
     for book in BOOKS:
         spec = blocks.complete_spec(book, shape)
         x = np.stack([make_leaf(rng, shape, book) for _ in range(3)])
-        x[2].reshape(-1)[:4] = F32([np.inf, 1, -np.inf, 0])
+        x[2].reshape(-1)[:4] = np.array([np.inf, 1, -np.inf, 0], F32)
         x[1].reshape(-1)[5] = F32(np.nan)
         quantize = functools.partial(blocks.quantize_leaf, key=None, function="test", spec=spec)
         mapped = jax.jit(jax.vmap(quantize) if book is BOOKS[0] else functools.partial(lax.map, quantize))(x)
