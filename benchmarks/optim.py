@@ -165,9 +165,9 @@ def init_transformer(key: jax.Array) -> _Params:
         shapes |= {f"up{layer}": (_WIDTH, 4 * _WIDTH), f"down{layer}": (4 * _WIDTH, _WIDTH)}
     shapes["head"] = (_WIDTH, _WORDS)
     keys = jax.random.split(key, len(shapes))
-    scales = {"embed": 0.02, "places": 0.02}
+    scales: dict[str, float] = {"embed": 0.02, "places": 0.02}
     return {
-        name: jax.random.normal(k, shape) * scales.get(name, shape[0] ** -0.5)
+        name: jax.random.normal(k, shape) * scales.get(name, float(shape[0]) ** -0.5)
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
