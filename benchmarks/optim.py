@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import platform
 import sys
 import time
@@ -167,7 +168,7 @@ def init_transformer(key: jax.Array) -> _Params:
     keys = jax.random.split(key, len(shapes))
     scales: dict[str, float] = {"embed": 0.02, "places": 0.02}
     return {
-        name: jax.random.normal(k, shape) * scales.get(name, float(shape[0]) ** -0.5)
+        name: jax.random.normal(k, shape) * scales.get(name, 1 / math.sqrt(shape[0]))
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
