@@ -47,24 +47,31 @@ def test_the_levels() -> None:
     assert ratios.max() <= 9 / 8
 
 
+SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 3e38], F32)
+
+
 def test_the_nearest_level(rng: np.random.Generator) -> None:
-    """Of tables, and of levels that are too close for one; eager, jit, vmap and scan."""
+    """Of tables and of the levels of optimizers; eager, jit, vmap and scan."""
     random = jq.Codebook("random", tuple(np.sort(rng.uniform(-3, 3, 256)).astype(F32).tolist()))
-    special = F32([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 3e38])
-    for book in (*BOOKS, random, NARROW):
-        x = np.concatenate([sample_near_ties(rng, book.levels, 1991), special]).reshape(20, 100)
-        if book is NARROW:
-            x[:10] = (1 + rng.integers(0, 300, (10, 100)) * 2.0**-23).astype(F32)
+    for book in (*BOOKS, random):
+        x = np.concatenate([sample_near_ties(rng, book.levels, 1991), SPECIAL]).reshape(20, 100)
         expected = optimizer_text.encode(np.asarray(book.levels), x)
         encode = functools.partial(codebooks.round_to_levels, book)
-        calls = [jax.jit(encode)]
-        if book is not NARROW:  # which compares with each midpoint, in a large program
-            calls += [encode, book.encode, jax.jit(jax.vmap(encode)), jax.jit(functools.partial(lax.map, encode))]
-        for call in calls:
-            np.testing.assert_array_equal(call(jnp.asarray(x)), expected)
+
+        def run_all(x: jax.Array, encode: Any = encode, book: Any = book) -> Any:
+            return encode(x), jax.vmap(encode)(x), lax.map(encode, x), book.encode(x)
+
+        for codes in (*jax.jit(run_all)(x), encode(jnp.asarray(x))):
+            np.testing.assert_array_equal(codes, expected)
         codes = jnp.asarray(expected.astype(np.uint8))
-        for values in (book.decode(codes), jax.jit(functools.partial(codebooks.read_levels, book))(codes)):
-            np.testing.assert_array_equal(values, F32(book.levels)[expected])
+        for values in jax.jit(lambda codes, book=book: (book.decode(codes), codebooks.read_levels(book, codes)))(codes):
+            np.testing.assert_array_equal(values, np.array(book.levels, F32)[expected])
+
+
+@pytest.mark.slow
+def test_levels_too_close_for_a_table(rng: np.random.Generator) -> None:
+    x = np.concatenate([(1 + rng.integers(0, 300, 991) * 2.0**-23).astype(F32), SPECIAL])
+    np.testing.assert_array_equal(jax.jit(NARROW.encode)(x), optimizer_text.encode(np.asarray(NARROW.levels), x))
 
 
 def make_leaf(rng: np.random.Generator, shape: tuple[int, ...], book: jq.Codebook) -> np.ndarray:
@@ -73,18 +80,19 @@ def make_leaf(rng: np.random.Generator, shape: tuple[int, ...], book: jq.Codeboo
     x = np.clip(x, -1, 1) * F32(2.0 ** rng.integers(-20, 20))
     flat = x.reshape(-1)
     flat[rng.integers(0, flat.size, flat.size // 4)] = 0
-    flat[rng.integers(0, flat.size, 8)] = F32([1e-40, -1e-40, 2e-38, -0.0, 1e-30, -1e-30, 1e-44, 3e-38])
+    flat[rng.integers(0, flat.size, 8)] = np.array([1e-40, -1e-40, 2e-38, -0.0, 1e-30, -1e-30, 1e-44, 3e-38], F32)
     x[..., -1:] = 0
     return x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_against_numpy(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """One program for each way of calling; the codebook differs between the ways, and so do the numbers."""
     for book in BOOKS:
         spec = blocks.complete_spec(book, shape)
         x = np.stack([make_leaf(rng, shape, book) for _ in range(3)])
-        x[2].reshape(-1)[:4] = F32([np.inf, 1, -np.inf, 0])
+        x[2].reshape(-1)[:4] = np.array([np.inf, 1, -np.inf, 0], F32)
         x[1].reshape(-1)[5] = F32(np.nan)
         quantize = functools.partial(blocks.quantize_leaf, key=None, function="test", spec=spec)
         mapped = jax.jit(jax.vmap(quantize) if book is BOOKS[0] else functools.partial(lax.map, quantize))(x)
@@ -164,6 +172,7 @@ def test_large_arrays_take_little_more_than_a_byte() -> None:
         assert 1 + 4 * scales / math.prod(shape) <= 4 * 0.28, (shape, blocked)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_unbiased(fixed_rng: np.random.Generator) -> None:
     """Each number becomes one of its two neighbors, and the mean over the keys is the number itself."""
     x = jnp.asarray(fixed_rng.normal(size=(16, 16)), jnp.float32)

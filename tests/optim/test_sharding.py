@@ -29,14 +29,13 @@ def test_shards_need_no_communication(rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {
         "both": PartitionSpec("data", "model"),
-        "rows": PartitionSpec("data"),
         "columns": PartitionSpec(None, ("data", "model")),
         "vector": PartitionSpec(("data", "model")),
     }
-    shapes = {"both": (128, 96), "rows": (192, 33), "columns": (48, 128), "vector": (4096,)}
+    shapes = {"both": (128, 96), "columns": (48, 128), "vector": (4096,)}
     params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
-    tx = jq.optim.quantize_state(optax.scale_by_adam())
+    tx: Any = jq.optim.quantize_state(optax.scale_by_adam())
     update, expected_state = jax.jit(tx.update), tx.init(params)
     state = jax.device_put(expected_state, place_like(expected_state, placed))
     compiled = update.lower(placed, state).compile()
@@ -49,11 +48,12 @@ def test_shards_need_no_communication(rng: np.random.Generator) -> None:
             assert q.scale.sharding.shard_shape(q.scale.shape) != q.scale.shape, name
 
 
+@pytest.mark.slow
 def test_under_shard_map(rng: np.random.Generator) -> None:
     """Each device updates its part of the state, which may be smaller than `min_size`."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     gradient = {"w": jnp.asarray(rng.normal(size=(256, 32)), jnp.float32)}
-    tx = jq.optim.quantize_state(optax.scale_by_adam())
+    tx: Any = jq.optim.quantize_state(optax.scale_by_adam())
     state = tx.init(gradient)
     placement = jax.tree.map(lambda leaf: PartitionSpec("data") if leaf.ndim else PartitionSpec(), state)
     spread = {"w": PartitionSpec("data")}
