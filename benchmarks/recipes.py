@@ -193,25 +193,29 @@ def _train(network: nn.Module, data: tuple[jax.Array, jax.Array], key: jax.Array
     """Return trained variables."""
     images, digits = data
     variables = jax.jit(network.init)(key, images[:1])
-
-    def compute_loss(params: Any, statistics: Any, x: jax.Array, y: jax.Array) -> Any:
-        variables = {"params": params, **statistics}
-        logits, statistics = network.apply(variables, x, train=True, mutable=list(statistics))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), statistics
-
-    @jax.jit
-    def step(params: Any, statistics: Any, state: Any, key: jax.Array) -> Any:
-        index = jax.random.randint(key, (_BATCH,), 0, len(images))
-        gradient, statistics = jax.grad(compute_loss, has_aux=True)(params, statistics, images[index], digits[index])
-        updates, state = _OPTIMIZER.update(gradient, state)
-        return optax.apply_updates(params, updates), statistics, state
-
     params, statistics = variables["params"], {k: v for k, v in variables.items() if k != "params"}
     state = _OPTIMIZER.init(params)
     # Not in a scan, in which XLA:CPU runs convolutions on one core.
     for part in jax.random.split(key, _STEPS):
-        params, statistics, state = step(params, statistics, state, part)
+        params, statistics, state = _step(network, params, statistics, state, part, images, digits)
     return {"params": params, **statistics}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(
+    network: nn.Module, params: Any, statistics: Any, state: Any, key: jax.Array, images: jax.Array, digits: jax.Array
+) -> Any:
+    """Return the parameters, the statistics and the optimizer's state after one step; compiled once for all seeds."""
+    index = jax.random.randint(key, (_BATCH,), 0, len(images))
+
+    def compute_loss(params: Any) -> Any:
+        variables = {"params": params, **statistics}
+        logits, updated = network.apply(variables, images[index], train=True, mutable=list(statistics))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, digits[index]).mean(), updated
+
+    gradient, statistics = jax.grad(compute_loss, has_aux=True)(params)
+    updates, state = _OPTIMIZER.update(gradient, state)
+    return optax.apply_updates(params, updates), statistics, state
 
 
 def _split_digits(seed: int) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:

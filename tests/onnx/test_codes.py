@@ -11,6 +11,8 @@ import pytest
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
+from ..support.prepared import find_ranges
+
 UINT8 = jq.QuantSpec(jnp.uint8)
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
@@ -137,6 +139,32 @@ def test_float_form_of_operators_on_codes(rng: np.random.Generator, tmp_path) ->
     kernels = list_optimized(model, tmp_path)
     assert not kernels & floats
     assert {"QLinearSigmoid", "QLinearAdd", "QLinearAveragePool", "QLinearSoftmax"} <= kernels
+
+
+def test_activations_of_prepared_networks(rng: np.random.Generator) -> None:
+    """The logistic function and a leaky relu are lookups in tables that the export computes; silu adds a product."""
+    shapes = {"a": (8, 8), "b": (8, 8), "c": (8, 8), "d": (8, 4)}
+    params = {name: jnp.asarray(rng.normal(0, 1, shape), jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(0, 1, (32, 8)), jnp.float32)
+
+    def apply(p, x: jax.Array) -> jax.Array:
+        x = jax.nn.leaky_relu(jax.nn.silu(x @ p["a"]) @ p["b"], 0.1)
+        return jax.nn.sigmoid(x @ p["c"]) @ p["d"]
+
+    prepared = jq.prepare(apply, params, x, rules=jq.recipes.onnx_runtime())
+    assert prepared.coverage.outputs == "4 of 4 contractions give codes; in codes: sigmoid (2), multiply, leaky_relu"
+    ranges, converted = find_ranges(prepared, params, x), jax.jit(prepared.convert)(params)
+
+    def serve(x: jax.Array) -> jax.Array:
+        return prepared.apply(converted, ranges, x)
+
+    model = jqonnx.export(serve, [x], batch="N")
+    operators = [node.op_type for node in model.graph.node]
+    assert [operators.count(name) for name in ("QLinearMatMul", "Gather", "QLinearMul")] == [4, 3, 1]
+    assert not {"Sigmoid", "LeakyRelu", "MatMul"} & set(operators)
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, serve, [x], level=level)
+        assert report.is_exact, str(report)
 
 
 def test_codes_without_a_fused_kernel(rng: np.random.Generator) -> None:
