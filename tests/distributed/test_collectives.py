@@ -359,6 +359,16 @@ def test_types_under_shard_map(rng: np.random.Generator) -> None:
     both, one, same = jax.jit(mapped)(x)
     assert same
     exact = x.astype(np.float64)
+
+    def differentiate(x: jax.Array) -> list[jax.Array]:
+        """Return derivatives with cotangents as codes and as floats; x is the same on all devices."""
+        gathers = (
+            lambda x: jqd.all_gather(x, "b", spec=INT8, backward_spec=INT8),
+            lambda x: lax.all_gather(x, "b"),
+        )
+        return [jax.grad(lambda x, f=f: lax.psum(f(x).sum(), "b"))(x) for f in gathers]
+
+    assert_same_bits(*jax.jit(jax.shard_map(differentiate, mesh=mesh, in_specs=P(), out_specs=P()))(x))
     assert np.abs(both - exact.sum(0)).max() < 0.2
     assert np.abs(one - exact.reshape(2, 4, 24).sum(1)).max() < 0.1
 
@@ -430,6 +440,12 @@ def test_what_travels(rng: np.random.Generator) -> None:
     [
         (lambda x: jqd.psum(x, "e", spec=INT8), r"jaxquant.distributed.psum: axis_name: expected the name .*'e'"),
         (lambda x: jqd.all_gather(x, ("d", "e"), spec=INT8), r"all_gather: axis_name: .*'e'"),
+        (lambda x: jqd.psum(x, ("d", "d"), spec=INT8), r"psum: axis_name: expected the names of distinct axes"),
+        (lambda x: jqd.psum(x, 0, spec=INT8), r"psum: axis_name: expected the name of an axis of .*0"),
+        (
+            lambda x: jqd.psum(x, "d", spec=jq.QuantSpec(jnp.uint8), key=jax.random.key(0)),
+            r"psum: key: expected None, because the codes of an asymmetric spec clip",
+        ),
         (lambda x: jqd.all_gather(x, "d"), r"all_gather: spec: expected a QuantSpec for floats .jax.lax.all_gather"),
         (lambda x: jqd.psum(x, "d", spec=cast(Any, jnp.int8)), r"psum: spec: expected a QuantSpec"),
         (
