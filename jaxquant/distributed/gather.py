@@ -202,6 +202,8 @@ def _exchange_codes(
         stack = jax.vmap(lambda part: cut_for_join(part, concat, size))(stack)
     else:
         stack = jax.tree.map(lambda part: jnp.squeeze(part, split + 1), stack)
+    # With jax 0.10, XLA:CPU fails if it shares the slices of two exchanges that lay them out differently.
+    stack = lax.optimization_barrier(stack)
     moved = move_array(stack, lambda part: lax.all_to_all(part, axis_name, 0, 0, tiled=True), rows=1)
     return join_stack(moved, concat, is_tiled=is_tiled)
 
