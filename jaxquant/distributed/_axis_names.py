@@ -17,6 +17,10 @@ def find_axis_size(function: str, axis_name: Any) -> int:
     checks.require(len(names) > 0, function, "axis_name", "the name of an axis", "an empty tuple")
     expected = "the name of an axis of a jax.shard_map, jax.vmap or jax.pmap around the call"
     checks.check_hashable(function, "axis_name", axis_name)
+    got = checks.describe_value(axis_name)
+    checks.require(len(set(names)) == len(names), function, "axis_name", "the names of distinct axes", got)
+    # jax.lax takes an int for a dimension of an array, not for a mapped axis.
+    checks.require(not any(isinstance(name, int) for name in names), function, "axis_name", expected, got)
     size = 1
     for name in names:
         try:

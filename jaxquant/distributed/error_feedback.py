@@ -43,8 +43,8 @@ def psum_with_error_feedback(
 
     Raises:
         TypeError: a leaf is no array of floats, or a residual is not float32; `spec` is no QuantSpec, or `key` no key.
-        ValueError: there is no such mapped axis; the spec has another granularity; there is a key, and the dtype of the
-            spec is no integer; or a residual has another shape than x.
+        ValueError: there is no such mapped axis; the spec has another granularity; there is a key, and the spec is
+            asymmetric or its dtype no integer; or a residual has another shape than x.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -15,7 +15,7 @@ from .._arrays import indexing
 from .._arrays.concatenate import cut_for_join
 from .._arrays.quantized_array import QuantizedArray, check_array, dequantize_checked
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes, granularity
+from .._core import checks, dtypes, granularity, sharding
 from . import _messages
 from ._axis_names import find_axis_size
 from ._hops import Reduction, Scatter, scatter_sums
@@ -107,6 +107,8 @@ def all_gather(
             return _transfer(leaf, None, spec, gather, move)
         scatter = Scatter(Reduction(axis_name, size, _messages.find_row_spec(backward_spec)), place, bool(tiled))
         assert spec is not None  # _read_leaf has checked it
+        # The cotangents of a device are its own. If x is the same on all devices, JAX adds them.
+        leaf = sharding.vary_like(leaf, lax.axis_index(axis_name))
         return _gather_floats((Transfer(spec, gather, move), scatter), leaf)
 
     return jax.tree.map(gather_leaf, x, is_leaf=_messages.is_quantized)
@@ -149,8 +151,9 @@ def all_to_all(
 
     Raises:
         TypeError: a leaf is no array, or has an unsupported dtype; `spec` is no QuantSpec, or `key` no key.
-        ValueError: there is no such mapped axis; there are floats and no spec; an axis is out of range; or the length
-            of `split_axis` is not a multiple of the number of devices (that number, unless it is tiled).
+        ValueError: there is no such mapped axis; there are floats and no spec; an axis is out of range; the length of
+            `split_axis` is not a multiple of the number of devices (that number, unless it is tiled); or there is a
+            key, and the spec is asymmetric or its dtype no integer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -199,6 +202,8 @@ def _exchange_codes(
         stack = jax.vmap(lambda part: cut_for_join(part, concat, size))(stack)
     else:
         stack = jax.tree.map(lambda part: jnp.squeeze(part, split + 1), stack)
+    # With jax 0.10, XLA:CPU fails if it shares the slices of two exchanges that lay them out differently.
+    stack = lax.optimization_barrier(stack)
     moved = move_array(stack, lambda part: lax.all_to_all(part, axis_name, 0, 0, tiled=True), rows=1)
     return join_stack(moved, concat, is_tiled=is_tiled)
 
@@ -246,7 +251,8 @@ def ppermute(
 
     Raises:
         TypeError: a leaf is no array, or has an unsupported dtype; `spec` is no QuantSpec, or `key` no key.
-        ValueError: there is no such mapped axis; there are floats and no spec; or `perm` is no permutation.
+        ValueError: there is no such mapped axis; there are floats and no spec; `perm` is no permutation; or there is
+            a key, and the spec is asymmetric or its dtype no integer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

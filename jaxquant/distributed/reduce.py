@@ -43,15 +43,15 @@ def psum(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
         spec: Static. How messages are quantized. The granularity is `PerTensor()`, one scale for each message, or
             `Blocked(-1, size)`, one for each run of elements of a message.
         key: a key of `jax.random` to round stochastically; it may be the same on all devices, which then still round
-            differently. None rounds to the nearest code.
+            differently. The spec is then symmetric. None rounds to the nearest code.
 
     Returns:
         A tree of sums, with the shapes and dtypes of x.
 
     Raises:
         TypeError: a leaf is no array of floats; `spec` is no QuantSpec, or `key` no key.
-        ValueError: there is no such mapped axis; the spec has another granularity; or there is a key, and the dtype of
-            the spec is no integer.
+        ValueError: there is no such mapped axis; the spec has another granularity; or there is a key, and the spec is
+            asymmetric or its dtype no integer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -85,8 +85,8 @@ def pmean(x: Any, axis_name: Any, *, spec: QuantSpec, key: Any = None) -> Any:
 
     Raises:
         TypeError: a leaf is no array of floats; `spec` is no QuantSpec, or `key` no key.
-        ValueError: there is no such mapped axis; the spec has another granularity; or there is a key, and the dtype of
-            the spec is no integer.
+        ValueError: there is no such mapped axis; the spec has another granularity; or there is a key, and the spec is
+            asymmetric or its dtype no integer.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -125,8 +125,8 @@ def psum_scatter(
 
     Raises:
         TypeError: a leaf is no array of floats; `spec` is no QuantSpec, or `key` no key.
-        ValueError: there is no such mapped axis; the spec has another granularity; there is a key, and the dtype of the
-            spec is no integer; or the number of devices does not divide the dimension.
+        ValueError: there is no such mapped axis; the spec has another granularity; there is a key, and the spec is
+            asymmetric or its dtype no integer; or the number of devices does not divide the dimension.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -63,7 +63,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ARRAYS)
 def test_gathered_arrays_keep_their_bits(rng: np.random.Generator, name: str) -> None:
     """On every axis, stacked and joined: the codes of each device, and the values that `lax.all_gather` returns."""
@@ -87,7 +87,7 @@ def test_gathered_arrays_keep_their_bits(rng: np.random.Generator, name: str) ->
     assert_same_bits(np.asarray(results[0][0].codes)[3], np.asarray(q.codes))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name, (shape, _) in ARRAYS.items() if 8 in shape])
 def test_exchanged_arrays_keep_their_bits(rng: np.random.Generator, name: str) -> None:
     """All pairs of axes of `all_to_all`, and `ppermute`, against the collectives of jax.lax of the values."""
@@ -110,6 +110,7 @@ def test_exchanged_arrays_keep_their_bits(rng: np.random.Generator, name: str) -
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_stored_orders_and_trees(rng: np.random.Generator) -> None:
     """A stored order stays, integers travel as they are, floats as codes; slices may cut through blocks."""
     x = rng.normal(size=(8, 16, 6)).astype(np.float32)
@@ -180,14 +181,16 @@ def bound_error(x: np.ndarray, spec: jq.QuantSpec) -> np.ndarray:
     return (first + second + rounding).reshape(-1)[: flat.shape[1]].reshape(x.shape[1:])
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_sums_are_within_one_step_per_hop(rng: np.random.Generator, count: int) -> None:
+def test_sums_are_within_one_step_per_hop(rng: np.random.Generator, count: int, part: int) -> None:
     """Of shapes that the number of devices divides and that it does not; with the same bits on each device."""
     xs = {
         name: jnp.asarray(
             rng.normal(size=(count, *shape)) * np.exp(rng.normal(size=(count,) + (1,) * len(shape))), dtype
         )
-        for name, (shape, _, dtype) in SUMS.items()
+        for name, (shape, _, dtype) in list(SUMS.items())[part::2]
     }
 
     def add(xs: Any) -> Any:
@@ -206,6 +209,7 @@ def test_sums_are_within_one_step_per_hop(rng: np.random.Generator, count: int) 
             assert error.max() > 0, "expected a sum of rounded values"
 
 
+@pytest.mark.slow
 def test_slices_of_sums_and_means(rng: np.random.Generator) -> None:
     """`psum_scatter` on each axis and `pmean`, against sums in float64 of the values that each device sends."""
     x = rng.normal(size=(8, 8, 16, 3)).astype(np.float32)
@@ -257,6 +261,7 @@ def test_stochastic_sums_are_unbiased(fixed_rng: np.random.Generator) -> None:
     assert len({row.tobytes() for row in rows}) > 1
 
 
+@pytest.mark.slow
 def test_error_feedback_loses_nothing(rng: np.random.Generator) -> None:
     """After every step, the sums so far and the residuals add up to the sums of the inputs; a NaN passes by."""
     xs = rng.normal(size=(8, 6, 37)).astype(np.float32)
@@ -283,20 +288,21 @@ def test_error_feedback_loses_nothing(rng: np.random.Generator) -> None:
     assert np.isfinite(residual).all()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_faults_arrive_everywhere(rng: np.random.Generator, value: float) -> None:
+def test_faults_arrive_everywhere(rng: np.random.Generator) -> None:
     """A NaN or an infinity on one device is not finite on any, in its own block only."""
+    values = (np.nan, np.inf, -np.inf)
     x = rng.normal(size=(8, 8, 256)).astype(np.float32)
-    x[2, 5, 130] = value
+    xs = np.stack([x] * len(values), 1)
+    xs[2, :, 5, 130] = values
 
-    def move(x: jax.Array) -> Any:
+    def move(xs: jax.Array) -> Any:
         return (
-            jqd.psum(x, "d", spec=INT8),
-            jqd.pmean(x, "d", spec=INT8, key=jax.random.key(0)),
-            jqd.all_gather(x, "d", spec=INT8)[2],
+            jqd.psum(list(xs), "d", spec=INT8),
+            jqd.pmean(list(xs), "d", spec=INT8, key=jax.random.key(0)),
+            [jqd.all_gather(x, "d", spec=INT8)[2] for x in xs],
         )
 
-    for y in map_devices(move)(x):
+    for y in jax.tree.leaves(map_devices(move)(xs)):
         y = np.asarray(y)
         assert not np.isfinite(y[:, 5, 130]).any()
         assert np.isfinite(np.delete(y, 5, axis=1)).all()
@@ -306,6 +312,7 @@ def test_faults_arrive_everywhere(rng: np.random.Generator, value: float) -> Non
 # Gradients and transformations.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_gradients_are_those_of_jax(rng: np.random.Generator, check_vma: bool) -> None:
     """Straight-through: bit for bit the cotangents of the collectives of jax.lax, forward and reverse."""
@@ -359,12 +366,23 @@ def test_types_under_shard_map(rng: np.random.Generator) -> None:
     both, one, same = jax.jit(mapped)(x)
     assert same
     exact = x.astype(np.float64)
+
+    def differentiate(x: jax.Array) -> list[jax.Array]:
+        """Return derivatives with cotangents as codes and as floats; x is the same on all devices."""
+        gathers = (
+            lambda x: jqd.all_gather(x, "b", spec=INT8, backward_spec=INT8),
+            lambda x: lax.all_gather(x, "b"),
+        )
+        return [jax.grad(lambda x, f=f: lax.psum(f(x).sum(), "b"))(x) for f in gathers]
+
+    assert_same_bits(*jax.jit(jax.shard_map(differentiate, mesh=mesh, in_specs=P(), out_specs=P()))(x))
     assert np.abs(both - exact.sum(0)).max() < 0.2
     assert np.abs(one - exact.reshape(2, 4, 24).sum(1)).max() < 0.1
 
 
+@pytest.mark.slow
 def test_under_vmap_and_pmap(rng: np.random.Generator) -> None:
-    """Named axes of jax.vmap and jax.pmap: the bits of shard_map."""
+    """Named axes of jax.vmap and jax.pmap: the bits of shard_map, up to the order in which sums are added."""
     x = rng.normal(size=(8, 40)).astype(np.float32)
     q = jax.vmap(lambda row: jq.quantize(row, INT4))(x)
 
@@ -376,13 +394,17 @@ def test_under_vmap_and_pmap(rng: np.random.Generator) -> None:
             jqd.all_to_all(x, "d", 0, 0, spec=INT4, tiled=True),
         )
 
-    expected = map_devices(move)(x, q)
-    assert_same_bits(jax.jit(jax.vmap(move, axis_name="d"))(x, q), expected)
-    assert_same_bits(jax.pmap(move, axis_name="d")(x, q), expected)
-    # A batch inside of the mapped function.
-    batch = jnp.stack([x, 2 * x], 1)
-    sums = map_devices(jax.vmap(lambda x: jqd.psum(x, "d", spec=INT8)))(batch)
-    assert_same_bits(sums[:, 0], expected[0])
+    # A batch inside of the mapped function, too.
+    expected, batch = map_devices(lambda x, q: (move(x, q), jax.vmap(lambda x: move(x, q)[0])(jnp.stack([x, 2 * x]))))(
+        x, q
+    )
+    step = np.abs(expected[0]).max() / 100  # another order of a sum may change a tie
+    for mapped in (jax.jit(jax.vmap(move, axis_name="d")), jax.pmap(move, axis_name="d")):
+        actual = mapped(x, q)
+        assert_same_bits(actual[2:], expected[2:])
+        for a, b in zip(actual[:2], expected[:2], strict=True):
+            np.testing.assert_allclose(a, b, atol=step)
+    np.testing.assert_allclose(batch[:, 0], expected[0], atol=step)
 
 
 # Programs.
@@ -430,6 +452,12 @@ def test_what_travels(rng: np.random.Generator) -> None:
     [
         (lambda x: jqd.psum(x, "e", spec=INT8), r"jaxquant.distributed.psum: axis_name: expected the name .*'e'"),
         (lambda x: jqd.all_gather(x, ("d", "e"), spec=INT8), r"all_gather: axis_name: .*'e'"),
+        (lambda x: jqd.psum(x, ("d", "d"), spec=INT8), r"psum: axis_name: expected the names of distinct axes"),
+        (lambda x: jqd.psum(x, 0, spec=INT8), r"psum: axis_name: expected the name of an axis of .*0"),
+        (
+            lambda x: jqd.psum(x, "d", spec=jq.QuantSpec(jnp.uint8), key=jax.random.key(0)),
+            r"psum: key: expected None, because the codes of an asymmetric spec clip",
+        ),
         (lambda x: jqd.all_gather(x, "d"), r"all_gather: spec: expected a QuantSpec for floats .jax.lax.all_gather"),
         (lambda x: jqd.psum(x, "d", spec=cast(Any, jnp.int8)), r"psum: spec: expected a QuantSpec"),
         (

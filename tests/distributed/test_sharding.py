@@ -69,7 +69,7 @@ def list_gathers(compiled: Any) -> set[str]:
     }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("name", SPECS)
 def test_fsdp_under_jit(rng: np.random.Generator, name: str, is_dynamic: bool) -> None:
@@ -82,14 +82,17 @@ def test_fsdp_under_jit(rng: np.random.Generator, name: str, is_dynamic: bool) -
         return apply_block(jax.lax.with_sharding_constraint(params, whole), x, is_dynamic)
 
     batch = NamedSharding(mesh, P("d"))
-    run = jax.jit(apply, out_shardings=batch).lower(cut, jax.device_put(x, batch)).compile()
-    assert list_gathers(run) <= {"s8", "u8", "s4"}
-    assert list_gathers(run), "expected weights to be gathered"
+    run = jax.jit(apply, out_shardings=batch)
+    dtypes = list_gathers(run.lower(cut, jax.device_put(x, batch)).compile())
+    assert dtypes <= {"s8", "u8", "s4"}
+    assert dtypes, "expected weights to be gathered"
+    # With jax 0.10, a compiled program itself refuses 4-bit integers that jax.jit takes.
     actual = run(cut, jax.device_put(x, batch))
     expected = jax.jit(apply_block, static_argnums=2)(params, x, is_dynamic)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_tensor_parallel_under_jit(rng: np.random.Generator, is_dynamic: bool) -> None:
     """Heads and hidden features are cut: no weights travel, only activations."""
