@@ -28,7 +28,7 @@ def list_products(model: onnx.ModelProto) -> list[Any]:
     return [node for node in model.graph.node if node.op_type == "MatMulNBits"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_weight_only_products(name: str, rng: np.random.Generator) -> None:
     spec, block = SPECS[name]
@@ -50,8 +50,8 @@ def test_weight_only_products(name: str, rng: np.random.Generator) -> None:
     assert (attributes["block_size"], attributes["accuracy_level"]) == (block, 1)
     # The weights take 4 bits in the file.
     assert model.ByteSize() < 2 * (112 * 24 // 2 + 112 // 16 * 24 * 5 + 4 * 128 * 24) + 4000
-    for level in ("disabled", "basic", "extended", "all"):
-        report = jqonnx.verify(model, function, [x, x[:1]], level=level, tolerance=1e-5)
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(model, function, [x], level=level, tolerance=1e-5)
         assert report.is_exact, str(report)
     loaded, params = jqonnx.load(model)
     for result, want in zip(jax.jit(loaded)(params, x), jax.jit(function)(x), strict=True):
