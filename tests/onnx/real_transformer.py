@@ -133,7 +133,7 @@ def nudge_means(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> N
             mean = copy.graph.node[index]
             (name,) = mean.output
             mean.output[0] = "nudged_mean"
-            copy.graph.initializer.append(numpy_helper.from_array(np.float32(1 + 2**-23), "nudge"))
+            copy.graph.initializer.append(numpy_helper.from_array(np.array(1 + 2**-23, np.float32), "nudge"))
             copy.graph.node.insert(index + 1, helper.make_node("Mul", ["nudged_mean", "nudge"], [name]))
             nudged = open_session(copy, "disabled")
             distances.append([find_distance(nudged.run(None, f), y) for f, y in zip(draws, expected, strict=True)])

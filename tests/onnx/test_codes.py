@@ -109,7 +109,7 @@ def test_operators_on_codes(rng: np.random.Generator) -> None:
         assert report.is_exact, str(report)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["extended", "all"])
 def test_float_form_of_operators_on_codes(rng: np.random.Generator, level: str, tmp_path) -> None:
     """In the form "qdq" they are standard operators, which ONNX Runtime runs on codes."""

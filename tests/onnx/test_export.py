@@ -274,7 +274,7 @@ def test_names_of_outputs_from_the_operator(rng: np.random.Generator) -> None:
     assert [info.name for info in model.graph.output] == ["codes", "output_1", "zero", "output_3", "moving"]
     assert any("fake" in node.output for node in model.graph.node)
     onnx.checker.check_model(model, full_check=True)
-    report = jqonnx.verify(model, function, [x, x[:2]], tolerance=0)
+    report = jqonnx.verify(model, function, [x], tolerance=0)
     assert report.is_exact, str(report)
     assert "codes" in {row.name for row in report.rows}
     renamed = jqonnx.export(function, [x], output_names=["a", "b", "c", "d", "e"])

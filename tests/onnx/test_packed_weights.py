@@ -36,6 +36,7 @@ def test_weight_only_products(name: str, rng: np.random.Generator) -> None:
     wide = jq.QuantizedArray(
         w.codes.reshape(112, 4, 6), w.scale.reshape(-1, *((4, 6) if w.scale.shape[1] > 1 else (1, 1))),
         None if w.zero_point is None else w.zero_point.reshape(-1, *((4, 6) if w.zero_point.shape[1] > 1 else (1, 1))),
+        block_size=w.block_size,
     )  # fmt: skip
 
     def function(x: jax.Array) -> list[jax.Array]:

@@ -52,8 +52,7 @@ LOOKUPS = ("linen decoder", "plain decoder")
 SYMBOLIC = ("linen mlp", "linen cnn", "linen lstm", "linen encoder", "linen decoder", "linen mixer", "plain decoder")
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize("name", [SYMBOLIC[0], *(pytest.param(x, marks=pytest.mark.full) for x in SYMBOLIC[1:])])
 def test_a_symbolic_batch_stays_symbolic(name: str) -> None:
     function, x = convert_network(name, "static")
     first = jqonnx.export(function, [x], batch="N")
