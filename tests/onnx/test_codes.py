@@ -110,7 +110,7 @@ def test_operators_on_codes(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["extended", "all"])
+@pytest.mark.parametrize("level", [pytest.param("extended", marks=pytest.mark.full), "all"])
 def test_float_form_of_operators_on_codes(rng: np.random.Generator, level: str, tmp_path) -> None:
     """In the form "qdq" they are standard operators, which ONNX Runtime runs on codes."""
     x = jnp.asarray(rng.normal(0, 1, (2, 3, 6, 6)), jnp.float32)

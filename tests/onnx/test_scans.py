@@ -37,7 +37,7 @@ def make_recurrence(rng: np.random.Generator, reverse: bool):
     return run, jnp.asarray(rng.normal(0, 1, (5, 2, 6)), jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_quantized_recurrence(rng: np.random.Generator, reverse: bool) -> None:
     function, x = make_recurrence(rng, reverse)
@@ -75,7 +75,7 @@ def test_the_choice() -> None:
         jqonnx.export(count, [jnp.ones((3, 3))], batch="T", scan="unroll")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nested_scans_without_operands(rng: np.random.Generator) -> None:
     w = jq.quantize(jnp.asarray(rng.normal(0, 0.3, (4, 4)), jnp.float32), INT8)
 
