@@ -5,13 +5,18 @@
 
 For each model in the wheel it prints how many codes, scales and zero points of its DynamicQuantizeLinear nodes differ
 from ONNX Runtime's on their inputs in that model, and how far the outputs are apart: jaxquant from ONNX Runtime, and
-ONNX Runtime without optimizations from ONNX Runtime with all of them, for several draws of inputs. A dynamic range
-turns a difference in the last bit of a float into one of a whole step, and the steps of later nodes follow. So a draw
-is either equal up to the rounding of floats, or it differs by steps.
+ONNX Runtime without optimizations from ONNX Runtime with all of them, for several draws of inputs. A float at the tie
+between two codes turns a difference in its last bit into one of a whole step, and the codes of later nodes follow. So a
+draw is either equal up to the rounding of floats, or it differs by steps. With `--trace` it also prints
+
+- the first node of each draw whose codes differ, the floats at one of them in steps, and by how many units in the last
+  place they differ;
+- how far ONNX Runtime is from itself if one ReduceMean of the model is multiplied by 1 + 2^-23.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import zipfile
 from typing import Any
@@ -20,7 +25,7 @@ import jax
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
@@ -58,7 +63,7 @@ def count_differences(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> t
     """Return the number of DynamicQuantizeLinear nodes, of their elements, and of results that differ."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    nodes = [node for node in copy.graph.node if node.op_type == "DynamicQuantizeLinear"]
+    nodes = list_quantized(copy)
     present = {info.name for info in (*copy.graph.output, *copy.graph.input)}
     names = list(dict.fromkeys(name for node in nodes for name in (node.input[0], *node.output)))
     copy.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
@@ -80,7 +85,66 @@ def find_distance(a: Any, b: Any) -> float:
     return max(float(np.abs(np.asarray(x, np.float64) - y).max()) for x, y in zip(a, b, strict=True))
 
 
-def report(name: str, data: bytes) -> None:
+def list_quantized(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Return the nodes that quantize with dynamic ranges."""
+    return [node for node in model.graph.node if node.op_type == "DynamicQuantizeLinear"]
+
+
+def trace_codes(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> None:
+    """Print the first node of each draw whose codes differ from those of ONNX Runtime without optimizations."""
+    fn, params = jqonnx.load(model)
+    nodes = [node for node in list_quantized(model) if node.input[0] not in {x.name for x in model.graph.input}]
+    names = list(dict.fromkeys(name for node in nodes for name in (node.input[0], *node.output[:2])))
+    traced = dataclasses.replace(fn, graph=dataclasses.replace(fn.graph, outputs=tuple(names)))
+    run = jax.jit(lambda p, values: traced(p, **values))
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    copy.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+    session = open_session(copy, "disabled")
+    for feeds in draws:
+        ours = {name: np.asarray(x) for name, x in zip(names, run(params, feeds), strict=True)}
+        theirs: dict[str, Any] = dict(zip(names, session.run(names, feeds), strict=True))
+        differing = [node for node in nodes if (ours[node.output[0]] != theirs[node.output[0]]).any()]
+        if not differing:
+            print("  first codes that differ: none")
+            continue
+        x, codes, scale = differing[0].input[0], *differing[0].output[:2]
+        places = np.argwhere(ours[codes] != theirs[codes])
+        place = tuple(places[0])
+        steps = [float(values[x][place]) / float(values[scale]) for values in (ours, theirs)]
+        ulps = [abs(int(a.view(np.int32)) - int(b.view(np.int32))) for a, b in zip(
+            (ours[x][place], ours[scale]), (theirs[x][place], theirs[scale]), strict=True
+        )]  # fmt: skip
+        print(
+            f"  first codes that differ: {len(places)} of {ours[codes].size} in node {nodes.index(differing[0])} of "
+            f"{len(nodes)}, at {steps[0]:.7g} and {steps[1]:.7g} steps; float {ulps[0]}, scale {ulps[1]} ulp"
+        )
+
+
+def nudge_means(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> None:
+    """Print how far ONNX Runtime's outputs move if one ReduceMean is larger by a unit in the last place."""
+    session = open_session(model, "disabled")
+    expected: list[Any] = [session.run(None, feeds) for feeds in draws]
+    distances = []
+    for index, node in enumerate(model.graph.node):
+        if node.op_type == "ReduceMean":
+            copy = onnx.ModelProto()
+            copy.CopyFrom(model)
+            mean = copy.graph.node[index]
+            (name,) = mean.output
+            mean.output[0] = "nudged_mean"
+            copy.graph.initializer.append(numpy_helper.from_array(np.array(1 + 2**-23, np.float32), "nudge"))
+            copy.graph.node.insert(index + 1, helper.make_node("Mul", ["nudged_mean", "nudge"], [name]))
+            nudged = open_session(copy, "disabled")
+            distances.append([find_distance(nudged.run(None, f), y) for f, y in zip(draws, expected, strict=True)])
+    table, largest = np.asarray(distances), max(np.abs(y[0]).max() for y in expected)
+    print(
+        f"  ONNX Runtime with one of {len(table)} means larger by an ulp: {np.sum(table > 1e-3)} of {table.size} "
+        f"results differ by more than 0.001, at most {table.max():.2g} of {largest:.2g}"
+    )
+
+
+def report(name: str, data: bytes, with_trace: bool) -> None:
     """Print the figures of one model."""
     model = onnx.load_model_from_string(data)
     sessions = {level: open_session(model, level) for level in LEVELS}
@@ -100,15 +164,18 @@ def report(name: str, data: bytes) -> None:
             "disabled - all": (runtime["disabled"], runtime["all"]),
         }
         print("  largest difference:", ", ".join(f"{t} {find_distance(*pair):.2g}" for t, pair in pairs.items()))
+    if with_trace:
+        trace_codes(model, draws)
+        nudge_means(model, draws)
 
 
-def main(path: str) -> None:
+def main(path: str, *options: str) -> None:
     """Print the figures of all models in a wheel."""
     with zipfile.ZipFile(path) as wheel:
         for name in sorted(wheel.namelist()):
             if name.endswith(".onnx"):
-                report(name, wheel.read(name))
+                report(name, wheel.read(name), "--trace" in options)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -195,6 +195,50 @@ def test_command_line(mlp: onnx.ModelProto, tmp_path: pathlib.Path, capsys: pyte
     assert "no ONNX model" in capsys.readouterr().err
 
 
+def make_powers(names: list[str], exponents: dict[str, Any], literals: dict[str, Any]) -> onnx.ModelProto:
+    """Return a model of x ** n + x for each exponent, an initializer or the result of a Constant."""
+    nodes = [helper.make_node("Constant", [], [n], value=numpy_helper.from_array(v)) for n, v in literals.items()]
+    for name in names:
+        nodes += [
+            helper.make_node("Pow", ["x", name], [f"t_{name}"]),
+            helper.make_node("Add", [f"t_{name}", "x"], [f"y_{name}"]),
+        ]
+    tensors = [numpy_helper.from_array(v, n) for n, v in exponents.items()]
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("x", *(f"y_{n}" for n in names))]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_small_powers_are_the_products_of_the_runtime(rng: np.random.Generator) -> None:
+    exponents = {"two": np.float32(2), "three": np.array([3], np.float32), "other": np.float32(1.5)}
+    literals = {"literal": np.asarray(3, np.int64)}
+    model = make_powers([*exponents, *literals], {n: np.asarray(v) for n, v in exponents.items()}, literals)
+    fn, params = jqonnx.load(model)
+    assert sorted(params) == ["other"]
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 1e-30, -1.5]
+    x = np.concatenate([np.abs(rng.normal(0, 3, 4000)), special]).astype(np.float32)
+    expected = run_runtime(model, {"x": x})
+    for run in (fn, jax.jit(fn)):
+        results = run(params, x)
+        for i in (0, 1, 3):
+            np.testing.assert_array_equal(results[i], expected[i])
+        np.testing.assert_allclose(results[2], expected[2], rtol=1e-6)
+    slope = jax.grad(lambda v: fn(params, v[None])[1].sum())(np.float32(2))
+    assert slope == 13
+
+
+def test_the_names_of_inputs_stay_in_an_export() -> None:
+    model = make_powers(["two"], {"two": np.asarray(2, np.float32)}, {})
+    model.graph.input[0].name = "tokens.1"
+    for node in model.graph.node:
+        node.input[:] = ["tokens.1" if name == "x" else name for name in node.input]
+    fn, params = jqonnx.load(model)
+    x = jnp.ones(3)
+    named = (jqonnx.export(fn, [x], params=params), jqonnx.export(fn, [params, x]))
+    assert [value.name for value in named[0].graph.input] == ["tokens.1"]
+    assert named[1].graph.input[-1].name == "tokens.1"
+
+
 def test_documented_number_of_operators() -> None:
     from jaxquant.onnx.load.registry import OPERATORS
 

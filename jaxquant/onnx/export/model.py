@@ -16,6 +16,7 @@ from jax import export as jax_export
 from onnx import ModelProto, helper
 
 from ..._core import checks
+from ..load import LoadedFunction
 from . import program, scans, values
 from .exporter import Exporter
 from .graph import MICROSOFT, Graph
@@ -65,7 +66,7 @@ def export(
         batch: the name of a symbolic dimension, in place of the first dimension of each array in `example_args`; None
             keeps the lengths of the example.
         input_names: the names of the inputs, in the order of the leaves of `example_args`. By default those of the
-            function's parameters.
+            function's parameters, or of a loaded model's inputs.
         output_names: the names of the outputs, in the order of the leaves of the result. By default "output", or
             "output_0" and so on.
         name: the name of the graph.
@@ -129,18 +130,24 @@ def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Seq
             len(names) == len(set(names)) == len(paths), _NAME, "input_names", f"{len(paths)} distinct names", names
         )
         return list(names)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    positional = positional[0 if params is None else 1 :]
+    positional = _list_positional(function)[0 if params is None else 1 :]
     found = []
     for path, _ in paths:
         place = path[0].idx
         first = positional[place] if place < len(positional) else f"input_{place}"
         found.append(".".join([first, *(program.read_key(key) for key in path[1:])]))
     return found
+
+
+def _list_positional(function: Any) -> list[str]:
+    """Return the names of a function's positional parameters; those of a loaded model are its inputs."""
+    if isinstance(function, LoadedFunction):
+        return ["params", *(x.name for x in function.inputs)]
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _write(

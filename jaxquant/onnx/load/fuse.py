@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .graph import Graph, Node, select_live
+from .graph import Graph, Node, find_small_powers, select_live
 
 _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 # Operators that ONNX Runtime moves quantization past; each moves or selects elements of its first input.
@@ -44,6 +44,7 @@ class _Fuser:
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
+        self.powers = find_small_powers(graph)
 
     def apply_rules(self) -> Graph:
         """Apply all rules, in ONNX Runtime's order."""
@@ -55,6 +56,7 @@ class _Fuser:
                 self.nodes = list(select_live(self.nodes, self.graph.outputs))
                 self._index()
         # Last, because the rules before look for Mul.
+        self._expand_powers()
         self._round_products()
         nodes = select_live(self.nodes, self.graph.outputs)
         read = {*self.graph.outputs, *(name for node in nodes for name in node.list_reads())}
@@ -268,6 +270,22 @@ class _Fuser:
                 last, fused = match
                 replacements[last.outputs[0]] = fused
         self.nodes = [new for node in self.nodes for new in replacements.get(node.outputs[0], [node])]
+
+    def _expand_powers(self) -> None:
+        """Replace x ** 2 by x * x and x ** 3 by (x * x) * x, as ONNX Runtime computes them."""
+        nodes = []
+        for node in self.nodes:
+            if node.op != "Pow" or node.domain or node.inputs[1] not in self.powers:
+                nodes.append(node)
+                continue
+            (x, power), result = node.inputs, node.outputs[0]
+            left = x
+            if self.powers[power] == 3:
+                left = f"{result}/square"
+                nodes.append(dataclasses.replace(node, op="Mul", inputs=(x, x), outputs=(left,)))
+            nodes.append(dataclasses.replace(node, op="Mul", inputs=(left, x)))
+        self.nodes = nodes
+        self._index()
 
     def _round_products(self) -> None:
         """Mark the products that a sum reads, which XLA would contract with it into one operation that rounds once."""

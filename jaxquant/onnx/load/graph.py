@@ -90,6 +90,19 @@ def select_live(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ..
     return tuple(reversed(kept))
 
 
+def find_small_powers(graph: Graph) -> dict[str, int]:
+    """Return the scalar constants that are exponents 2 or 3 of Pow, and have no other use as an initializer."""
+    powers: dict[str, int] = {}
+    others = set(graph.outputs)
+    for node in graph.nodes:
+        is_power = node.op == "Pow" and not node.domain
+        others.update(name for name in node.list_reads() if not (is_power and name == node.inputs[1]))
+        exponent = graph.constants.get(node.inputs[1]) if is_power else None
+        if exponent is not None and exponent.size == 1 and exponent.ndim <= 1 and exponent.item() in (2, 3):
+            powers[node.inputs[1]] = int(exponent.item())
+    return {name: n for name, n in powers.items() if name in graph.literals or name not in others}
+
+
 class _Reader:
     """The arrays of tensors, counted: a function makes those of its body anew for each call."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..._arrays.onnx_view import from_onnx
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import dtypes
-from .graph import Graph, Node
+from .graph import Graph, Node, find_small_powers
 from .interpret import find_static_names
 from .registry import find_operator
 from .values import convert_to_jax
@@ -57,10 +57,11 @@ def split_constants(graph: Graph) -> Parameters:
     The graph is the one before fusing: afterwards no DequantizeLinear tells which scale belongs to which codes.
 
     Parameters are floats, codes and int32 biases. Constants are shapes and other integers, what an operator must know
-    when it is traced, the scales and zero points of operators on codes, and scalars of Constant nodes.
+    when it is traced, the scales and zero points of operators on codes, scalars of Constant nodes, and exponents that
+    are 2 or 3.
     """
     readers = _find_readers(graph)
-    static = find_static_names(graph)
+    static = find_static_names(graph) | set(find_small_powers(graph))
     names = [name for name, array in graph.constants.items() if _is_parameter(graph, name, array, readers, static)]
     weights = _find_weights(graph, set(names), readers)
     params: dict[str, Any] = {}
