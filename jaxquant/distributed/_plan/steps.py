@@ -88,7 +88,7 @@ def normalize(x: jax.Array, gain: jax.Array) -> jax.Array:
     return (wide * gain.reshape((1,) * (x.ndim - 1) + gain.shape)).astype(x.dtype)
 
 
-def attend(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def run_attention(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the attention of heads, [batch, length, heads * head_dim]."""
     batch, length = q.shape[:2]
     q, k, v = (x.reshape(batch, x.shape[1], -1, sizes.head_dim) for x in (q, k, v))
@@ -132,7 +132,7 @@ def find_loss(sizes: Sizes, form: Format, params: Tree, tokens: jax.Array) -> ja
         w = {n: gather_weight(form, layer[n], 1 - cut) for n, (_, cut) in list_matrices(sizes).items()}
         h = copy_activations(form, normalize(x, layer["norm1"]))
         q, k, v = (h @ w[n] for n in ("query", "key", "value"))
-        out = attend(sizes, q, k, v, mask) @ w["out"]
+        out = run_attention(sizes, q, k, v, mask) @ w["out"]
         x = x + sum_activations(form, out)
         h = copy_activations(form, normalize(x, layer["norm2"]))
         return x + sum_activations(form, feed_forward(h, w["gate"], w["up"], w["down"])), None
@@ -183,7 +183,7 @@ def decode(sizes: Sizes, form: Format, params: Tree, cache: Tree, tokens: jax.Ar
         length = keys.shape[1]
         mask = (jnp.arange(length) <= step).reshape(1, 1, 1, 1, length)
         keys, values = (part.reshape(*part.shape[:2], -1) for part in (keys, values))
-        x = x + add_over(form, matmul_any(attend(sizes, q, keys, values, mask), w["out"]), "model")
+        x = x + add_over(form, matmul_any(run_attention(sizes, q, keys, values, mask), w["out"]), "model")
         h = normalize(x, w["norm2"])
         return x + add_over(form, feed_forward(h, w["gate"], w["up"], w["down"]), "model"), new
 
