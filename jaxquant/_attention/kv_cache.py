@@ -149,7 +149,8 @@ class KVCache:
             k: the keys, float [batch, tokens, kv_heads, head_dim].
             v: the values, in the same shape.
             lengths: the number of tokens of each row that count, int32 [batch], for rows of different lengths; the
-                others are not stored. It requires `per_row`. None counts all.
+                others are not stored. It requires `per_row`. None counts all. The queries of such a call need
+                `query_positions`: the index before the call, plus 0, 1, ...
 
         Returns:
             A cache whose index has grown by the number of tokens.
@@ -160,11 +161,11 @@ class KVCache:
                 cache is known to overflow, because the index is not traced or there are more tokens than the cache
                 holds, and it has no window.
         """
-        k, v, lengths = (entry_point.unwrap_array(x) for x in (k, v, lengths))
-        k, v, lengths = entry_point.convert_arrays(_APPEND, {"k": k, "v": v, "lengths": lengths})
-        _check_tokens(self, k, v, lengths)
-        self._check_space(k.shape[1], lengths)
-        return _append(self, k, v, lengths)
+        named = {"k": k, "v": v, "lengths": lengths}
+        arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
+        _check_tokens(self, *arrays)
+        self._check_space(arrays[0].shape[1], arrays[2])
+        return _append(self, *arrays)
 
     def _check_space(self, tokens: int, lengths: Any) -> None:
         """Raise if the cache is known to overflow."""

@@ -13,6 +13,8 @@ import pytest
 
 import jaxquant as jq
 
+from ..oracles.attention_text import Codes, attend, quantize_tokens, share_heads
+
 INT8 = jq.QuantSpec("int8", jq.PerToken())
 INT4 = jq.QuantSpec("int4", jq.PerToken())
 
@@ -89,6 +91,34 @@ def test_results_and_gradients(specs: Any, options: dict[str, Any], rng: np.rand
             np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())
 
 
+@pytest.mark.slow
+def test_gradients_are_finite_differences(rng: np.random.Generator) -> None:
+    """Against differences, in float64, of the attention of the dequantized operands."""
+    q, k, v, bias = sample(rng, 1, 3, 2, 4), sample(rng, 1, 4, 1, 4), sample(rng, 1, 4, 1, 4), sample(rng, 1, 2, 3, 4)
+    g = sample(rng, *q.shape)
+
+    def find_loss(*xs: Any) -> Any:
+        return (jq.quantized_dot_product_attention(*xs, is_causal=True, weight_digits=3) * g).sum()
+
+    gradients = jax.jit(jax.grad(find_loss, argnums=(0, 1, 2, 3)))(q, k, v, bias)
+    codes = [quantize_tokens(x, 127).values for x in (q, k, v)]
+    unit = np.ones((1, 1, 1, 1))
+
+    def find_float_loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        operands = (Codes(q, unit), *(Codes(share_heads(x, 2), unit) for x in (k, v)))
+        return (attend(*operands, 0.5, np.tril(np.ones((1, 1, 3, 4), bool)), bias).output * g).sum()
+
+    points = [*codes, bias.astype(np.float64)]
+    for i, gradient in enumerate(gradients):
+        expected = np.zeros(points[i].shape)
+        for index in np.ndindex(*expected.shape):
+            step = np.zeros(expected.shape)
+            step[index] = 1e-5
+            sides = [find_float_loss(*points[:i], points[i] + sign * step, *points[i + 1 :]) for sign in (1, -1)]
+            expected[index] = (sides[0] - sides[1]) / 2e-5
+        np.testing.assert_allclose(gradient, expected, atol=1e-5 * np.abs(expected).max())
+
+
 def test_masks_are_those_of_jax(rng: np.random.Generator) -> None:
     """Against jax.nn on the fake-quantized operands, with three digits in the weights."""
     q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")
@@ -140,6 +170,39 @@ def test_hidden_queries_and_empty_shapes(rng: np.random.Generator) -> None:
     one = jq.quantized_dot_product_attention(q[:, :1], k[:, :1], k[:, :1])
     expected = np.repeat(np.asarray(jq.quantize(k[:, :1], INT8).dequantize()), 2, axis=2)
     np.testing.assert_allclose(one, expected, rtol=1e-6)
+
+
+def test_faults_of_hidden_tokens_do_not_reach_gradients(rng: np.random.Generator) -> None:
+    """NaN and infinity in padding, and in tokens that a query does not see, change no other gradient."""
+    q, k, v = sample(rng, 2, 4, 4, 6), *(sample(rng, 2, 4, 2, 6) for _ in "kv")
+    lengths = np.array([3, 3], np.int32)
+
+    @jax.jit
+    def differentiate(q: Any, k: Any, v: Any) -> Any:
+        def padded(q: Any, k: Any, v: Any) -> Any:
+            sizes: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+            return (jq.quantized_dot_product_attention(q, k, v, **sizes) ** 2).sum()
+
+        def causal(q: Any, k: Any, v: Any) -> Any:
+            return jq.quantized_dot_product_attention(q, k, v, is_causal=True)
+
+        y, pull = jax.vjp(causal, q, k, v)
+        return jax.grad(padded, argnums=(0, 1, 2))(q, k, v), pull(jnp.ones_like(y))
+
+    clean, clean_causal = jax.tree.map(np.asarray, differentiate(q, k, v))
+    for fault in (np.nan, np.inf):
+        broken = [x.copy() for x in (q, k, v)]
+        for x in broken:
+            x[:, 3] = fault
+        padded, causal = jax.tree.map(np.asarray, differentiate(*broken))
+        for mine, expected in zip(padded, clean, strict=True):
+            np.testing.assert_array_equal(mine[:, :3], expected[:, :3])
+        # The earlier queries see neither the key nor the value of the last token.
+        np.testing.assert_array_equal(causal[0][:, :3], clean_causal[0][:, :3])
+        if np.isnan(fault):
+            # The last query sees all tokens, and its faults are not lost. An element that saturates has no gradient.
+            for mine, expected in zip(causal[1:], clean_causal[1:], strict=True):
+                assert (np.isnan(mine) | (expected == 0))[:, :3].all()
 
 
 def test_estimators(rng: np.random.Generator) -> None:

@@ -288,7 +288,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         *(TypeError, "append: k: expected dtype float32"),
     ),
     (
-        lambda: make_cache().append(*(jnp.ones((1, 1, 3, 4)),) * 2, jnp.ones(1, jnp.int32)),
+        lambda: make_cache().append(jnp.ones((1, 1, 3, 4)), jnp.ones((1, 1, 3, 4)), jnp.ones(1, jnp.int32)),
         *(ValueError, "append: lengths: expected None, because all rows share an index"),
     ),
 ]
