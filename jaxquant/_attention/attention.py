@@ -98,11 +98,13 @@ def _attend(
     digits: int,
 ) -> jax.Array:  # fmt: skip
     queries, heads = q.shape[1], cache.shape[2]
+    # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(q.shape), cache.length):
         return jnp.zeros(q.shape, q.dtype)
     grouped = group_queries(quantize(q, spec), heads, factor)
     mask, bias = (None if x is None else visibility.group_heads(x, heads) for x in (mask, bias))
     if query_positions is None:
+        # The queries' own tokens are in the cache already. A position may be negative: that query sees no token.
         newest = jnp.reshape(cache.index, (-1, 1)) - np.int32(queries)
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
     visible = visibility.find_visible_in_cache(cache.positions, query_positions, cache.window)
@@ -110,6 +112,7 @@ def _attend(
     value_scale = small_floats.scale_as_float32(cache.value_scale)[:, :, None, None, :]
     weights = find_weights(scores, value_scale, visibility.merge_masks([mask, visible]), digits)
     y = weigh_values(weights, cache.quantized_values.codes, digits)
+    # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
     return arguments.ungroup_heads(y).astype(q.dtype)
 
@@ -123,6 +126,7 @@ def _check_queries(q: Any, cache: KVCache) -> None:
     expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of the cache"
     checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
     if cache.window is not None:
+        # The oldest query needs `window` tokens, and the later tokens took the places of as many older ones.
         most = length - cache.window + 1
         expected = f"at most {most} queries, because a ring of {length} holds the windows of {cache.window} of so many"
         checks.require(q.shape[1] <= most, _NAME, "q", expected, q.shape[1])

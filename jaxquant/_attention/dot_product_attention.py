@@ -120,6 +120,7 @@ def _attend(
     xs: Any, quantizers: Any, bias: Any, mask: Any, query_lengths: Any, token_lengths: Any, *, options: Any
 ) -> jax.Array:
     query = xs[0]
+    # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(query.shape), xs[1].shape[-3]):
         return jnp.zeros(query.shape, query.dtype)
     configs, rounded = [], []

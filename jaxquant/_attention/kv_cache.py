@@ -260,6 +260,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     tokens, length = k.shape[1], cache.length
     counts = np.int32(tokens)
     if lengths is not None:
+        # An index must never decrease or count tokens that do not exist, whatever the caller passes.
         counts = jnp.clip(lengths, np.int32(0), np.int32(tokens))
     codes, scales = cache_layout.encode_tokens(k, cache.spec_k, KEY_AXES)
     value_codes, value_scales = cache_layout.encode_tokens(v, cache.spec_v, VALUE_AXES)
@@ -277,6 +278,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
         pairs = zip(arrays, updates, strict=True)
         return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
 
+    # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(cache_layout.run_once, write)
     keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
     return dataclasses.replace(
@@ -296,6 +298,7 @@ def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
         # Of more tokens than the ring holds, the last ones stay.
         is_stored &= order >= counts - length
         places = places % length
+    # Places beyond the end are dropped. They differ, because a scatter with unique indices must not get equal ones.
     return jnp.where(is_stored, places, length + order)
 
 

@@ -53,7 +53,7 @@ def check_against_float64(y: Any, operands: Any, visible: np.ndarray, digits: in
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "queries", "features"), [(4, 2, 3, 8), (2, 2, 1, 5), (3, 1, 1, 16), (1, 1, 4, 7)]
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_codes_and_results(
     name: str, heads: int, kv_heads: int, queries: int, features: int, rng: np.random.Generator
 ) -> None:
@@ -243,6 +243,7 @@ def test_contractions_are_of_integers() -> None:
     assert all(line.count("xi8>") == 2 and "xi32>" in line for line in products), products
 
 
+@pytest.mark.slow
 def test_dtypes_and_transforms(rng: np.random.Generator) -> None:
     q, k, v = sample(rng, 3, 1, 2, 4, 8), *(sample(rng, 3, 1, 5, 2, 8) for _ in "kv")
 
@@ -263,6 +264,7 @@ def test_dtypes_and_transforms(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(y, run(*(x.astype(jnp.float32) for x in half)).astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_bfloat16_scales_and_blocks_of_queries(rng: np.random.Generator) -> None:
     """Stored scales are rounded up; queries may have a scale for each block of features, here of 3 of 8."""
     q, k = sample(rng, 1, 2, 2, 8), sample(rng, 1, 4, 1, 8)

@@ -53,6 +53,7 @@ def attend_in_floats(q: Any, k: Any, v: Any, specs: Any, digits: int, **options:
     return jnp.einsum("bhts,bshd->bthd", weights, values)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("specs", "options"),
     [
@@ -205,6 +206,7 @@ def test_faults_of_hidden_tokens_do_not_reach_gradients(rng: np.random.Generator
                 assert (np.isnan(mine) | (expected == 0))[:, :3].all()
 
 
+@pytest.mark.slow
 def test_estimators(rng: np.random.Generator) -> None:
     """Learned scales, and saturation, have the gradients of `fake_quantize`."""
     q, k, v = (sample(rng, 1, 4, 2, 8) for _ in "qkv")
@@ -236,6 +238,7 @@ def test_residuals_have_no_scores() -> None:
     assert max(np.size(leaf) for leaf in jax.tree.leaves(pull)) < 64 * 64
 
 
+@pytest.mark.slow
 def test_bfloat16_and_transforms(rng: np.random.Generator) -> None:
     q, k, v = (sample(rng, 2, 3, 4, 2, 8) for _ in "qkv")
     half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]

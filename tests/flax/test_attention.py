@@ -25,6 +25,7 @@ def sample(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
 
 
+@pytest.mark.slow
 def test_linen_is_close_to_flax_and_converts(rng: np.random.Generator) -> None:
     """The parameters are flax's, the result is near flax's, and conversion changes no number."""
     x, mask = sample(rng, 2, 3, 5, 12), nn.make_causal_mask(jnp.ones((2, 3, 5)))
@@ -123,6 +124,7 @@ def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
         model(x[:, :1], decode=True)
 
 
+@pytest.mark.slow
 def test_scales_of_tokens(rng: np.random.Generator) -> None:
     """With `PerToken()` the heads of a token share a scale in `out`: a large token does not coarsen the others."""
     x = sample(rng, 2, 4, 8)
