@@ -106,16 +106,18 @@ def test_gradients_are_finite_differences(rng: np.random.Generator) -> None:
     unit = np.ones((1, 1, 1, 1))
 
     def find_float_loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        operands = (Codes(q, unit), *(Codes(share_heads(x, 2), unit) for x in (k, v)))
-        return (attend(*operands, 0.5, np.tril(np.ones((1, 1, 3, 4), bool)), bias).output * g).sum()
+        keys, values = (Codes(share_heads(x, 2), unit) for x in (k, v))
+        return (attend(Codes(q, unit), keys, values, 0.5, np.tril(np.ones((1, 1, 3, 4), bool)), bias).output * g).sum()
 
-    points = [*codes, bias.astype(np.float64)]
+    points: tuple[Any, ...] = (*codes, bias.astype(np.float64))
     for i, gradient in enumerate(gradients):
         expected = np.zeros(points[i].shape)
         for index in np.ndindex(*expected.shape):
             step = np.zeros(expected.shape)
             step[index] = 1e-5
-            sides = [find_float_loss(*points[:i], points[i] + sign * step, *points[i + 1 :]) for sign in (1, -1)]
+            sides = [
+                find_float_loss(*(x + sign * step if j == i else x for j, x in enumerate(points))) for sign in (1, -1)
+            ]
             expected[index] = (sides[0] - sides[1]) / 2e-5
         np.testing.assert_allclose(gradient, expected, atol=1e-5 * np.abs(expected).max())
 
