@@ -2,8 +2,9 @@
 
 A decode step appends one token to a full cache, in place, and attends to all of it. The shape of a step is batch x
 kv_heads x queries for each kv head x length x head_dim; that of training is batch x heads x length x head_dim. The
-opponents of a step are `jax.nn.dot_product_attention` on a cache [batch, length, kv_heads, head_dim], and the same
-attention by two contractions of a cache in the layout of `jq.KVCache`, which is the faster one for floats too.
+opponents of a step are `jax.nn.dot_product_attention` on a cache [batch, length, kv_heads, head_dim], as one writes it,
+for which XLA:CPU copies the cache; and the same attention by two contractions of a float cache in the layout of
+`jq.KVCache` that is written in place.
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ def _step_with_floats(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> A
 def _step_with_heads_first(cache: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     keys, values = cache
     last = jnp.int32(keys.shape[2] - 1)
-    keys = lax.dynamic_update_slice_in_dim(keys, jnp.transpose(k, (0, 2, 1, 3)), last, 2)
-    values = lax.dynamic_update_slice_in_dim(values, jnp.transpose(v, (0, 2, 3, 1)), last, 3)
+
+    def write(_: Any, arrays: Any) -> Any:
+        updates = (jnp.transpose(k, (0, 2, 1, 3)), jnp.transpose(v, (0, 2, 3, 1)))
+        return tuple(
+            lax.dynamic_update_slice_in_dim(x, y, last, axis)
+            for x, y, axis in zip(arrays, updates, (2, 3), strict=True)
+        )
+
+    # Without the loop XLA:CPU copies the whole cache in each step, which `KVCache.append` avoids in this way, too.
+    keys, values = lax.fori_loop(np.int32(0), lax.optimization_barrier(np.int32(1)), write, (keys, values))
     batch, heads, length, features = keys.shape
     grouped = q.reshape(batch, heads, -1, features)
     scores = jnp.einsum("bkgd,bksd->bkgs", grouped, keys) * np.float32(features**-0.5)

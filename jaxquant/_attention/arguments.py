@@ -34,6 +34,7 @@ def read_factor(function: str, scale: Any, features: int) -> float:
     """Return what scores are multiplied by: a positive number, 1 / sqrt(features) for None."""
     if scale is None:
         return 1 / math.sqrt(max(features, 1))
+    # A negative factor would be the scale of codes, which has no sign.
     checks.check_real(function, "scale", scale)
     checks.require(scale > 0, function, "scale", "a positive number", scale)
     return float(scale)
@@ -57,6 +58,7 @@ def read_bias(function: str, bias: Any, sizes: tuple[int, int, int, int]) -> jax
 
 def _expand_rank(function: str, argument: str, value: jax.Array, sizes: tuple[int, int, int, int]) -> jax.Array:
     """Return an array with rank 4, after a check that it broadcasts against the sizes."""
+    # `strict` is False, because leading dimensions may be missing, as in numpy.
     fits = value.ndim <= 4 and all(n in (1, m) for n, m in zip(value.shape[::-1], sizes[::-1], strict=False))
     expected = f"a shape that broadcasts against {sizes}: (batch, heads, queries, tokens)"
     checks.require(fits, function, argument, expected, f"shape {value.shape}")

@@ -44,6 +44,8 @@ def attention(
     weights are multiplied by the scales of the values' tokens and rounded to codes, with a step for each row; these are
     contracted with the codes of the values into int32.
 
+    The codes have no gradient, as those of `quantize`: train with `quantized_dot_product_attention`.
+
     Args:
         q: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim]. The number of heads is a
             multiple of the cache's: consecutive heads share one of the cache.
@@ -52,7 +54,8 @@ def attention(
             cache. `cache.positions` has the positions of the tokens in the places.
         bias: float, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
-            newest ones, in order.
+            newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
+            newest. A ring has only the newest tokens: an older query sees those of its window that are left.
         spec: Static. How the queries are quantized: a dtype of 8 bits or fewer, with one scale for all features of a
             query and head, or one for each block of them.
         scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
@@ -83,19 +86,10 @@ def attention(
     digits = arguments.read_digits(_NAME, weight_digits)
     names = ("q", "mask", "bias", "query_positions")
     values = [entry_point.unwrap_array(x) for x in (q, mask, bias, query_positions)]
-    q, mask, bias, query_positions = entry_point.convert_arrays(_NAME, dict(zip(names, values, strict=True)))
-    _check_queries(q, cache)
+    arrays = entry_point.convert_arrays(_NAME, dict(zip(names, values, strict=True)))
+    _check_queries(arrays[0], cache)
     factor = arguments.read_factor(_NAME, scale, cache.head_dim)
-    sizes = (q.shape[0], q.shape[2], q.shape[1], cache.length)
-    mask = arguments.read_mask(_NAME, mask, sizes)
-    bias = arguments.read_bias(_NAME, bias, sizes)
-    if query_positions is not None:
-        checks.check_array(_NAME, "query_positions", query_positions, (np.dtype(jnp.int32),))
-        fits = query_positions.ndim == 2 and query_positions.shape[0] in (1, q.shape[0])
-        fits = fits and query_positions.shape[1] == q.shape[1]
-        expected = f"shape ({q.shape[0]} or 1, {q.shape[1]})"
-        checks.require(fits, _NAME, "query_positions", expected, f"shape {query_positions.shape}")
-    return _attend(q, cache, mask, bias, query_positions, spec=spec, factor=factor, digits=digits)
+    return _attend(*_read_shapes(cache, *arrays), spec=spec, factor=factor, digits=digits)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("spec", "factor", "digits"))
@@ -104,11 +98,13 @@ def _attend(
     digits: int,
 ) -> jax.Array:  # fmt: skip
     queries, heads = q.shape[1], cache.shape[2]
+    # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(q.shape), cache.length):
         return jnp.zeros(q.shape, q.dtype)
     grouped = group_queries(quantize(q, spec), heads, factor)
     mask, bias = (None if x is None else visibility.group_heads(x, heads) for x in (mask, bias))
     if query_positions is None:
+        # The queries' own tokens are in the cache already. A position may be negative: that query sees no token.
         newest = jnp.reshape(cache.index, (-1, 1)) - np.int32(queries)
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
     visible = visibility.find_visible_in_cache(cache.positions, query_positions, cache.window)
@@ -116,6 +112,7 @@ def _attend(
     value_scale = small_floats.scale_as_float32(cache.value_scale)[:, :, None, None, :]
     weights = find_weights(scores, value_scale, visibility.merge_masks([mask, visible]), digits)
     y = weigh_values(weights, cache.quantized_values.codes, digits)
+    # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
     return arguments.ungroup_heads(y).astype(q.dtype)
 
@@ -129,6 +126,20 @@ def _check_queries(q: Any, cache: KVCache) -> None:
     expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of the cache"
     checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
     if cache.window is not None:
+        # The oldest query needs `window` tokens, and the later tokens took the places of as many older ones.
         most = length - cache.window + 1
         expected = f"at most {most} queries, because a ring of {length} holds the windows of {cache.window} of so many"
         checks.require(q.shape[1] <= most, _NAME, "q", expected, q.shape[1])
+
+
+def _read_shapes(cache: KVCache, q: Any, mask: Any, bias: Any, query_positions: Any) -> tuple[Any, ...]:
+    """Return the arguments of `_attend`, mask and bias with rank 4, after a check of the shapes."""
+    sizes = (q.shape[0], q.shape[2], q.shape[1], cache.length)
+    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    if query_positions is not None:
+        checks.check_array(_NAME, "query_positions", query_positions, (np.dtype(jnp.int32),))
+        fits = query_positions.ndim == 2 and query_positions.shape[0] in (1, q.shape[0])
+        fits = fits and query_positions.shape[1] == q.shape[1]
+        expected = f"shape ({q.shape[0]} or 1, {q.shape[1]})"
+        checks.require(fits, _NAME, "query_positions", expected, f"shape {query_positions.shape}")
+    return q, cache, mask, bias, query_positions

@@ -76,15 +76,19 @@ def _attend_bwd(statics: Statics, operands: Operands, g: jax.Array) -> tuple[Ope
     q, k, v, weights = _weigh(statics, operands)
     queries, keys, values = (dequantize_checked(x).astype(jnp.float32) for x in (q, k, v))
     reciprocal = find_reciprocal(weights.total)
-    # The weights that were contracted: the codes without the scales of the values' tokens.
-    is_used = weights.codes != 0
+    # A hidden token, or one whose weight underflows, gets no gradient and gives none, even if it or the row has a NaN.
+    has_weight = weights.exponentials != 0
+    # The weights that were contracted: the codes without the scales of the values' tokens. A NaN has the code 0.
+    is_used = has_weight & ((weights.codes != 0) | jnp.isnan(weights.total))
     rounded = weights.codes.astype(jnp.float32) * (weights.step * reciprocal)
-    rounded = jnp.where(is_used, rounded / _read_token_scale(v), jnp.zeros((), jnp.float32))
+    rounded = _keep_where(is_used, rounded / _read_token_scale(v))
     d_values = jnp.einsum("bkgts,bkgtd->bksd", rounded, g)
-    d_weights = jnp.einsum("bkgtd,bksd->bkgts", g, values)
+    d_weights = _keep_where(has_weight, jnp.einsum("bkgtd,bksd->bkgts", g, values))
     softmax = weights.exponentials * reciprocal
     mean = jnp.sum(rounded * d_weights, axis=-1, keepdims=True)
-    d_scores = softmax * (d_weights - mean)
+    d_scores = _keep_where(has_weight, softmax * (d_weights - mean))
+    # A row that sees a NaN has a NaN in `d_scores`. For the other rows its product with 0 must be 0.
+    queries, keys = (_keep_where(jnp.isfinite(x), x) for x in (queries, keys))
     # `queries` includes the factor of the scores.
     d_queries = jnp.einsum("bkgts,bksd->bkgtd", d_scores, keys) * jnp.float32(statics.factor)
     d_keys = jnp.einsum("bkgts,bkgtd->bksd", d_scores, queries)
@@ -100,6 +104,10 @@ def _attend_bwd(statics: Statics, operands: Operands, g: jax.Array) -> tuple[Ope
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _keep_where(condition: jax.Array, values: jax.Array) -> jax.Array:
+    return jnp.where(condition, values, jnp.zeros((), jnp.float32))
 
 
 def _wait_for_cotangent(operands: Operands, g: jax.Array) -> tuple[Operands, jax.Array]:

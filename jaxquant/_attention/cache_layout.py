@@ -55,6 +55,7 @@ def _pack_halves(codes: jax.Array, axis: int) -> jax.Array:
     """
     length = codes.shape[axis]
     half = math.ceil(length / 2)
+    # Shifts of unsigned bytes fill with zeros and never extend the sign.
     bits = lax.bitcast_convert_type(codes, jnp.uint8)
     low = lax.slice_in_dim(bits, 0, half, axis=axis) & np.uint8(15)
     high = lax.slice_in_dim(bits, half, length, axis=axis) << np.uint8(4)

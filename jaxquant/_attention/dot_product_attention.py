@@ -109,17 +109,10 @@ def quantized_dot_product_attention(
     named = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask}
     named |= dict(zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True))
     arrays = entry_point.convert_arrays(_NAME, {name: entry_point.unwrap_array(x) for name, x in named.items()})
-    query, key, value, bias, mask, *lengths = arrays
-    _check_operands(query, key, value)
-    sizes = _find_score_sizes(query, key)
-    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
-    for name, x in zip(_LENGTHS, lengths, strict=True):
-        if x is not None:
-            checks.check_array(_NAME, name, x, (np.dtype(jnp.int32),))
-            checks.check_shape(_NAME, name, x, (sizes[0],), "one for each row of the batch")
+    operands = _read_operands(*arrays)
     hiding = visibility.Hiding(bool(is_causal), window)
-    options = (hiding, arguments.read_factor(_NAME, scale, query.shape[-1]), digits)
-    return _attend((query, key, value), quantizers, bias, mask, *lengths, options=options)
+    options = (hiding, arguments.read_factor(_NAME, scale, arrays[0].shape[-1]), digits)
+    return _attend(operands[:3], quantizers, *operands[3:], options=options)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("options",))
@@ -127,6 +120,7 @@ def _attend(
     xs: Any, quantizers: Any, bias: Any, mask: Any, query_lengths: Any, token_lengths: Any, *, options: Any
 ) -> jax.Array:
     query = xs[0]
+    # Without tokens every query sees none. Without queries or features the result is empty.
     if 0 in (math.prod(query.shape), xs[1].shape[-3]):
         return jnp.zeros(query.shape, query.dtype)
     configs, rounded = [], []
@@ -143,6 +137,18 @@ def _attend(
     operands = Operands(tuple(rounded), bias, mask, query_lengths, token_lengths)
     y = attend(Statics(_NAME, tuple(configs), *options), operands)
     return arguments.ungroup_heads(y).astype(query.dtype).reshape(query.shape)
+
+
+def _read_operands(query: Any, key: Any, value: Any, bias: Any, mask: Any, *lengths: Any) -> tuple[Any, ...]:
+    """Return the arrays of a call, mask and bias with rank 4, after a check against each other."""
+    _check_operands(query, key, value)
+    sizes = _find_score_sizes(query, key)
+    mask, bias = arguments.read_mask(_NAME, mask, sizes), arguments.read_bias(_NAME, bias, sizes)
+    for name, x in zip(_LENGTHS, lengths, strict=True):
+        if x is not None:
+            checks.check_array(_NAME, name, x, (np.dtype(jnp.int32),))
+            checks.check_shape(_NAME, name, x, (sizes[0],), "one for each row of the batch")
+    return query, key, value, bias, mask, *lengths
 
 
 def _add_batch(part: jax.Array) -> jax.Array:

@@ -149,7 +149,8 @@ class KVCache:
             k: the keys, float [batch, tokens, kv_heads, head_dim].
             v: the values, in the same shape.
             lengths: the number of tokens of each row that count, int32 [batch], for rows of different lengths; the
-                others are not stored. It requires `per_row`. None counts all.
+                others are not stored. It requires `per_row`. None counts all. The queries of such a call need
+                `query_positions`: the index before the call, plus 0, 1, ...
 
         Returns:
             A cache whose index has grown by the number of tokens.
@@ -160,11 +161,11 @@ class KVCache:
                 cache is known to overflow, because the index is not traced or there are more tokens than the cache
                 holds, and it has no window.
         """
-        k, v, lengths = (entry_point.unwrap_array(x) for x in (k, v, lengths))
-        k, v, lengths = entry_point.convert_arrays(_APPEND, {"k": k, "v": v, "lengths": lengths})
-        _check_tokens(self, k, v, lengths)
-        self._check_space(k.shape[1], lengths)
-        return _append(self, k, v, lengths)
+        named = {"k": k, "v": v, "lengths": lengths}
+        arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
+        _check_tokens(self, *arrays)
+        self._check_space(arrays[0].shape[1], arrays[2])
+        return _append(self, *arrays)
 
     def _check_space(self, tokens: int, lengths: Any) -> None:
         """Raise if the cache is known to overflow."""
@@ -259,6 +260,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
     tokens, length = k.shape[1], cache.length
     counts = np.int32(tokens)
     if lengths is not None:
+        # An index must never decrease or count tokens that do not exist, whatever the caller passes.
         counts = jnp.clip(lengths, np.int32(0), np.int32(tokens))
     codes, scales = cache_layout.encode_tokens(k, cache.spec_k, KEY_AXES)
     value_codes, value_scales = cache_layout.encode_tokens(v, cache.spec_v, VALUE_AXES)
@@ -276,6 +278,7 @@ def _append(cache: KVCache, k: jax.Array, v: jax.Array, lengths: jax.Array | Non
         pairs = zip(arrays, updates, strict=True)
         return tuple(write_one(array, update, axis, places) for array, (update, axis) in pairs)
 
+    # On a GPU the host would wait for the condition of that loop.
     on_cpu = functools.partial(cache_layout.run_once, write)
     keys, values, key_scale, value_scale = lax.platform_dependent(stored, cpu=on_cpu, default=write)
     return dataclasses.replace(
@@ -295,6 +298,7 @@ def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
         # Of more tokens than the ring holds, the last ones stay.
         is_stored &= order >= counts - length
         places = places % length
+    # Places beyond the end are dropped. They differ, because a scatter with unique indices must not get equal ones.
     return jnp.where(is_stored, places, length + order)
 
 

@@ -25,9 +25,11 @@ def group_queries(q: QuantizedArray, heads: int, factor: float) -> QuantizedArra
 
     def regroup(part: jax.Array) -> jax.Array:
         batch, queries, query_heads, features = part.shape
+        # A scale or zero point that all heads share stays a single one, and broadcasts.
         groups = (1, 1) if query_heads == 1 != q.shape[2] else (heads, query_heads // heads)
         return lax.transpose(part, (0, 2, 1, 3)).reshape(batch, *groups, queries, features)
 
+    # Scaling the few scales is cheaper than scaling the scores.
     scale = small_floats.scale_as_float32(q.scale) * np.float32(factor)
     point = None if q.zero_point is None else regroup(q.zero_point)
     return QuantizedArray(regroup(q.codes), regroup(scale), point, dtype=jnp.float32, block_size=q.block_size)

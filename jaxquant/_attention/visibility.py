@@ -60,6 +60,7 @@ def find_visible(
     if hiding.is_causal:
         masks.append(token <= query)
     if hiding.window is not None:
+        # A longer window is no limit, and a sum with it must not overflow int32.
         before, after = (np.int32(min(n, 2**30)) for n in hiding.window)
         masks.append((query <= token + before) & (query >= token - after))
     for place, lengths in ((query, query_lengths), (token, token_lengths)):
@@ -76,6 +77,7 @@ def find_visible_in_cache(positions: jax.Array, query_positions: jax.Array, wind
         query_positions: int32 [batch or 1, queries].
         window: Static. The number of tokens that a query attends to, or None for all.
     """
+    # Positions, not places, are compared: in a ring the order of the places is not that of the tokens.
     place = positions[:, None, None, None, :]
     query = query_positions[:, None, None, :, None]
     visible = (place >= 0) & (place <= query)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._arrays.spec import QuantSpec
 from .._contractions.output import check_output_spec
 from .._core import checks, dtypes
-from .._core.granularity import PerAxis, PerFeature, PerTensor
+from .._core.granularity import PerAxis, PerFeature, PerTensor, PerToken
 from .._training.backward import Backward, FloatBackward
 from .._training.estimators import LSQPlus
 from ..calibration.factory import describe_factory
@@ -41,6 +42,28 @@ class LayerOperand(NamedTuple):
 
 
 Operands = tuple[LayerOperand, LayerOperand | None]
+
+
+def resolve_tokens(activation: LayerOperand, rank: int, contracted: Sequence[int]) -> LayerOperand:
+    """Return the operand with `PerToken()` replaced by all axes that are not contracted, if several or others are.
+
+    Args:
+        activation: the activations.
+        rank: the rank of the activations.
+        contracted: the axes of the activations that the layer contracts.
+    """
+    spec, summed = activation.spec, {axis % rank for axis in contracted}
+    if PerToken() not in (spec.granularity, spec.zero_point_granularity) or summed == {rank - 1}:
+        return activation
+    # The features of a token then lie along several axes, for example heads and their features. They share a scale,
+    # because a scale that varies along a contracted axis cannot be taken out of the sum.
+    kept = tuple(axis for axis in range(rank) if axis not in summed)
+    tokens = PerAxis(kept) if kept else PerTensor()
+    granularities = {
+        name: tokens if getattr(spec, name) == PerToken() else getattr(spec, name)
+        for name in ("granularity", "zero_point_granularity")
+    }
+    return activation._replace(spec=dataclasses.replace(spec, **granularities))
 
 
 @dataclasses.dataclass(frozen=True)

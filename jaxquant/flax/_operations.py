@@ -25,7 +25,7 @@ from .._training.conv_general_dilated import quantized_conv_general_dilated
 from .._training.dot_general import quantized_dot_general
 from .._training.einsum import quantized_einsum
 from .._training.quantizer import Quantizer
-from ._layer_operand import LayerOperand, Operands
+from ._layer_operand import LayerOperand, Operands, resolve_tokens
 from ._operand_quantizer import Parameters, make_quantizer, quantize_operand
 from .ranges import Dynamic
 
@@ -77,6 +77,7 @@ class Operation:
             kernel holds last in memory: those that an integer contraction sums, in the order of the axes of x.
         quantizes_x: whether x is quantized; the indices of a lookup are not.
         arrange_scale: takes a Call with a quantized kernel, and returns its scale in the order of a bias.
+        find_x_axes: takes a Call, and returns the axes of x that are contracted; None stands for the last one.
     """
 
     bind: Callable[..., Call]
@@ -86,6 +87,7 @@ class Operation:
     find_stored_axes: Callable[[Call], tuple[int, ...]] = _keep_order
     quantizes_x: bool = True
     arrange_scale: Callable[[Call], jax.Array] = _read_scale
+    find_x_axes: Callable[[Call], Sequence[int]] | None = None
 
 
 class Variables(Protocol):
@@ -140,6 +142,8 @@ def run_operation(operation: Operation, variables: Variables, backward: Backward
         # The features depend on the dimension numbers of the call, so they are not resolved at construction.
         weight = resolve_features(weight, operation.find_output_axes(call))
         quantized = activation if operation.quantizes_x else None
+        if quantized is not None and operation.find_x_axes is not None:
+            quantized = resolve_tokens(quantized, call.x.ndim, operation.find_x_axes(call))
         if isinstance(call.kernel, QuantizedArray):
             variables.check_converted(weight, activation, call.kernel)
             if quantized is not None:
@@ -368,8 +372,9 @@ def _serve_lookup(call: Call) -> jax.Array:
 # The table.
 
 DOT_GENERAL = Operation(
-    _bind_dot_general, _find_dot_general_axes, _train_dot_general, _serve_dot_general, _find_summed_axes
-)
+    _bind_dot_general, _find_dot_general_axes, _train_dot_general, _serve_dot_general, _find_summed_axes,
+    find_x_axes=lambda call: call.arguments["dimension_numbers"][0][0],
+)  # fmt: skip
 # The rows of a table are contiguous for lookups, and so its last axis, which `attend` contracts, is already the last.
 ATTEND = Operation(_bind_attend, _find_dot_general_axes, _train_dot_general, _serve_dot_general)
 CONV_GENERAL_DILATED = Operation(

@@ -78,7 +78,7 @@ def train() -> Any:
 
     def find_loss(params: Any) -> jax.Array:
         positions = jnp.arange(LENGTH)
-        logits, _ = decode(params, windows[:, :-1], positions, [None] * LAYERS, attend_without_cache)
+        logits, _ = decode(params, jnp.asarray(windows[:, :-1]), positions, [None] * LAYERS, attend_without_cache)
         return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])[:, 4:].mean()
 
     @jax.jit
@@ -121,7 +121,7 @@ def test_greedy_text_is_that_of_a_float_cache() -> None:
     assert loss < 0.2, "the decoder has not learned its text"
     empty = jnp.zeros((1, LENGTH, HEADS, FEATURES))
     floats = [(empty, empty, jnp.int32(0))] * LAYERS
-    codes = [jq.KVCache.create(empty.shape)] * LAYERS
+    codes = [jq.KVCache.create((1, LENGTH, HEADS, FEATURES))] * LAYERS
     expected = write(params, floats, attend_to_floats)
     assert len(expected) == STEPS
     assert len(set(expected)) > 10

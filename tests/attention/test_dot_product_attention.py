@@ -13,6 +13,8 @@ import pytest
 
 import jaxquant as jq
 
+from ..oracles.attention_text import Codes, attend, quantize_tokens, share_heads
+
 INT8 = jq.QuantSpec("int8", jq.PerToken())
 INT4 = jq.QuantSpec("int4", jq.PerToken())
 
@@ -51,6 +53,7 @@ def attend_in_floats(q: Any, k: Any, v: Any, specs: Any, digits: int, **options:
     return jnp.einsum("bhts,bshd->bthd", weights, values)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("specs", "options"),
     [
@@ -87,6 +90,36 @@ def test_results_and_gradients(specs: Any, options: dict[str, Any], rng: np.rand
     for a, b in zip(mine, theirs, strict=True):
         if a is not None:
             np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())
+
+
+@pytest.mark.slow
+def test_gradients_are_finite_differences(rng: np.random.Generator) -> None:
+    """Against differences, in float64, of the attention of the dequantized operands."""
+    q, k, v, bias = sample(rng, 1, 3, 2, 4), sample(rng, 1, 4, 1, 4), sample(rng, 1, 4, 1, 4), sample(rng, 1, 2, 3, 4)
+    g = sample(rng, *q.shape)
+
+    def find_loss(*xs: Any) -> Any:
+        return (jq.quantized_dot_product_attention(*xs, is_causal=True, weight_digits=3) * g).sum()
+
+    gradients = jax.jit(jax.grad(find_loss, argnums=(0, 1, 2, 3)))(q, k, v, bias)
+    codes = [quantize_tokens(x, 127).values for x in (q, k, v)]
+    unit = np.ones((1, 1, 1, 1))
+
+    def find_float_loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        keys, values = (Codes(share_heads(x, 2), unit) for x in (k, v))
+        return (attend(Codes(q, unit), keys, values, 0.5, np.tril(np.ones((1, 1, 3, 4), bool)), bias).output * g).sum()
+
+    points: tuple[Any, ...] = (*codes, bias.astype(np.float64))
+    for i, gradient in enumerate(gradients):
+        expected = np.zeros(points[i].shape)
+        for index in np.ndindex(*expected.shape):
+            step = np.zeros(expected.shape)
+            step[index] = 1e-5
+            sides = [
+                find_float_loss(*(x + sign * step if j == i else x for j, x in enumerate(points))) for sign in (1, -1)
+            ]
+            expected[index] = (sides[0] - sides[1]) / 2e-5
+        np.testing.assert_allclose(gradient, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_masks_are_those_of_jax(rng: np.random.Generator) -> None:
@@ -142,6 +175,40 @@ def test_hidden_queries_and_empty_shapes(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(one, expected, rtol=1e-6)
 
 
+def test_faults_of_hidden_tokens_do_not_reach_gradients(rng: np.random.Generator) -> None:
+    """NaN and infinity in padding, and in tokens that a query does not see, change no other gradient."""
+    q, k, v = sample(rng, 2, 4, 4, 6), *(sample(rng, 2, 4, 2, 6) for _ in "kv")
+    lengths = np.array([3, 3], np.int32)
+
+    @jax.jit
+    def differentiate(q: Any, k: Any, v: Any) -> Any:
+        def padded(q: Any, k: Any, v: Any) -> Any:
+            sizes: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+            return (jq.quantized_dot_product_attention(q, k, v, **sizes) ** 2).sum()
+
+        def causal(q: Any, k: Any, v: Any) -> Any:
+            return jq.quantized_dot_product_attention(q, k, v, is_causal=True)
+
+        y, pull = jax.vjp(causal, q, k, v)
+        return jax.grad(padded, argnums=(0, 1, 2))(q, k, v), pull(jnp.ones_like(y))
+
+    clean, clean_causal = jax.tree.map(np.asarray, differentiate(q, k, v))
+    for fault in (np.nan, np.inf):
+        broken = [x.copy() for x in (q, k, v)]
+        for x in broken:
+            x[:, 3] = fault
+        padded, causal = jax.tree.map(np.asarray, differentiate(*broken))
+        for mine, expected in zip(padded, clean, strict=True):
+            np.testing.assert_array_equal(mine[:, :3], expected[:, :3])
+        # The earlier queries see neither the key nor the value of the last token.
+        np.testing.assert_array_equal(causal[0][:, :3], clean_causal[0][:, :3])
+        if np.isnan(fault):
+            # The last query sees all tokens, and its faults are not lost. An element that saturates has no gradient.
+            for mine, expected in zip(causal[1:], clean_causal[1:], strict=True):
+                assert (np.isnan(mine) | (expected == 0))[:, :3].all()
+
+
+@pytest.mark.slow
 def test_estimators(rng: np.random.Generator) -> None:
     """Learned scales, and saturation, have the gradients of `fake_quantize`."""
     q, k, v = (sample(rng, 1, 4, 2, 8) for _ in "qkv")
@@ -173,6 +240,7 @@ def test_residuals_have_no_scores() -> None:
     assert max(np.size(leaf) for leaf in jax.tree.leaves(pull)) < 64 * 64
 
 
+@pytest.mark.slow
 def test_bfloat16_and_transforms(rng: np.random.Generator) -> None:
     q, k, v = (sample(rng, 2, 3, 4, 2, 8) for _ in "qkv")
     half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]

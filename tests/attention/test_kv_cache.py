@@ -37,6 +37,7 @@ def read_tokens(cache: jq.KVCache) -> tuple[np.ndarray, ...]:
     return (*codes, *scales)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("features", [8, 5])
 def test_codes_are_those_of_quantize(name: str, features: int, rng: np.random.Generator) -> None:
@@ -172,6 +173,7 @@ def count_copies(text: str, cache: jq.KVCache) -> int:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"per_row": True}], ids=["plain", "ring", "rows"])
 def test_tokens_are_written_in_place(name: str, options: dict[str, Any]) -> None:
@@ -235,6 +237,7 @@ def test_overflow() -> None:
     assert int(dataclasses.replace(rows, index=jnp.zeros(2, jnp.int32)).append(k, k).index[0]) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_sharded_over_eight_devices(name: str, rng: np.random.Generator) -> None:
     """Batch and heads sharded: codes and scales to the last bit, and the result of attention."""
@@ -288,7 +291,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
         *(TypeError, "append: k: expected dtype float32"),
     ),
     (
-        lambda: make_cache().append(*(jnp.ones((1, 1, 3, 4)),) * 2, jnp.ones(1, jnp.int32)),
+        lambda: make_cache().append(jnp.ones((1, 1, 3, 4)), jnp.ones((1, 1, 3, 4)), jnp.ones(1, jnp.int32)),
         *(ValueError, "append: lengths: expected None, because all rows share an index"),
     ),
 ]

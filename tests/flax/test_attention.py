@@ -25,12 +25,13 @@ def sample(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
 
 
+@pytest.mark.slow
 def test_linen_is_close_to_flax_and_converts(rng: np.random.Generator) -> None:
     """The parameters are flax's, the result is near flax's, and conversion changes no number."""
     x, mask = sample(rng, 2, 3, 5, 12), nn.make_causal_mask(jnp.ones((2, 3, 5)))
     arguments: Any = {"num_heads": 3, "out_features": 7, "normalize_qk": True}
-    plain = nn.MultiHeadDotProductAttention(**arguments)
-    layer = qnn.MultiHeadDotProductAttention(**arguments, weight_spec=W, activation_spec=A)
+    plain: Any = nn.MultiHeadDotProductAttention(**arguments)
+    layer: Any = qnn.MultiHeadDotProductAttention(**arguments, weight_spec=W, activation_spec=A)
     theirs = plain.init(jax.random.key(0), x, mask=mask)
     mine = jax.jit(layer.init)(jax.random.key(0), x, mask=mask)
     check_equal(mine["params"], theirs["params"])
@@ -59,7 +60,7 @@ def check_equal(actual: Any, expected: Any) -> None:
 def test_linen_decodes_token_by_token(rng: np.random.Generator) -> None:
     """A prompt and then single tokens, under scan, give the results of the whole sequence."""
     x = sample(rng, 2, 7, 8)
-    layer = qnn.MultiHeadAttention(num_heads=2, decode=True, **SPECS)
+    layer: Any = qnn.MultiHeadAttention(num_heads=2, decode=True, **SPECS)
     variables = layer.init(jax.random.key(0), x)
     assert variables["cache"]["kv_cache"].shape == (2, 7, 2, 4)
     assert int(variables["cache"]["kv_cache"].index) == 0
@@ -86,7 +87,7 @@ def test_linen_decodes_token_by_token(rng: np.random.Generator) -> None:
 def test_nnx_is_linen(rng: np.random.Generator) -> None:
     """With the same parameters NNX gives Linen's numbers, also converted."""
     x = sample(rng, 2, 5, 8)
-    layer = qnn.MultiHeadAttention(num_heads=2, **DYNAMIC)
+    layer: Any = qnn.MultiHeadAttention(num_heads=2, **DYNAMIC)
     variables = layer.init(jax.random.key(0), x)
     model = qnnx.MultiHeadAttention(2, 8, **DYNAMIC, decode=False, rngs=nnx.Rngs(0))
     theirs = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
@@ -123,6 +124,42 @@ def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
         model(x[:, :1], decode=True)
 
 
+@pytest.mark.slow
+def test_scales_of_tokens(rng: np.random.Generator) -> None:
+    """With `PerToken()` the heads of a token share a scale in `out`: a large token does not coarsen the others."""
+    x = sample(rng, 2, 4, 8)
+    specs: Any = {**DYNAMIC, "activation_spec": jq.QuantSpec("int8", jq.PerToken())}
+    layer: Any = qnn.DenseGeneral(5, axis=(-2, -1), **specs)
+    variables = layer.init(jax.random.key(0), x.reshape(2, 4, 4, 2))
+    y = layer.apply(variables, x.reshape(2, 4, 4, 2))
+    flat = {"params": {**variables["params"], "kernel": variables["params"]["kernel"].reshape(8, 5)}}
+    np.testing.assert_array_equal(y, qnn.Dense(5, **specs).apply(flat, x))
+    serving = jqf.convert(layer, variables)
+    np.testing.assert_array_equal(layer.apply(serving, x.reshape(2, 4, 4, 2)), y)
+    attention: Any = qnn.MultiHeadAttention(num_heads=2, **specs)
+    params = attention.init(jax.random.key(0), x)
+    model: Any = qnnx.MultiHeadAttention(2, 8, **specs, decode=False, rngs=nnx.Rngs(0))
+    for name, parts in params["params"].items():
+        for part, value in parts.items():
+            getattr(getattr(model, name), part)[...] = value
+    expected = attention.apply(params, x)
+    np.testing.assert_allclose(model(x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(qnnx.convert(model)(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_metadata() -> None:
+    """Metadata reach the variables that they reach in flax."""
+    names = ("kernel", "bias", "out_bias", "query_ln_scale", "key_ln_scale")
+    options: Any = {f"{name}_metadata": {"label": name} for name in names}
+    options |= {"normalize_qk": True, "decode": False}
+    mine = nnx.state(qnnx.MultiHeadAttention(2, 4, **SPECS, **options, rngs=nnx.Rngs(0)), nnx.Param)
+    theirs = nnx.state(nnx.MultiHeadAttention(2, 4, **options, rngs=nnx.Rngs(0)), nnx.Param)
+    labels = [{path: v.get_metadata()["label"] for path, v in nnx.to_flat_state(state)} for state in (mine, theirs)]
+    assert labels[0] == labels[1]
+    assert labels[0]["out", "bias"] == "out_bias"
+    assert labels[0]["out", "kernel"] == "kernel"
+
+
 X = jnp.ones((1, 3, 8))
 ERRORS: list[tuple[Any, str]] = [
     (lambda: qnn.MultiHeadAttention(2, **SPECS, attention_fn=jnp.add), "attention_fn: expected"),
@@ -150,7 +187,7 @@ def test_errors(call: Any, text: str) -> None:
 
 
 def test_dropout_is_off_if_deterministic() -> None:
-    layer = qnn.MultiHeadAttention(2, **SPECS, dropout_rate=0.5)
+    layer: Any = qnn.MultiHeadAttention(2, **SPECS, dropout_rate=0.5)
     layer.init(jax.random.key(0), X, deterministic=True)
     model = qnnx.MultiHeadAttention(2, 8, **SPECS, dropout_rate=0.5, deterministic=True, decode=False, rngs=nnx.Rngs(0))
     assert model(X).shape == X.shape

@@ -75,7 +75,7 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
     Attributes:
         weight_spec: How to quantize the kernels of the projections, a QuantSpec, as in `Dense`. Required.
         activation_spec: How to quantize the inputs of the projections, as in `Dense`; None leaves them in floats.
-            Not with `PerToken()`: `out` contracts heads and features, which share a scale.
+            With `PerToken()` all heads of a token share a scale in `out`, which contracts heads and features.
         weight_range: As in `Dense`.
         activation_range: As in `Dense`.
         backward: How the gradients of the projections are contracted, as in `Dense`. Those of the attention are

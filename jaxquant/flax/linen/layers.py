@@ -215,7 +215,7 @@ class DenseGeneral(_CodesLayer, nn.DenseGeneral):
 
     The added attributes and the errors are those of `Dense`. The kernel has the batch dimensions, the contracted
     dimensions and the features, in this order. `PerFeature()` has one scale for each index of all axes that are not
-    contracted.
+    contracted, and so has `PerToken()` in the activations.
     """
 
     _field = "dot_general_cls"

@@ -45,7 +45,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: The number of input features of keys and values; None stands for in_features.
         weight_spec: How to quantize the kernels of the projections, a QuantSpec, as in `Linear`.
         activation_spec: How to quantize the inputs of the projections, as in `Linear`; None leaves them in floats.
-            Not with `PerToken()`: `out` contracts heads and features, which share a scale.
+            With `PerToken()` all heads of a token share a scale in `out`, which contracts heads and features.
         weight_range: As in `Linear`.
         activation_range: As in `Linear`.
         backward: How the gradients of the projections are contracted, as in `Linear`. Those of the attention are
@@ -69,6 +69,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         decode: As in flax's layer.
         normalize_qk: As in flax's layer.
         rngs: Random keys, as in flax's layer.
+        kernel_metadata: As in flax's layer, for example {"sharding_names": (None, "model")}.
+        out_kernel_metadata: As in flax's layer.
+        bias_metadata: As in flax's layer.
+        out_bias_metadata: As in flax's layer.
+        query_ln_scale_metadata: As in flax's layer.
+        key_ln_scale_metadata: As in flax's layer.
 
     Raises:
         TypeError: At construction: an argument has a wrong type.
@@ -97,6 +103,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         deterministic: bool | None = None, precision: Any = None, kernel_init: Any = default_kernel_init,
         out_kernel_init: Any = None, bias_init: Any = _ZEROS, out_bias_init: Any = None,
         use_bias: bool = True, decode: bool | None = None, normalize_qk: bool = False, rngs: nnx.Rngs,
+        kernel_metadata: Any = None, out_kernel_metadata: Any = None, bias_metadata: Any = None,
+        out_bias_metadata: Any = None, query_ln_scale_metadata: Any = None, key_ln_scale_metadata: Any = None,
     ) -> None:  # fmt: skip
         self.num_heads, self.in_features = num_heads, in_features
         self.qkv_features = in_features if qkv_features is None else qkv_features
@@ -117,21 +125,31 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             weight_spec=weight_spec, activation_spec=activation_spec, weight_range=weight_range,
             activation_range=activation_range, backward=backward, use_running_average=use_running_average, rngs=rngs,
         )  # fmt: skip
-        inner = {"kernel_init": kernel_init, "bias_init": bias_init}
+        inner = {
+            "kernel_init": kernel_init, "bias_init": bias_init, "kernel_metadata": kernel_metadata or {},
+            "bias_metadata": bias_metadata or {},
+        }  # fmt: skip
         heads, kv_heads = (num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
         self.query = project(in_features, heads, **inner)
         self.key = project(self.in_kv_features, kv_heads, **inner)
         self.value = project(self.in_kv_features, kv_heads, **inner)
-        self.query_ln, self.key_ln = (self._make_norm(rngs) for _ in range(2))
-        outer = {"kernel_init": out_kernel_init or kernel_init, "bias_init": out_bias_init or bias_init}
+        norms = (query_ln_scale_metadata, key_ln_scale_metadata)
+        self.query_ln, self.key_ln = (self._make_norm(rngs, metadata) for metadata in norms)
+        # As in flax, what is not set for the output is that of the other projections.
+        outer = {
+            "kernel_init": out_kernel_init or kernel_init, "bias_init": out_bias_init or bias_init,
+            "kernel_metadata": out_kernel_metadata or kernel_metadata or {},
+            "bias_metadata": out_bias_metadata or bias_metadata or {},
+        }  # fmt: skip
         self.out = project(heads, self.out_features, axis=(-2, -1), **outer)
         self.kv_cache: Any = nnx.data(None)
 
-    def _make_norm(self, rngs: nnx.Rngs) -> Any:
+    def _make_norm(self, rngs: nnx.Rngs, metadata: Any) -> Any:
         """Return the norm of queries or keys, or None."""
         if not self.normalize_qk:
             return nnx.data(None)
-        options = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
+        options: dict[str, Any] = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
+        options["scale_metadata"] = metadata or {}
         return nnx.LayerNorm(self.head_dim, **options, rngs=rngs)
 
     def __call__(  # type: ignore[override]
