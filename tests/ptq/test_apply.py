@@ -230,8 +230,9 @@ def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
         (states[-1]["first"].codes, r"int4\[8, 8\] codes at first"),
         ({"w": 1}, "weights that the rules"),
     ):
+        other: Any = value if isinstance(value, dict) else {"first": value}
         with pytest.raises((TypeError, ValueError), match=rf"jaxquant\.ptq\.apply: state: expected {text}"):
-            ptq.apply(prepared, params, [x], method, state=value if isinstance(value, dict) else {"first": value})
+            ptq.apply(prepared, params, [x], method, state=other)
 
 
 def test_a_limit_of_bytes(rng: np.random.Generator) -> None:

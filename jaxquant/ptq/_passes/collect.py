@@ -144,7 +144,7 @@ def collect(
     """
     check_prepared(_NAME, prepared)
     signature = Signature(params)
-    make: Callable[..., dict[str, MomentsState]] = dict
+    make: Callable[..., dict[str, MomentsState]] = functools.partial(dict)
     uses: Uses = ()
 
     @jax.jit
