@@ -128,7 +128,7 @@ def _correlate(y: jax.Array, expected: jax.Array) -> float:
     """Return Spearman's correlation of the similarities of all pairs of embeddings, in percent."""
     places = np.triu_indices(len(y), 1)
     ranks = [np.asarray(x @ x.T)[places].argsort().argsort() for x in (y, expected)]
-    return 100 * float(np.corrcoef(ranks)[0, 1])
+    return 100 * float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 _LOADERS: dict[str, Callable[[int], Task]] = {

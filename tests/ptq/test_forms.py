@@ -29,16 +29,27 @@ def sample(rng: np.random.Generator, width: int = 16) -> tuple[dict[str, jax.Arr
     return params, jnp.asarray(rng.normal(size=(64, 12)) @ rng.normal(size=(12, 12)), F32)
 
 
-@pytest.mark.slow
-def test_stacked_layers(rng: np.random.Generator) -> None:
-    """Of all algorithms on arrays: mapped over layers, each layer is as on its own."""
-    ws = jnp.asarray(rng.normal(size=(3, 12, 8)), F32)
+def sample_layers(rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
+    """Return the weights and the second moments of three layers."""
     xs = rng.normal(size=(3, 48, 12)) @ rng.normal(size=(3, 12, 12))
-    hessians = jnp.asarray(np.einsum("lni,lnj->lij", xs, xs) / 48, F32)
-    smooth: Any = lambda w, h: ptq.smoothquant(w, jnp.sqrt(jnp.diagonal(h)))  # noqa: E731
-    for function in (lambda w, h: ptq.hqq(w, SPEC).codes, smooth):
-        mapped = jax.vmap(function)(ws, hessians)
-        check_equal(mapped, jnp.stack([function(w, h) for w, h in zip(ws, hessians, strict=True)]))
+    return jnp.asarray(rng.normal(size=(3, 12, 8)), F32), jnp.asarray(np.einsum("lni,lnj->lij", xs, xs) / 48, F32)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["hqq", "smoothquant"])
+def test_stacked_layers(rng: np.random.Generator, name: str) -> None:
+    """Mapped over layers, each layer is as on its own."""
+    ws, hessians = sample_layers(rng)
+    function: Any = {
+        "hqq": lambda w, h: ptq.hqq(w, SPEC).codes,
+        "smoothquant": lambda w, h: ptq.smoothquant(w, jnp.sqrt(jnp.diagonal(h))),
+    }[name]
+    check_equal(jax.vmap(function)(ws, hessians), jnp.stack(list(map(function, ws, hessians))))
+
+
+@pytest.mark.full
+def test_stacked_layers_with_learned_roundings(rng: np.random.Generator) -> None:
+    ws, hessians = sample_layers(rng)
     # Sums of a batch of matrices may have another order, which a learned choice at a tie tells.
     mapped = jax.vmap(lambda w, h: ptq.adaround(w, h, SPEC, steps=50))(ws, hessians)
     for place, (w, hessian) in enumerate(zip(ws, hessians, strict=True)):
