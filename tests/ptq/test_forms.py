@@ -62,6 +62,7 @@ def test_stacked_layers_with_learned_roundings(rng: np.random.Generator) -> None
         assert 0.8 < costs[0] / costs[1] < 1.25
 
 
+@pytest.mark.slow
 def test_sharded_parameters_have_the_same_codes(rng: np.random.Generator) -> None:
     params, x = sample(rng)
     prepared = jq.prepare(dense, params, x, rules=RULES)
