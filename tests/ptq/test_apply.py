@@ -235,6 +235,7 @@ def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
             ptq.apply(prepared, params, [x], method, state=other)
 
 
+@pytest.mark.slow
 def test_a_limit_of_bytes(rng: np.random.Generator) -> None:
     """Further passes over the batches accumulate the same statistics."""
     params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}
