@@ -264,8 +264,9 @@ def _make_cells(figures: Sequence[Figure]) -> list[str]:
 
 
 def _format(values: Sequence[float], digits: int) -> str:
-    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
-    return f"{np.mean(values):.{digits}f} ± {spread:.{digits}f}" if values else ""
+    if len(values) < 2:  # a single seed has no spread
+        return "".join(f"{value:.{digits}f}" for value in values)
+    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def _list_faults(name: str, figures: Figures) -> list[str]:

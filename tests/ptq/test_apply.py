@@ -190,6 +190,7 @@ class StoppedError(Exception):
     """Raised between two weights."""
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
     """With the state of the weights that are done, which is a dict of arrays, and the same result."""
     params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}
