@@ -18,8 +18,9 @@ relative to round-to-nearest.
 JAX has no dtype of 3 bits. The levels -3 to 3 are a codebook with 16 entries, of which several are equal but for 1e-6,
 so the arithmetic is that of 3 bits; the memory is that of 4. AdaRound chooses between integers, and has no row there.
 
-With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. `--minutes N`
-stops the run, and the same command goes on.
+With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. Each row is
+printed on the error stream as soon as it is known. `--minutes N` stops a network after this time, with the rows that
+are known; the same command goes on.
 
 The exit status is 1 if, in the mean over the seeds, the best stack keeps less than 99.5 % of float32's score at 4 bits,
 or 98 % at 3 bits; or if, on MiniLM, GPTQ at 3 bits has more than half of round-to-nearest's error.
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rules", nargs="+", default=list(_RULES), choices=list(_RULES), help="default all")
     parser.add_argument("--algorithms", nargs="+", default=list(_ALGORITHMS), metavar="NAME", help="default all")
     parser.add_argument("--results", type=pathlib.Path, metavar="FILE", help="a file to go on from")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="stop after this time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="for each network")
     parser.add_argument("--qwix", action="store_true", help="print only the comparison with qwix")
     options = parser.parse_args(arguments)
     began = time.perf_counter()
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing:
             print(f"\n{name} is skipped: it needs {missing}")
             continue
-        figures = _measure_network(name, options, began + 60 * options.minutes)
+        figures = _measure_network(name, options)
         _print_tables(name, options, figures)
         missed += _list_faults(name, figures)
     if importlib.util.find_spec("qwix") is not None:
@@ -184,20 +185,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 Figures = dict[tuple[str, str], list[Figure]]
 
 
-def _measure_network(name: str, options: argparse.Namespace, end: float) -> Figures:
+def _measure_network(name: str, options: argparse.Namespace) -> Figures:
     """Return the figures of each algorithm by the rules and its name, one for each seed."""
     file: pathlib.Path | None = options.results
     known: dict[str, Any] = json.loads(file.read_text()) if file is not None and file.exists() else {}
     figures: Figures = {}
+    end = time.perf_counter() + 60 * options.minutes
     for seed in range(options.seeds):
         rows = [("", _FLOAT), *((rules, row) for rules in options.rules for row in options.algorithms)]
         rows = [row for row in rows if _has_row(name, *row)]
         keys = [f"{name} {seed} {rules} {algorithm}" for rules, algorithm in rows]
-        if not all(key in known for key in keys):
-            for row, figure in _measure_seed(
-                name, seed, [r for r, key in zip(rows, keys, strict=True) if key not in known]
-            ):
+        missing = [row for row, key in zip(rows, keys, strict=True) if key not in known]
+        if missing and time.perf_counter() < end:
+            for row, figure in _measure_seed(name, seed, missing):
                 known[f"{name} {seed} {row[0]} {row[1]}"] = figure
+                _print_row(name, seed, row, figure)
                 if file is not None:
                     file.write_text(json.dumps(known, indent=0))
                 if time.perf_counter() > end:
@@ -206,6 +208,13 @@ def _measure_network(name: str, options: argparse.Namespace, end: float) -> Figu
             if key in known:
                 figures.setdefault(row, []).append(Figure(*known[key]))
     return figures
+
+
+def _print_row(name: str, seed: int, row: tuple[str, str], figure: Figure) -> None:
+    """Print a row on the error stream, because the tables follow only when all seeds are done."""
+    ratio = "" if figure.ratio is None else f", {figure.ratio:.2f} of the outputs' error"
+    text = f"{name}, seed {seed}, {row[0]} {row[1]}: {figure.score:.2f} %, {figure.error:.1f} dB{ratio}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _measure_seed(name: str, seed: int, rows: Sequence[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], Figure]]:
@@ -255,8 +264,9 @@ def _make_cells(figures: Sequence[Figure]) -> list[str]:
 
 
 def _format(values: Sequence[float], digits: int) -> str:
-    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
-    return f"{np.mean(values):.{digits}f} ± {spread:.{digits}f}" if values else ""
+    if len(values) < 2:  # a single seed has no spread
+        return "".join(f"{value:.{digits}f}" for value in values)
+    return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def _list_faults(name: str, figures: Figures) -> list[str]:

@@ -87,7 +87,7 @@ def load_text(seed: int) -> Task:
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, _STEPS))
 
     def compute_loss(params: Any, batch: jax.Array) -> jax.Array:
-        logits = network.apply(params, batch[:, :-1])
+        logits: Any = network.apply(params, batch[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     @jax.jit
@@ -114,7 +114,7 @@ def _cut(text: jax.Array, key: jax.Array, count: int) -> jax.Array:
 def load_minilm(seed: int) -> Task:
     """Return all-MiniLM-L6-v2; the score is the correlation of the ranks of all similarities with those of float32."""
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
-    import minilm
+    import minilm  # pyright: ignore[reportMissingImports]
 
     params, tokenizer = minilm.load()
     texts = [" ".join(text.split()) for topic in sorted(topics) for text in topics[topic].split("\n\n")]
@@ -128,7 +128,7 @@ def _correlate(y: jax.Array, expected: jax.Array) -> float:
     """Return Spearman's correlation of the similarities of all pairs of embeddings, in percent."""
     places = np.triu_indices(len(y), 1)
     ranks = [np.asarray(x @ x.T)[places].argsort().argsort() for x in (y, expected)]
-    return 100 * float(np.corrcoef(*ranks)[0, 1])
+    return 100 * float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 _LOADERS: dict[str, Callable[[int], Task]] = {

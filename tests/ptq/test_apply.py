@@ -191,6 +191,7 @@ class StoppedError(Exception):
     """Raised between two weights."""
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
     """With the state of the weights that are done, which is a dict of arrays, and the same result."""
     params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}
@@ -231,10 +232,12 @@ def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
         (states[-1]["first"].codes, r"int4\[8, 8\] codes at first"),
         ({"w": 1}, "weights that the rules"),
     ):
+        other: Any = value if isinstance(value, dict) else {"first": value}
         with pytest.raises((TypeError, ValueError), match=rf"jaxquant\.ptq\.apply: state: expected {text}"):
-            ptq.apply(prepared, params, [x], method, state=value if isinstance(value, dict) else {"first": value})
+            ptq.apply(prepared, params, [x], method, state=other)
 
 
+@pytest.mark.slow
 def test_a_limit_of_bytes(rng: np.random.Generator) -> None:
     """Further passes over the batches accumulate the same statistics."""
     params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}

@@ -23,22 +23,33 @@ def dense(params: Any, x: jax.Array) -> jax.Array:
     return jax.nn.relu(x @ params["first"]) @ params["second"]
 
 
-def sample(rng: np.random.Generator, width: int = 16) -> tuple[dict[str, jax.Array], jax.Array]:
-    shapes = {"first": (12, width), "second": (width, 8)}
-    params = {name: jnp.asarray(rng.normal(size=shape), F32) for name, shape in shapes.items()}
-    return params, jnp.asarray(rng.normal(size=(64, 12)) @ rng.normal(size=(12, 12)), F32)
+def sample(rng: np.random.Generator) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return weights of one shape, so that an algorithm compiles once, and inputs."""
+    params = {name: jnp.asarray(rng.normal(size=(16, 16)), F32) for name in ("first", "second")}
+    return params, jnp.asarray(rng.normal(size=(64, 16)) @ rng.normal(size=(16, 16)), F32)
 
 
-@pytest.mark.slow
-def test_stacked_layers(rng: np.random.Generator) -> None:
-    """Of all algorithms on arrays: mapped over layers, each layer is as on its own."""
-    ws = jnp.asarray(rng.normal(size=(3, 12, 8)), F32)
+def sample_layers(rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
+    """Return the weights and the second moments of three layers."""
     xs = rng.normal(size=(3, 48, 12)) @ rng.normal(size=(3, 12, 12))
-    hessians = jnp.asarray(np.einsum("lni,lnj->lij", xs, xs) / 48, F32)
-    smooth: Any = lambda w, h: ptq.smoothquant(w, jnp.sqrt(jnp.diagonal(h)))  # noqa: E731
-    for function in (lambda w, h: ptq.hqq(w, SPEC).codes, smooth):
-        mapped = jax.vmap(function)(ws, hessians)
-        check_equal(mapped, jnp.stack([function(w, h) for w, h in zip(ws, hessians, strict=True)]))
+    return jnp.asarray(rng.normal(size=(3, 12, 8)), F32), jnp.asarray(np.einsum("lni,lnj->lij", xs, xs) / 48, F32)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["hqq", "smoothquant"])
+def test_stacked_layers(rng: np.random.Generator, name: str) -> None:
+    """Mapped over layers, each layer is as on its own."""
+    ws, hessians = sample_layers(rng)
+    function: Any = {
+        "hqq": lambda w, h: ptq.hqq(w, SPEC).codes,
+        "smoothquant": lambda w, h: ptq.smoothquant(w, jnp.sqrt(jnp.diagonal(h))),
+    }[name]
+    check_equal(jax.vmap(function)(ws, hessians), jnp.stack(list(map(function, ws, hessians))))
+
+
+@pytest.mark.full
+def test_stacked_layers_with_learned_roundings(rng: np.random.Generator) -> None:
+    ws, hessians = sample_layers(rng)
     # Sums of a batch of matrices may have another order, which a learned choice at a tie tells.
     mapped = jax.vmap(lambda w, h: ptq.adaround(w, h, SPEC, steps=50))(ws, hessians)
     for place, (w, hessian) in enumerate(zip(ws, hessians, strict=True)):
@@ -51,6 +62,7 @@ def test_stacked_layers(rng: np.random.Generator) -> None:
         assert 0.8 < costs[0] / costs[1] < 1.25
 
 
+@pytest.mark.slow
 def test_sharded_parameters_have_the_same_codes(rng: np.random.Generator) -> None:
     params, x = sample(rng)
     prepared = jq.prepare(dense, params, x, rules=RULES)
@@ -89,13 +101,14 @@ def test_bfloat16_parameters(rng: np.random.Generator) -> None:
     assert prepared.apply(qparams, None, y).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_exported_models_have_the_same_codes(rng: np.random.Generator) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     params, x = sample(rng)
     prepared = jq.prepare(dense, params, x, rules=jq.recipes.w8a8_static())
     ranges = prepared.calibrate(params, [x], progress=False)
-    qparams, _ = ptq.apply(prepared, params, [x], ptq.GPTQ())
+    qparams, _ = ptq.apply(prepared, params, [x], ptq.GPTQ(range="whole"))
     assert (np.asarray(qparams["first"].codes) != np.asarray(prepared.convert(params)["first"].codes)).any()
 
     def run(params: Any, x: jax.Array) -> jax.Array:

@@ -269,3 +269,25 @@ def test_sharded_outputs_have_the_same_codes(rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     placed = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model")))
     check_equal(ptq.gptq(placed, jnp.asarray(hessian), spec).codes, ptq.gptq(w, hessian, spec).codes)
+
+
+def test_known_arrays_while_others_are_traced(rng: np.random.Generator) -> None:
+    """A jitted function may close over arrays, which are still checked. Tracing is enough: nothing is compiled."""
+    w, hessian, _ = make_problem(rng, "dense")
+    spec, known = jq.QuantSpec("int4", jq.PerAxis(1)), jnp.asarray(hessian)
+
+    def list_calls(x: jax.Array) -> dict[str, Any]:
+        row = jnp.sqrt(jnp.diagonal(x))
+        moments = ptq.Moments(x[None], row[None], row[None], row[None], jnp.ones(1))
+        return {
+            "gptq": lambda w: ptq.gptq(w, x, spec),
+            "adaround": lambda w: ptq.adaround(w, x, spec),
+            "awq": lambda w: ptq.awq(w, moments, spec),
+            "smoothquant": lambda w: ptq.smoothquant(w, row),
+        }
+
+    spoiled = list_calls(known.at[0, 0].set(np.nan))
+    for name, call in list_calls(known).items():
+        jax.eval_shape(call, w)
+        with pytest.raises(ValueError, match=rf"^jaxquant\.ptq\.{name}: \S+: expected finite numbers"):
+            jax.eval_shape(spoiled[name], w)

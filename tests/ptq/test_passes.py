@@ -158,6 +158,7 @@ def test_measured_biases(rng: np.random.Generator, recipe: str) -> None:
         np.testing.assert_allclose(corrected["offset"] - params["offset"], shift, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_biases_that_belong_to_something_else_stay(rng: np.random.Generator) -> None:
     """One along the rows, in an array of the same length; one that two contractions share; and one of a reshape."""
     params = {name: jnp.asarray(rng.normal(size=(4, 4)), F32) for name in ("rows", "left", "right", "turned", "split")}

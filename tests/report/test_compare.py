@@ -77,10 +77,13 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     assert np.abs(np.array(histogram.counts) - counts).sum() <= 4  # values at an edge
     assert set(report.activations) == {name for name, row in rows.items() if row.form == "integer"}
     if recipe == "static":
+        low, high = histogram.low, histogram.high
+        assert low is not None
+        assert high is not None
         np.testing.assert_allclose(
-            (histogram.low, histogram.high), (np.arange(256)[[0, -1]] - float(q.zero_point.squeeze())) * step, rtol=1e-5
+            (low, high), (np.arange(256)[[0, -1]] - float(q.zero_point.squeeze())) * step, rtol=1e-5
         )
-        beyond = (x < histogram.low) | (x > histogram.high)
+        beyond = (x < low) | (x > high)
         assert beyond.any()
     else:
         assert histogram.low is histogram.high is None

@@ -18,7 +18,7 @@ SIZES = (100, 200, 400, 1600)
 
 
 def make_plan(rng: np.random.Generator) -> ptq.BitPlan:
-    table = {
+    table: Any = {
         name: dict(
             zip(DTYPES, zip(SIZES, [*np.sort(rng.uniform(1e-6, 1, 3))[::-1].tolist(), 0.0], strict=True), strict=True)
         )

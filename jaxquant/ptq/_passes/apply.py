@@ -125,9 +125,9 @@ def _read_state(prepared: Prepared, state: Mapping[str, Any] | None) -> Mapping[
     checks.require_type(isinstance(known, Mapping), _NAME, "state", "a dict by path, or None", type(state).__name__)
     plans = {prepared.names[leaf]: plan for leaf, plan in prepared.leaves.items()}
     for path, q in known.items():
-        plan = plans.get(path)
         expected = f"weights that the rules quantize: {', '.join(list(plans)[:4])}"
-        checks.require(plan is not None, _NAME, "state", expected, path)
+        checks.require(path in plans, _NAME, "state", expected, path)
+        plan = plans[path]
         fits = isinstance(q, QuantizedArray) and q.shape == plan.shape and q.codes.dtype == plan.spec.carrier
         got = f"{q.codes.dtype}{list(q.shape)}" if isinstance(q, QuantizedArray) else type(q).__name__
         checks.require(fits, _NAME, "state", f"{plan.spec.carrier}{list(plan.shape)} codes at {path}", got)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -144,7 +144,7 @@ def collect(
     """
     check_prepared(_NAME, prepared)
     signature = Signature(params)
-    make: Callable[..., dict[str, MomentsState]] = dict
+    call: Call | None = None
     uses: Uses = ()
 
     @jax.jit
@@ -160,9 +160,10 @@ def collect(
     first, again = _take_first(step, batches)
     if first is not None:
         call = prepared._trace("collect", params, first[0], {**first[1], **arguments})
-        make, uses = functools.partial(make_states, call), list_all_uses(prepared, call)
+        uses = list_all_uses(prepared, call)
     # Only the shapes: all states together may not fit.
-    passes = _plan_passes(jax.eval_shape(make), limit)
+    shapes = {} if call is None else jax.eval_shape(functools.partial(make_states, call))
+    passes = _plan_passes(shapes, limit)
     can_repeat = len(passes) == 1 or again is batches
     expected = f"batches that can be read {len(passes)} times, such as a list, because of the limit"
     checks.require_type(can_repeat, _NAME, "batches", expected, type(batches).__name__)
@@ -171,7 +172,7 @@ def collect(
         path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
         final = loop.run_loop(
             step,
-            {} if first is None else make(names),
+            {} if call is None else make_states(call, names),
             again,
             checkpoint=path,
             progress=progress,

@@ -133,7 +133,7 @@ def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[lis
         reason = next((use.reason for use in uses if use.reason), "" if uses else "a lookup has no inputs")
         reason = reason or ("a weight with several uses" if len(uses) > 1 else "")
         if not reason:
-            (use,) = uses
+            use = next(iter(uses))
             site = next(s for s in call.analysis.sites.values() if s.name == use.name and has_statistics(call.plan, s))
             bias = graphs.find_bias(graph, site, inputs.list_output_dimensions(site))
             if bias is not None and not is_quantized(codes.arrays[bias]):
