@@ -72,7 +72,7 @@ def prepare_dataclass() -> tuple[Any, Any]:
 
 def prepare_nnx() -> tuple[Any, Any]:
     graph, *states = nnx.split(nnx.eval_shape(lambda: Nnx(nnx.Rngs(0))), nnx.Param, ...)
-    return lambda states, x: nnx.merge(graph, *states)(x), tuple(states)
+    return lambda states, x: nnx.merge(graph, *states)(x), tuple(states)  # type: ignore[call-arg]
 
 
 def prepare_equinox() -> tuple[Any, Any]:
