@@ -61,7 +61,7 @@ def prepare_dict() -> tuple[Any, Any]:
 
 def prepare_tuple() -> tuple[Any, Any]:
     variables = make_linen()
-    return lambda trees, x: run_linen(*trees, x), (variables["params"], variables["batch_stats"])
+    return lambda trees, x: run_linen(trees[0], trees[1], x), (variables["params"], variables["batch_stats"])
 
 
 def prepare_dataclass() -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def prepare_dataclass() -> tuple[Any, Any]:
 
 def prepare_nnx() -> tuple[Any, Any]:
     graph, *states = nnx.split(nnx.eval_shape(lambda: Nnx(nnx.Rngs(0))), nnx.Param, ...)
-    return lambda states, x: nnx.merge(graph, *states)(x), tuple(states)  # type: ignore[call-arg]
+    return lambda states, x: nnx.merge(graph, *states)(x), tuple(states)
 
 
 def prepare_equinox() -> tuple[Any, Any]:
