@@ -135,7 +135,7 @@ def _attend(
     heads = xs[1].shape[-2]
     mask, bias = (None if x is None else visibility.group_heads(x, heads) for x in (mask, bias))
     operands = Operands(tuple(rounded), bias, mask, query_lengths, token_lengths)
-    y = attend(Statics(_NAME, tuple(configs), *options), operands)
+    y: Any = attend(Statics(_NAME, tuple(configs), *options), operands)
     return arguments.ungroup_heads(y).astype(query.dtype).reshape(query.shape)
 
 

@@ -87,5 +87,5 @@ def _dynamic_fake_quantize_linear(
     with toolkit_attributes.name_scope(name):
         # The gradient treats the scale and the zero point as constants.
         _, _, scale, zero_point = find_dynamic_range(jax.lax.stop_gradient(x), granularity, code_dtype)
-        y = quantize_and_dequantize(config, x, scale, zero_point, None)
+        y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
         return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]

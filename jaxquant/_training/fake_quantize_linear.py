@@ -135,7 +135,7 @@ def _fake_quantize_linear(
     options = LinearOptions(granularity, bool(training), float(lda_coeff), _NAME)
     with toolkit_attributes.name_scope(name):
         config = Config(LinearCodes(code_dtype, bounds), linear=options)
-        y = quantize_and_dequantize(config, x, scale, zero_point, None)
+        y: Any = quantize_and_dequantize(config, x, scale, zero_point, None)
         return toolkit_attributes.name_outputs((y,), specified_outputs_name)[0]
 
 

@@ -130,18 +130,20 @@ def find_loss(sizes: Sizes, form: Format, params: Tree, tokens: jax.Array) -> ja
     @jax.checkpoint
     def apply_layer(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         w = {n: gather_weight(form, layer[n], 1 - cut) for n, (_, cut) in list_matrices(sizes).items()}
-        h = copy_activations(form, normalize(x, layer["norm1"]))
+        h: Any = copy_activations(form, normalize(x, layer["norm1"]))
         q, k, v = (h @ w[n] for n in ("query", "key", "value"))
         out = run_attention(sizes, q, k, v, mask) @ w["out"]
-        x = x + sum_activations(form, out)
+        added: Any = sum_activations(form, out)
+        x = x + added
         h = copy_activations(form, normalize(x, layer["norm2"]))
-        return x + sum_activations(form, feed_forward(h, w["gate"], w["up"], w["down"])), None
+        added = sum_activations(form, feed_forward(h, w["gate"], w["up"], w["down"]))
+        return x + added, None
 
     x, _ = lax.scan(apply_layer, x, params["layers"])
 
     @jax.checkpoint
     def find_token_losses(x: jax.Array, norm: jax.Array, shard: jax.Array) -> jax.Array:
-        h = copy_activations(form, normalize(x, norm))
+        h: Any = copy_activations(form, normalize(x, norm))
         logits = jnp.matmul(h, gather_weight(form, shard, 0), preferred_element_type=jnp.float32)
         top = lax.stop_gradient(lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), "model"))
         total = _sum_over_model(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
