@@ -13,7 +13,7 @@ cannot be read or written makes the tests slower, but does not fail them.
 
 `pytest` runs a part of the largest matrices, with each operator, dtype, granularity and transform at least once. Of a
 test with the marker `sample(n)` it runs n cases, which the seed chooses, and of the tests with the marker `slow` about
-a quarter. `pytest -m "full or not full"` runs everything.
+a sixth. `pytest -m "full or not full"` runs everything.
 """
 
 import collections
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
         # By the name, so that the choice does not depend on which other tests were collected.
-        if item.get_closest_marker("slow") and zlib.crc32(f"{SEED} {item.nodeid}".encode()) % 4:
+        if item.get_closest_marker("slow") and zlib.crc32(f"{SEED} {item.nodeid}".encode()) % 6:
             item.add_marker(pytest.mark.full)
     for name, group in cases.items():
         (count,) = group[0].get_closest_marker("sample").args

@@ -53,6 +53,7 @@ def attend_in_floats(q: Any, k: Any, v: Any, specs: Any, digits: int, **options:
     return jnp.einsum("bhts,bshd->bthd", weights, values)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("specs", "options"),
@@ -144,6 +145,7 @@ def test_masks_are_those_of_jax(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_hidden_queries_and_empty_shapes(rng: np.random.Generator) -> None:
     q, k = sample(rng, 1, 3, 2, 4), sample(rng, 1, 3, 1, 4)
     mask = np.ones((1, 2, 3, 3), bool)

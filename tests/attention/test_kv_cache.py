@@ -117,6 +117,7 @@ def test_ring(rng: np.random.Generator) -> None:
                     np.testing.assert_array_equal(part[0, place], np.asarray(q.codes)[0, position])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_of_different_lengths(window: int | None, rng: np.random.Generator) -> None:
@@ -210,6 +211,7 @@ def test_a_loop_of_appends_and_attention_does_not_copy_the_cache(options: dict[s
     assert count_copies(compiled.as_text() or "", cache) == 0
 
 
+@pytest.mark.slow
 def test_overflow() -> None:
     k = jnp.ones((2, 3, 1, 4))
     cache = jq.KVCache.create((2, 4, 1, 4)).append(k, k)

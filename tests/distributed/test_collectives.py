@@ -87,6 +87,7 @@ def test_gathered_arrays_keep_their_bits(rng: np.random.Generator, name: str) ->
     assert_same_bits(np.asarray(results[0][0].codes)[3], np.asarray(q.codes))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [name for name, (shape, _) in ARRAYS.items() if 8 in shape])
 def test_exchanged_arrays_keep_their_bits(rng: np.random.Generator, name: str) -> None:
@@ -235,6 +236,7 @@ def test_slices_of_sums_and_means(rng: np.random.Generator) -> None:
     assert mean[0].tobytes() == mean[7].tobytes()
 
 
+@pytest.mark.slow
 def test_stochastic_sums_are_unbiased(fixed_rng: np.random.Generator) -> None:
     """The mean over keys is within six standard errors; devices with the same key round differently."""
     x = jnp.asarray(fixed_rng.normal(size=(8, 20)), jnp.float32)
@@ -288,6 +290,7 @@ def test_error_feedback_loses_nothing(rng: np.random.Generator) -> None:
     assert np.isfinite(residual).all()
 
 
+@pytest.mark.slow
 def test_faults_arrive_everywhere(rng: np.random.Generator) -> None:
     """A NaN or an infinity on one device is not finite on any, in its own block only."""
     values = (np.nan, np.inf, -np.inf)
@@ -353,6 +356,7 @@ def test_gradients_are_those_of_jax(rng: np.random.Generator, check_vma: bool) -
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.slow
 def test_types_under_shard_map(rng: np.random.Generator) -> None:
     """JAX knows that a sum is the same on all devices, so that it may leave shard_map without a dimension for them."""
     x = rng.normal(size=(8, 24)).astype(np.float32)
@@ -492,6 +496,7 @@ def test_outside_of_shard_map() -> None:
         jqd.psum(jnp.ones(3), "d", spec=INT8)
 
 
+@pytest.mark.slow
 def test_checksums(rng: np.random.Generator) -> None:
     """`compare_devices` sees one bit, an exchange of two elements, and the sign of 0, in every dtype."""
     values = {

@@ -95,6 +95,7 @@ def test_plans_of_large_meshes(preset: str, data: int, model: int) -> None:
     assert abs(parameters / (float(preset[:-1]) * 1e9) - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--layers 2 --width 64 --heads 8 --vocabulary 64 --batch 8 --sequence 32 --formats int8"
     assert command_line.main(["plan", *options.split(), "--mesh", "data=2,model=4"]) == 0

@@ -109,6 +109,7 @@ def test_tensor_parallel_under_jit(rng: np.random.Generator, is_dynamic: bool) -
     np.testing.assert_allclose(compiled(cut, x_whole), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fsdp_under_shard_map(rng: np.random.Generator) -> None:
     """`all_gather` of each weight where it is used."""
     mesh, (params, x) = make_mesh(), make_block(rng, SPECS["int4 blocks"])

@@ -84,6 +84,7 @@ def test_linen_decodes_token_by_token(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(y, whole, atol=0.02)
 
 
+@pytest.mark.slow
 def test_nnx_is_linen(rng: np.random.Generator) -> None:
     """With the same parameters NNX gives Linen's numbers, also converted."""
     x = sample(rng, 2, 5, 8)

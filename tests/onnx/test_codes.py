@@ -50,6 +50,7 @@ def list_optimized(model, tmp_path) -> set[str]:
     return {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["operators", "qdq"])
 def test_integer_networks(rng: np.random.Generator, form: str, tmp_path) -> None:
@@ -64,6 +65,7 @@ def test_integer_networks(rng: np.random.Generator, form: str, tmp_path) -> None
     assert not kernels & {"Conv", "FusedConv", "ConvInteger", "MatMul", "Gemm"}
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["operators", "qdq"])
 def test_matrix_products_with_a_bias(rng: np.random.Generator, form: str, tmp_path) -> None:
@@ -142,6 +144,7 @@ def test_float_form_of_operators_on_codes(rng: np.random.Generator, level: str, 
     assert {"QLinearSigmoid", "QLinearAdd", "QLinearAveragePool", "QLinearSoftmax"} <= kernels
 
 
+@pytest.mark.slow
 def test_activations_of_prepared_networks(rng: np.random.Generator) -> None:
     """The logistic function and a leaky relu are lookups in tables that the export computes; silu adds a product."""
     shapes = {"a": (8, 8), "b": (8, 8), "c": (8, 8), "d": (8, 4)}

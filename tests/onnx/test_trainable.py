@@ -15,6 +15,7 @@ from jaxquant import onnx as jqonnx
 from ..cases.onnx_models import MODELS, quantize_model, run_runtime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["mlp", pytest.param("cnn", marks=pytest.mark.full)])
 def test_training_lowers_a_loss_and_is_exported_again(
     network: str, rng: np.random.Generator, tmp_path: pathlib.Path

@@ -50,6 +50,7 @@ def test_the_levels() -> None:
 SPECIAL = np.array([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1e-40, -1e-40, 3e38], F32)
 
 
+@pytest.mark.slow
 def test_the_nearest_level(rng: np.random.Generator) -> None:
     """Of tables and of the levels of optimizers; eager, jit, vmap and scan."""
     random = jq.Codebook("random", tuple(np.sort(rng.uniform(-3, 3, 256)).astype(F32).tolist()))

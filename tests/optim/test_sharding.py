@@ -25,6 +25,7 @@ def _promote() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_shards_need_no_communication(rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {

@@ -133,6 +133,7 @@ def test_what_a_rotation_would_change_stays(rng: np.random.Generator) -> None:
     jax.tree.map(np.testing.assert_array_equal, params, rotated)
 
 
+@pytest.mark.slow
 def test_rotations_help_outliers(rng: np.random.Generator) -> None:
     """Of a decomposed layer of which a channel is much larger: fewer errors with codes of activations between."""
     params = sample(rng, down=(32, 32), up=(32, 16))

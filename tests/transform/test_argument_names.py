@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxquant as jq
 
@@ -18,6 +19,7 @@ def apply(weights: Any, x: Any, *, self: Any, params: Any, ranges: Any, scales: 
     return (y - ranges) @ weights["b"] * scales + state if function else y
 
 
+@pytest.mark.slow
 def test_keyword_arguments_with_the_names_of_own_parameters(rng: np.random.Generator) -> None:
     weights = {name: jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for name in "ab"}
     x = jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)

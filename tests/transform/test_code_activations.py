@@ -93,6 +93,7 @@ def test_forms_that_are_recognized(name: str, rng: np.random.Generator) -> None:
     assert coverage.outputs == "2 of 2 contractions give codes" + operations, str(coverage)
 
 
+@pytest.mark.slow
 def test_clips_have_the_codes_of_numpy(rng: np.random.Generator) -> None:
     """Before a contraction is rounded, and of a result that is read in floats, too; all in one program."""
     params, x = draw(rng)
@@ -212,6 +213,7 @@ def mark_and_wait(p: Any, x: Any) -> Any:
     return lax.stop_gradient(y + jnp.copy(y)) @ weights, z
 
 
+@pytest.mark.slow
 def test_codes_pass_through_identities(rng: np.random.Generator) -> None:
     params, x = draw(rng)
     prepared = jq.prepare(mark_and_wait, params, x, rules=RULES)

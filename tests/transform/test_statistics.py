@@ -125,6 +125,7 @@ def test_statistics_in_a_tree_are_folded(name: str) -> None:
     assert sum(plan.fold is not None for plan in prepared.leaves.values()) == 1
 
 
+@pytest.mark.slow
 def test_folded_statistics_of_a_tuple(rng: np.random.Generator) -> None:
     function, shapes = prepare_tuple()
     params = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.5, 1.5, x.shape), np.float32), shapes)
