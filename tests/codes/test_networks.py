@@ -192,5 +192,6 @@ def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) ->
             wrong = int((outputs[key] != codes).sum())
             assert wrong == 0, f"{wrong} of {codes.size} codes differ at {key} ({level})"
     last = next(reversed(net.codes.values()))
-    assert len(np.unique(last)) > 20
+    assert len(np.unique(last)) > 8
+    assert (last != last[:1]).any()
     np.testing.assert_array_equal(jax.jit(net.run)(net.start), last)

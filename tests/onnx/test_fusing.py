@@ -16,6 +16,7 @@ from jaxquant import onnx as jqonnx
 from ..cases.onnx_models import list_optimized_operators, run_runtime
 
 QUANTIZED = ("QLinear", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
+SUMMING = {"Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm"}  # of floats
 
 
 class Pattern:
@@ -210,9 +211,10 @@ def test_pattern_equals_the_runtime(name: str, dtype: Any, rng: np.random.Genera
     model = pattern.build(make(pattern))
     (expected,) = run_runtime(model, pattern.feeds)
     actual, kernels = load_and_run(model, pattern.feeds)
-    operators = sorted(op for op in list_optimized_operators(model, tmp_path) if op.startswith(QUANTIZED))
-    assert kernels == operators
-    if is_exact and (kernels or actual.dtype == dtype):
+    operators = sorted(list_optimized_operators(model, tmp_path))
+    assert kernels == [op for op in operators if op.startswith(QUANTIZED)]
+    # Without a kernel on codes (a float bias beside int8 codes, for example) the order of the float sums differs.
+    if is_exact and (kernels or (actual.dtype == dtype and SUMMING.isdisjoint(operators))):
         np.testing.assert_array_equal(actual, expected)
     else:
         steps = actual.dtype == dtype
