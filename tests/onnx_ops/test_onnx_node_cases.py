@@ -38,13 +38,14 @@ COUNTS = {
 DTYPES = ("output_dtype", "precision")
 
 
-def node_tests() -> list[Any]:
-    """Every test whose model is one node of these; the `_expanded` function bodies are other operators."""
+@functools.cache  # on first use, not when pytest collects: onnx computes all of its expected results here
+def load_cases() -> dict[str, list[Any]]:
+    """By op_type, every test whose model is one node of these; the `_expanded` function bodies are other operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # onnx's own casts, as it computes what it expects
         every = load_node_model_tests()
     single = [t for t in every if t.model is not None and len(t.model.graph.node) == 1]
-    return [t for t in single if t.model is not None and t.model.graph.node[0].op_type in COUNTS]
+    return {op: [t for t in single if t.model.graph.node[0].op_type == op] for op in COUNTS}
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -67,21 +68,18 @@ def array(value: Any) -> np.ndarray:
     return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
 
 
-CASES = node_tests()
-
-
 @pytest.mark.parametrize("op_type", list(COUNTS))
 def test_number_of_cases(op_type: str) -> None:
-    assert sum(c.model.graph.node[0].op_type == op_type for c in CASES) == COUNTS[op_type]
+    assert len(load_cases()[op_type]) == COUNTS[op_type]
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_node(case: Any, jitted: bool) -> None:
-    node = case.model.graph.node[0]
-    op = operator(node)
+@pytest.mark.parametrize(("op_type", "index"), [(op, index) for op, count in COUNTS.items() for index in range(count)])
+def test_node(op_type: str, index: int, jitted: bool) -> None:
+    case = load_cases()[op_type][index]
+    op = operator(case.model.graph.node[0])
     for inputs, outputs in case.data_sets:
         actual = jax.tree.leaves((jax.jit(op) if jitted else op)(*map(array, inputs)))
         for g, w in zip(actual, map(array, outputs), strict=True):
-            assert g.dtype == w.dtype
-            assert transforms.mismatches(np.asarray(g), w) == 0
+            assert g.dtype == w.dtype, case.name
+            assert transforms.mismatches(np.asarray(g), w) == 0, case.name
