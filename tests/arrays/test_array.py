@@ -104,7 +104,7 @@ def test_jit_donation_and_no_recompilation(rng: np.random.Generator) -> None:
     assert (shapes.ndim, shapes.size, len(shapes), shapes.nbytes) == (2, 16, 4, 8 + 32 + 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 def test_vmap_over_any_axis(rng: np.random.Generator, axis: int) -> None:
     """The parts keep values' rank inside and outside, and come out where they are told."""
@@ -180,6 +180,7 @@ def test_gradients(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(slope, np.asarray(f8.codes).astype(F32).sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_eight_devices(rng: np.random.Generator, kind: AxisType) -> None:
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))

@@ -86,7 +86,7 @@ def near_ties(rng: np.random.Generator, name: str) -> tuple[np.ndarray, tuple[An
     return x, (codes, scale, zero_point, array_text.values(codes, wide, points, F32))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @KINDS
 @pytest.mark.parametrize("name", SPECS)
 def test_quantize_and_dequantize_where_x_is_cut(rng: np.random.Generator, name: str, kind: AxisType) -> None:
@@ -130,7 +130,7 @@ VIEWS: dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @KINDS
 @pytest.mark.parametrize("axis", range(3))
 def test_views_of_a_cut_array(rng: np.random.Generator, axis: int, kind: AxisType) -> None:
@@ -194,6 +194,7 @@ def product(a: QuantizedArray, b: QuantizedArray, length: int) -> np.ndarray:
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @KINDS
 @pytest.mark.parametrize(("name", "length"), [("plain", 32), ("blocks", 8), ("blocks of both", 4)])
@@ -402,6 +403,7 @@ def weight_only_gradient(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(actual, np.asarray(w.dequantize()).sum(1)[None].repeat(16, 0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("check", [in_chunks, zero_point_granularity, error_measures, weight_only_gradient])
 def test_operations_that_jax_refused_at_first(

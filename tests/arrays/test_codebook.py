@@ -65,6 +65,7 @@ def test_ties_go_to_the_lower_entry(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(q.dequantize(), entries * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float8_e8m0fnu"])
 def test_blocks_of_nf4(rng: np.random.Generator, scale_dtype: str) -> None:
     x = (rng.normal(size=(6, 50)) * np.exp(rng.normal(size=(6, 1)))).astype(F32)

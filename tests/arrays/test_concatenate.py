@@ -134,7 +134,7 @@ SPECS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_dtype_of_codes(rng: np.random.Generator, name: str) -> None:
     """Quantized arrays of three lengths, numpy's leaves, eagerly and under jit."""

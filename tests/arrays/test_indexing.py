@@ -126,6 +126,7 @@ def test_rank_0_and_empty(rng: np.random.Generator) -> None:
         check_values(q[index], want[index])
 
 
+@pytest.mark.slow
 def test_slices_of_whole_blocks_keep_the_blocks(rng: np.random.Generator) -> None:
     """A slice along block bounds keeps the blocks; any other gets an entry per index, and no more dimensions do."""
     q, _ = make_array(rng, (4, 12), (4, 4), (4, 1), 3)
@@ -151,6 +152,7 @@ def test_a_traced_index(rng: np.random.Generator) -> None:
     check_values(jax.vmap(lambda q: q[1:, 2])(stack), expected[:, 1:, 2])
 
 
+@pytest.mark.slow
 def test_indices_out_of_range_are_clamped_as_in_jax(rng: np.random.Generator) -> None:
     """JAX takes the nearest element for an array's index out of range; the scale must be that element's."""
     q, _ = make_array(rng, (4, 9), (4, 3), (1, 9), 3)
@@ -277,6 +279,7 @@ def can_be_told(groups: np.ndarray, new: tuple[int, ...]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (2, 3, 4), (12,), (5, 2), (2, 5)], ids=str)
 def test_a_reshape_is_refused_only_where_no_scale_says_it(rng: np.random.Generator, shape: tuple[int, ...]) -> None:

@@ -72,7 +72,7 @@ VIEWS: dict[str, Row] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(VIEWS))
 def test_onnx_runtime_reads_the_view(rng: np.random.Generator, name: str) -> None:
     shape, scale, point, size, *expected = VIEWS[name]

@@ -61,7 +61,7 @@ def oracle(x: np.ndarray, q: jq.QuantizedArray, spec: jq.QuantSpec) -> list[floa
     ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_measures(name: str, rng: np.random.Generator) -> None:
     spec, share, dtype = CASES[name]
@@ -143,6 +143,7 @@ def test_tiny_and_huge(rng: np.random.Generator) -> None:
         assert actual.max_abs == expected.max_abs * F32(2.0**power)
 
 
+@pytest.mark.slow
 def test_sums_of_ten_million(rng: np.random.Generator) -> None:
     """XLA adds up in a tree: a float32 sum of so many is as good as float64's."""
     x = rng.standard_normal((2500, 4001), F32)

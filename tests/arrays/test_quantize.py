@@ -27,7 +27,7 @@ def compared(values: np.ndarray, spec: jq.QuantSpec) -> np.ndarray:
     return np.isfinite(values.astype(F32)) if spec.narrow_range else np.ones(values.shape, bool)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_integers_are_those_of_the_text_and_of_the_operators(rng: np.random.Generator, case: str) -> None:
     name, granularity, options = CASES[case]
@@ -68,7 +68,7 @@ def test_onnx_runtime_gives_the_same_through_the_view(rng: np.random.Generator, 
     check_equal(q.dequantize(), values)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "int8", "narrow_range": True, "symmetric": False}], ids=["uint8", "int8"]
 )
@@ -268,6 +268,7 @@ def test_a_given_range(rng: np.random.Generator) -> None:
     check_equal(away.zero_point, np.zeros((1, 6, 1), np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_halves(rng: np.random.Generator, dtype: str) -> None:
     for case in ("int8 axis", "uint8 tensor", "int4 blocked"):
@@ -279,7 +280,7 @@ def test_halves(rng: np.random.Generator, dtype: str) -> None:
         check_equal(jq.dequantize_linear(**jq.onnx_view(q)._asdict()), q.dequantize())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1, 1), (1,)])
 def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:
     x = np.full(shape, -2.5, F32)
@@ -329,7 +330,7 @@ def test_no_gradient_flows(rng: np.random.Generator) -> None:
         assert not np.asarray(gradient).any()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("granularity", ["tensor", "axes", "blocked"])
 def test_eight_devices_give_the_same(rng: np.random.Generator, granularity: str, kind: AxisType) -> None:
@@ -379,6 +380,7 @@ def test_one_element_is_a_range_for_every_rank(rng: np.random.Generator) -> None
     assert result.scale.shape == (1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_range_is_given_in_one_argument_or_in_two() -> None:
     x, spec = jnp.array([-1.0, 0.3, 2.0]), jq.QuantSpec(jnp.uint8)
     pairs: Any = ((-1.0, 1.55), [-1.0, 1.55], jq.Range(jnp.float32(-1), jnp.float32(1.55)))

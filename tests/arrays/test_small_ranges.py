@@ -64,7 +64,7 @@ def most_of(x: np.ndarray, bound: int) -> np.ndarray:
     return np.maximum(x.max(1), F32(bound))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale_dtype", SCALES)
 def test_quantize_gives_no_scale_of_zero(scale_dtype: str) -> None:
     """Every spec in one program, with a row for each size; vmap has a range for each; and some eagerly."""
@@ -112,6 +112,7 @@ def dynamic_reference(x: np.ndarray, low_code: int, high_code: int) -> tuple[np.
     return np.clip(np.rint(x / scale) + point, low_code, high_code).astype(int), scale[:, 0], point[:, 0].astype(int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bounds"), [("uint8", (0, 255)), ("int8", (-127, 127))])
 def test_dynamic_quantize_linear_gives_no_scale_of_zero(dtype: str, bounds: tuple[int, int]) -> None:
     """Scales below 2**-126 are 2**-126, alone, per row, under vmap, and where XLA knows x when it compiles."""
@@ -153,6 +154,7 @@ def test_learned_scales_start_above_zero() -> None:
         assert scale[2] == 1, (rule, rule_spec)
 
 
+@pytest.mark.slow
 def test_a_learned_scale_that_float16_rounds_to_zero() -> None:
     """It is the least number of float16, which a product with codes survives."""
     flax = pytest.importorskip("jaxquant.flax")
@@ -166,6 +168,7 @@ def test_a_learned_scale_that_float16_rounds_to_zero() -> None:
     np.testing.assert_array_equal(y, np.array([[3 * 127, -127]], F32) * F32(2**-24))
 
 
+@pytest.mark.slow
 def test_scales_of_repeated_ranges(rng: np.random.Generator) -> None:
     """XLA finds one scale and repeats it; the quotient must not become a product with the reciprocal."""
     spec, x = QuantSpec("uint8"), jnp.ones((2, 3))

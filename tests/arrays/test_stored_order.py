@@ -174,6 +174,7 @@ def test_quantize_stores_last(rng: np.random.Generator) -> None:
     assert_same(mapped[1], jq.quantize(x[1], SPECS["int8 per axis"]))
 
 
+@pytest.mark.slow
 def test_the_order_is_in_its_shortest_form(rng: np.random.Generator) -> None:
     q = jq.quantize(rng.normal(size=(2, 3, 4, 5)).astype(F32), QuantSpec("int8"))
     for axes, order in (
@@ -396,7 +397,7 @@ def test_errors_name_the_logical_axes(rng: np.random.Generator) -> None:
         assert texts[0] == texts[1]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [1, 2, 8])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_the_kernel_reads_the_stored_codes(rows: int, dtype: str, rng: np.random.Generator) -> None:

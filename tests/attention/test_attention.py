@@ -53,7 +53,7 @@ def check_against_float64(y: Any, operands: Any, visible: np.ndarray, digits: in
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "queries", "features"), [(4, 2, 3, 8), (2, 2, 1, 5), (3, 1, 1, 16), (1, 1, 4, 7)]
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_codes_and_results(
     name: str, heads: int, kv_heads: int, queries: int, features: int, rng: np.random.Generator
 ) -> None:
@@ -88,6 +88,7 @@ def test_codes_and_results(
     assert (np.abs(np.asarray(results[1], np.float64) - reference) <= bound + 1e-3 * np.abs(v).max()).all()
 
 
+@pytest.mark.slow
 def test_masks_bias_and_positions(rng: np.random.Generator) -> None:
     q, k, v = sample(rng, 2, 3, 4, 8), *(sample(rng, 2, 9, 2, 8) for _ in "kv")
     mask, bias = rng.random((2, 4, 3, 12)) < 0.6, sample(rng, 1, 4, 1, 12)
@@ -134,6 +135,7 @@ def test_window(rng: np.random.Generator) -> None:
         jq.attention(q[:, :4], cache)
 
 
+@pytest.mark.slow
 def test_prompts_of_different_lengths_in_a_ring(rng: np.random.Generator) -> None:
     """Rows whose tokens wrap around at different calls, int4 values, odd features, a bias and shared heads."""
     batch, length, window, tokens, features = 3, 7, 4, 4, 5
@@ -171,6 +173,7 @@ def test_prompts_of_different_lengths_in_a_ring(rng: np.random.Generator) -> Non
             check_against_float64(y[row : row + 1, :count], codes, visible, bias=token_bias)
 
 
+@pytest.mark.slow
 def test_equals_dot_product_attention_bit_for_bit(rng: np.random.Generator) -> None:
     """What a cache serves is what trained: with as many places as tokens the programs compute the same."""
     q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")

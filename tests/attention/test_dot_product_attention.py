@@ -123,6 +123,7 @@ def test_gradients_are_finite_differences(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(gradient, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_masks_are_those_of_jax(rng: np.random.Generator) -> None:
     """Against jax.nn on the fake-quantized operands, with three digits in the weights."""
     q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")
@@ -177,6 +178,7 @@ def test_hidden_queries_and_empty_shapes(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(one, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_faults_of_hidden_tokens_do_not_reach_gradients(rng: np.random.Generator) -> None:
     """NaN and infinity in padding, and in tokens that a query does not see, change no other gradient."""
     q, k, v = sample(rng, 2, 4, 4, 6), *(sample(rng, 2, 4, 2, 6) for _ in "kv")

@@ -37,6 +37,7 @@ def read_tokens(cache: jq.KVCache) -> tuple[np.ndarray, ...]:
     return (*codes, *scales)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("features", [8, 5])
@@ -149,6 +150,7 @@ def test_rows_of_different_lengths(window: int | None, rng: np.random.Generator)
             np.testing.assert_array_equal(mine[row, held], theirs[0, held])
 
 
+@pytest.mark.slow
 def test_vmap_and_pytree(rng: np.random.Generator) -> None:
     k = sample_tokens(rng, 2, 2, 3, 1, 4)
 
@@ -190,6 +192,7 @@ def test_tokens_are_written_in_place(name: str, options: dict[str, Any]) -> None
     assert count_copies(text, cache) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"window": 1024}, {"per_row": True}], ids=["plain", "ring", "rows"])
 def test_a_loop_of_appends_and_attention_does_not_copy_the_cache(options: dict[str, Any]) -> None:
@@ -239,6 +242,7 @@ def test_overflow() -> None:
     assert int(dataclasses.replace(rows, index=jnp.zeros(2, jnp.int32)).append(k, k).index[0]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_sharded_over_eight_devices(name: str, rng: np.random.Generator) -> None:
@@ -309,6 +313,7 @@ def test_errors(call: Any, error: type[Exception], text: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_empty_shapes() -> None:
     for shape in ((0, 4, 1, 8), (2, 0, 1, 8), (2, 4, 0, 8), (2, 4, 1, 0)):
         cache = jq.KVCache.create(shape)

@@ -61,7 +61,7 @@ def least_most(x: np.ndarray, name: str) -> Any:
     return tuple(np.concatenate([f(p, axis=1, keepdims=True) for p in parts], axis=1) for f in (np.min, np.max))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(SPECS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extremes_are_numpy_s(rng: np.random.Generator, name: str, dtype: str) -> None:
@@ -186,6 +186,7 @@ def test_programs_are_saved_for_every_platform() -> None:
     check_equal(restored.call(cal.init(x), x), program(cal.init(x), x))
 
 
+@pytest.mark.slow
 def test_no_gradient_flows_through_an_update() -> None:
     cal = make("mse")
     x = jnp.arange(6, dtype=jnp.float32)

@@ -176,6 +176,7 @@ def test_numpy_s_files(rng: np.random.Generator, tmp_path: pathlib.Path) -> None
         same_trees(checkpoint.from_arrays(dict(file)), q)
 
 
+@pytest.mark.slow
 def test_safetensors(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "all.safetensors"
     plain = {name: codes(rng, name, (3, 5)) for name in NAMES}
@@ -266,6 +267,7 @@ def test_orbax_over_eight_devices(rng: np.random.Generator, tmp_path: pathlib.Pa
     same_trees(checkpoint.from_arrays(checkpoint.to_arrays(spread)), plain)
 
 
+@pytest.mark.slow
 def test_orbax_itself_saves_the_arrays(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     import orbax.checkpoint as ocp
 

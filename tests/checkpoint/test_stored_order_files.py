@@ -61,6 +61,7 @@ def write(arrays: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]
     return {**arrays, KEY: np.frombuffer(json.dumps(description).encode(), np.uint8)}
 
 
+@pytest.mark.slow
 def test_versions(rng: np.random.Generator) -> None:
     """A reader of version 1 would ignore a stored order, so only arrays that have one are written as version 2."""
     for q in make_tree(rng).values():

@@ -71,7 +71,7 @@ def same(got: Any, want: np.ndarray, output: jq.Quantizer | None = None) -> None
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", KERNELS, ids="-".join)
 def test_matmul(names: tuple[str, str], rng: np.random.Generator) -> None:
     """The codes and the floats are QGemm's, those without a bias QLinearMatMul's."""
@@ -93,6 +93,7 @@ def test_matmul(names: tuple[str, str], rng: np.random.Generator) -> None:
         same(onnx_runtime.ask("QLinearMatMul", [*parts, *result], names[0]), want)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("names", KERNELS, ids="-".join)
 def test_convolution(names: tuple[str, str], rng: np.random.Generator) -> None:

@@ -53,6 +53,7 @@ def same(q: jq.QuantizedArray, codes: np.ndarray, like: Any) -> None:
         np.testing.assert_array_equal(np.asarray(part).reshape(()), expected.reshape(()))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BYTES)
 def test_against_onnx_runtime(name: str, rng: np.random.Generator) -> None:
@@ -143,6 +144,7 @@ def test_transformations(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(scanned(stacked), want)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
@@ -223,6 +225,7 @@ def test_errors(name: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_empty() -> None:
     q = jq.QuantizedArray(np.zeros((0, 4, 4, 2), np.uint8), np.ones((1, 1, 1, 1), F))
     assert jq.add(q, q, Y).shape == q.shape

@@ -64,7 +64,7 @@ def case(rng: np.random.Generator, name: str) -> tuple[QuantizedArray, Quantized
     return lhs, draw_operand(rng, right, r_dtype, r_scale, **r_rest), numbers, length
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_then_scales(name: str, rng: np.random.Generator) -> None:
     lhs, rhs, numbers, length = case(rng, name)
@@ -96,6 +96,7 @@ def test_transforms(name: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(jax.vmap(dot, in_axes=(None, 0))(pairs[0][0], right), shared)
 
 
+@pytest.mark.slow
 def test_a_long_contraction_does_not_wrap_around() -> None:
     """40,000 products of 255 and 255 are more than an int32 holds; plain integers return a negative number."""
     depth = 40_000
@@ -114,7 +115,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_matmul_has_numpy_s_shapes(shapes: Any, rng: np.random.Generator) -> None:
     sides = [draw_operand(rng, shape, dtype, (1,) * len(shape)) for shape, dtype in zip(shapes, (U8, I8), strict=True)]
@@ -131,7 +132,7 @@ def test_matmul_has_numpy_s_shapes(shapes: Any, rng: np.random.Generator) -> Non
     np.testing.assert_allclose(jnp.asarray(floats[0]) @ sides[1], np.matmul(*floats), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", [
     QuantSpec(jnp.int8, PerAxis(1)), QuantSpec(jnp.uint4, Blocked(0, 32)), QuantSpec(jnp.float8_e4m3fn, PerAxis(1)),
     QuantSpec(jq.nf4, Blocked(0, 64)), QuantSpec(jnp.int16), QuantSpec(jnp.float4_e2m1fn, Blocked(0, 32), scale_dtype=jnp.float8_e8m0fnu),
@@ -291,6 +292,7 @@ def test_bad_input_is_named(row: Any) -> None:
         jq.dot_general(lhs, rhs, numbers)
 
 
+@pytest.mark.slow
 def test_bad_input_of_matmul_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"jaxquant\.matmul: rhs: expected 6 rows, as many as lhs has columns, got shapes \(4, 6\)"

@@ -77,7 +77,7 @@ MORE: dict[str, tuple[Shape, ...]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("subscripts", list(TWO))
 def test_two_operands(subscripts: str, rng: np.random.Generator) -> None:
     """Both quantized, exactly where the scales are 1; then one of them as floats."""
@@ -163,6 +163,7 @@ def test_dtype_of_the_result(rng: np.random.Generator) -> None:
     assert jq.einsum("ij,jk,kl->il", *narrow, jnp.ones((5, 2), jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_gradients(rng: np.random.Generator) -> None:
     """Of a float operand and of scales, through two contractions."""
     a, b = quantized(rng, "int8", (3, 4)), quantized(rng, "uint8", (4, 5))

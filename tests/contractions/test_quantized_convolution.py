@@ -129,7 +129,7 @@ def test_two_quantized_arrays(name: str, rng: np.random.Generator) -> None:
         same_bits(actual, expected.astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["NHWC, asymmetric", "depthwise", "grouped and dilated", "holes in lhs"])
 def test_zero_point_for_each_image(name: str, rng: np.random.Generator) -> None:
     """Each image is padded with its own zero point, and computed as it is alone."""
@@ -156,7 +156,7 @@ def test_integers_are_exact(name: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["NCHW", "a scale for each image", "groups of images"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_weight_only(name: str, side: int, rng: np.random.Generator) -> None:
@@ -320,6 +320,7 @@ def test_refusals(lhs: Any, rhs: Any, keywords: dict[str, Any], error: type[Exce
     assert isinstance(raised.value, AssertionError)
 
 
+@pytest.mark.slow
 def test_the_longest_sum_is_exact() -> None:
     """33025 products of 255 * 255, just what int32 holds."""
     above, below = long(33025)

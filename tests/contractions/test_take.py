@@ -41,7 +41,7 @@ def take_rows(table: np.ndarray, indices: np.ndarray, axis: int, mode: str | Non
     return np.where(wide, rows, np.asarray(np.nan, rows.dtype))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(SPECS))
 def test_the_slices_of_the_table(name: str, rng: np.random.Generator) -> None:
     x = rng.standard_normal((10, 12)).astype(np.float32) * 3 + 1

@@ -73,6 +73,7 @@ def find_error(y: Any, x: np.ndarray, real: np.ndarray) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ def test_empty_contraction_with_blocks() -> None:
     np.testing.assert_array_equal(y, np.zeros((2, 3), np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("name", mark_others_full(SIZES, ["int8", "uint4 in blocks"]))

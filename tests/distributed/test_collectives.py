@@ -63,7 +63,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ARRAYS)
 def test_gathered_arrays_keep_their_bits(rng: np.random.Generator, name: str) -> None:
     """On every axis, stacked and joined: the codes of each device, and the values that `lax.all_gather` returns."""
@@ -182,6 +182,7 @@ def bound_error(x: np.ndarray, spec: jq.QuantSpec) -> np.ndarray:
     return (first + second + rounding).reshape(-1)[: flat.shape[1]].reshape(x.shape[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -414,6 +415,7 @@ def test_under_vmap_and_pmap(rng: np.random.Generator) -> None:
 # Programs.
 
 
+@pytest.mark.slow
 def test_what_travels(rng: np.random.Generator) -> None:
     """Integers, and at most 0.28 of the bytes of floats; no floats but the scales."""
     x = jnp.zeros((8, 64, 1024), jnp.float32)

@@ -187,6 +187,7 @@ def test_errors(call: Any, text: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_dropout_is_off_if_deterministic() -> None:
     layer: Any = qnn.MultiHeadAttention(2, **SPECS, dropout_rate=0.5)
     layer.init(jax.random.key(0), X, deterministic=True)

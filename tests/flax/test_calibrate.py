@@ -90,6 +90,7 @@ def test_linen_finds_the_ranges_of_what_is_served() -> None:
     assert_same(arrays_of(recalibrated["ranges"]), arrays_of(calibrated["ranges"]))
 
 
+@pytest.mark.slow
 def test_nnx_finds_the_ranges_of_what_is_served() -> None:
     batches, model = draw_batches(), Model()
     model.train()
@@ -205,6 +206,7 @@ def test_progress_is_shown_when_it_is_asked_for(capsys: Any, monkeypatch: pytest
         assert ("3/3" in output.err, output.out) == (is_shown, "")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_calibrated() -> None:
     batch, module, model = draw_batches(1)[0], Net(), Model()
     variables = module.init(jax.random.key(0), batch)

@@ -43,6 +43,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_a_file_belongs_to_its_layers_and_weights(tmp_path: Any, library: str) -> None:
     """Ranges behind a layer of 8 bits are not those behind one of 4: no array tells the files apart."""
@@ -171,6 +172,7 @@ def make_calibrator(spec: jq.QuantSpec, inner: Any) -> jq.Calibrator:
     return inner(spec)
 
 
+@pytest.mark.slow
 def test_texts_are_equal_in_every_process() -> None:
     source = Dynamic(functools.partial(make_calibrator, inner=jq.mse))
     text = _layer_operand.describe_converted(_layer_operand.LayerOperand(A, source, "activation"))

@@ -125,6 +125,7 @@ def test_gradients_are_those_of_fake_quantization(rng: np.random.Generator) -> N
     assert float(jnp.abs(got[1]["output_scale"]).max()) > 0
 
 
+@pytest.mark.slow
 def test_an_integer_bias_with_floats(rng: np.random.Generator) -> None:
     x = rng.normal(size=(5, 7)).astype(F)
     layer = qnn.Dense(3, integer_bias=True, **BOTH)
@@ -160,6 +161,7 @@ def test_parameters_of_sixteen_bits(rng: np.random.Generator) -> None:
     assert y.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_codes_into_a_layer_without_an_output_spec(rng: np.random.Generator) -> None:
     """The bias stays a float, and the scale of the inputs replaces the activation_spec."""
     q = jq.quantize(rng.normal(size=(5, 7)).astype(F), A8)

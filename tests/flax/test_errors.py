@@ -376,6 +376,7 @@ def test_what_a_learned_scale_cannot_hold() -> None:
     assert "weight_zero_point" in variables["scales"]["DotGeneral_0"]
 
 
+@pytest.mark.slow
 def test_what_a_user_mixes_up() -> None:
     with pytest.raises(
         ValueError, match=r"DotGeneral: expected a call by a Linen layer .*jaxquant\.flax\.nnx\.dot_general"

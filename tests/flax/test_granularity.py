@@ -90,7 +90,7 @@ NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(NNX_KERNELS))
 def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     make, shape, scale = NNX_KERNELS[case]
@@ -162,7 +162,7 @@ SHORT: dict[str, tuple[Callable[[jq.QuantSpec], Any], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(SHORT))
 @pytest.mark.parametrize("size", [3, 4, 8, 32])
 def test_a_block_as_long_as_its_axis(case: str, size: int) -> None:
@@ -297,7 +297,7 @@ FOLDED: dict[str, tuple[Callable[[bool], Any], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", list(FOLDED))
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_nnx_folds_along_the_features(case: str, use_bias: bool) -> None:
@@ -306,6 +306,7 @@ def test_nnx_folds_along_the_features(case: str, use_bias: bool) -> None:
     np.testing.assert_allclose(qnnx.fold_batch_norm(layer, norm)(x), norm(layer(x)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_linen_folds_along_the_axis_it_is_told() -> None:
     x, rng = draw(2, 5, 4), np.random.default_rng(5)
     for transposed in (False, True):
@@ -361,6 +362,7 @@ def test_a_normalisation_that_cannot_be_folded() -> None:
         qnnx.fold_batch_norm(Unknown(), normalization(4))
 
 
+@pytest.mark.slow
 def test_a_calibrator_is_a_function_of_a_spec() -> None:
     for source in (Observed, Dynamic):
         with pytest.raises(

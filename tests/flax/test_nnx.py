@@ -70,6 +70,7 @@ def batches(layer: Any) -> int:
     return int(layer.dot_general.activation_batches[...])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(CASES))
 def test_flax_s_parameters_and_linen_s_bits(rng: np.random.Generator, case: str) -> None:
@@ -184,6 +185,7 @@ def test_the_range_is_the_calibrator_s(rng: np.random.Generator) -> None:
         check_equal(served.activation_zero_point[...].reshape(1, 1, 1), expected.zero_point)
 
 
+@pytest.mark.slow
 def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
     """Not over a flat activation, which XLA:CPU reduces element by element: none is in the program."""
     layer = qnnx.Linear(64, 8, weight_spec=W, activation_spec=A, rngs=nnx.Rngs(0))
@@ -200,6 +202,7 @@ def test_a_range_is_found_over_rows(rng: np.random.Generator) -> None:
     assert f"{np.prod(shape)}x" not in text
 
 
+@pytest.mark.slow
 def test_ranges_freeze(rng: np.random.Generator) -> None:
     layer = qnnx.Linear(6, 5, **SPECS, activation_range=Observed(freeze_after=2), rngs=rngs(rng))
     step = nnx.jit(lambda layer, x: layer(x))
@@ -320,6 +323,7 @@ def test_an_evaluated_model_may_be_a_constant(rng: np.random.Generator, way: str
 # What is refused.
 
 
+@pytest.mark.slow
 def test_refusals(rng: np.random.Generator) -> None:
     streams = rngs(rng)
     with pytest.raises(TypeError, match=r"Linear\(6, 5\): jaxquant.flax.nnx: weight_spec: expected a QuantSpec"):
@@ -388,6 +392,7 @@ def test_start_says_what_it_did_not_reach(rng: np.random.Generator) -> None:
         qnnx.start(unused, jnp.ones((2, 4)))
 
 
+@pytest.mark.slow
 def test_a_layer_has_the_signature_of_flax_s_with_the_added_arguments() -> None:
     added = {"weight_spec", "activation_spec", "weight_range", "activation_range", "backward", "use_running_average"}
     outputs = {"output_spec", "output_range", "output_relu", "integer_bias"}

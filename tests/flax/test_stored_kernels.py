@@ -96,6 +96,7 @@ def test_linen(name: str, rng: np.random.Generator) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_others_full(NNX, ["Linear", "heads in"]))
 def test_nnx(name: str, rng: np.random.Generator) -> None:
     make, shape, order = NNX[name]
@@ -192,6 +193,7 @@ def test_a_wrong_shape_is_refused(rng: np.random.Generator) -> None:
         qnn.Dense(7, **WAY).apply(serving, x)
 
 
+@pytest.mark.slow
 def test_partitioned_kernels(rng: np.random.Generator) -> None:
     """A box names the mesh axes of the dimensions in memory."""
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "heads", "model"))
@@ -217,7 +219,7 @@ MOVED: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MOVED)
 def test_the_kernel_is_not_moved(name: str, rng: np.random.Generator) -> None:
     """The compiled program contracts the last dimension of the codes as they are stored."""

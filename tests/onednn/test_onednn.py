@@ -45,7 +45,7 @@ def draw_arguments(rng: np.random.Generator, name: str, axis: int | None, points
     return (x, scale) if points is None else (x, scale, point)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("points", [None, "int8", "uint8", "int32"])
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
 @pytest.mark.parametrize("name", ["uint8", "int8"])
@@ -120,7 +120,7 @@ def test_dequantize(rng: np.random.Generator, name: str, axis: int | None, point
             assert transforms.mismatches(np.asarray(static), expected) == 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "group"),
     [
@@ -180,7 +180,7 @@ def live(op: str, *args: Any, **keywords: Any) -> np.ndarray:
     return onednn_runtime.run(op, *args, **keywords)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @needs_onednn
 @pytest.mark.parametrize("op", ["Quantize", "DynamicQuantize"])
 @pytest.mark.parametrize("axis", [None, 0, 1, 2])

@@ -39,7 +39,7 @@ def check_model(model: ModelProto, function, batches, levels=("all",), tolerance
         assert report.is_exact, str(report)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "recipe"), list(itertools.product(NETWORKS, RECIPES)))
 def test_networks(name: str, recipe: str, rng: np.random.Generator) -> None:
     function, x = convert_network(name, recipe)
@@ -83,6 +83,7 @@ GRANULARITIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, pytest.param(jnp.int4, marks=pytest.mark.full), jnp.uint16])
 def test_codes_of_ties(rng: np.random.Generator, dtype) -> None:
     x = sample_ties(rng, 6, 8)
@@ -262,6 +263,7 @@ def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:
         jqonnx.verify(model, lambda x: x, [x])
 
 
+@pytest.mark.slow
 def test_names_of_outputs_from_the_operator(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 1, (3, 4)), jnp.float32)
 

@@ -43,6 +43,7 @@ def mlp(rng: np.random.Generator, tmp_path: pathlib.Path) -> onnx.ModelProto:
     return quantize_model(make_mlp(rng), batches, "qdq", tmp_path, per_channel=True)
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_keywords_give_the_same_bits(mlp: onnx.ModelProto, rng: np.random.Generator) -> None:
     fn, params = jqonnx.load(mlp)
     x = rng.normal(size=(3, 8, 16)).astype(np.float32)

@@ -69,6 +69,7 @@ def test_other_threads_do_not_record() -> None:
     assert names == [[]]
 
 
+@pytest.mark.slow
 def test_recorded_programs_have_the_same_results(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 2, (5, 4)), jnp.float32)
     expected = jax.jit(contract)(x), jax.jit(jax.vmap(lambda row: contract(row[None])))(x)

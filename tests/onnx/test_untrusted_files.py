@@ -359,6 +359,7 @@ def run_mutants(count: int, rng: np.random.Generator) -> tuple[int, int]:
     return loaded, count - loaded
 
 
+@pytest.mark.slow
 def test_mutants(rng: np.random.Generator) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     loaded, refused = run_mutants(300, rng)

@@ -154,7 +154,7 @@ def check_cut(rng: np.random.Generator, name: str, side: int, axis: int, kind: A
 
 
 # Every other placement and operator: each is a compilation of eight devices, and neighbours take the same program.
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "side", "axis"), list(placements(explicit=False))[::2])
 def test_automatic_shardings(rng: np.random.Generator, name: str, side: int, axis: int) -> None:
     """Rows, columns, batches and contracted dimensions."""
@@ -267,7 +267,7 @@ def test_gradients_where_operands_are_cut(rng: np.random.Generator, name: str, p
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["matmul_integer", "row", "qlinear_matmul", "conv_integer", "dynamic_quantize_matmul"])
 def test_vmap_over_a_cut_axis(rng: np.random.Generator, name: str) -> None:
     """Each device one member of the batch."""
@@ -292,7 +292,7 @@ def test_export_lowers_for_every_platform(rng: np.random.Generator, name: str) -
     check_equal(name, export.deserialize(exported.serialize()).call(*operands), op(*operands))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [n for n in OPERATORS if n not in ("row", "vector", "zero points", "dot_general")])
 def test_export_with_a_symbolic_batch(rng: np.random.Generator, name: str) -> None:
     """Rows or images of any number."""
@@ -332,7 +332,7 @@ def test_modes_of_jax_change_nothing(rng: np.random.Generator, name: str, mode: 
         check_equal(name, jax.vmap(op, (0, None))(np.stack([a, a]), b)[1], want)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["x64", "disable_jit", "debug_nans", "promotion"])
 @pytest.mark.parametrize("name", ["dynamic_quantize_matmul", "dynamic, blocks", "matmul_nbits"])
 def test_gradients_in_every_mode(rng: np.random.Generator, name: str, mode: str) -> None:

@@ -79,7 +79,7 @@ SHAPES = (
 )
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
 def test_the_shapes_of_numpy_matmul(a: tuple[int, ...], b: tuple[int, ...], rng: np.random.Generator) -> None:
     pair = PAIRS[SHAPES.index((a, b)) % 4]
@@ -142,7 +142,7 @@ def test_a_zero_point_per_row_is_of_rows(rng: np.random.Generator) -> None:
     check_equal(jq.matmul_integer(batch, b, points), want)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 65])
 def test_one_row_of_any_depth(k: int, rng: np.random.Generator) -> None:
     for pair, n in zip(PAIRS, (1, 16, 17, 33), strict=True):
@@ -233,6 +233,7 @@ def test_ranges_that_are_special_to_the_dynamic_scale(rng: np.random.Generator) 
             check_equal(onnx_runtime.ask("DynamicQuantizeMatMul", (x, b, s), np.float32, MICROSOFT), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2, 6, 12])
 def test_blocks_of_scales(blocks: int, rng: np.random.Generator) -> None:
     """From one block, which is a scale per column, to one for each row of b; a zero point per block or one for all."""

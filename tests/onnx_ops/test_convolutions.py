@@ -30,7 +30,7 @@ def check(x: Shape, w: Shape, rng: np.random.Generator, pair: tuple[str, str] = 
         check_equal(onnx_runtime.ask("ConvInteger", args, np.int32, **attributes), want)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("channels", [1, 2, 7, 8, 9, 16])
 def test_channel_counts(channels: int, rng: np.random.Generator) -> None:
     pair = PAIRS[channels % 4]
@@ -108,6 +108,7 @@ def test_a_bias_wraps_and_ties_are_even(names: tuple[str, str, str], rng: np.ran
             check_equal(onnx_runtime.ask("QLinearConv", args, np.dtype(names[2])), want)
 
 
+@pytest.mark.slow
 def test_parameters_of_one_element(rng: np.random.Generator) -> None:
     """[1] stands for a scalar; with one output channel it is also one per channel."""
     for channels in (1, 4):

@@ -70,7 +70,7 @@ def test_every_length(rng: np.random.Generator, length: int) -> None:
     assert transforms.mismatches(tuple(jax.jit(jq.dynamic_quantize_linear)(x[None])), (want[0][None], *want[1:])) == 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_nan_anywhere(rng: np.random.Generator, length: int) -> None:
     """XLA:CPU loses it in long reductions, ONNX Runtime by its lane."""
@@ -113,6 +113,7 @@ def test_many_small_tensors(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(actual.y_zero_point, [w[2] for w in expected])
 
 
+@pytest.mark.slow
 def test_the_axis_that_is_kept(rng: np.random.Generator) -> None:
     x = rng.normal(size=(3, 5, 7)).astype(np.float32)
     for axis in (0, 1, 2, -1, -3):

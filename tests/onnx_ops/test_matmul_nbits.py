@@ -50,7 +50,7 @@ def asked(a, b, scales, points, bias, **static: int) -> np.ndarray:
     return onnx_runtime.ask("MatMulNBits", (a, b, scales, points, None, bias), a.dtype, MICROSOFT, **static)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("k", "block"), SIZES)
 def test_beside_onnx_runtime(k: int, block: int, bits: int, rng: np.random.Generator) -> None:
@@ -143,7 +143,7 @@ def sum_magnitudes(a: np.ndarray, weights: np.ndarray) -> np.ndarray:
 ROW_SIZES = ((256, 32), (224, 32), (95, 16), (80, 16), (512, 128), (1020, 512), (176, 16))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("k", "block"), ROW_SIZES)
 def test_a_single_row(k: int, block: int, bits: int, rng: np.random.Generator) -> None:

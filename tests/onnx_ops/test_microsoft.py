@@ -73,6 +73,7 @@ def test_mul_of_all_pairs(name: str, rng: np.random.Generator) -> None:
         same(onnx_runtime.ask("QLinearMul", arguments, name, cases.MICROSOFT), want)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BYTES)
 def test_add_with_known_scales(name: str, rng: np.random.Generator) -> None:
@@ -277,7 +278,7 @@ SHARDED: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_sharded(name: str, kind: AxisType, rng: np.random.Generator) -> None:
@@ -299,7 +300,7 @@ def test_under_shard_map(name: str, rng: np.random.Generator) -> None:
     same(jax.jit(mapped)(a, b), np.asarray(SHARDED[name](jnp.asarray(a), jnp.asarray(b))))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_export_with_a_symbolic_dimension(name: str, rng: np.random.Generator) -> None:
     (length,) = jax.export.symbolic_shape("n")

@@ -139,6 +139,7 @@ def test_large_factors_saturate() -> None:
     assert jq.qlinear_mul(x, 1e10, 0, x, 1.0, 0, 1.0, 5).tolist() == [5, 255, 255]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["qlinear_add", "qlinear_mul"])
 def test_under_disable_jit(name: str) -> None:

@@ -59,7 +59,7 @@ def equal(got: Any, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("per_column", [False, True])
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)
 def test_codes_and_floats(names: tuple[str, str], per_column: bool, rng: np.random.Generator) -> None:

@@ -86,6 +86,7 @@ def make_leaf(rng: np.random.Generator, shape: tuple[int, ...], book: jq.Codeboo
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_against_numpy(rng: np.random.Generator, shape: tuple[int, ...]) -> None:

@@ -146,6 +146,7 @@ def step_trace(x: np.ndarray, codes: np.ndarray, scale: np.ndarray, sizes: tuple
     return trace, *optimizer_text.quantize(trace, book, sizes)
 
 
+@pytest.mark.slow
 def test_steps_against_numpy(rng: np.random.Generator) -> None:
     """Five steps of momentum, whose float operations are exact: eager, jit with donation, scan and vmap."""
     tx = _quantize(optax.trace(0.5), min_size=1)
@@ -193,6 +194,7 @@ def test_the_state_is_updated_in_place() -> None:
     assert {place for place, leaf in enumerate(outputs) if leaf.dtype == jnp.uint8} <= aliases
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_shows(value: float) -> None:
@@ -207,6 +209,7 @@ def test_a_gradient_that_is_not_finite_shows(value: float) -> None:
         updates, state = update(PARAMS, state, PARAMS)
 
 
+@pytest.mark.slow
 def test_small_second_moments_stay_positive() -> None:
     """Where the gradients of a block differ by twelve orders of magnitude, no update is larger than Adam's."""
     gradient = {"w": jnp.full((64, 64), 1e-9).at[::16, ::16].set(1e3)}
@@ -218,6 +221,7 @@ def test_small_second_moments_stay_positive() -> None:
             assert float(jnp.max(jnp.abs(updates["w"]))) <= 1.05
 
 
+@pytest.mark.slow
 def test_checkpoints(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     """Orbax and plain arrays: restored bit for bit, and the next update is the same."""
     tx = _quantize(optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam()), overrides={"mu": None})

@@ -343,6 +343,8 @@ def test_no_metaphors_of_buildings() -> None:
     paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
     found = []
     for path in sorted({*paths, ROOT / "README.md"} - {pathlib.Path(__file__)}):
+        if not words.search(path.read_text()):
+            continue  # to find the docstrings takes longer
         for number, line in list_prose(path):
             found += [f"{path.relative_to(ROOT)}:{number}: {match[0]}" for match in words.finditer(line)]
     assert not found, f"expected the field's words, got metaphors of buildings: {found}"

@@ -100,6 +100,7 @@ def test_codes_are_those_of_the_paper(rng: np.random.Generator, layout: str) -> 
         check_against_oracle(q, w, hessian, layout, spec, order)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "spec",
@@ -117,6 +118,7 @@ def test_granularities(rng: np.random.Generator, spec: Any) -> None:
     check_against_oracle(q, w, hessian, "dense", spec, order=True)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jq.nf4, "float8_e4m3fn", "float4_e2m1fn"], ids=str)
 def test_codebooks_and_floats_beat_round_to_nearest(rng: np.random.Generator, dtype: Any) -> None:
@@ -137,6 +139,7 @@ def test_identity_rounds_to_nearest(rng: np.random.Generator) -> None:
     check_equal(ptq.gptq(w, np.diag(rng.uniform(1, 2, 150).astype(F32)), spec).codes, jq.quantize(w, spec).codes)
 
 
+@pytest.mark.slow
 def test_many_blocks(rng: np.random.Generator) -> None:
     """More inputs than a block has, and a number of them that no block divides."""
     w, x = rng.normal(size=(150, 8)).astype(F32), sample_inputs(rng, 1, 150)[:, 0]
@@ -271,6 +274,7 @@ def test_sharded_outputs_have_the_same_codes(rng: np.random.Generator) -> None:
     check_equal(ptq.gptq(placed, jnp.asarray(hessian), spec).codes, ptq.gptq(w, hessian, spec).codes)
 
 
+@pytest.mark.slow
 def test_known_arrays_while_others_are_traced(rng: np.random.Generator) -> None:
     """A jitted function may close over arrays, which are still checked. Tracing is enough: nothing is compiled."""
     w, hessian, _ = make_problem(rng, "dense")

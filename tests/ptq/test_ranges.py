@@ -34,6 +34,7 @@ def sum_powers(w: np.ndarray, q: Any, p: float) -> float:
     return float(np.sum(np.abs(w - np.asarray(q.dequantize(), np.float64)) ** p))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_hqq_falls_at_every_step(rng: np.random.Generator, spec: Any) -> None:
@@ -61,6 +62,7 @@ def test_hqq_has_less_error_than_round_to_nearest(rng: np.random.Generator) -> N
     np.testing.assert_array_equal(q.codes[1], q.codes[0])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_searched_range_is_the_best_of_all(rng: np.random.Generator, spec: Any) -> None:

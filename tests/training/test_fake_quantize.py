@@ -34,7 +34,7 @@ MORE = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", mark_others_full(quantized_arrays.CASES, set(quantized_arrays.CASES) - set(MORE)))
 def test_a_scale_that_is_found(rng: np.random.Generator, case: str) -> None:
     """Ties and one float beside them, infinities, NaN, slices of zeros; eagerly, under jit and under grad."""
@@ -83,7 +83,7 @@ HALVES = [(case, dtype) for case in ("uint4", "int8", "uint16", "float8_e4m3fn",
 SOME_HALVES = [("uint4", "float16"), ("int8", "bfloat16"), ("nf4", "bfloat16"), ("float8_e4m3fn", "float16")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "dtype"), mark_others_full(HALVES, SOME_HALVES))
 def test_halves(rng: np.random.Generator, case: str, dtype: str) -> None:
     """Divided and multiplied in float32, rounded once to the dtype of x, whatever that of the scale."""
@@ -181,7 +181,7 @@ def test_empty_and_rank_0(shape: tuple[int, ...]) -> None:
     assert float(jq.fake_quantize(-2.3, jq.QuantSpec("int8"), 0.5)) == -2.5
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("granularity", ["tensor", "blocked"])
 def test_eight_devices_give_the_same(rng: np.random.Generator, granularity: str, kind: AxisType) -> None:

@@ -38,7 +38,7 @@ def close(actual: Any, expected: np.ndarray, terms: np.ndarray) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=float(np.abs(terms).sum() * 2.0**-20) + 1e-30)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("learned", [False, True], ids=["integer zero point", "float zero point"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint2", "int16"])
@@ -101,6 +101,7 @@ def test_vectors_of_the_consistent_rule() -> None:
     np.testing.assert_allclose(np.stack([y, *grads], 1), [row[1:] for row in table], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_infinities_and_nan_on_the_way_back() -> None:
     x = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1.0])
     y, vjp = jax.vjp(lambda x, s: jq.fake_quantize_linear(x, s, dtype=jnp.int8), x, jnp.float32(0.5))
@@ -157,6 +158,7 @@ def test_gradient_of_a_dynamic_scale(rng: np.random.Generator, name: str, axis: 
     np.testing.assert_allclose(twice, 2 * want, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_dynamic_scale_gradient_by_differences(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.uniform(-1, 1, 40), jnp.float32).at[3].set(2.0).at[5].set(-3.0)
     gradient = jax.grad(lambda x: jq.dynamic_quantize_linear(x).y_scale)(x)
@@ -247,6 +249,7 @@ def test_name_is_in_the_lowered_program(op: Any) -> None:
     assert "a_name_of_mine" in lowered.as_text(debug_info=True)
 
 
+@pytest.mark.slow
 def test_masks_of_torch(fixed_rng: np.random.Generator) -> None:
     """torch multiplies by a reciprocal: its masks agree wherever both quotients round alike."""
     torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")

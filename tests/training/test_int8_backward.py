@@ -189,6 +189,7 @@ def test_the_two_cotangents_draw_apart(fixed_rng: np.random.Generator) -> None:
     assert (np.asarray(dx) != np.asarray(dw)).mean() > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves(rng: np.random.Generator, dtype: str) -> None:
     """The integers are those of float32; each cotangent is rounded once, to its operand's dtype."""

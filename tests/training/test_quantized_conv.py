@@ -83,7 +83,7 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "kind"), mark_others_full(KINDS, BY_DEFAULT))
 def test_cotangents_are_exact(name: str, kind: str, rng: np.random.Generator) -> None:
     """In floats and in integers, on numbers that neither rounds: to the bit those of the float convolution."""

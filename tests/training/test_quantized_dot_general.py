@@ -49,6 +49,7 @@ FORWARD: dict[str, tuple[Any, ...]] = {
 COSTLY = ("transposed", "signed, asymmetric", "blocks that do not divide")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", mark_others_full(FORWARD, set(FORWARD) - set(COSTLY)))
 def test_results_are_those_of_dot_general(name: str, rng: np.random.Generator) -> None:
@@ -91,7 +92,7 @@ def test_a_batch_of_contractions(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(mine, his, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case", ["int8, asymmetric and narrow", "int8, all codes", "uint4", "int16", "float8_e4m3fn", "nf4"]
 )
@@ -194,7 +195,7 @@ def test_halves_and_unlike_dtypes(rng: np.random.Generator, dtypes: tuple[str, s
     check_equal(actual, expected)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (1, 1), (7, 1), (1, 7), (3, 3), (2, 8), (5, 17), (31, 2)], ids=str)
 def test_masks_of_any_size(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     """Bits in bytes, the last ones not full, or nothing at all."""

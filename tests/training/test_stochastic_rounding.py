@@ -181,6 +181,7 @@ def test_a_range_that_is_found(fixed_rng: np.random.Generator) -> None:
         assert (np.asarray(y) != np.asarray(q.dequantize())).any()
 
 
+@pytest.mark.slow
 def test_halves_are_rounded_in_float32(rng: np.random.Generator) -> None:
     x = rng.uniform(-30, 30, 4000).astype(onnx_text.dtype("bfloat16"))
     k = key(rng)

@@ -125,6 +125,7 @@ def _get_specs() -> dict[str, Any]:
     return {name: getattr(RULES[-1], name) for name in ("weight", "activation", "output")}
 
 
+@pytest.mark.slow
 def test_leaks_and_sigmoids_have_the_codes_of_the_operators(rng: np.random.Generator) -> None:
     params, x = draw(rng)
 
@@ -161,6 +162,7 @@ def test_leaks_and_sigmoids_have_the_codes_of_the_operators(rng: np.random.Gener
     np.testing.assert_array_equal(silu, decode(want, "multiply"))
 
 
+@pytest.mark.slow
 def test_training_keeps_the_derivative_rules_of_clips(rng: np.random.Generator) -> None:
     params, x = draw(rng)
 

@@ -126,6 +126,7 @@ def block(p: Any, x: Any) -> Any:
     return jax.nn.relu(y + y @ p["a"]) @ p["b"] + p["h"][None]
 
 
+@pytest.mark.slow
 def test_functions_on_codes_give_the_same_numbers(rng: np.random.Generator) -> None:
     params, x = draw(rng)
     prepared = jq.prepare(block, params, x, rules=RULES, strict=True)
@@ -366,6 +367,7 @@ def test_rules_are_refused(name: str) -> None:
         jq.Rule(**{"weight": jq.Weight("int8"), "activation": A, "output": A, **arguments})
 
 
+@pytest.mark.slow
 def test_a_rule_for_weights_only_reads_floats() -> None:
     """Also where the operand is codes, because the caller or another contraction reads them."""
 

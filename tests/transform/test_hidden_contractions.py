@@ -161,6 +161,7 @@ def test_unused_contractions_have_names_of_their_own():
     assert [row.name for row in prepared.coverage.rows] == ["w (unused)", "w (unused)#1", "w"]
 
 
+@pytest.mark.slow
 def test_callbacks_run_once():
     calls = []
 

@@ -124,6 +124,7 @@ def test_parameters_are_followed(fixed_rng: np.random.Generator) -> None:
     assert find_sqnr(gradients, float_gradients) > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["weight_only_int4", "w4a8"])
 @pytest.mark.sample(1)
 def test_stacked_layers_with_other_recipes(recipe: str, rng: np.random.Generator) -> None:
@@ -172,6 +173,7 @@ def test_symbolic_repetitions_of_a_parameter_can_be_exported(rng: np.random.Gene
 SHARED = [jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("uint8", range=jq.minmax), shared=True)]
 
 
+@pytest.mark.slow
 def test_bodies_share_a_range(rng: np.random.Generator) -> None:
     def function(params: Any, x: jax.Array, *, unrolled: bool) -> jax.Array:
         def layer(x: jax.Array) -> jax.Array:
@@ -197,6 +199,7 @@ def test_bodies_share_a_range(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_range_is_shared_by_layers_and_by_a_use_outside_of_their_scan(rng: np.random.Generator) -> None:
     def function(params: Any, x: jax.Array) -> jax.Array:
         x = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
@@ -210,6 +213,7 @@ def test_a_range_is_shared_by_layers_and_by_a_use_outside_of_their_scan(rng: np.
     same_trees(got, jax.jit(prepared.fake_apply)(params, ranges, x))
 
 
+@pytest.mark.slow
 def test_a_shared_range_has_one_rank(rng: np.random.Generator) -> None:
     def function(params: Any, x: jax.Array) -> Any:
         return x @ params["w"], x[0] @ params["w"]

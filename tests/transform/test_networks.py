@@ -88,6 +88,7 @@ def _check_values(name, recipe):
     assert find_sqnr(actual, expected) > LEAST_SQNR.get(recipe, 6)
 
 
+@pytest.mark.slow
 @every_network
 @pytest.mark.sample(1)
 def test_apply_equals_fake_apply(name):

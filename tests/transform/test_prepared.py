@@ -198,6 +198,7 @@ def test_convert_frees_one_leaf_after_the_other(monkeypatch: pytest.MonkeyPatch)
     assert deleted == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_other_arguments_are_traced_or_static(params: Any, batches: Any) -> None:
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=DYNAMIC, scale=1.0)
@@ -285,6 +286,7 @@ def test_gradient_is_that_of_the_floats_the_codes_stand_for(params: Any, batches
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_apply_refuses_a_gradient_that_rounding_makes_zero(params: Any, batches: Any) -> None:
     x = jnp.asarray(batches[0])
     prepared = jq.prepare(apply, params, x, rules=DYNAMIC)
@@ -356,6 +358,7 @@ def test_nnx_module_is_the_parameters(batches: Any) -> None:
     np.testing.assert_allclose(y, model(x), atol=0.1)
 
 
+@pytest.mark.slow
 def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
     """A function that contracts quantized arrays itself gets them as they are."""
     x = jnp.asarray(batches[0])

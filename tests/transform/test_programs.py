@@ -81,21 +81,21 @@ def _check_values(name, recipe, rng):
 
 
 @every_program
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_apply_equals_fake_apply(name, rng):
     _check_values(name, "w8a8_dynamic", rng)
 
 
 @every_program
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_apply_equals_fake_apply_with_recipes(name, recipe, rng):
     _check_values(name, recipe, rng)
 
 
 @pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.is_differentiable])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_gradient_of_fake_apply(name, recipe, rng):
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     ranges = find_ranges(prepared, params, *inputs)
@@ -109,6 +109,7 @@ def test_gradient_of_fake_apply(name, recipe, rng):
 FUSED = ("weight_norm", "split_outputs", "concatenate_outputs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in FUSED])
 @pytest.mark.sample(1)
 def test_eager_equals_jit(name, rng):
@@ -119,7 +120,7 @@ def test_eager_equals_jit(name, rng):
 
 # JAX cannot vectorize ragged products along other dimensions than the first.
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "ragged_product"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_vmap_over_inputs(name, rng):
     example, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
     others = example.sample_inputs(rng)
@@ -146,7 +147,7 @@ BATCHED = [
 
 
 @pytest.mark.parametrize("name", BATCHED)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_another_batch_size(name, rng):
     _, params, inputs, prepared = _prepare(name, "w8a8_static", rng)
     ranges = find_ranges(prepared, params, *inputs)
