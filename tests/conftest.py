@@ -11,9 +11,8 @@ Tests spend most of their time compiling, so JAX's persistent compilation cache 
 Set JAX_COMPILATION_CACHE_DIR to use another directory, or JAXQUANT_TEST_CACHE=0 to disable the cache. A cache that
 cannot be read or written makes the tests slower, but does not fail them.
 
-`pytest` runs a part of the largest matrices, with each operator, dtype, granularity and transform at least once. Of a
-test with the marker `sample(n)` it runs n cases, which the seed chooses, and of the tests with the marker `slow` about
-a sixth. `pytest -m "full or not full"` runs everything.
+`pytest` runs a part of the largest matrices. Of a test with the marker `sample(n)` it runs n cases, which the seed
+chooses, and of the tests with the marker `slow` about a sixth. `pytest -m "full or not full"` runs everything.
 """
 
 import collections
