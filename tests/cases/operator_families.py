@@ -238,15 +238,14 @@ FAMILIES: dict[str, Callable[[Any], Results]] = {
 
 
 def list_arrays(results: Any) -> dict[str, jax.Array]:
-    """Return the arrays of the results of a family by name; codes of less than 8 bits as int8, which travel anywhere.
-
-    The narrow codes of some dtypes cannot be results of a program with jax 0.10, or cannot be compared by numpy.
-    """
+    """Return the arrays of the results of a family by name, in dtypes that numpy can store: integers of less than 8 bits
+    as int8, and bfloat16 and float8 as float32."""
 
     def widen(leaf: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:
             return leaf.astype(jnp.int8)
-        return leaf.astype(jnp.float32) if leaf.dtype == jnp.float8_e4m3fn else leaf
+        is_small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in (jnp.float32, jnp.float16)
+        return leaf.astype(jnp.float32) if is_small else leaf
 
     leaves = jax.tree_util.tree_leaves_with_path(results)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): widen(leaf) for path, leaf in leaves}

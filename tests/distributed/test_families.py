@@ -16,7 +16,7 @@ from ..cases import operator_families
 from ..cases.operator_families import CUTS, EVEN, FAMILIES, ODD, check_results, list_arrays
 from ..support import process_families, processes
 
-TIME_LIMIT = 900
+TIME_LIMIT = 1800
 
 
 def find_spec(dimension: int, rank: int) -> PartitionSpec:
@@ -48,7 +48,7 @@ def test_eight_devices_give_the_bits_of_one(rng: np.random.Generator, family: st
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    """Run both processes, and return what the first has written."""
+    """Run both processes, which takes minutes, and return what the first has written."""
     folder, port = tmp_path_factory.mktemp("families"), processes.find_port()
     commands = [["-m", "tests.support.process_families", str(i), str(port), str(folder)] for i in range(2)]
     statuses, log = processes.run_together(commands, folder, TIME_LIMIT)
@@ -61,7 +61,7 @@ def select(results: dict[str, Any], names: Any) -> dict[str, Any]:
     return {name: results[name] for name in names}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_give_the_bits_of_one_device(results: dict[str, np.ndarray]) -> None:
     """Every family, cut along rows and along contracted dimensions; all calibrators; all recipes."""
     expected = process_families.calibrate_alone()
@@ -70,7 +70,7 @@ def test_two_processes_give_the_bits_of_one_device(results: dict[str, np.ndarray
     check_results(select(results, expected), expected, "two processes")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_give_the_bits_of_eight_devices(results: dict[str, np.ndarray]) -> None:
     """All collectives, and steps of training with quantized gradients and an 8-bit state."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("d",))

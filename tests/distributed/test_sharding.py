@@ -167,11 +167,13 @@ def test_fsdp_training(rng: np.random.Generator) -> None:
     codes, floats = (make_step(gather).lower(params, x).compile() for gather in (gather_codes, gather_floats))
     traffic, expected = jqd.count_traffic(codes), jqd.count_traffic(floats)
     assert sum(c.sent_bytes for c in traffic) <= 0.28 * sum(c.sent_bytes for c in expected)
-    elements = WIDTH * WIDTH // 2
-    kinds = {(c.kind, c.dtype) for c in traffic if np.prod(c.shape) >= elements}
-    assert kinds == {("all-gather", "s8"), ("all-to-all", "s8")}
+    sent = {dtype: sum(c.sent_bytes for c in traffic if c.dtype == dtype) for dtype in {c.dtype for c in traffic}}
+    assert set(sent) == {"s8", "f32"}
+    assert sent["f32"] <= sent["s8"] * 4 / 64, "expected no floats but scales"
+    assert {c.kind for c in traffic} == {"all-gather", "all-to-all"}
+    actual = codes(params, x)
     for name, grad in floats(params, x).items():
-        error = np.abs(codes(params, x)[name] - grad).max()
+        error = np.abs(actual[name] - grad).max()
         assert 0 < error <= 0.1 * np.abs(grad).max(), name
 
 

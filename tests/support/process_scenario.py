@@ -62,6 +62,7 @@ def compute_integers(x: jax.Array, w: jax.Array) -> dict[str, Any]:
     whole = jq.dynamic_quantize_linear(x)
     codes = jq.quantize_linear(x, np.float32(0.037), np.uint8(3))
     channels = jq.quantize(w, jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+    images, kernel = codes.reshape(8, 4, 4, 4), channels.codes.reshape(8, 4, 2, 4)
     return {
         "x codes": qx.codes,
         "x scale": qx.scale,
@@ -70,6 +71,8 @@ def compute_integers(x: jax.Array, w: jax.Array) -> dict[str, Any]:
         "dynamic": whole.y,
         "dynamic scale": whole.y_scale,
         "linear": codes,
+        "onednn": jq.onednn.quantize(x, np.float32(0.037), np.int32(3)),
+        "conv_integer": jq.conv_integer(images, kernel, np.uint8(3), pads=(1, 1, 1, 1)),
         "matmul_integer": jq.matmul_integer(codes, channels.codes, np.uint8(3)),
         "accumulator": jq.integer.dot_general(qx.codes, channels.codes, (((1,), (0,)), ((), ()))),
         "transposed": jq.integer.dot_general(qx.codes, qx.codes, (((0,), (0,)), ((), ()))),
