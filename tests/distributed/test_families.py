@@ -41,7 +41,7 @@ def test_eight_devices_give_the_bits_of_one(rng: np.random.Generator, family: st
         return list_arrays(run(jax.lax.with_sharding_constraint(data, shardings)))
 
     compiled = jax.jit(run_cut).lower(data).compile()
-    if cut == "contracted":
+    if cut == "contracted" and family != "onednn":  # whose operators are element-wise
         assert jqd.count_traffic(compiled), "expected operands that are spread over devices"
     check_results(compiled(data), expected, f"{family}, {cut}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxquant.distributed import __main__ as command_line
 from jaxquant.distributed._plan import count
 from jaxquant.distributed._plan.sizes import FORMATS, PRESETS, Sizes
 
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
 SMALL = Sizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
 AXES = {"data": 2, "model": 4}
 
@@ -105,6 +107,21 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         *("GB on each device", "-" * 18, "weights", "optimizer state", "saved activations"),
         *("sent by all-gather", "sent by all-reduce", "sent by all-to-all", "sent in a step"),
     ]
+
+
+def list_commands() -> list[tuple[str, str]]:
+    """Return the commands that the documentation prints, and their outputs."""
+    blocks = [part for part in DOCS.read_text().split("```text\n")[1:] if part.startswith("$ python")]
+    texts = [text for block in blocks for text in block.split("```")[0].split("$ ")[1:]]
+    pairs = [text.replace("\\\n", " ").split("\n", 1) for text in texts]
+    return [(command.split("jaxquant.distributed ")[1], output.strip()) for command, output in pairs]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "output"), list_commands())
+def test_the_tables_of_the_documentation(capsys: pytest.CaptureFixture[str], command: str, output: str) -> None:
+    assert command_line.main(command.split()) == 0
+    assert capsys.readouterr().out.strip() == output
 
 
 @pytest.mark.slow

@@ -45,6 +45,11 @@ def make_cache(x: jax.Array) -> jq.KVCache:
     return jq.KVCache.create((x.shape[0], 6, 2, keys.shape[-1])).append(keys, -keys)
 
 
+def attend(x: jax.Array, cache: jq.KVCache) -> jax.Array:
+    """Return the attention of queries over the cache."""
+    return jq.attention(x.reshape(*x.shape[:2], 2, -1), cache)
+
+
 def apply(params: Any, x: jax.Array) -> jax.Array:
     """Return the outputs of a network of two layers."""
     return jax.nn.relu(x @ params["first"]) @ params["second"]
@@ -116,6 +121,7 @@ def run_alone() -> dict[str, np.ndarray]:
     loss, grads = jax.jit(jax.value_and_grad(find_loss))(params, data["x"].reshape(32, 16), data["y"].reshape(32, 8))
     updated = jax.tree.map(lambda w, g: w - RATE * g, params, grads)
     results = {**integers, **calibrate(data, observe), "loss": loss, "exact": updated, "quantized": updated}
+    results["attention"] = jax.jit(lambda x: attend(x, make_cache(x)))(data["x"])
     return flatten(results)
 
 
@@ -196,7 +202,9 @@ def main(index: int, count: int, port: int, folder: pathlib.Path) -> None:
     results["quantized"] = train(mesh, data, is_quantized=True)[1]
     # Weights that are spread over all devices, as codes; each process saves its own part.
     q = jax.jit(lambda w: jq.quantize(w, WEIGHTS))(w)
-    cache = jax.jit(make_cache)(spread(mesh, data["x"], P("d")))
+    batch = spread(mesh, data["x"], P("d"))
+    cache = jax.jit(make_cache)(batch)
+    results["attention"] = jax.jit(attend, out_shardings=replicated)(batch, cache)
     tree = {"q": q, "x": sharded, "cache": cache}
     like = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=part.sharding), tree)
     checkpoint.save_orbax(folder / "many", tree)
