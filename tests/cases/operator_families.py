@@ -238,8 +238,10 @@ FAMILIES: dict[str, Callable[[Any], Results]] = {
 
 
 def list_arrays(results: Any) -> dict[str, jax.Array]:
-    """Return the arrays of the results of a family by name, in dtypes that numpy can store: integers of less than 8 bits
-    as int8, and bfloat16 and float8 as float32."""
+    """Return the arrays of the results of a family by name, in dtypes that numpy can store.
+
+    Integers of less than 8 bits become int8, and bfloat16 and float8 become float32.
+    """
 
     def widen(leaf: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:

@@ -1,4 +1,4 @@
-"""Collectives of arrays without elements or dimensions, of every dtype, on axes of every kind, and their derivatives."""
+"""Collectives of arrays without elements or dimensions, of every dtype, on axes of every kind; their derivatives."""
 
 from __future__ import annotations
 
@@ -129,8 +129,11 @@ def test_arrays_without_dimensions(rng: np.random.Generator) -> None:
             "permute": (jqd.ppermute(q, "d", [(7, 0)]).dequantize(), lax.ppermute(q.dequantize(), "d", [(7, 0)])),
             "feedback": (jqd.psum_with_error_feedback(x, x * 0, "d", spec=INT8)[0], lax.psum(x, "d")),
             "number": (jqd.psum(2.0, "d", spec=INT8), lax.psum(jnp.float32(2), "d")),
-            "gradient": (jax.grad(lambda x: jqd.psum(x**2, "d", spec=INT8))(x), jax.grad(lambda x: lax.psum(x**2, "d"))(x)),
-        }  # fmt: skip
+            "gradient": (
+                jax.grad(lambda x: jqd.psum(x**2, "d", spec=INT8))(x),
+                jax.grad(lambda x: lax.psum(x**2, "d"))(x),
+            ),
+        }
 
     for name, (actual, expected) in map_devices(run)(x).items():
         assert_close(actual, expected, 1e-5, name)
@@ -325,5 +328,6 @@ def test_quantized_arrays_and_integers_have_no_sum() -> None:
             jax.eval_shape(jax.vmap(call, axis_name="d"), q)
     with pytest.raises(ValueError, match=r"all_gather: spec: axis: expected an array of rank 1 or more, got rank 0"):
         jax.eval_shape(jax.vmap(lambda x: jqd.all_gather(x, "d", spec=INT8), axis_name="d"), jnp.ones(3))
+    join = jax.vmap(lambda x: jqd.all_gather(x, "d", spec=ONE_SCALE, tiled=True), axis_name="d")
     with pytest.raises(ValueError, match=r"all_gather: axis: expected an array of rank 1 or more, got rank 0"):
-        jax.eval_shape(jax.vmap(lambda x: jqd.all_gather(x, "d", spec=ONE_SCALE, tiled=True), axis_name="d"), jnp.ones(3))
+        jax.eval_shape(join, jnp.ones(3))

@@ -104,7 +104,8 @@ def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, 
         assert f"in process {index}" in spec
         assert "settings['range'].lo" in ends
         assert "the structure of settings" in structure
-        assert f"the codebooks of settings: expected the same in all processes, but those of process 0 and process 1 differ, got [(-1.0, 0.0, {0.25 * (index + 1)}, 1.0)]" in codebooks  # noqa: E501
+        assert "the codebooks of settings: expected the same in all processes" in codebooks
+        assert f"got [(-1.0, 0.0, {0.25 * (index + 1)}, 1.0)] in process {index}" in codebooks
 
 
 @pytest.mark.slow

@@ -213,7 +213,8 @@ def test_attention_with_explicit_shardings(rng: np.random.Generator) -> None:
 
     def attend(query: jax.Array, key: jax.Array, cache: jq.KVCache) -> Any:
         cache = cache.append(key, -key)
-        return jq.attention(query, cache), jq.quantized_dot_product_attention(query, key, key, is_causal=True)
+        y, pull = jax.vjp(lambda q, k: jq.quantized_dot_product_attention(q, k, k, is_causal=True), query, key)
+        return jq.attention(query, cache), y, *pull(y)
 
     empty = jq.KVCache.create((8, 7, 4, 16))
     specs, rows = empty.partition_specs("d"), NamedSharding(mesh, P("d"))
@@ -234,7 +235,8 @@ def test_converted_functions_and_convolutions_with_explicit_shardings(rng: np.ra
     """With the batch sharded, the results are those of one device, and sharded as the batch is."""
     mesh = make_mesh(AxisType.Explicit)
     x = rng.normal(size=(16, 8, 6, 6)).astype(np.float32)
-    params = {"kernel": rng.normal(size=(8, 8, 3, 3)).astype(np.float32), "w": rng.normal(size=(8, 4)).astype(np.float32)}
+    shapes = {"kernel": (8, 8, 3, 3), "w": (8, 4)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
     def apply(params: Any, x: jax.Array) -> jax.Array:
         x = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME")
