@@ -151,7 +151,7 @@ def run_convolutions(data: Any) -> Results:
     images, kernel = data["images"], data["kernel"]
     codes = jq.quantize_linear(images, F(0.03), U8(131))
     weights = jq.quantize_linear(kernel, F(0.02), I8(0))
-    pads = {"pads": (1, 1, 1, 1)}
+    pads: dict[str, Any] = {"pads": (1, 1, 1, 1)}
     depthwise = weights[: images.shape[1], :1]
     left = jq.quantize(images, jq.QuantSpec(jnp.uint8, jq.PerAxis(0)))
     right = jq.quantize(kernel, jq.QuantSpec(jnp.int8, jq.PerAxis(0)))

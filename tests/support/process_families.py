@@ -33,6 +33,7 @@ CALIBRATORS = {
     "entropy": jq.entropy(jq.QuantSpec(jnp.int8)),
     "float moving_average": jq.moving_average(jq.QuantSpec(jnp.uint8)),
 }
+WITHOUT_CONTRACTIONS = ("microsoft", "onednn", "codes")
 RECIPES = {
     "static": jq.recipes.w8a8_static(),
     "percentile": jq.recipes.w8a8_static(lambda spec: jq.percentile(spec, 99.9)),
@@ -47,20 +48,20 @@ def make_inputs() -> dict[str, np.ndarray]:
     return operator_families.draw_inputs(np.random.default_rng(11), operator_families.EVEN)
 
 
-def run_families(place: Any, replicated: Any, cut: str) -> dict[str, np.ndarray]:
+def run_families(place: Any, replicated: Any) -> dict[str, np.ndarray]:
     """Return the results of all families.
 
     Args:
         place: `place(value, dimension)` returns an input that is cut along a dimension.
         replicated: the sharding of all results, or None.
-        cut: a key of `operator_families.CUTS`.
     """
-    cuts = operator_families.CUTS[cut]
-    data = {name: place(value, cuts[name]) for name, value in make_inputs().items()}
     results = {}
     for family, run in operator_families.FAMILIES.items():
+        # Where there are contractions, their operands are cut along contracted dimensions.
+        cuts = operator_families.CUTS["rows" if family in WITHOUT_CONTRACTIONS else "contracted"]
+        data = {name: place(value, cuts[name]) for name, value in make_inputs().items()}
         arrays = jax.jit(lambda data, run=run: operator_families.list_arrays(run(data)), out_shardings=replicated)(data)
-        results |= {f"{name}|{cut}|{family}": np.asarray(value) for name, value in arrays.items()}
+        results |= {f"{name}|{family}": np.asarray(value) for name, value in arrays.items()}
     return results
 
 
@@ -218,10 +219,7 @@ def run_on(mesh: Mesh) -> dict[str, np.ndarray]:
         )
         return jax.jit(mapped)(spread(make_inputs()["x"], 0))
 
-    results = run_programs(mesh, spread) | calibrate(observe)
-    for cut in ("rows", "contracted"):
-        results |= run_families(spread, replicated, cut)
-    return results
+    return run_programs(mesh, spread) | calibrate(observe) | run_families(spread, replicated)
 
 
 def main(index: int, port: int, folder: pathlib.Path) -> None:
