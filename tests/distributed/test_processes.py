@@ -105,7 +105,7 @@ def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, 
         assert "settings['range'].lo" in ends
         assert "the structure of settings" in structure
         assert "the codebooks of settings: expected the same in all processes" in codebooks
-        assert f"got [(-1.0, 0.0, {0.25 * (index + 1)}, 1.0)] in process {index}" in codebooks
+        assert f"got [(-1.0, 0.0, {0.25 * (index + 1)}, 1.0)] (list) in process {index}" in codebooks
 
 
 @pytest.mark.slow
