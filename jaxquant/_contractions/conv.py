@@ -262,7 +262,8 @@ def _move_zero_points(
         inside = lax.pad(jnp.ones(shape, bool), np.False_, pads)
         codes = lax.pad(codes, np.zeros((), codes.dtype), pads)
         fill = lax.broadcast_in_dim(own.astype(codes.dtype), codes.shape, (image,))
-        codes = jnp.where(lax.broadcast_in_dim(inside, codes.shape, range(codes.ndim)), codes, fill)
+        inside = lax.broadcast_in_dim(inside, codes.shape, range(codes.ndim))
+        codes = jnp.where(*(sharding.place_like(part, codes) for part in (inside, codes, fill)))
         ones = (1,) * len(spatial)
         plan = plan._replace(geometry=geometry._replace(padding=((0, 0),) * len(spatial), lhs_dilation=ones))
     # The kernel subtracts 128 from uint8 codes in any case.

@@ -2,6 +2,9 @@
 
     python -m jaxquant.distributed plan --preset 70B --mesh data=8,model=8
     python -m jaxquant.distributed plan --layers 24 --width 2048 --heads 16 --mesh data=8 --step decode
+    python -m jaxquant.distributed plan --preset 7B,70B --mesh data=8 --mesh data=8,model=8
+
+With several presets or meshes it prints their totals side by side.
 
 It traces a step with abstract shapes and prints, for one device, the bytes of what it stores, and of what it sends in a
 step by collective. Matrices are cut by `data` (FSDP, in training) and `model` (tensor parallelism). In training the
@@ -34,9 +37,26 @@ def read_mesh(text: str) -> dict[str, int]:
     return mesh
 
 
-def read_sizes(arguments: argparse.Namespace) -> Sizes:
+def read_presets(text: str) -> list[str]:
+    """Return the names of presets, such as "7B,70B"."""
+    names = text.split(",")
+    if not set(names) <= set(PRESETS):
+        raise argparse.ArgumentTypeError(f"expected presets among {', '.join(PRESETS)}, got {text!r}")
+    return names
+
+
+def read_formats(text: str) -> list[str]:
+    """Return the names of formats."""
+    names = text.split(",")
+    for name in names:
+        expected = f"formats among {', '.join(FORMATS)}"
+        checks.require(name in FORMATS, "distributed.plan", "formats", expected, name)
+    return names
+
+
+def read_sizes(arguments: argparse.Namespace, preset: str | None) -> Sizes:
     """Return the sizes of a preset, with those that are given in their place."""
-    start = PRESETS[arguments.preset] if arguments.preset else None
+    start = PRESETS[preset] if preset else None
     values = {name: getattr(arguments, name) for name in Sizes._fields}
     if start is None:
         missing = [name for name in ("layers", "width", "heads") if values[name] is None]
@@ -56,10 +76,39 @@ def format_table(columns: dict[str, Plan]) -> str:
     for kind in sorted({kind for plan in plans for kind in plan.sent}):
         rows.append([f"sent by {kind}", *(_format_bytes(plan.sent.get(kind, 0)) for plan in plans)])
     rows.append(["sent in a step", *(_format_bytes(sum(plan.sent.values())) for plan in plans)])
+    return _align_rows(rows, 1)
+
+
+def format_summary(rows: list[tuple[str, dict[str, int], dict[str, Plan]]]) -> str:
+    """Return a table of the totals of several plans, in GB of 10**9 bytes.
+
+    Args:
+        rows: for each plan the name of the sizes, the mesh, and the plan in each format.
+    """
+    formats = list(rows[0][2])
+    table = [["sizes", "devices", "GB on each device", *formats]]
+    for name, mesh, columns in rows:
+        devices = f"{mesh['data'] * mesh['model']} ({describe_mesh(mesh)})"
+        stored = [_format_bytes(sum(plan.stored.values())) for plan in columns.values()]
+        sent = [_format_bytes(sum(plan.sent.values())) for plan in columns.values()]
+        table += [[name, devices, "stored", *stored], [name, devices, "sent in a step", *sent]]
+    return _align_rows(table, 3)
+
+
+def _align_rows(rows: list[list[str]], texts: int) -> str:
+    """Return a table whose first columns are texts, and whose other columns are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    lines.insert(1, ["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])])
+    lines = [
+        [cell.ljust(n) if i < texts else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    ]
+    lines.insert(1, ["-" * n if i < texts else "-" * (n - 1) + ":" for i, n in enumerate(widths)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def describe_mesh(mesh: dict[str, int]) -> str:
+    """Return the axes of a mesh, as the command takes them."""
+    return ", ".join(f"{name}={length}" for name, length in mesh.items())
 
 
 def _format_bytes(count: int) -> str:
@@ -67,21 +116,29 @@ def _format_bytes(count: int) -> str:
 
 
 def print_plan(arguments: argparse.Namespace) -> None:
-    """Print the plan of a step."""
-    sizes = read_sizes(arguments)
-    columns = {}
-    for name in arguments.formats.split(","):
-        expected = f"formats among {', '.join(FORMATS)}"
-        checks.require(name in FORMATS, "distributed.plan", "formats", expected, name)
-        columns[name] = make_plan(
-            sizes, FORMATS[name], arguments.mesh, batch=arguments.batch, sequence=arguments.sequence,
-            is_training=_STEPS[arguments.step],
-        )  # fmt: skip
-    mesh = arguments.mesh
-    print(f"{arguments.step}: {', '.join(f'{name} {value:,}' for name, value in sizes._asdict().items())}")
-    devices = mesh["data"] * mesh["model"]
-    axes = ", ".join(f"{name}={length}" for name, length in mesh.items())
-    print(f"{devices} devices ({axes}), {arguments.batch} x {arguments.sequence} tokens")
+    """Print the plan of a step, or the totals of several plans."""
+    formats = read_formats(arguments.formats)
+    presets, meshes = arguments.preset or [None], arguments.mesh or [read_mesh("data=8")]
+    named_sizes = [(preset or "", read_sizes(arguments, preset)) for preset in presets]
+    rows = []
+    for name, sizes in named_sizes:
+        for mesh in meshes:
+            columns = {
+                form: make_plan(
+                    sizes, FORMATS[form], mesh, batch=arguments.batch, sequence=arguments.sequence,
+                    is_training=_STEPS[arguments.step],
+                )
+                for form in formats
+            }  # fmt: skip
+            rows.append((name, mesh, columns))
+    tokens = f"{arguments.batch} x {arguments.sequence} tokens"
+    if len(rows) > 1:
+        print(f"{arguments.step}: {tokens}\n\n{format_summary(rows)}")
+        return
+    mesh, columns = rows[0][1:]
+    lengths = named_sizes[0][1]._asdict()
+    print(f"{arguments.step}: {', '.join(f'{name} {value:,}' for name, value in lengths.items())}")
+    print(f"{mesh['data'] * mesh['model']} devices ({describe_mesh(mesh)}), {tokens}")
     print()
     print(format_table(columns))
 
@@ -94,10 +151,13 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan", help="print the bytes of a step on each device of a mesh")
     plan.set_defaults(function=print_plan)
-    plan.add_argument("--preset", choices=PRESETS, help="sizes that the other options may replace")
+    names = ", ".join(PRESETS)
+    plan.add_argument("--preset", type=read_presets, help=f"sizes among {names}, which other options may replace")
     for name in Sizes._fields:
         plan.add_argument(f"--{name.replace('_', '-')}", type=int)
-    plan.add_argument("--mesh", type=read_mesh, default="data=8", help="data=N,model=N (default %(default)s)")
+    plan.add_argument(
+        "--mesh", type=read_mesh, action="append", help="data=N,model=N, may be repeated (default data=8)"
+    )
     plan.add_argument("--step", choices=_STEPS, default="train", help="(default %(default)s)")
     plan.add_argument("--batch", type=int, default=512, help="sequences on all devices (default %(default)s)")
     plan.add_argument("--sequence", type=int, default=4096, help="tokens of each (default %(default)s)")

@@ -34,6 +34,17 @@ def move_part(part: jax.Array, move: Move, rows: int) -> jax.Array:
     return _move_bits(move, part) if width < 32 and part.dtype not in dtypes.INTEGERS else move(part)
 
 
+def move_plain(x: jax.Array, move: Move) -> jax.Array:
+    """Return an array that is not quantized after a collective has moved it; integers of less than 8 bits as bytes."""
+    # All-gathers of 2-bit integers corrupt the memory of XLA:CPU.
+    return move(x.astype(jnp.int8)).astype(x.dtype) if is_narrow(x.dtype) else move(x)
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Return whether a dtype is one of integers of less than 8 bits."""
+    return dtype in dtypes.INTEGERS and dtypes.count_bits(dtype) < 8
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _move_bits(move: Move, part: jax.Array) -> jax.Array:
     """Return floats of 8 or 16 bits after a collective has moved them as integers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import jax
@@ -11,13 +12,16 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
+from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
+from .._training.quantizer import Quantizer
 from ._axis_names import find_axis_size
 
 _UINT32 = np.uint32
 # Odd constants of the finalizer of MurmurHash3, and 2**32 divided by the golden ratio.
 _FIRST, _SECOND, _GOLDEN = _UINT32(0x85EBCA6B), _UINT32(0xC2B2AE35), _UINT32(0x9E3779B9)
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
@@ -64,6 +68,8 @@ def _find_checksum(x: jax.Array) -> jax.Array:
     """Return two uint32 numbers that depend on every bit of an array and on its place."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
     words = _read_words(x).reshape(-1)
     places = lax.iota(jnp.uint32, words.size) * _GOLDEN
     # Each word is mixed with its place before the sum, so that an exchange of two words changes it.
@@ -101,7 +107,8 @@ def check_processes(tree: Any, name: str = "tree") -> None:
     An array that is spread over several processes has no copy to compare: its shape, dtype and sharding are compared.
 
     Args:
-        tree: a pytree of arrays, QuantizedArrays, QuantSpecs and other objects, which are compared by their `repr`.
+        tree: a pytree of arrays, QuantizedArrays, QuantSpecs and other objects, which are compared by their `repr`
+            without addresses in memory: functions by their names, calibrators and rules by what they contain.
         name: how errors call the tree.
 
     Returns:
@@ -123,7 +130,10 @@ def check_processes(tree: Any, name: str = "tree") -> None:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     # The structures first: only equal ones have digests of as many leaves.
-    _compare_digests(function, [f"the structure of {name}"], [_digest(f"{structure} {paths}".encode())], [structure])
+    text = _remove_addresses(f"{structure} {paths}")
+    _compare_digests(function, [f"the structure of {name}"], [_digest(text.encode())], [structure])
+    levels = _list_levels(tree)
+    _compare_digests(function, [f"the codebooks of {name}"], [_digest(repr(levels).encode())], [levels])
     names = [f"{name}{path}" for path in paths]
     values = [leaf for _, leaf in leaves]
     _compare_digests(function, names, [_digest(_read_bytes(leaf)) for leaf in values], values)
@@ -145,6 +155,18 @@ def _compare_digests(function: str, names: list[str], digests: list[np.ndarray],
     checks.require(False, function, names[first], expected, got)
 
 
+def _remove_addresses(text: str) -> str:
+    return _ADDRESS.sub("", text)
+
+
+def _list_levels(tree: Any) -> list[tuple[float, ...]]:
+    """Return the levels of the codebooks in the structure of a tree, which prints only their names."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, QuantizedArray | Quantizer))
+    books = [node.codebook if isinstance(node, QuantizedArray) else node.spec.codebook
+             for node in nodes if isinstance(node, QuantizedArray | Quantizer)]  # fmt: skip
+    return [book.levels for book in books if book is not None]
+
+
 def _digest(data: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
 
@@ -163,4 +185,4 @@ def _read_bytes(leaf: Any) -> bytes:
         return description + values.tobytes()
     # The repr of a spec prints only the name of its codebook.
     levels = leaf.codebook.levels if isinstance(leaf, QuantSpec) and leaf.codebook else ()
-    return f"{type(leaf).__qualname__} {leaf!r} {levels}".encode()
+    return _remove_addresses(f"{type(leaf).__qualname__} {leaf!r} {levels}").encode()

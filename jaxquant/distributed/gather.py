@@ -14,12 +14,13 @@ from jax import lax
 from .._arrays import indexing
 from .._arrays.concatenate import cut_for_join
 from .._arrays.quantized_array import QuantizedArray, check_array, dequantize_checked
+from .._arrays.scale_from_range import find_shapes
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
 from . import _messages
 from ._axis_names import find_axis_size
 from ._hops import Reduction, Scatter, scatter_sums
-from ._wire import join_stack, move_array
+from ._wire import join_stack, move_array, move_plain
 
 
 class Transfer(NamedTuple):
@@ -50,7 +51,8 @@ def all_gather(
     It is `jax.lax.all_gather` inside `jax.shard_map` (or under a named axis of `jax.vmap` or `jax.pmap`). What goes in
     comes out: a QuantizedArray arrives as one, bit for bit, with the scales of all devices, and is not dequantized on
     the way. An array of floats is quantized as `quantize(x, spec)` does, travels, and is dequantized in its own dtype
-    where it arrives, the device's own part included. Arrays of integers and bools travel as they are.
+    where it arrives, the device's own part included. Arrays of integers and bools travel as they are, integers of less
+    than 8 bits as bytes.
 
     Codes of 4 and 2 bits are packed into bytes. A NaN or an infinity makes its scale NaN or infinite, so that it is
     seen wherever the array arrives.
@@ -101,7 +103,7 @@ def all_gather(
         place = checks.check_axis(function, axis, leaf.ndim + (not tiled))
         move = functools.partial(lax.all_gather, axis_name=axis_name, axis=place, tiled=bool(tiled))
         if not _moves_codes(leaf):
-            return move(leaf)
+            return move_plain(leaf, move)
         gather = functools.partial(gather_codes, axis_name=axis_name, size=size, axis=place, is_tiled=bool(tiled))
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
@@ -184,7 +186,7 @@ def all_to_all(
             lax.all_to_all, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=bool(tiled)
         )
         if not _moves_codes(leaf):
-            return move(leaf)
+            return move_plain(leaf, move)
         exchange = functools.partial(
             _exchange_codes, axis_name=axis_name, size=size, split=split, concat=concat, is_tiled=bool(tiled)
         )
@@ -278,7 +280,7 @@ def ppermute(
 
     def permute_leaf(leaf: Any, leaf_key: Any) -> Any:
         leaf = _read_leaf(function, leaf, spec)
-        return _transfer(leaf, leaf_key, spec, permute_codes, move) if _moves_codes(leaf) else move(leaf)
+        return _transfer(leaf, leaf_key, spec, permute_codes, move) if _moves_codes(leaf) else move_plain(leaf, move)
 
     return _messages.map_leaves(permute_leaf, x, key, axis_name)
 
@@ -321,6 +323,8 @@ def _read_leaf(function: str, leaf: Any, spec: QuantSpec | None) -> Any:
         checks.check_array(function, "x", leaf, dtypes.FLOATS)
         expected = f"a QuantSpec for floats (jax.lax.{function.split('.')[1]} moves them as they are)"
         checks.require(spec is not None, function, "spec", expected, "None")
+        assert spec is not None
+        find_shapes(f"{function}: spec", spec, leaf.shape)  # raises unless the array has the axes of the spec
     return leaf
 
 

@@ -13,7 +13,10 @@ _KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduc
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+(?:e\w+)?)\[([\d,]*)\]")
-_CALLED = re.compile(r"\b(?:body|to_apply|calls|called_computations|branch_computations)=(\{[^}]*\}|[^,\s]+)")
+_CALLED = re.compile(
+    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)"
+    r"=(\{[^}]*\}|[^,\s]+)"
+)
 _TRIPS = re.compile(r"known_trip_count\D*(\d+)")
 
 
@@ -43,7 +46,7 @@ def count_traffic(compiled: Any) -> list[Collective]:
     """Return the collectives of a compiled program with the bytes that each device sends.
 
     A collective in the body of a loop counts once for each of its iterations, if XLA knows their number, and otherwise
-    once.
+    once. Of a conditional, the collectives of all branches count, although a run executes one of them.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` returns, or its text.
@@ -100,12 +103,14 @@ def _walk(computations: dict[str, list[Instruction]], name: str, calls: int, wor
         if kind in _KINDS:
             yield from _read_collective(instruction, kind, calls, world)
             continue
-        trips = calls
+        trips = 1
         if instruction.operation == "while" and (match := _TRIPS.search(instruction.rest)):
-            trips = calls * int(match[1])
-        for called in _CALLED.findall(instruction.rest):
+            trips = int(match[1])
+        for role, called in _CALLED.findall(instruction.rest):
+            # The condition of a loop runs once more than its body.
+            times = calls * (trips + (role == "condition" and trips > 1))
             for inner in called.strip("{}").split(","):
-                yield from _walk(computations, inner.strip().lstrip("%"), trips, world)
+                yield from _walk(computations, inner.strip().lstrip("%"), times, world)
 
 
 def _read_collective(instruction: Instruction, kind: str, calls: int, world: int) -> Iterator[Collective]:

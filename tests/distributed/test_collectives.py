@@ -185,7 +185,7 @@ def bound_error(x: np.ndarray, spec: jq.QuantSpec) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", range(2, 9))
 def test_sums_are_within_one_step_per_hop(rng: np.random.Generator, count: int, part: int) -> None:
     """Of shapes that the number of devices divides and that it does not; with the same bits on each device."""
     xs = {
@@ -248,15 +248,23 @@ def test_stochastic_sums_are_unbiased(fixed_rng: np.random.Generator) -> None:
         def step(_: Any, key: jax.Array) -> Any:
             scattered = jqd.psum_scatter(jnp.pad(x, (0, 4)), "d", spec=spec, tiled=True, key=key)
             moved = jqd.ppermute(x, "d", [(i, i) for i in range(8)], spec=spec, key=key)
-            return _, (jqd.psum(x, "d", spec=spec, key=key), scattered, moved)
+            sent = jqd.all_to_all(jnp.stack([x] * 8), "d", 0, 0, spec=spec, key=key)
+            mean = jqd.pmean(x, "d", spec=spec, key=key)
+            total, left = jqd.psum_with_error_feedback(x, jnp.zeros_like(x), "d", spec=spec, key=key)
+            return _, (jqd.psum(x, "d", spec=spec, key=key), scattered, moved, sent[2], mean, total, left)
 
         return lax.scan(step, None, jax.random.split(jax.random.key(7), trials))[1]
 
-    sums, slices, moved = (np.asarray(y, np.float64) for y in map_devices(add)(x))
+    sums, slices, moved, sent, mean, total, left = (np.asarray(y, np.float64) for y in map_devices(add)(x))
     assert sums[0].tobytes() == sums[5].tobytes()
     slices = slices.transpose(1, 0, 2).reshape(trials, 24)[:, :20]
     exact = np.asarray(x, np.float64)
-    for samples, expected in ((sums[0], exact.sum(0)), (slices, exact.sum(0)), (moved[2], exact[2])):
+    pairs = (
+        *((samples, exact.sum(0)) for samples in (sums[0], slices, total[4])),
+        *((samples, exact[2]) for samples in (moved[2], sent[7])),
+        (mean[0], exact.mean(0)), (left.sum(0), np.zeros(20)),
+    )  # fmt: skip
+    for samples, expected in pairs:
         standard_error = samples.std(0, ddof=1) / np.sqrt(trials)
         assert (np.abs(samples.mean(0) - expected) <= 6 * standard_error + 1e-6).all()
     same = map_devices(lambda x: jqd.ppermute(x, "d", [(i, i) for i in range(8)], spec=spec, key=jax.random.key(1)))
@@ -415,8 +423,14 @@ def test_under_vmap_and_pmap(rng: np.random.Generator) -> None:
 # Programs.
 
 
-@pytest.mark.slow
-def test_what_travels(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("psum", "all_gather", "psum_scatter"),
+        pytest.param(("pmean", "all_to_all", "ppermute", "feedback"), marks=pytest.mark.slow),
+    ],
+)
+def test_what_travels(names: tuple[str, ...]) -> None:
     """Integers, and at most 0.28 of the bytes of floats; no floats but the scales."""
     x = jnp.zeros((8, 64, 1024), jnp.float32)
 
@@ -433,12 +447,28 @@ def test_what_travels(rng: np.random.Generator) -> None:
             lambda x: jqd.psum_scatter(x, "d", spec=INT8, tiled=True),
             lambda x: lax.psum_scatter(x, "d", tiled=True),
         ),
+        "pmean": (lambda x: jqd.pmean(x, "d", spec=INT8, key=jax.random.key(0)), lambda x: lax.pmean(x, "d")),
+        "all_to_all": (
+            lambda x: jqd.all_to_all(x, "d", 0, 1, spec=INT8, tiled=True),
+            lambda x: lax.all_to_all(x, "d", 0, 1, tiled=True),
+        ),
+        "ppermute": (
+            lambda x: jqd.ppermute(x, "d", [(i, (i + 1) % 8) for i in range(8)], spec=INT8),
+            lambda x: lax.ppermute(x, "d", [(i, (i + 1) % 8) for i in range(8)]),
+        ),
+        "feedback": (
+            lambda x: jqd.psum_with_error_feedback(x, jnp.zeros_like(x), "d", spec=INT8),
+            lambda x: lax.psum(x, "d"),
+        ),
     }
-    for name, (ours, theirs) in pairs.items():
+    for name in names:
+        ours, theirs = pairs[name]
         codes, floats = count(ours, x), count(theirs, x)
         assert total(codes) <= 0.28 * total(floats), name
         assert {c.dtype for c in codes if np.prod(c.shape) > 64 * 1024 * 8 // 128} == {"s8"}, name
-        assert all(c.devices == 8 for c in codes)
+        assert all(c.devices == 8 or c.kind == "collective-permute" for c in codes)
+    if "psum" not in names:
+        return
     elements = 64 * 1024
     assert total(count(pairs["psum"][1], x)) == 2 * 7 * elements * 4 // 8
     assert total(count(pairs["all_gather"][1], x)) == 7 * elements * 4
@@ -507,6 +537,8 @@ def test_checksums(rng: np.random.Generator) -> None:
         "int4": jnp.arange(-8, 8, dtype=jnp.int8).astype(jnp.int4),
         "bool": jnp.zeros(3, bool),
         "uint16": jnp.arange(7, dtype=jnp.uint16),
+        "complex": jnp.ones(2, jnp.complex64),
+        "float8": jnp.ones(3, jnp.float8_e4m3fn),
     }
     same = jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (8, *x.shape)), values)
     swapped = np.asarray(same["f32"]).copy()
@@ -517,6 +549,8 @@ def test_checksums(rng: np.random.Generator) -> None:
         "int4": same["int4"].at[7, 3].set(0),
         "bool": same["bool"].at[0, 2].set(True),
         "uint16": same["uint16"].at[2, 6].set(7),
+        "complex": same["complex"].at[3, 1].set(1 - 1j),
+        "float8": same["float8"].at[6, 2].set(1.125),
     }
 
     compare = map_devices(lambda tree: jqd.compare_devices(tree, "d"))
@@ -528,4 +562,6 @@ def test_checksums(rng: np.random.Generator) -> None:
 def test_one_process_agrees_with_itself() -> None:
     q = jq.quantize(jnp.ones((4, 6)), INT4)
     jqd.check_processes({"q": q, "spec": INT4, "key": jax.random.key(0), "name": "a"})
+    rules = {"calibrator": jq.minmax(INT4), "rules": jq.recipes.w8a8_static()}
+    jqd.check_processes({**rules, "function": np.sin, "book": jq.Quantizer(jq.QuantSpec(jq.nf4))})
     jqd.check_processes({})

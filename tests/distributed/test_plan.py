@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxquant.distributed import __main__ as command_line
 from jaxquant.distributed._plan import count
 from jaxquant.distributed._plan.sizes import FORMATS, PRESETS, Sizes
 
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
 SMALL = Sizes(layers=3, width=64, heads=8, kv_heads=4, hidden=160, vocabulary=96)
 AXES = {"data": 2, "model": 4}
 
@@ -107,6 +109,44 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def list_commands() -> list[tuple[str, str]]:
+    """Return the commands that the documentation prints, and their outputs."""
+    blocks = [part for part in DOCS.read_text().split("```text\n")[1:] if part.startswith("$ python")]
+    texts = [text for block in blocks for text in block.split("```")[0].split("$ ")[1:]]
+    pairs = [text.replace("\\\n", " ").split("\n", 1) for text in texts]
+    return [(command.split("jaxquant.distributed ")[1], output.strip()) for command, output in pairs]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "output"), list_commands())
+def test_the_tables_of_the_documentation(capsys: pytest.CaptureFixture[str], command: str, output: str) -> None:
+    assert command_line.main(command.split()) == 0
+    assert capsys.readouterr().out.strip() == output
+
+
+@pytest.mark.slow
+def test_the_command_compares_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    """Totals of two presets on two meshes: those of the single plans."""
+    options = "--batch 8 --sequence 32 --formats float32,int8 --step decode"
+    meshes = ("model=8", "data=2,model=4")
+    repeated = [part for mesh in meshes for part in ("--mesh", mesh)]
+    assert command_line.main(["plan", *options.split(), "--preset", "7B,70B", *repeated]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "decode: 8 x 32 tokens"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert rows[0] == ["sizes", "devices", "GB on each device", "float32", "int8"]
+    assert [row[:3] for row in rows[2:]] == [
+        [preset, f"8 ({text})", what]
+        for preset in ("7B", "70B")
+        for text in ("data=1, model=8", "data=2, model=4")
+        for what in ("stored", "sent in a step")
+    ]
+    plan = count.make_plan(
+        PRESETS["70B"], FORMATS["int8"], {"data": 2, "model": 4}, batch=8, sequence=32, is_training=False
+    )
+    assert [row[4] for row in rows[-2:]] == [f"{sum(part.values()) / 1e9:.3f}" for part in (plan.stored, plan.sent)]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -147,6 +187,28 @@ ENTRY %main (p: f32[4]) -> f32[4] {
         ("all-to-all", "s4", (16,), 8, 1, 7),
         ("all-to-all", "s4", (16,), 8, 1, 7),
         ("all-gather", "s8", (16, 8), 8, 5, 5 * 112),
+    ]
+    conditional = """
+HloModule jit_g, num_partitions=4
+%yes (p: f32[4]) -> f32[4] {
+  ROOT %ar = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+%no (p: f32[4]) -> f32[4] {
+  ROOT %cp = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+%ask (t: (f32[4])) -> pred[] {
+  %ar = pred[] all-reduce(%q), replica_groups={}, to_apply=%or
+}
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %c = f32[4]{0} conditional(%a, %p, %p), true_computation=%yes, false_computation=%no
+  %d = f32[4]{0} conditional(%i, %p, %p), branch_computations={%yes, %no}
+  ROOT %w = (f32[4]{0}) while(%t), condition=%ask, body=%no, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    assert [(c.kind, c.calls) for c in jqd.count_traffic(conditional)] == [
+        *[("all-reduce", 1), ("collective-permute", 1)] * 2,
+        ("all-reduce", 6),
+        ("collective-permute", 5),
     ]
     with pytest.raises(TypeError, match=r"count_traffic: compiled: expected a compiled program or its text, got 3"):
         jqd.count_traffic(3)

@@ -5,12 +5,7 @@ All tests share one run of tests/support/process_scenario.py, because processes 
 
 from __future__ import annotations
 
-import os
 import pathlib
-import socket
-import subprocess
-import sys
-import time
 from typing import Any
 
 import jax
@@ -19,29 +14,11 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import checkpoint
-from tests.support import process_scenario
 
-ROOT = pathlib.Path(__file__).parents[2]
+from ..support import process_scenario, processes
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "distributed.md"
 TIME_LIMIT = 240
-
-
-def find_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def start(index: int, port: int, folder: pathlib.Path) -> subprocess.Popen[str]:
-    """Start one of two processes, with four devices and without the settings of this one."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-m", "tests.support.process_scenario", str(index), "2", str(port), str(folder)]
-    with (folder / f"log{index}.txt").open("w") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +27,7 @@ def tree() -> dict[str, Any]:
     return {
         "q": jq.quantize(data["first"], process_scenario.WEIGHTS),
         "x": jax.numpy.asarray(data["x"].reshape(32, 16)),
+        "cache": jax.jit(process_scenario.make_cache)(data["x"]),
     }
 
 
@@ -58,19 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> pathlib.Path:
     """Run both processes until the second one has ended itself, while both save a checkpoint."""
     folder = tmp_path_factory.mktemp("processes")
     checkpoint.save_orbax(folder / "alone", tree)
-    port = find_port()
-    processes = [start(index, port, folder) for index in range(2)]
-    deadline = time.monotonic() + TIME_LIMIT
-    try:
-        while processes[1].poll() is None and processes[0].poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("log*.txt")))
+    port = processes.find_port()
+    commands = [["-m", "tests.support.process_scenario", str(i), "2", str(port), str(folder)] for i in range(2)]
+    statuses, logs = processes.run_together(
+        commands, folder, TIME_LIMIT, is_over=lambda statuses: statuses != [None, None]
+    )
     assert (folder / "results.npz").exists(), f"expected results of two processes, got\n{logs}"
-    assert processes[1].returncode == -9, logs
+    assert statuses[1] == -9, logs
     return folder
 
 
@@ -83,13 +55,13 @@ def results(folder: pathlib.Path) -> dict[str, np.ndarray]:
 def test_codes_are_those_of_one_device(results: dict[str, np.ndarray]) -> None:
     """Operators, contractions, calibrators and converted weights, bit for bit; a step within float32's rounding."""
     expected = process_scenario.run_alone()
-    inexact = ("loss", "exact", "quantized")
+    inexact = ("loss", "exact", "quantized", "attention")
     assert set(expected) <= set(results)
     for name, value in expected.items():
         if name.split("/")[0] not in inexact:
             assert results[name].dtype == value.dtype, name
             assert results[name].tobytes() == value.tobytes(), name
-    for name in ("loss", "exact/first", "exact/second"):
+    for name in ("loss", "exact/first", "exact/second", "attention"):
         np.testing.assert_allclose(results[name], expected[name], rtol=1e-5, atol=1e-6)
     data = process_scenario.make_data()
     for name in ("first", "second"):
@@ -105,9 +77,9 @@ def test_one_process_restores_what_two_saved(folder: pathlib.Path, tree: Any) ->
 
 
 def test_two_processes_restore_what_one_saved(results: dict[str, np.ndarray], tree: Any) -> None:
-    expected = (tree["q"].codes.astype(np.int8), tree["q"].scale, tree["x"])
-    for i, value in enumerate(expected):
-        assert results[f"restored/{i}"].tobytes() == np.asarray(value).tobytes()
+    expected = (tree["q"].codes.astype(np.int8), tree["q"].scale, tree["x"], tree["cache"])
+    for name, value in process_scenario.flatten({"restored": expected}).items():
+        assert results[name].tobytes() == value.tobytes(), name
 
 
 def test_a_killed_process_leaves_the_last_checkpoint(folder: pathlib.Path, tree: Any) -> None:
@@ -123,15 +95,37 @@ def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, 
     second = (folder / "messages.txt").read_text().splitlines()
     first = [str(message) for message in results["messages"]]
     start = "jaxquant.distributed.check_processes: settings['spec']"
-    assert len(first) == len(second) == 3
+    assert len(first) == len(second) == 4
     for index, messages in enumerate((first, second)):
-        spec, ends, structure = messages
+        spec, ends, structure, codebooks = messages
         assert spec.startswith(start.replace("spec", "other"))
         assert "those of process 0 and process 1 differ" in spec
         assert f"size={64 * (index + 1)}" in spec
         assert f"in process {index}" in spec
         assert "settings['range'].lo" in ends
         assert "the structure of settings" in structure
+        assert "the codebooks of settings: expected the same in all processes" in codebooks
+        assert f"got [(-1.0, 0.0, {0.25 * (index + 1)}, 1.0)] (list) in process {index}" in codebooks
+
+
+@pytest.mark.slow
+def test_the_script_of_the_documentation(tmp_path: pathlib.Path) -> None:
+    """Two processes run it as it is printed, but for the port and the folder; the ranges are those of all batches."""
+    text = DOCS.read_text()
+    script = text.split("```python\n")[1].split("```")[0]
+    assert "127.0.0.1:12345" in script
+    assert '"/tmp/ranges"' in script
+    script = script.replace(":12345", f":{processes.find_port()}").replace("/tmp/ranges", str(tmp_path / "ranges"))
+    (tmp_path / "script.py").write_text(script)
+    commands = [[str(tmp_path / "script.py"), str(i)] for i in range(2)]
+    statuses, logs = processes.run_together(commands, tmp_path, TIME_LIMIT)
+    assert statuses == [0, 0], logs
+    batches = [np.random.default_rng(i).normal(size=(4, 32)).astype(np.float32) for i in range(2)]
+    batch = np.concatenate(batches)
+    q = jq.quantize(batch, jq.QuantSpec(np.uint8))
+    saved = checkpoint.load_orbax(tmp_path / "ranges", {"q": q, "lo": q.scale, "hi": q.scale})
+    assert (saved["lo"].item(), saved["hi"].item()) == (batch.min(), batch.max())
+    assert_same(saved["q"], q)
 
 
 def assert_same(actual: Any, expected: Any) -> None:

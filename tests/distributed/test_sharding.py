@@ -140,3 +140,124 @@ def test_fsdp_with_explicit_shardings(rng: np.random.Generator) -> None:
     assert actual.sharding.spec[0] == "d"
     expected = jax.jit(multiply, static_argnums=2)(np.asarray(x), params["up"], True)
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.slow
+def test_fsdp_training(rng: np.random.Generator) -> None:
+    """Weights are gathered and their gradients scattered as codes, with 0.28 of the bytes of floats."""
+    mesh, (quantized, x) = make_mesh(), make_block(rng, SPECS["int8"])
+    params = {n: q.dequantize() for n, q in quantized.items()}
+    forward, backward = jq.QuantSpec(jnp.int8, jq.Blocked(1, 64)), jq.QuantSpec(jnp.int8, jq.Blocked(-1, 128))
+
+    def gather_codes(shard: jax.Array) -> jax.Array:
+        return jqd.all_gather(shard, "d", spec=forward, tiled=True, backward_spec=backward)
+
+    def gather_floats(shard: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(shard, "d", tiled=True)
+
+    def gather_rounded(shard: jax.Array) -> jax.Array:
+        return gather_floats(jq.fake_quantize(shard, forward))
+
+    def make_step(gather: Callable[[jax.Array], jax.Array]) -> Any:
+        def find_loss(shards: Any, x: jax.Array) -> jax.Array:
+            w = {n: gather(shard) for n, shard in shards.items()}
+            scores = jax.nn.softmax(x @ w["query"] @ (x @ w["key"]).swapaxes(1, 2), axis=-1)
+            y = x + scores @ (x @ w["value"]) @ w["out"]
+            return jnp.mean((y + jax.nn.relu(y @ w["up"]) @ w["down"]) ** 2)
+
+        return jax.jit(jax.shard_map(jax.grad(find_loss), mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+
+    codes, floats = (make_step(gather).lower(params, x).compile() for gather in (gather_codes, gather_floats))
+    traffic, expected = jqd.count_traffic(codes), jqd.count_traffic(floats)
+    assert sum(c.sent_bytes for c in traffic) <= 0.28 * sum(c.sent_bytes for c in expected)
+    sent = {dtype: sum(c.sent_bytes for c in traffic if c.dtype == dtype) for dtype in {c.dtype for c in traffic}}
+    assert set(sent) == {"s8", "f32"}
+    assert sent["f32"] <= sent["s8"] * 4 / 64, "expected no floats but scales"
+    assert {c.kind for c in traffic} == {"all-gather", "all-to-all"}
+    # With the same weights, the gradients differ by the quantization of what eight devices send.
+    actual = codes(params, x)
+    for name, grad in make_step(gather_rounded)(params, x).items():
+        error = np.abs(actual[name] - grad).max()
+        assert 0 < error <= 0.1 * np.abs(grad).max(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["w8a8_dynamic", "weight_only_int8"])
+def test_fsdp_of_a_converted_function(rng: np.random.Generator, recipe: str) -> None:
+    """The weights of `Prepared.convert`: cut over devices, gathered as codes by a constraint."""
+    mesh, (quantized, x) = make_mesh(), make_block(rng, SPECS["int8"])
+    params = {n: quantized[n].dequantize() for n in ("up", "down")}
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+    prepared = jq.prepare(apply, params, x, rules=getattr(jq.recipes, recipe)())
+    converted = prepared.convert(params)
+    cut, whole = place(converted, mesh, lambda n: 0), NamedSharding(mesh, P())
+    batch = NamedSharding(mesh, P("d"))
+
+    def apply_cut(params: Any, x: jax.Array) -> Any:
+        return prepared.apply(jax.lax.with_sharding_constraint(params, whole), {}, x)
+
+    run = jax.jit(apply_cut, out_shardings=batch)
+    assert list_gathers(run.lower(cut, jax.device_put(x, batch)).compile()) == {"s8"}
+    actual, expected = run(cut, jax.device_put(x, batch)), jax.jit(prepared.apply)(converted, {}, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_attention_with_explicit_shardings(rng: np.random.Generator) -> None:
+    """Under jax.jit, with the sharding in the type of the result, and inside of jax.shard_map: as on one device."""
+    mesh = make_mesh(AxisType.Explicit)
+    query, key = (rng.normal(size=(8, 5, 4, 16)).astype(np.float32) for _ in range(2))
+
+    def attend(query: jax.Array, key: jax.Array, cache: jq.KVCache) -> Any:
+        cache = cache.append(key, -key)
+        y, pull = jax.vjp(lambda q, k: jq.quantized_dot_product_attention(q, k, k, is_causal=True), query, key)
+        return jq.attention(query, cache), y, *pull(y)
+
+    empty = jq.KVCache.create((8, 7, 4, 16))
+    specs, rows = empty.partition_specs("d"), NamedSharding(mesh, P("d"))
+    with jax.set_mesh(mesh):
+        cache = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), empty, specs)
+        placed = (*(jax.device_put(x, rows) for x in (query, key)), cache)
+        mapped = jax.shard_map(attend, in_specs=(P("d"), P("d"), specs), out_specs=P("d"))
+        results = [jax.jit(f)(*placed) for f in (attend, mapped)]
+    expected = jax.jit(attend)(query, key, empty)
+    for actual in results:
+        for a, b in zip(actual, expected, strict=True):
+            assert a.sharding.spec[0] == "d"
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_converted_functions_and_convolutions_with_explicit_shardings(rng: np.random.Generator) -> None:
+    """With the batch sharded, the results are those of one device, and sharded as the batch is."""
+    mesh = make_mesh(AxisType.Explicit)
+    x = rng.normal(size=(16, 8, 6, 6)).astype(np.float32)
+    shapes = {"kernel": (8, 8, 3, 3), "w": (8, 4)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        x = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME")
+        return jax.nn.relu(x).mean((2, 3)) @ params["w"]
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("d")))
+        for recipe in (jq.recipes.w8a8_dynamic(), jq.recipes.w8a8_static(), jq.recipes.weight_only_int8()):
+            prepared = jq.prepare(apply, params, x, rules=recipe)
+            ranges, converted = prepared.calibrate(params, [x]), prepared.convert(params)
+            actual = jax.jit(prepared.apply)(converted, ranges, placed)
+            assert actual.sharding.spec[0] == "d"
+            np.testing.assert_allclose(actual, jax.jit(prepared.apply)(converted, ranges, x), rtol=1e-4, atol=1e-4)
+
+
+def test_collectives_of_arrays_that_stay_explicit(rng: np.random.Generator) -> None:
+    """JAX refuses to flatten an array that is sharded over an explicit axis, which jax.shard_map was not given."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    spec = jq.QuantSpec(jnp.int8)
+    with jax.set_mesh(mesh):
+        add = jax.shard_map(lambda x: jqd.psum(x, "a", spec=spec), in_specs=P("a"), out_specs=P(), axis_names={"a"})
+        shape = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("a", "b")))
+        with pytest.raises(Exception, match=r"This reshape is not supported"):
+            jax.eval_shape(add, shape)
