@@ -33,8 +33,8 @@ _NARROW = 16
 # rows of one matrix.
 _FEW_PIXELS = 16
 # With at least this many features to an output pixel, transposing the weights takes longer than gathering the patches.
-# 3x3 weights of 256 x 256 and 512 x 512 with 49 pixels take 0.55 and 0.45 of the kernel's time, and with 196 pixels 0.9;
-# as constants, which XLA transposes when it compiles, 1.0 and 1.05 with 49 pixels, and 1.1 with 196.
+# With 49 pixels, 3x3 weights of 256 x 256 and 512 x 512 take 0.56 and 0.46 of the kernel's time, and 0.8 to 0.9 as
+# constants, which XLA transposes when it compiles. With 196 pixels, 256 x 256 take 0.9, and 1.1 as constants.
 _MANY_FEATURES = 4
 
 Steps = jax.Array | None

@@ -134,12 +134,16 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
     """
     rows, length = codes.shape
     words, count = length // _BYTES, -(-rows // _TILE)
-    packed = codes[:, : words * _BYTES].reshape(rows, words, _BYTES)
-    packed = lax.pad(lax.bitcast_convert_type(packed, jnp.uint32), np.uint32(0), ((0, count * _TILE - rows, 0), (0, 0, 0)))
-    tiles = barriers.pin_layout(packed.reshape(count, _TILE, words).transpose(0, 2, 1))
+
+    def cut_tiles(part: jax.Array) -> jax.Array:
+        """Return uint32 rows as [tiles, rows of a tile, columns], with more rows if they fill no tile."""
+        padded = lax.pad(part, np.uint32(0), ((0, count * _TILE - rows, 0), (0, 0, 0)))
+        return padded.reshape(count, _TILE, part.shape[1])
+
+    packed = lax.bitcast_convert_type(codes[:, : words * _BYTES].reshape(rows, words, _BYTES), jnp.uint32)
+    tiles = barriers.pin_layout(cut_tiles(packed).transpose(0, 2, 1))
     # No byte of a sum exceeds 255, so one addition shifts the four codes of a word.
-    shifts = lax.pad(shift.astype(jnp.uint32) * np.uint32(0x01010101), np.uint32(0), ((0, count * _TILE - rows, 0), (0, 0, 0)))
-    shifts = lax.optimization_barrier(shifts.reshape(count, _TILE))
+    shifts = lax.optimization_barrier(cut_tiles(shift.astype(jnp.uint32) * np.uint32(0x01010101))[:, :, 0])
 
     def add_word(total: jax.Array, word: jax.Array) -> jax.Array:
         word = word + shifts
