@@ -90,21 +90,23 @@ class Codebook:
             code = code + (value > middle).astype(jnp.int32)
         return code.astype(self.carrier)
 
-    def decode(self, codes: jax.Array, first_bit: int = 0) -> jax.Array:
+    def decode(self, codes: jax.Array, first_bit: int | jax.Array = 0) -> jax.Array:
         """Return the float32 level of each code.
 
         Args:
             codes: integers of any dtype.
-            first_bit: Static. The place of a code's lowest bit; only codes of up to 4 bits may have other bits beside
-                them.
+            first_bit: the place of a code's lowest bit, an int, or an int32 array of the shape of `codes`, which are
+                then uint32. Only codes of up to 4 bits may have other bits beside them.
         """
         if len(self.levels) > 16:
             return _look_up(np.asarray(self.levels, np.float32), codes)
         # XLA:CPU vectorizes a tree of selections by one bit of the code after another, but not a table lookup.
-        index = codes.astype(jnp.uint8)
+        is_fixed = isinstance(first_bit, int)
+        index = codes.astype(jnp.uint8 if is_fixed else jnp.int32)
         entries: list[jax.Array | np.float32] = [np.float32(level) for level in self.levels]
-        for bit in range(first_bit, first_bit + int(math.log2(len(self.levels)))):
-            is_set = (index & np.uint8(1 << bit)) != 0
+        for bit in range(int(math.log2(len(self.levels)))):
+            mask: Any = np.uint8(1 << (first_bit + bit)) if is_fixed else lax.shift_left(np.int32(1), first_bit + bit)
+            is_set = (index & mask) != 0
             entries = [jnp.where(is_set, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
         return jnp.asarray(entries[0])
 

@@ -60,6 +60,28 @@ def read_plane(stored: jax.Array, dtype: np.dtype, place: int, count: int) -> ja
     return lax.shift_right_arithmetic(raised, np.int32(32 - width))
 
 
+def read_words(codes: jax.Array) -> jax.Array | None:
+    """Return codes of 4 bits as uint32 with a shorter last dimension, or None if they cannot be read like that."""
+    if count_planes(codes) != 2 or codes.shape[-1] % 8:
+        return None
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8), jnp.uint32)
+
+
+def read_lane(words: jax.Array, dtype: np.dtype, first_bit: jax.Array) -> jax.Array:
+    """Return the codes whose lowest bits are at these places of uint32 words, as int32.
+
+    Args:
+        words: uint32.
+        dtype: the dtype of the codes, of less than 8 bits.
+        first_bit: int32, of the shape of `words`.
+    """
+    width, wide = dtypes.find_width(dtype), words.astype(jnp.int32)
+    # A shift to the left and back removes the other bits and extends the sign.
+    raised = lax.shift_left(wide, np.int32(32 - width) - first_bit)
+    is_signed = dtypes.find_bounds(dtype)[0] < 0
+    return (lax.shift_right_arithmetic if is_signed else lax.shift_right_logical)(raised, np.int32(32 - width))
+
+
 def narrow_codes(codes: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return int8 codes, which are within the bounds of a dtype of 2 or 4 bits, in that dtype."""
     if not isinstance(codes.size, int) or codes.size < _LARGE or count_planes(codes, dtype) == 1:

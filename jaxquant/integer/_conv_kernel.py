@@ -2,7 +2,9 @@
 
 XLA:CPU has a vector kernel for int8 convolutions in NHWC with HWIO weights. Where it is slow, another form is used:
 with few input channels, 1x1 kernels or groups, a contraction of the weights with patches of x ("patches"); for a
-depthwise convolution, a sum of shifted products ("products"). All others run in the kernel ("direct").
+depthwise convolution, a sum of shifted products ("products"). The kernel needs OIHW weights transposed; with few pixels
+that takes longer than gathering the patches, which are then contracted with the weights as they are ("rows"). All
+others run in the kernel ("direct").
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ _NARROW = 16
 # With fewer output pixels than this, the matrix of one image is too narrow. The pixels of all images then become the
 # rows of one matrix.
 _FEW_PIXELS = 16
+# With at least this many features to an output pixel, transposing the weights takes longer than gathering the patches.
+# With 49 pixels, 3x3 weights of 256 x 256 and 512 x 512 take 0.56 and 0.46 of the kernel's time, and 0.8 to 0.9 as
+# constants, which XLA transposes when it compiles. With 196 pixels, 256 x 256 take 0.9, and 1.1 as constants.
+_MANY_FEATURES = 4
 
 Steps = jax.Array | None
 
@@ -53,6 +59,10 @@ def find_window(x_shape: tuple[int, ...], w_shape: tuple[int, ...], window: Wind
         has_few_pixels = all(isinstance(size, int) for size in pixels) and math.prod(pixels) < _FEW_PIXELS
         is_last = window.groups == 1 and (channels_last or has_few_pixels)
         return window._replace(form="patches", channels_last=is_last)
+    sizes = (x_shape[0], *find_out_shape(x_shape[2:], w_shape[2:], window))
+    has_few_pixels = all(isinstance(n, int) for n in sizes) and _MANY_FEATURES * math.prod(sizes) <= w_shape[0]
+    if has_few_pixels and not (channels_last or window.features_last):
+        return window._replace(form="rows", channels_last=False)
     return window._replace(form="direct", channels_last=True)
 
 
@@ -81,7 +91,10 @@ def _make_batchable(window: Window) -> Any:
 
 
 def _convolve(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
-    forms = {"products": _sum_shifted_products, "patches": _extract_patches, "direct": _convolve_direct}
+    forms = {
+        "products": _sum_shifted_products, "patches": _extract_patches, "rows": _contract_rows,
+        "direct": _convolve_direct,
+    }  # fmt: skip
     # No GPU library convolves int8 into int32. Every backend other than a CPU therefore contracts patches.
     if window.form != "direct":  # one form for every backend
         return forms[window.form](x, w, x_steps, w_steps, window=window)
@@ -183,12 +196,8 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         weights = _layout.transpose_in_memory(w, order).reshape(1, *shape)
         # The barriers here and below keep XLA from fusing the gathering into the contraction.
         rows = lax.optimization_barrier(patches).reshape(1, -1, length)
-        row_steps = x_steps
-        if x_steps is not None:
-            is_shared = x_steps.shape[0] == 1
-            row_steps = x_steps.reshape(1, -1) if is_shared else _repeat_channels(x_steps.T, 1, math.prod(out))
-        column_steps = None if w_steps is None else w_steps.reshape(1, -1)
-        acc = contract_integers(rows, weights, row_steps, column_steps, transposed=not is_last)
+        steps = _spread_steps(x_steps, w_steps, math.prod(out))
+        acc = contract_integers(rows, weights, *steps, transposed=not is_last)
         return acc.reshape(images, *out, features)
     weights = _layout.transpose_in_memory(w, (0, *positions, 1)).reshape(features, length)
     batch = images * groups
@@ -203,6 +212,26 @@ def _extract_patches(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps,
         right_steps = x_steps if x_steps.size == 1 else jnp.broadcast_to(x_steps, (images, groups)).reshape(batch, 1)
     acc = contract_integers(left, columns, left_steps, right_steps, transposed=False)
     return acc.reshape(images, features, *out)
+
+
+def _contract_rows(x: jax.Array, w: jax.Array, x_steps: Steps, w_steps: Steps, *, window: Window) -> jax.Array:
+    """Return the convolution as a contraction of the patches of x, as rows, with the weights in their own order."""
+    images, features, length = x.shape[0], w.shape[0], math.prod(w.shape[1:])
+    patches, out = gather_patches(x, w.shape[2:], window)
+    # XLA:CPU has a fast kernel for a transpose that is not fused with anything. The pins separate both transposes.
+    columns = barriers.pin_layout(patches.reshape(images, length, -1))
+    rows = _layout.transpose_in_memory(columns, (0, 2, 1)).reshape(1, -1, length)
+    steps = _spread_steps(x_steps, w_steps, math.prod(out))
+    acc = contract_integers(rows, w.reshape(1, features, length), *steps, transposed=True)
+    acc = barriers.pin_layout(acc.reshape(images, -1, features))
+    return _layout.transpose_in_memory(acc, (0, 2, 1)).reshape(images, features, *out)
+
+
+def _spread_steps(x_steps: Steps, w_steps: Steps, pixels: int) -> tuple[Steps, Steps]:
+    """Return the zero points of patches as rows, [1, 1 or rows], and of features as columns, [1, 1 or O]."""
+    if x_steps is not None:
+        x_steps = x_steps.reshape(1, -1) if x_steps.shape[0] == 1 else _repeat_channels(x_steps.T, 1, pixels)
+    return x_steps, None if w_steps is None else w_steps.reshape(1, -1)
 
 
 def _group_steps(w_steps: jax.Array, images: int, groups: int) -> jax.Array:

@@ -17,7 +17,7 @@ class Window(NamedTuple):
 
     Attributes:
         channels_last: whether the channels are the last dimension of x, and not its second.
-        form: "products", "patches" or "direct".
+        form: "products", "patches", "rows" or "direct".
         strides: one for each spatial dimension.
         dilations: the distance between neighboring elements of the kernel, for each spatial dimension.
         groups: the number of groups of channels.
@@ -64,7 +64,8 @@ def slice_position(x: jax.Array, axes: Any, position: Any, window: Window, out: 
 def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tuple[jax.Array, tuple[int, ...]]:
     """Return the patches of x and the spatial shape of the output.
 
-    The patches are [N, *out, positions, C] with channels last, else [N, groups, positions, C / groups, *out].
+    The patches are [N, *out, positions, C] with channels last, else [N, groups, positions, C / groups, *out]; in the
+    form "rows", [N, groups, C / groups, positions, *out].
     """
     axes = list_spatial(x, window)
     out = find_out_shape(tuple(x.shape[a] for a in axes), kernel, window)
@@ -72,7 +73,7 @@ def gather_patches(x: jax.Array, kernel: tuple[int, ...], window: Window) -> tup
         spatial = x.shape[2:]
         x = x.reshape(x.shape[0], window.groups, -1, *spatial)
         axes = tuple(a + 1 for a in axes)
-    place = x.ndim - 1 if window.channels_last else 2
+    place = x.ndim - 1 if window.channels_last else 3 if window.form == "rows" else 2
     # One dimension of the kernel after the other: the number of slices is then the sum of the kernel's lengths instead
     # of their product. XLA:CPU fuses a stack of few slices into one loop, and compiles a loop for each slice of a large
     # stack. The additional copies take less time than the larger number of slices.

@@ -84,3 +84,27 @@ def test_patches_are_stacked_in_two_steps_and_the_kernel_is_not_copied() -> None
     stacks = [i for body in program.computations.values() for i in body if i.opcode == "concatenate"]
     assert all(len(i.rest.split(")")[0].split("%")) - 1 <= 3 for i in stacks)
     assert len(stacks) == 2
+
+
+def test_few_pixels_of_many_features(rng: np.random.Generator) -> None:
+    """The patches are contracted with OIHW weights as they are."""
+    x = rng.integers(0, 256, (1, 20, 5, 6)).astype(np.uint8)
+    w = rng.integers(-128, 128, (48, 20, 2, 3)).astype(np.int8)
+    x_point, w_point = np.uint8(rng.integers(0, 256)), rng.integers(-128, 128, 48).astype(np.int8)
+    options: dict[str, Any] = {"strides": (2, 1), "dilations": (1, 2), "pads": (1, 0, 0, 1)}
+
+    def convolve(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jq.conv_integer(x, w, x_point, w_point, **options)
+
+    want = contraction_text.conv_integer(x, w, x_point, w_point, **options)
+    assert want[0, 0].size * 4 <= 48
+    np.testing.assert_array_equal(jax.jit(convolve)(x, w), want)
+    images, kernels = jnp.stack([x, x ^ 255]), jnp.stack([w, w[::-1]])
+    over_images = jax.jit(jax.vmap(convolve, (0, None)))(images, w)
+    np.testing.assert_array_equal(over_images[0], want)
+    np.testing.assert_array_equal(over_images[1], convolve(images[1], jnp.asarray(w)))
+    both = jax.jit(jax.vmap(convolve))(images, kernels)
+    np.testing.assert_array_equal(both[1], convolve(images[1], kernels[1]))
+    program = Program(convolve, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)))
+    arrays = [array for i in program.in_memory() for array in i.results if i.opcode not in ("parameter", "bitcast")]
+    assert not any(dtype == "s8" and np.prod(shape) == w.size for dtype, shape in arrays)

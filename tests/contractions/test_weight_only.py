@@ -151,6 +151,20 @@ def test_magnitudes(contract: Any, rng: np.random.Generator) -> None:
         assert find_error(contract(x, scaled), x, decode(scaled)) < LIMIT, name
 
 
+@pytest.mark.parametrize("name", ["int4", "uint4, zero points", "nf4"])
+def test_a_row_of_words(name: str, rng: np.random.Generator) -> None:
+    """Eight codes of 4 bits are read as one word, each at its place."""
+    depth, columns = 64, 24
+    low, high = (-8, 8) if name == "int4" else (0, 16)
+    dtype = jnp.int4 if name == "int4" else jnp.uint4
+    codes = jnp.asarray(rng.integers(low, high, (depth, columns)), dtype)
+    scale = jnp.asarray(rng.uniform(0.5, 1, (2, columns)), jnp.float32)
+    point = jnp.asarray(rng.integers(0, 16, (2, columns)), dtype) if "zero points" in name else None
+    q = QuantizedArray(codes, scale, point, codebook=jq.nf4 if name == "nf4" else None)
+    x = rng.normal(size=(2, depth)).astype(np.float32)
+    assert find_error(contract_rows(x, q), x, decode(q)) < LIMIT
+
+
 def test_digits_at_their_bounds() -> None:
     """Every digit at -128, -127, 127 and 0, and carries through all of them."""
     depth = 256

@@ -257,6 +257,20 @@ def test_softmax_saturates() -> None:
     assert jq.qlinear_softmax(np.array([[7]], np.int8), 0.1, 0, 1 / 256, -128).tolist() == [[127]]
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("shape", [(5, 3), (3, 300), (17, 23), (33, 36)])
+def test_softmax_of_any_size(shape: tuple[int, int], name: str, rng: np.random.Generator) -> None:
+    """Rows that fill no tile, and codes that fill no word and no step of the loop, are added, too."""
+    x, dtype = cases.draw_codes(rng, name, shape), np.dtype(name).type
+    # A product overflows with fewer than floor(1 / y_scale) / 148 elements.
+    y_scale = F(1 / 256) if shape[1] < 8 else F(1 / 1000)
+    arguments = (x, F(0.02), dtype(3), y_scale, dtype(28))
+    want = microsoft_text.qlinear_softmax(*arguments)
+    same(jq.qlinear_softmax(*arguments), want)
+    same(onnx_runtime.ask("QLinearSoftmax", arguments, name, cases.MICROSOFT, axis=-1, opset=13), want)
+
+
 def test_copies_need_the_same_scale(rng: np.random.Generator) -> None:
     """Codes whose scale and zero point are those of the result do not change, whatever the scale."""
     x = cases.draw_codes(rng, "int8", (50,))

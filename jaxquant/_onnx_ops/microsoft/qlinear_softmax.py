@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,8 @@ from ._tables import look_up
 
 _NAME = "qlinear_softmax"
 _OPSET_WITH_ONE_AXIS = 13
-# How many elements of a sum one step of the loop adds.
-_UNROLLED = 16
+# How many codes a word has, how many words of a row one step of the loop adds, and how many rows a tile has.
+_BYTES, _WORDS, _TILE = 4, 4, 16
 
 
 def qlinear_softmax(
@@ -107,18 +109,70 @@ def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) ->
     products = lax.optimization_barrier(barriers.round_result(table * factor))
     # The order of int8 codes is that of their bits with the first one flipped, read as uint8.
     codes = x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8) ^ np.uint8(128)
-    places = codes + (np.uint8(255) - codes.max(1, keepdims=True))
-    total = _add_entries(table, places.T)
+    shift = np.uint8(255) - codes.max(1, keepdims=True)
+    places = codes + shift
+    # Tiles of a symbolic number of rows, or of an array whose sharding is part of its type, may not be possible.
+    is_plain = isinstance(x.shape[0], int) and not sharding.is_placed(x)
+    total = _add_entries(table, codes, shift) if is_plain else _add_rows(table, places.T)
     scaled = look_up(products, places)
     steps = division.divide(scaled, sharding.place_like(jnp.broadcast_to(total[:, None], x.shape), scaled))
     zero_point = sharding.place_like(jnp.broadcast_to(y_encoding.steps, x.shape), scaled)
     return rounding.encode_steps(steps, zero_point, y_encoding.dtype)
 
 
-def _add_entries(table: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the sum of table[places] along the first dimension, one by one: XLA would reduce in another order."""
+def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Array:
+    """Return the sum of table[codes + shift] along the second dimension, one by one.
+
+    A vector of sums needs the codes of several rows at the same place, and a transpose of bytes takes longer than the
+    rest of the operator. The codes are therefore transposed as words of four, within tiles of some rows, each of which
+    stays in the cache.
+
+    Args:
+        table: float32 [256].
+        codes: uint8 [rows, length].
+        shift: uint8 [rows, 1]; codes + shift is at most 255.
+    """
+    rows, length = codes.shape
+    words, count = length // _BYTES, -(-rows // _TILE)
+
+    def cut_tiles(part: jax.Array) -> jax.Array:
+        """Return uint32 rows as [tiles, rows of a tile, columns], with more rows if they fill no tile."""
+        padded = lax.pad(part, np.uint32(0), ((0, count * _TILE - rows, 0), (0, 0, 0)))
+        return padded.reshape(count, _TILE, part.shape[1])
+
+    packed = lax.bitcast_convert_type(codes[:, : words * _BYTES].reshape(rows, words, _BYTES), jnp.uint32)
+    tiles = barriers.pin_layout(cut_tiles(packed).transpose(0, 2, 1))
+    # No byte of a sum exceeds 255, so one addition shifts the four codes of a word.
+    shifts = lax.optimization_barrier(cut_tiles(shift.astype(jnp.uint32) * np.uint32(0x01010101))[:, :, 0])
+
+    def add_word(total: jax.Array, word: jax.Array) -> jax.Array:
+        word = word + shifts
+        for place in range(_BYTES):
+            index = lax.shift_right_logical(word, np.uint32(8 * place)) & np.uint32(255)
+            total = total + look_up(table, index.astype(jnp.uint8))
+        return total
+
+    def add_step(step: Any, total: jax.Array, *, size: int) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(tiles, step * size, size, 1)
+        for i in range(size):
+            total = add_word(total, part[:, i])
+        return total
+
+    # XLA would reduce in another order than these loops.
+    total = jnp.zeros(shifts.shape, jnp.float32)
+    for size, start, stop in ((_WORDS, 0, words // _WORDS), (1, words - words % _WORDS, words)):
+        if stop > start:
+            total = lax.fori_loop(start, stop, functools.partial(add_step, size=size), total)
+    total = total.reshape(-1)[:rows]
+    for i in range(words * _BYTES, length):
+        total = total + look_up(table, codes[:, i] + shift[:, 0])
+    return total
+
+
+def _add_rows(table: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the sum of table[places] along the first dimension, one by one."""
 
     def add_row(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + look_up(table, row), None
 
-    return lax.scan(add_row, look_up(table, places[0]), places[1:], unroll=_UNROLLED)[0]
+    return lax.scan(add_row, look_up(table, places[0]), places[1:], unroll=_BYTES * _WORDS)[0]
