@@ -53,7 +53,7 @@ def attention(
         cache: the cache, which holds the tokens of the queries.
         mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a place of the
             cache. `cache.positions` has the positions of the tokens in the places.
-        bias: float, of such a shape, added to the scores after their scaling.
+        bias: float, or int8, int16 or int32, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
             newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
             newest. A ring has only the newest tokens: an older query sees those of its window that are left.

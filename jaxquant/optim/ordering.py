@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,20 +37,21 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     # Optax computes some steps of all arrays in one call.
     open_calls = functools.partial(_run_open, body, constants, [{owner} for owner in owners])
     body, constants = _open(jax.make_jaxpr(open_calls)(*jax.tree.leaves(list(held))))
-    values = dict(zip(body.constvars, constants, strict=True))
-    leaves = jax.tree.leaves(list(held))
-    parts = _find_parts(body, owners)
-    waiting, token = list(body.eqns), None
-    for places, outputs in parts:
-        own = [i for i, owner in enumerate(owners) if owner in places]
-        arrays = [leaves[i] for i in own]
+    values = dict(zip((*body.constvars, *body.invars), (*constants, *jax.tree.leaves(list(held))), strict=True))
+    given, waiting, token = dict(values), list(body.eqns), []
+    for outputs in _find_parts(body, owners):
+        chosen, waiting = _choose(waiting, outputs)
         if token:
-            arrays, _ = lax.optimization_barrier((arrays, token))
-        values |= dict(zip([body.invars[i] for i in own], arrays, strict=True))
-        waiting = _evaluate(waiting, outputs, values)
+            # Also what a part takes from outside, such as gradients, of which XLA would compute too much too early.
+            own = [atom for atom in given if atom in chosen.free and _is_numeric(atom)]
+            arrays, _ = lax.optimization_barrier(([given[atom] for atom in own], token))
+            values |= given | dict(zip(own, arrays, strict=True))
+        _evaluate(chosen, values)
         # The updates are not waited for: XLA may compute them where they are added to the parameters.
-        token = [values[atom] for atom in outputs if jnp.issubdtype(atom.aval.dtype, jnp.integer)]
-    _evaluate(waiting, None, values)
+        codes = [atom for atom in outputs if jnp.issubdtype(atom.aval.dtype, jnp.integer)]
+        token = [values[atom] for atom in codes or outputs]
+    values |= given
+    _evaluate(_choose(waiting, None)[0], values)
     results = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in body.outvars]
     return jax.tree.unflatten(jax.tree.structure(result), results)
 
@@ -83,7 +84,7 @@ def _run_open(body: Any, constants: Sequence[Any], sources: list[set[int]], *arg
             results = _run_open(inner, inner_constants, operands, *(read(atom) for atom in equation.invars))
             values |= dict(zip(equation.outvars, results, strict=True))
         else:
-            _evaluate([equation], None, values)
+            _evaluate(_choose([equation], None)[0], values)
         needed |= dict.fromkeys(equation.outvars, joined)
     return [read(atom) for atom in body.outvars]
 
@@ -95,8 +96,8 @@ def _is_plain_call(equation: Any) -> bool:
     return is_call and not any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-def _find_parts(body: Any, owners: list[int]) -> list[tuple[set[int], list[Any]]]:
-    """Return which pytrees belong together, and the results that depend on them.
+def _find_parts(body: Any, owners: list[int]) -> list[list[Any]]:
+    """Return the results that depend on pytrees, in parts of which no two depend on the same one.
 
     Args:
         body: the program.
@@ -104,15 +105,13 @@ def _find_parts(body: Any, owners: list[int]) -> list[tuple[set[int], list[Any]]
     """
     needed: dict[Any, set[int]] = {variable: {owner} for variable, owner in zip(body.invars, owners, strict=True)}
     for equation in body.eqns:
-        sources = [needed[atom] for atom in equation.invars if not isinstance(atom, core.Literal) and atom in needed]
-        if sources:
-            joined = set().union(*sources)
-            needed |= dict.fromkeys(equation.outvars, joined)
+        joined = set().union(*(needed.get(atom, set()) for atom in _list_operands(equation)))
+        needed |= dict.fromkeys(equation.outvars, joined)
     parts: list[tuple[set[int], list[Any]]] = []
     for atom in body.outvars:
-        if isinstance(atom, core.Literal) or atom not in needed:
+        places, outputs = (set() if isinstance(atom, core.Literal) else needed.get(atom, set())), [atom]
+        if not places:
             continue
-        places, outputs = set(needed[atom]), [atom]
         apart = []
         for part in parts:
             if part[0] & places:
@@ -120,28 +119,55 @@ def _find_parts(body: Any, owners: list[int]) -> list[tuple[set[int], list[Any]]
             else:
                 apart.append(part)
         parts = [*apart, (places, outputs)]
-    # An argument that no result depends on belongs to no part; an equation that is left may still read it.
-    rest = set(owners).difference(*(places for places, _ in parts))
-    return [*sorted(parts, key=lambda part: min(part[0])), *([(rest, [])] if rest else [])]
+    return [outputs for _, outputs in sorted(parts, key=lambda part: min(part[0]))]
 
 
-def _evaluate(equations: list[Any], outputs: list[Any] | None, values: dict[Any, Any]) -> list[Any]:
-    """Add the results of the equations that some outputs need, or of all, to the values; return the other equations."""
-    chosen, others = equations, []
+class _Equations(NamedTuple):
+    """Some equations of a program.
+
+    Attributes:
+        equations: in the order of the program.
+        free: the variables that they read and do not compute.
+        results: the variables that they compute.
+    """
+
+    equations: list[Any]
+    free: dict[Any, None]
+    results: list[Any]
+
+
+def _choose(equations: Sequence[Any], outputs: list[Any] | None) -> tuple[_Equations, list[Any]]:
+    """Return the equations that some outputs need, or all of them for None, and the others."""
+    chosen, others = list(equations), []
     if outputs is not None:
         wanted, chosen = set(outputs), []
         for equation in reversed(equations):
-            if wanted.isdisjoint(equation.outvars):
-                others.append(equation)
-            else:
-                chosen.append(equation)
-                wanted.update(atom for atom in equation.invars if not isinstance(atom, core.Literal))
+            is_wanted = not wanted.isdisjoint(equation.outvars)
+            (chosen if is_wanted else others).append(equation)
+            if is_wanted:
+                wanted.update(_list_operands(equation))
         chosen.reverse()
         others.reverse()
     results = [atom for equation in chosen for atom in equation.outvars if not isinstance(atom, core.DropVar)]
-    read = {atom for equation in chosen for atom in equation.invars if not isinstance(atom, core.Literal)}
-    free = [atom for atom in values if atom in read]
-    effects = frozenset().union(*(equation.effects for equation in chosen))
-    program = core.Jaxpr([], free, results, chosen, effects, _NO_DEBUG_INFO)
-    values |= dict(zip(results, eval_jaxpr(program, (), *(values[atom] for atom in free)), strict=True))
-    return others
+    computed = set(results)
+    # A dict keeps the order, which in a set would differ between runs.
+    free = dict.fromkeys(atom for equation in chosen for atom in _list_operands(equation) if atom not in computed)
+    return _Equations(chosen, free, results), others
+
+
+def _list_operands(equation: Any) -> list[Any]:
+    """Return the variables that an equation reads."""
+    return [atom for atom in equation.invars if not isinstance(atom, core.Literal)]
+
+
+def _is_numeric(atom: Any) -> bool:
+    """Return whether a variable holds numbers. A barrier does not accept keys of `jax.random`."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.number)
+
+
+def _evaluate(chosen: _Equations, values: dict[Any, Any]) -> None:
+    """Add the results of equations to the values."""
+    effects = frozenset().union(*(equation.effects for equation in chosen.equations))
+    program = core.Jaxpr([], list(chosen.free), chosen.results, chosen.equations, effects, _NO_DEBUG_INFO)
+    results = eval_jaxpr(program, (), *(values[atom] for atom in chosen.free))
+    values |= dict(zip(chosen.results, results, strict=True))
