@@ -46,7 +46,7 @@ def weigh_cache(weights: Weights, cache: KVCache, digits: int) -> jax.Array:
         return weigh_values(weights, cache.quantized_values.codes, cache.head_dim, digits)
     contract = functools.partial(_contract_values, spec=cache.spec_v, features=cache.head_dim)
     in_chunks = functools.partial(_contract_chunks, contract, tokens=tokens)
-    contract_on_platform = functools.partial(lax.platform_dependent, cpu=in_chunks, default=contract)
+    contract_on_platform: Any = functools.partial(lax.platform_dependent, cpu=in_chunks, default=contract)
     return weigh_values(weights, cache.values, cache.head_dim, digits, contract_on_platform)
 
 
@@ -91,7 +91,7 @@ def _contract_values(rows: jax.Array, values: jax.Array, *, spec: QuantSpec, fea
 
 
 def _contract_chunks(contract: Any, rows: jax.Array, values: jax.Array, *, tokens: int) -> jax.Array:
-    """Return the int32 contraction of rows and values along their last axis, computed for a number of tokens at a time."""
+    """Return the int32 contraction of rows and values along their last axis, for a number of tokens at a time."""
 
     def contract_from(start: Any, size: int) -> jax.Array:
         return contract(*(lax.dynamic_slice_in_dim(x, start, size, 3) for x in (rows, values)))

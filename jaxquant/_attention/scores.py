@@ -13,7 +13,6 @@ from .._arrays.quantized_array import QuantizedArray
 from .._contractions.einsum import contract_operands
 from .._core import dtypes, small_floats
 
-
 # XLA:CPU contracts an operand of many rows with up to so many columns in up to half of the time that the transposed
 # product takes.
 FEW_ROWS = 32

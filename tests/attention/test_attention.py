@@ -69,9 +69,7 @@ def test_codes_and_results(
         unit = cache.quantized_keys.replace(scale=jnp.ones((1,) * 4))
         codes = jq.quantize(q, INT8)
         grouped = group_queries(codes.replace(scale=jnp.ones((1,) * 4)), kv_heads, 1.0)
-        return find_scores("attention", grouped, unit), [
-            jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)
-        ]
+        return find_scores("attention", grouped, unit), [jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)]
 
     integers, results = run(q, k, v)
     q_codes = quantize_tokens(q, 127)
@@ -234,6 +232,7 @@ def test_served_bits_are_those_of_training(name: str, rng: np.random.Generator) 
         np.testing.assert_array_equal(served, trained)
 
 
+@pytest.mark.slow
 def test_equals_dot_product_attention_bit_for_bit(rng: np.random.Generator) -> None:
     """What a cache serves is what trained, also called eagerly, each in a program of its own."""
     q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")

@@ -322,7 +322,7 @@ def test_overflow() -> None:
     assert int(dataclasses.replace(rows, index=jnp.zeros(2, jnp.int32)).append(k, k).index[0]) == 3
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_sharded_over_eight_devices(name: str, rng: np.random.Generator) -> None:
     """Batch and heads sharded: codes and scales to the last bit, and the result of attention."""

@@ -89,8 +89,10 @@ def test_the_order_changes_no_bit(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 def test_an_array_that_no_result_needs() -> None:
     """The state of a transformation that forgets one of its arrays."""
-    keep = optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, {**s, "b": jnp.zeros(3)}))
-    tx = _quantize(keep, overrides={"": jq.optim.dynamic})
+    make: Any = optax.GradientTransformation
+    tx = _quantize(
+        make(lambda p: p, lambda u, s, p=None: (u, {**s, "b": jnp.zeros(3)})), overrides={"": jq.optim.dynamic}
+    )
     params = {"a": jnp.arange(3.0), "b": jnp.arange(3.0)}
     state = tx.init(params)
     assert isinstance(state.inner["b"], jq.QuantizedArray)

@@ -131,7 +131,7 @@ def sample_gradients(rng: np.random.Generator) -> Any:
     return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), PARAMS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(TRANSFORMATIONS))
 def test_updates_and_states(name: str, rng: np.random.Generator) -> None:
     """Four steps with a donated state: each is the plain update from the decoded state, whose result is encoded."""
