@@ -29,8 +29,8 @@ from .scores import FEW_ROWS
 
 # A digit of 7 bits is an int8 that is not negative, so the contraction needs no zero point.
 _DIGIT = 7
-# With this many tokens a sum of products of a digit and an int8 fits in int32, and so do the sums of the upper and lower
-# bits of exponentials.
+# With this many tokens a sum of products of a digit and an int8 fits in int32, and so do the sums of the upper and of
+# the lower bits of exponentials.
 _LONGEST = 2**17
 # An exponential, at most 1, as a multiple of 2**-27, and the bits of its lower part.
 _FRACTION = 27
