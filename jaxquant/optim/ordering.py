@@ -73,7 +73,7 @@ def _run_open(body: Any, constants: Sequence[Any], sources: list[set[int]], *arg
     values = dict(zip(body.constvars, constants, strict=True)) | dict(zip(body.invars, arguments, strict=True))
     needed: dict[Any, set[int]] = dict(zip(body.invars, sources, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read_atom(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in body.eqns:
@@ -81,12 +81,12 @@ def _run_open(body: Any, constants: Sequence[Any], sources: list[set[int]], *arg
         joined = set().union(*operands)
         if len(joined) > 1 and len(equation.outvars) > 1 and _is_plain_call(equation):
             inner, inner_constants = _open(equation.params["jaxpr"])
-            results = _run_open(inner, inner_constants, operands, *(read(atom) for atom in equation.invars))
+            results = _run_open(inner, inner_constants, operands, *(read_atom(atom) for atom in equation.invars))
             values |= dict(zip(equation.outvars, results, strict=True))
         else:
             _evaluate(_choose([equation], None)[0], values)
         needed |= dict.fromkeys(equation.outvars, joined)
-    return [read(atom) for atom in body.outvars]
+    return [read_atom(atom) for atom in body.outvars]
 
 
 def _is_plain_call(equation: Any) -> bool:
