@@ -4,7 +4,8 @@ A decode step appends one token to a full cache, in place, and attends to all of
 kv_heads x queries for each kv head x length x head_dim; that of training is batch x heads x length x head_dim. The
 opponents of a step are `jax.nn.dot_product_attention` on a cache [batch, length, kv_heads, head_dim], as one writes it,
 for which XLA:CPU copies the cache; and the same attention by two contractions of a float cache in the layout of
-`jq.KVCache` that is written in place.
+`jq.KVCache` that is written in place. The rows on parts show what dominates a step; what is missing in them of
+`attention` is the softmax and the codes of the weights.
 """
 
 from __future__ import annotations
@@ -93,11 +94,10 @@ def _is_close(expected: np.ndarray, result: Any) -> np.ndarray:
 
 
 def _decode(dtype: str, batch: int, heads: int, groups: int, length: int, features: int) -> Contest:
-    spec = jq.QuantSpec(dtype, jq.PerToken())
     tokens = [_draw(batch, length, heads, features, seed=seed) for seed in (1, 2)]
     q = _draw(batch, 1, heads * groups, features, seed=3)
     new = [x[:, -1:] for x in tokens]
-    cache = jax.jit(jq.KVCache.append)(jq.KVCache.create((batch, length, heads, features), spec, spec), *tokens)
+    cache = _fill(dtype, batch, heads, length, features)
     fake = jq.fake_quantize(q, jq.QuantSpec("int8", jq.PerToken()))
     expected = _attend_in_float64(fake, *cache.dequantize())
     heads_first = (jnp.transpose(tokens[0], (0, 2, 1, 3)), jnp.transpose(tokens[1], (0, 2, 3, 1)))
@@ -114,6 +114,59 @@ def _decode(dtype: str, batch: int, heads: int, groups: int, length: int, featur
         compared=functools.partial(_is_close, expected),
         multiply_adds=2 * batch * heads * groups * length * features,
     )
+
+
+def _append(dtype: str, batch: int, heads: int, groups: int, length: int, features: int) -> Contest:
+    """A part of a step: a token is appended."""
+    del groups
+    cache = _fill(dtype, batch, heads, length, features)
+    new = [_draw(batch, 1, heads, features, seed=seed) for seed in (1, 2)]
+
+    def step(cache: jq.KVCache, k: jax.Array, v: jax.Array) -> Any:
+        cache = dataclasses.replace(cache, index=jnp.int32(length - 1)).append(k, v)
+        return cache.index, cache
+
+    return _make_part(_keep_state(step, cache, *new), Missing("not measured"), cache.nbytes // length)
+
+
+def _attend(dtype: str, batch: int, heads: int, groups: int, length: int, features: int) -> Contest:
+    """A part of a step: a query attends."""
+    cache = _fill(dtype, batch, heads, length, features)
+    q = _draw(batch, 1, heads * groups, features, seed=3)
+    return _make_part(functools.partial(jax.jit(jq.attention), q, cache), Missing("not measured"), cache.nbytes)
+
+
+def _score(dtype: str, batch: int, heads: int, groups: int, length: int, features: int) -> Contest:
+    """A part of attention: the contraction of the codes of the keys with those of the queries."""
+    keys = _fill(dtype, batch, heads, length, features).quantized_keys
+    q = _draw(batch, heads, groups, features, seed=3)
+    codes = jq.quantize(q, jq.QuantSpec("int8", jq.PerToken()))
+    contract = functools.partial(jax.jit(lambda q, k: jq.einsum("bkgd,bksd->bkgs", q, k)), codes, keys)
+    floats = functools.partial(jax.jit(lambda q, k: jnp.einsum("bkgd,bksd->bkgs", q, k)), q, keys.dequantize())
+    return _make_part(contract, floats, keys.nbytes)
+
+
+def _weigh(dtype: str, batch: int, heads: int, groups: int, length: int, features: int) -> Contest:
+    """A part of attention: the contraction of the codes of the values with the two digits of each weight."""
+    values = _fill(dtype, batch, heads, length, features).quantized_values
+    digits = jnp.asarray(np.random.default_rng(4).integers(0, 128, (batch, heads, 2 * groups, length)), jnp.int8)
+    weights = digits[:, :, :groups].astype(jnp.float32)
+    numbers = (((3,), (3,)), ((0, 1), (0, 1)))
+    contract = functools.partial(jax.jit(lambda w, v: jq.integer.dot_general(w, v, numbers)), digits, values.codes)
+    floats = functools.partial(jax.jit(lambda w, v: jnp.einsum("bkgs,bkds->bkgd", w, v)), weights, values.dequantize())
+    return _make_part(contract, floats, values.nbytes)
+
+
+def _fill(dtype: str, batch: int, heads: int, length: int, features: int) -> jq.KVCache:
+    """Return a cache that is full."""
+    spec = jq.QuantSpec(dtype, jq.PerToken())
+    tokens = [_draw(batch, length, heads, features, seed=seed) for seed in (1, 2)]
+    return jax.jit(jq.KVCache.append)(jq.KVCache.create((batch, length, heads, features), spec, spec), *tokens)
+
+
+def _make_part(call: Call, floats: Call | Missing, nbytes: int) -> Contest:
+    opponents = {FLOAT32: Missing("not measured"), _HEADS_FIRST: floats}
+    return Contest(call, opponents, Missing("a part"), nbytes, unlike=frozenset(_OPPONENTS))
 
 
 def _train(batch: int, heads: int, length: int, features: int) -> Contest:
@@ -138,6 +191,7 @@ _SHAPES = (
     *((1, 8, 4, length, 128) for length in (512, 4096, 16384)),
     *((8, 8, 1, length, 64) for length in (512, 4096)),
 )
+_PART_SHAPES = tuple((1, 8, 1, length, 128) for length in (512, 4096, 16384))
 TABLE = Table(
     "Attention",
     _OPPONENTS,
@@ -146,6 +200,15 @@ TABLE = Table(
             Row(f"decode step, {dtype}", s, functools.partial(_decode, dtype, *s))
             for dtype in ("int8", "int4")
             for s in _SHAPES
+        ),
+        *(
+            Row(f"part of a decode step, {dtype}: {name}", s, functools.partial(part, dtype, *s))
+            for dtype, parts in (
+                ("int8", {"append": _append, "attention": _attend, "keys": _score, "values": _weigh}),
+                ("int4", {"append": _append, "attention": _attend}),
+            )
+            for name, part in parts.items()
+            for s in _PART_SHAPES
         ),
         *(
             Row("attention and its gradient", s, functools.partial(_train, *s))

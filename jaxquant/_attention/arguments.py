@@ -14,6 +14,7 @@ from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 
 _BOOL = np.dtype(np.bool_)
+_BIASES = (*dtypes.FLOATS, *(np.dtype(name) for name in ("int32", "int16", "int8")))
 
 
 def check_query_spec(function: str, argument: str, spec: Any) -> None:
@@ -49,11 +50,13 @@ def read_mask(function: str, mask: Any, sizes: tuple[int, int, int, int]) -> jax
 
 
 def read_bias(function: str, bias: Any, sizes: tuple[int, int, int, int]) -> jax.Array | None:
-    """Return a bias with rank 4, after a check against (batch, heads, queries, tokens)."""
+    """Return a bias as floats with rank 4, after a check against (batch, heads, queries, tokens)."""
     if bias is None:
         return None
-    checks.check_array(function, "bias", bias, dtypes.FLOATS)
-    return _expand_rank(function, "bias", bias, sizes)
+    checks.check_array(function, "bias", bias, _BIASES)
+    bias = _expand_rank(function, "bias", bias, sizes)
+    # Integers have no gradient.
+    return bias if bias.dtype in dtypes.FLOATS else bias.astype(jnp.float32)
 
 
 def _expand_rank(function: str, argument: str, value: jax.Array, sizes: tuple[int, int, int, int]) -> jax.Array:

@@ -15,9 +15,10 @@ from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, small_floats
 from . import arguments, visibility
+from .cache_contractions import score_cache, weigh_cache
 from .kv_cache import INT8, KVCache
-from .scores import find_scores, group_queries
-from .weigh_values import find_weights, weigh_values
+from .scores import add_bias, group_queries
+from .weigh_values import find_weights
 
 _NAME = "attention"
 
@@ -52,7 +53,7 @@ def attention(
         cache: the cache, which holds the tokens of the queries.
         mask: bool, of a shape that broadcasts against [batch, heads, queries, cache.length]: False hides a place of the
             cache. `cache.positions` has the positions of the tokens in the places.
-        bias: float, of such a shape, added to the scores after their scaling.
+        bias: float, or int8, int16 or int32, of such a shape, added to the scores after their scaling.
         query_positions: the positions of the queries, int32 [batch, queries] or [1, queries]. None stands for the
             newest ones, in order. Pass them for rows of different lengths, or for a query whose token is not the
             newest. A ring has only the newest tokens: an older query sees those of its window that are left.
@@ -108,10 +109,10 @@ def _attend(
         newest = jnp.reshape(cache.index, (-1, 1)) - np.int32(queries)
         query_positions = newest + jnp.arange(queries, dtype=jnp.int32)[None]
     visible = visibility.find_visible_in_cache(cache.positions, query_positions, cache.window)
-    scores = find_scores(_NAME, grouped, cache.quantized_keys, bias)
+    scores = add_bias(score_cache(_NAME, grouped, cache), bias)
     value_scale = small_floats.scale_as_float32(cache.value_scale)[:, :, None, None, :]
     weights = find_weights(scores, value_scale, visibility.merge_masks([mask, visible]), digits)
-    y = weigh_values(weights, cache.quantized_values.codes, digits)
+    y = weigh_cache(weights, cache, digits)
     # A compiled program cannot raise an error, and a wrong result would go unnoticed.
     y = jnp.where(jnp.reshape(cache.overflowed, (-1, 1, 1, 1, 1)), np.float32(np.nan), y)
     return arguments.ungroup_heads(y).astype(q.dtype)

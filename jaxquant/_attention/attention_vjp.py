@@ -18,7 +18,7 @@ from jax import lax
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._core import small_floats
 from .._training.rounding_vjp import Config, find_cotangents, make_array
-from .scores import find_scores, group_queries
+from .scores import add_bias, find_scores, group_queries
 from .visibility import Hiding, find_visible
 from .weigh_values import Weights, find_reciprocal, find_weights, weigh_values
 
@@ -64,7 +64,8 @@ class Operands(NamedTuple):
 def attend(statics: Statics, operands: Operands) -> jax.Array:
     """Return the attention, float32 [batch, kv heads, groups, queries, features]; all arguments are checked."""
     _, _, values, weights = _weigh(statics, operands)
-    return weigh_values(weights, lax.transpose(values.codes, (0, 1, 3, 2)), statics.digits)
+    codes = lax.transpose(values.codes, (0, 1, 3, 2))
+    return weigh_values(weights, codes, codes.shape[2], statics.digits)
 
 
 def _attend_fwd(statics: Statics, operands: Operands) -> tuple[jax.Array, Operands]:
@@ -127,7 +128,7 @@ def _weigh(statics: Statics, operands: Operands) -> tuple[QuantizedArray, Quanti
     q, k, v = (make_array(config, *parts) for config, parts in zip(statics.configs, operands.rounded, strict=True))
     queries = group_queries(q, k.shape[2], statics.factor)
     keys, values = (_move_heads(x) for x in (k, v))
-    scores = find_scores(statics.function, queries, keys, operands.bias)
+    scores = add_bias(find_scores(statics.function, queries, keys), operands.bias)
     arrays = (operands.mask, operands.query_lengths, operands.token_lengths)
     visible = find_visible(statics.hiding, q.shape[1], k.shape[1], *arrays)
     return queries, keys, values, find_weights(scores, _read_token_scale(values), visible, statics.digits)

@@ -23,9 +23,14 @@ KEY_AXES = (3, 2)
 VALUE_AXES = (2, 3)
 
 
+def is_packed(spec: QuantSpec) -> bool:
+    """Return whether two codes share a byte."""
+    return dtypes.find_width(spec.dtype) == 4
+
+
 def count_packed(spec: QuantSpec, features: int) -> int:
     """Return the number of bytes that hold the codes of the features of a token and head."""
-    return math.ceil(features / 2) if dtypes.find_width(spec.dtype) == 4 else features
+    return math.ceil(features / 2) if is_packed(spec) else features
 
 
 def encode_tokens(x: jax.Array, spec: QuantSpec, axes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
@@ -43,7 +48,7 @@ def encode_tokens(x: jax.Array, spec: QuantSpec, axes: tuple[int, int]) -> tuple
     q = quantize(x, spec)
     order = (0, 2, 1, 3) if axes == KEY_AXES else (0, 2, 3, 1)
     codes = lax.transpose(q.codes.astype(jnp.int8), order)
-    if dtypes.find_width(spec.dtype) == 4:
+    if is_packed(spec):
         codes = _pack_halves(codes, axes[0])
     return codes, lax.transpose(lax.squeeze(q.scale, (3,)), (0, 2, 1))
 
@@ -65,7 +70,7 @@ def _pack_halves(codes: jax.Array, axis: int) -> jax.Array:
 
 def unpack_codes(stored: jax.Array, spec: QuantSpec, axis: int, features: int) -> jax.Array:
     """Return the codes of a cache as int8, with `features` entries along the axis of the features."""
-    if dtypes.find_width(spec.dtype) != 4:
+    if not is_packed(spec):
         return stored
     signed = lax.bitcast_convert_type(stored, jnp.int8)
     # A shift to the right extends the sign.

@@ -59,7 +59,8 @@ def quantized_dot_product_attention(
         query: the queries, float32, float16 or bfloat16 [batch, queries, heads, head_dim], or without the batch.
         key: the keys, float [batch, tokens, kv_heads, head_dim]. The number of heads is a multiple of kv_heads.
         value: the values, float, in the shape of the keys.
-        bias: float, of a shape that broadcasts against [batch, heads, queries, tokens], added to the scaled scores.
+        bias: float, or int8, int16 or int32, of a shape that broadcasts against [batch, heads, queries, tokens], added
+            to the scaled scores.
         mask: bool, of such a shape: False hides a token.
         scale: Static. What the products of queries and keys are multiplied by. None stands for 1 / sqrt(head_dim).
         is_causal: Static. Whether a query attends to no token after its own.
@@ -96,8 +97,8 @@ def quantized_dot_product_attention(
 
     Source: `jax.nn.dot_product_attention`; Vaswani et al., arXiv 1706.03762, section 3.2.1.
 
-    Cotangents: of query, key, value and of learned scales and zero points those of the estimators; of bias that of the
-        scores.
+    Cotangents: of query, key, value and of learned scales and zero points those of the estimators; of a float bias
+        that of the scores.
     """
     checks.require(implementation is None, _NAME, "implementation", "None", checks.describe_value(implementation))
     specs = (query_spec, key_spec, value_spec)

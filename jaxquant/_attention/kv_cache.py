@@ -303,7 +303,7 @@ def _find_places(cache: KVCache, tokens: int, counts: Any) -> jax.Array:
 
 
 def _find_stored_dtype(spec: QuantSpec) -> Any:
-    return jnp.uint8 if dtypes.find_width(spec.dtype) == 4 else jnp.int8
+    return jnp.uint8 if cache_layout.is_packed(spec) else jnp.int8
 
 
 def _read_shape(shape: Any) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ out = (codes contracted with the codes of the values) * step / sum(p)
 The scales of the values' tokens vary along the contracted dimension, so they belong to the weights before these are
 rounded. A row has its own step, because with a fixed one, 1 / 255 of the sum, all weights of a row that attends evenly
 to 1000 tokens would round to 0. The sum is divided by at the end: the codes then depend on element-wise operations and
-on a maximum, whose order does not matter.
+on a maximum, whose order does not matter. The sum is one of integers, for the same reason. So hidden tokens change no
+bit of a result: it is the same with a longer cache, for one query or many, and in training.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +25,16 @@ import numpy as np
 from jax import lax
 
 from ..integer.dot_general import Role, contract_roles
+from .scores import FEW_ROWS
 
 # A digit of 7 bits is an int8 that is not negative, so the contraction needs no zero point.
 _DIGIT = 7
-# With this many tokens a sum of products of a digit and an int8 fits in int32.
+# With this many tokens a sum of products of a digit and an int8 fits in int32, and so do the sums of the upper and of
+# the lower bits of exponentials.
 _LONGEST = 2**17
+# An exponential, at most 1, as a multiple of 2**-27, and the bits of its lower part.
+_FRACTION = 27
+_LOW = 14
 _TINY = np.finfo(np.float32).tiny
 _ZERO = np.float32(0)
 
@@ -64,8 +71,7 @@ def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits
     # -inf it is NaN, as in the softmax of floats.
     exponentials = hide(jnp.exp(scores - top), _ZERO)
     scaled = hide(exponentials * value_scale, _ZERO)
-    # A maximum may lose a NaN, and a sum does not.
-    total = jnp.sum(jnp.where(jnp.isnan(scaled), np.float32(np.nan), exponentials), axis=-1, keepdims=True)
+    total = _add_exponentials(exponentials, jnp.isnan(scaled))
     largest = jnp.max(scaled, axis=-1, keepdims=True, initial=0.0)
     most = 2 ** (_DIGIT * digits) - 1
     # A row of zeros gets codes of 0. The reciprocal of a step of this size is finite.
@@ -73,6 +79,25 @@ def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits
     steps = lax.round(scaled * (np.float32(1) / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     codes = jnp.clip(steps, _ZERO, np.float32(most)).astype(jnp.int32)
     return Weights(exponentials, codes, step, total)
+
+
+def _add_exponentials(exponentials: jax.Array, is_nan: jax.Array) -> jax.Array:
+    """Return the sum along the last axis, which does not depend on the order of the terms; NaN if one is NaN.
+
+    A term is rounded to a multiple of 2**-27, which is finer than a code of three digits. Its upper and lower bits are
+    summed in int32.
+    """
+    steps = jnp.where(is_nan, _ZERO, exponentials * np.float32(2**_FRACTION))
+    fixed = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    total = None
+    for start in range(0, fixed.shape[-1], _LONGEST):
+        chunk = lax.slice_in_dim(fixed, start, min(start + _LONGEST, fixed.shape[-1]), axis=fixed.ndim - 1)
+        high, low = chunk >> np.int32(_LOW), chunk & np.int32(2**_LOW - 1)
+        high, low = (jnp.sum(part, axis=-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32) for part in (high, low))
+        part = high * np.float32(2.0 ** (_LOW - _FRACTION)) + low * np.float32(2.0**-_FRACTION)
+        total = part if total is None else total + part
+    assert total is not None
+    return jnp.where(jnp.any(is_nan, axis=-1, keepdims=True), np.float32(np.nan), total)
 
 
 def _hide(values: jax.Array, filling: np.float32, *, visible: Any) -> jax.Array:
@@ -84,35 +109,43 @@ def find_reciprocal(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, _ZERO, np.float32(1) / total)
 
 
-def weigh_values(weights: Weights, values: jax.Array, digits: int) -> jax.Array:
+def weigh_values(
+    weights: Weights, values: Any, features: int, digits: int, contract: Callable[..., jax.Array] | None = None
+) -> jax.Array:
     """Return the values weighted by each row, float32 [batch, heads, groups, queries, features].
 
     A row that sees no token gets 0.
 
     Args:
         weights: arrays of [batch, heads, groups, queries, tokens].
-        values: the codes of the values, int8 [batch, heads, features, tokens].
+        values: the codes of the values, [batch, heads, features, tokens]: int8, or what `contract` takes.
+        features: the number of features.
         digits: Static. The number of digits of a code.
+        contract: Static. A function in place of `contract_digits`.
     """
     batch, heads, groups, queries, tokens = weights.codes.shape
     rows = weights.codes.reshape(batch, heads, groups * queries, tokens)
     parts = [(rows >> np.int32(_DIGIT * place)) & np.int32(2**_DIGIT - 1) for place in reversed(range(digits))]
     # The digits are further rows of one contraction, which reads the values once.
     stacked = lax.concatenate([part.astype(jnp.int8) for part in parts], 2)
+    contract = contract_digits if contract is None else contract
     y = None
     for start in range(0, tokens, _LONGEST):
         end = min(start + _LONGEST, tokens)
         chunk = (lax.slice_in_dim(stacked, start, end, axis=3), lax.slice_in_dim(values, start, end, axis=3))
-        total = _add_digits(contract_digits(*chunk), digits)
+        total = _add_digits(contract(*chunk), digits)
         y = total if y is None else y + total
     assert y is not None
-    y = y.reshape(batch, heads, groups, queries, values.shape[2])
+    y = y.reshape(batch, heads, groups, queries, features)
     return y * (weights.step * find_reciprocal(weights.total))
 
 
 def contract_digits(digits: jax.Array, values: jax.Array) -> jax.Array:
     """Return the int32 contraction of int8 [batch, heads, rows, tokens] and [batch, heads, features, tokens]."""
     role = Role((0, 1), (2,), (3,))
+    if isinstance(digits.shape[2], int) and 1 < digits.shape[2] <= FEW_ROWS:
+        acc = contract_roles(values, digits, None, None, role, role)
+        return lax.transpose(acc, (0, 1, 3, 2))
     return contract_roles(digits, values, None, None, role, role)
 
 

@@ -16,6 +16,8 @@ from .._arrays.codebook import Codebook
 _ONE = 127 << 23  # the bits of 1.0
 # The bits of the magnitudes of `dynamic` are twice those of the integers 1 to 128, less this number.
 _OFFSET = 141 << 23
+_INFINITY = 255 << 23  # the bits of infinity
+_MAGNITUDE = 2**31 - 1  # the bits without the sign
 _ZERO = 127  # the code of 0 in `dynamic`
 _SHIFT = 20  # the last bits of a float, which are 0 in each level of `logarithmic`
 _LEAST = _ONE - (254 << _SHIFT)  # the bits of its least positive level
@@ -66,7 +68,10 @@ def read_levels(codebook: Codebook, codes: jax.Array) -> jax.Array:
 
 
 def _encode_dynamic(value: jax.Array) -> jax.Array:
-    magnitude = jnp.minimum(jnp.abs(value), np.float32(1))
+    # XLA:CPU writes a quotient that is used several times to memory. Its bits may be used as often as need be.
+    value_bits = lax.bitcast_convert_type(value, jnp.int32)
+    magnitude_bits = value_bits & np.int32(_MAGNITUDE)
+    magnitude = jnp.minimum(lax.bitcast_convert_type(magnitude_bits, jnp.float32), np.float32(1))
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32) + np.uint32(_OFFSET)
     # The levels are integers as floats of these bits. A last bit that is cut off marks a number above a midpoint.
     halved = lax.shift_right_logical(bits, jnp.full_like(bits, 1)) | (bits & np.uint32(1))
@@ -77,8 +82,9 @@ def _encode_dynamic(value: jax.Array) -> jax.Array:
     # From 0 to the least level and from there to the next one the exponent changes, so these midpoints are elsewhere.
     up = jnp.where(place > np.float32(1.625), up, (place > np.float32(0.75)).astype(jnp.int32))
     down = jnp.maximum(jnp.floor(shifted).astype(jnp.int32), 0)
-    code = jnp.where(value < 0, _ZERO - down, _ZERO + up)
-    return jnp.where(jnp.isnan(value), 0, code)
+    # The sign bit of -0 does not matter, because `down` is 0 there.
+    code = jnp.where(value_bits < 0, _ZERO - down, _ZERO + up)
+    return jnp.where(magnitude_bits > _INFINITY, 0, code)
 
 
 def _decode_dynamic(codes: jax.Array) -> jax.Array:
@@ -91,11 +97,12 @@ def _decode_dynamic(codes: jax.Array) -> jax.Array:
 
 
 def _encode_logarithmic(value: jax.Array) -> jax.Array:
-    # The bits of a NaN would be the largest; those of negative numbers are negative integers.
-    bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(value), np.float32(0), value), jnp.int32)
+    # The bits of negative numbers are negative integers, and those of a NaN without a sign are above infinity's.
+    bits = lax.bitcast_convert_type(value, jnp.int32)
     half = 1 << (_SHIFT - 1)
     # The number of midpoints above the least positive level that are below the value.
     above = jnp.maximum(bits, _LEAST) - np.int32(_LEAST + half + 1)
     count = lax.shift_right_arithmetic(above, jnp.full_like(above, _SHIFT)) + 1
     # Half of the least level, the midpoint to 0, has an exponent that is less by 1.
-    return jnp.where(bits > _LEAST - (1 << 23), 1 + jnp.minimum(count, 254), 0)
+    is_positive = (bits > _LEAST - (1 << 23)) & (bits <= _INFINITY)
+    return jnp.where(is_positive, 1 + jnp.minimum(count, 254), 0)

@@ -15,7 +15,7 @@ from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
-from . import blocks, roles
+from . import blocks, ordering, roles
 from .codebooks import dynamic, logarithmic
 
 _NAME = "optim.quantize_state"
@@ -112,15 +112,26 @@ def quantize_state(
         expected = "the state that init returned, a QuantizedState"
         is_state = isinstance(state, QuantizedState)
         checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
-        floats = jax.tree.map(_dequantize, state.inner, is_leaf=_is_quantized)
-        updates, new = transformation.update(updates, floats, params, **extra_args)
-        structures = jax.tree.structure(floats), jax.tree.structure(new)
-        expected = "a transformation whose update keeps the structure of its state"
-        checks.require(structures[0] == structures[1], f"{_NAME}.update", "tx", expected, "another structure")
-        old = jax.tree.leaves(state.inner, is_leaf=_is_quantized)
+        old, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
         step = None if seed is None else state.step + 1
         keys = _make_keys(seed, step, len(old))
-        return updates, QuantizedState(_map_leaves(_quantize_again, new, old, keys), step)
+
+        def compute(quantized: list[Any]) -> tuple[Any, Any]:
+            arrays = iter(quantized)
+            leaves = [next(arrays) if _is_quantized(leaf) else leaf for leaf in old]
+            floats = structure.unflatten([_dequantize(leaf) for leaf in leaves])
+            changes, new = transformation.update(updates, floats, params, **extra_args)
+            expected = "a transformation whose update keeps the structure of its state"
+            is_same = jax.tree.structure(floats) == jax.tree.structure(new)
+            checks.require(is_same, f"{_NAME}.update", "tx", expected, "another structure")
+            return changes, _map_leaves(_quantize_again, new, leaves, keys)
+
+        quantized = [leaf for leaf in old if _is_quantized(leaf)]
+        # Outside of a program each operation runs for itself, and memory is freed as soon as it can be.
+        is_traced = any(checks.is_traced(leaf) for leaf in jax.tree.leaves(quantized))
+        run = ordering.run_in_order if is_traced else lambda function, held: function(held)
+        changes, new = run(compute, quantized)
+        return changes, QuantizedState(new, step)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxquant as jq
-from jaxquant._attention import weigh_values
+from jaxquant._attention import cache_contractions, weigh_values
 from jaxquant._attention.scores import find_scores, group_queries
 
 from ..oracles.attention_text import (
@@ -68,9 +69,7 @@ def test_codes_and_results(
         unit = cache.quantized_keys.replace(scale=jnp.ones((1,) * 4))
         codes = jq.quantize(q, INT8)
         grouped = group_queries(codes.replace(scale=jnp.ones((1,) * 4)), kv_heads, 1.0)
-        return find_scores("attention", grouped, unit, None), [
-            jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)
-        ]
+        return find_scores("attention", grouped, unit), [jq.attention(q, cache, weight_digits=n) for n in (1, 2, 3)]
 
     integers, results = run(q, k, v)
     q_codes = quantize_tokens(q, 127)
@@ -173,15 +172,141 @@ def test_prompts_of_different_lengths_in_a_ring(rng: np.random.Generator) -> Non
             check_against_float64(y[row : row + 1, :count], codes, visible, bias=token_bias)
 
 
+ASYMMETRIC = jq.QuantSpec("uint8", jq.PerToken(), symmetric=False)
+# How queries are quantized, the codes of the cache, the arguments of the call, and the window.
+SERVED: dict[str, tuple[jq.QuantSpec, str, dict[str, tuple[int, ...]], int | None]] = {
+    "plain": (INT8, "int8", {}, None),
+    "int4, mask and bias": (INT8, "int4", {"mask": (2, 4, 6, 6), "bias": (1, 4, 1, 6)}, None),
+    "zero points": (ASYMMETRIC, "int8", {"mask": (6, 6)}, None),
+    "blocks": (jq.QuantSpec("int4", jq.Blocked(-1, 3)), "int4", {"bias": (2, 1, 6, 6)}, None),
+    "window": (INT8, "int8", {"mask": (6,)}, 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SERVED))
+def test_served_bits_are_those_of_training(name: str, rng: np.random.Generator) -> None:
+    """In a cache of any length, and for a prompt or token by token, the bits are those of the trained attention."""
+    query_spec, codes, shapes, window = SERVED[name]
+    spec = SPECS[codes]
+    q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")
+    arrays: dict[str, Any] = {}
+    if "mask" in shapes:
+        arrays["mask"] = rng.random(shapes["mask"]) < 0.7
+    if "bias" in shapes:
+        arrays["bias"] = sample(rng, *shapes["bias"])
+
+    def widen(array: Any, length: int) -> Any:
+        padding = [(0, 0)] * (array.ndim - 1) + [(0, length - 6)]
+        return np.pad(array, padding, constant_values=True)
+
+    def serve(q: Any, k: Any, v: Any, length: int) -> Any:
+        cache = jq.KVCache.create((2, length, 2, 8), spec, spec, window=window).append(k, v)
+        return jq.attention(q, cache, spec=query_spec, **{key: widen(x, length) for key, x in arrays.items()})
+
+    def serve_tokens(q: Any, k: Any, v: Any, length: int) -> Any:
+        def step(cache: Any, token: Any) -> Any:
+            place, *token = token
+            cache = cache.append(*(x[:, None] for x in token[1:]))
+            more = {}
+            for key, x in arrays.items():
+                x = jnp.asarray(widen(x, length))
+                is_shared = x.ndim < 2 or x.shape[-2] == 1
+                more[key] = x if is_shared else jax.lax.dynamic_slice_in_dim(x, place, 1, x.ndim - 2)
+            return cache, jq.attention(token[0][:, None], cache, spec=query_spec, **more)[:, 0]
+
+        cache = jq.KVCache.create((2, length, 2, 8), spec, spec, window=window)
+        tokens = (jnp.arange(6), *(jnp.moveaxis(x, 1, 0) for x in (q, k, v)))
+        return jnp.moveaxis(jax.lax.scan(step, cache, tokens)[1], 0, 1)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        results = [serve(q, k, v, 8 if window else 6), serve(q, k, v, 37), serve_tokens(q, k, v, 53)]
+        trained = jq.quantized_dot_product_attention(
+            q, k, v, is_causal=True, query_spec=query_spec, key_spec=spec, value_spec=spec,
+            local_window_size=None if window is None else (window - 1, 0), **arrays,
+        )  # fmt: skip
+        return trained, results
+
+    trained, results = run(q, k, v)
+    assert np.asarray(trained).any()
+    for served in results:
+        np.testing.assert_array_equal(served, trained)
+
+
 @pytest.mark.slow
 def test_equals_dot_product_attention_bit_for_bit(rng: np.random.Generator) -> None:
-    """What a cache serves is what trained: with as many places as tokens the programs compute the same."""
+    """What a cache serves is what trained, also called eagerly, each in a program of its own."""
     q, k, v = sample(rng, 2, 6, 4, 8), *(sample(rng, 2, 6, 2, 8) for _ in "kv")
-    for spec in (SPECS["int8"], SPECS["int4"]):
-        cache = jq.KVCache.create((2, 6, 2, 8), spec, spec).append(k, v)
+    for spec, length in ((SPECS["int8"], 6), (SPECS["int4"], 9)):
+        cache = jq.KVCache.create((2, length, 2, 8), spec, spec).append(k, v)
         served = jq.attention(q, cache)
         trained = jq.quantized_dot_product_attention(q, k, v, is_causal=True, key_spec=spec, value_spec=spec)
         np.testing.assert_array_equal(served, trained)
+
+
+@pytest.mark.slow
+def test_chunks_of_int4_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Int4 codes are unpacked in chunks of tokens, here of 4 of 14: the bits are those of int8 codes of one piece."""
+    q, k, v = sample(rng, 2, 3, 4, 5), *(sample(rng, 2, 13, 2, 5) for _ in "kv")
+    bias = sample(rng, 1, 4, 3, 14)
+    small = jq.QuantSpec("int4", jq.PerToken())
+    cache = jq.KVCache.create((2, 14, 2, 5), small, small).append(k, v)
+    whole = jq.KVCache.create((2, 14, 2, 5))
+    whole = dataclasses.replace(
+        whole, keys=cache.quantized_keys.codes, values=cache.quantized_values.codes, key_scale=cache.key_scale,
+        value_scale=cache.value_scale, index=cache.index,
+    )  # fmt: skip
+    monkeypatch.setattr(cache_contractions, "_CHUNK", 1)
+    monkeypatch.setattr(cache_contractions, "_FEWEST", 4)
+    for spec in (INT8, ASYMMETRIC, jq.QuantSpec("int8", jq.Blocked(-1, 2))):
+        chunked = jax.jit(lambda q, cache, spec=spec: jq.attention(q, cache, bias=bias, spec=spec))(q, cache)
+        np.testing.assert_array_equal(chunked, jq.attention(q, whole, bias=bias, spec=spec))
+    # With the loop over 2**17 tokens, too.
+    monkeypatch.setattr(weigh_values, "_LONGEST", 6)
+    chunked, expected = (jax.jit(lambda q, cache: jq.attention(q, cache) + 0)(q, cache) for cache in (cache, whole))
+    np.testing.assert_array_equal(chunked, expected)
+
+
+@pytest.mark.slow
+def test_queries_without_tokens_and_old_faults(rng: np.random.Generator) -> None:
+    """Queries before the first token, an empty cache, and NaN that a cache which starts again still holds."""
+    q, k = sample(rng, 1, 3, 2, 4), sample(rng, 1, 1, 1, 4)
+    broken = np.full((1, 5, 1, 4), np.nan, np.float32)
+
+    @jax.jit
+    def run(q: Any, k: Any, broken: Any) -> Any:
+        empty = jq.KVCache.create((1, 5, 1, 4))
+        used = empty.append(broken, broken)
+        used = dataclasses.replace(used, index=jnp.zeros_like(used.index))
+        return [jq.attention(q, cache) for cache in (empty, used, empty.append(k, k), used.append(k, k))]
+
+    none, again, first, restarted = run(q, k, broken)
+    assert not np.asarray(none).any()
+    assert not np.asarray(again).any()
+    # Of three queries with one token, the first two have negative positions.
+    assert not np.asarray(first)[:, :2].any()
+    value = np.asarray(jq.quantize(k, INT8).dequantize())
+    np.testing.assert_allclose(first[:, 2], np.repeat(value[:, 0], 2, axis=1), rtol=1e-6)
+    np.testing.assert_array_equal(restarted, first)
+
+
+@pytest.mark.slow
+def test_each_row_has_its_index_under_vmap(rng: np.random.Generator) -> None:
+    """Caches with different numbers of tokens, mapped: the bits of each are those of the cache alone."""
+    q, k, v = sample(rng, 3, 1, 1, 4, 8), *(sample(rng, 3, 1, 7, 2, 8) for _ in "kv")
+    counts = np.array([1, 4, 7], np.int32)
+
+    def run(q: Any, k: Any, v: Any, count: Any) -> Any:
+        cache = jq.KVCache.create((1, 9, 2, 8), INT8, SPECS["int4"], per_row=True)
+        cache = cache.append(k, v, count[None]).append(k[:, :1], v[:, :1])
+        return cache.index, jq.attention(q, cache)
+
+    index, mapped = jax.jit(jax.vmap(run))(q, k, v, counts)
+    np.testing.assert_array_equal(index[:, 0], counts + 1)
+    alone = jax.jit(run)
+    for i in range(3):
+        np.testing.assert_array_equal(mapped[i], alone(q[i], k[i], v[i], counts[i])[1])
 
 
 def test_faults_stay_with_those_who_see_them(rng: np.random.Generator) -> None:

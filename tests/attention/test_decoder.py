@@ -18,7 +18,8 @@ HEADS, FEATURES, LAYERS = 2, 16, 2
 WIDTH = HEADS * FEATURES
 SYMBOLS = sorted(set(TEXT))
 CODES = np.array([SYMBOLS.index(c) for c in TEXT * 4], np.int32)
-PROMPT = 8
+# After "a cache of" either "int8" or "floats" may follow, so the prompt contains the letter that decides.
+PROMPT = 12
 LENGTH = PROMPT + STEPS
 
 

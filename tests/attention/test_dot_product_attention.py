@@ -147,6 +147,31 @@ def test_masks_are_those_of_jax(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_masks_and_biases(rng: np.random.Generator) -> None:
+    """Leading dimensions may be missing or 1, a bias may be of integers or of 16 bits, and tokens are not queries."""
+    q, k, v = sample(rng, 2, 3, 4, 8), *(sample(rng, 2, 5, 2, 8) for _ in "kv")
+    full = (2, 4, 3, 5)
+    shapes = [(), (5,), (3, 1), (4, 1, 5), (1, 1, 3, 5), (2, 1, 1, 1), (2, 4, 1, 5), full]
+    masks = [rng.random(shape) < 0.7 for shape in shapes]
+    biases = [rng.integers(-3, 4, shape).astype(np.int32) for shape in shapes]
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        attend = functools.partial(jq.quantized_dot_product_attention, q, k, v, is_causal=True)
+        mine = [attend(jnp.asarray(b), jnp.asarray(m)) for m, b in zip(masks, biases, strict=True)]
+        wide = [
+            attend(jnp.broadcast_to(b, full).astype(jnp.float32), jnp.broadcast_to(m, full))
+            for m, b in zip(masks, biases, strict=True)
+        ]
+        return mine, wide, attend(jnp.asarray(biases[-1], jnp.bfloat16), masks[-1])
+
+    mine, wide, half = run(q, k, v)
+    for a, b in zip(mine, wide, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(half, wide[-1])
+
+
+@pytest.mark.slow
 def test_hidden_queries_and_empty_shapes(rng: np.random.Generator) -> None:
     q, k = sample(rng, 1, 3, 2, 4), sample(rng, 1, 3, 1, 4)
     mask = np.ones((1, 2, 3, 3), bool)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 import jaxquant as jq
 
 from ..oracles.attention_text import quantize_tokens
+from ..support.hlo import Program
 
 SPECS = {name: jq.QuantSpec(name, jq.PerToken()) for name in ("int8", "int4")}
 MOST = {"int8": 127, "int4": 7}
@@ -212,6 +213,88 @@ def test_a_loop_of_appends_and_attention_does_not_copy_the_cache(options: dict[s
     # What is left are some floats for each token.
     assert memory.temp_size_in_bytes < cache.keys.size // 2
     assert count_copies(compiled.as_text() or "", cache) == 0
+
+
+def find_roots(program: Program, instruction: Any) -> list[str]:
+    """Return the opcodes of an instruction or, of a fusion, of what its computation ends with."""
+    if instruction.opcode != "fusion":
+        return [instruction.opcode]
+    name = re.search(r"calls=%?([\w.-]+)", instruction.rest)
+    assert name
+    return [i.opcode for i in program.computations[name[1]] if i.is_root or i.opcode == "dynamic-update-slice"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("loop", [False, True], ids=["step", "scan"])
+@pytest.mark.parametrize("options", [{}, {"window": 4000}, {"per_row": True}], ids=["plain", "ring", "rows"])
+def test_a_step_holds_one_cache(name: str, loop: bool, options: dict[str, Any]) -> None:
+    """A step that appends and attends, and a loop of them: the only arrays of the cache's size are its donated ones.
+
+    There are no floats of its size, no copy and no transposed keys. Of int4, a chunk is unpacked at a time.
+    """
+    cache = jax.eval_shape(lambda: jq.KVCache.create((1, 16384, 2, 128), SPECS[name], SPECS[name], **options))
+    token = jax.ShapeDtypeStruct((*((3,) if loop else ()), 1, 1, 2, 128), jnp.float32)
+    query = jax.ShapeDtypeStruct((*token.shape[:-2], 4, 128), jnp.float32)
+
+    def step(cache: Any, tokens: Any) -> Any:
+        cache = cache.append(*tokens[1:])
+        return cache, jq.attention(tokens[0], cache)
+
+    def decode(cache: Any, tokens: Any) -> Any:
+        return jax.lax.scan(step, cache, tokens) if loop else step(cache, tokens)
+
+    program = Program(decode, cache, (query, token, token), donate_argnums=0)
+    assert program.memory.alias_size_in_bytes >= cache.nbytes
+    # What is left are some floats for each query head and token, and for int4 a chunk of unpacked codes.
+    assert program.memory.temp_size_in_bytes < 0.8 * cache.keys.size
+    stored = {("u8" if name == "int4" else "s8", x.shape) for x in (cache.keys, cache.values)}
+    passed = ("parameter", "tuple", "get-tuple-element", "while", "conditional", "call", "bitcast")
+    for instruction in program.in_memory():
+        for dtype, shape in instruction.results:
+            if np.prod(shape) < cache.keys.size or instruction.opcode in passed:
+                continue
+            assert (dtype, shape) in stored, (instruction.opcode, dtype, shape)
+            roots = find_roots(program, instruction)
+            assert "dynamic-update-slice" in roots or "scatter" in roots, (instruction, roots)
+
+
+def test_attention_has_no_gradient(rng: np.random.Generator) -> None:
+    """Neither the codes nor their scales: a gradient of the scales alone would be wrong, without a warning."""
+    q, k, v = (sample_tokens(rng, 1, 2, 1, 4) for _ in "qkv")
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return jq.attention(q, jq.KVCache.create((1, 4, 1, 4)).append(k, v)).sum()
+
+    for gradient in jax.jit(jax.grad(run, argnums=(0, 1, 2)))(q, k, v):
+        assert not np.asarray(gradient).any()
+
+
+@pytest.mark.slow
+def test_more_tokens_than_a_ring_holds(rng: np.random.Generator) -> None:
+    """Of a long prompt the last tokens stay, for each row its own, and the next token wraps around."""
+    length, tokens = 5, 12
+    k = sample_tokens(rng, 3, tokens, 1, 4)
+    lengths = np.array([12, 4, 0], np.int32)
+
+    @jax.jit
+    def fill(k: Any, lengths: Any) -> Any:
+        cache = jq.KVCache.create((3, length, 1, 4), window=2, per_row=True).append(k, k, lengths)
+        cache = cache.append(k[:, :3], k[:, :3])
+        return cache, cache.positions
+
+    cache, positions = fill(k, lengths)
+    np.testing.assert_array_equal(cache.index, lengths + 3)
+    codes, expected = read_tokens(cache), np.asarray(jq.quantize(k, SPECS["int8"]).codes)
+    for row, count in enumerate(lengths):
+        order = [*range(count), *range(3)]
+        for place, position in enumerate(np.asarray(positions)[row]):
+            held = [p for p in range(count + 3) if p % length == place]
+            assert position == (held[-1] if held else -1)
+            if held:
+                for part in codes[:2]:
+                    np.testing.assert_array_equal(part[row, place], expected[row, order[position]])
 
 
 @pytest.mark.slow

@@ -63,47 +63,7 @@ def test_adam() -> None:
     ]
 
 
-# The codebooks in the state of each transformation.
 D, L, D_BOOK = "dynamic", "logarithmic", jq.optim.dynamic
-TRANSFORMATIONS: dict[str, tuple[Any, set[str]]] = {
-    "sgd": (optax.sgd(0.1, momentum=0.9), {D}),
-    "lion": (optax.lion(1e-3), {D}),
-    "amsgrad": (optax.amsgrad(1e-3), {D, L}),
-    "rmsprop": (optax.rmsprop(1e-3, centered=True), {D, L}),
-    "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=512), {L}),
-    "adadelta": (optax.adadelta(1e-3), {L}),
-    "adagrad": (optax.adagrad(1e-3), set()),
-    "schedule free": (optax.contrib.schedule_free_adamw(1e-3), {L}),
-    "multi steps": (optax.MultiSteps(optax.adam(1e-3), 2), {D, L}),
-    "multi steps around": (optax.MultiSteps(_quantize(optax.adam(1e-3)), 2).gradient_transformation(), {D, L}),
-    "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 9))), {D, L}),
-    "masked": (optax.masked(optax.adam(1e-3), {"dense": True, "embed": False}), {D, L}),
-    "mask around": (optax.masked(_quantize(optax.adam(1e-3)), {"dense": True, "embed": False}), {D, L}),
-    "partition": (
-        optax.partition({"a": optax.adam(1e-3), "b": optax.sgd(0.1)}, {"dense": "a", "embed": "b"}), {D, L},
-    ),
-    "hyperparams": (optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1, 0, 9)), {D, L}),
-    "hyperparams around": (
-        optax.inject_hyperparams(lambda learning_rate: _quantize(optax.adam(learning_rate)))(learning_rate=1e-3),
-        {D, L},
-    ),
-    "apply if finite": (optax.apply_if_finite(_quantize(optax.adam(1e-3)), 3), {D, L}),
-    "schedule free sgd": (optax.contrib.schedule_free(optax.sgd(0.1), 0.1), set()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(TRANSFORMATIONS))
-def test_any_transformation(name: str) -> None:
-    """The update keeps the structure, the shapes and the dtypes of the state, also where optax wraps the wrapper."""
-    tx, books = TRANSFORMATIONS[name]
-    wrapped = tx if "around" in name or "finite" in name else _quantize(tx)
-    state = shapes(wrapped)
-    assert set(list_codes(state).values()) == books
-    updates, new = jax.eval_shape(wrapped.update, PARAMS, state, PARAMS)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-    types = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (new, state, updates, PARAMS)]
-    assert types[0] == types[1]
-    assert types[2] == types[3]
 
 
 def test_extra_arguments_reach_the_transformation() -> None:

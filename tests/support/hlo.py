@@ -13,7 +13,7 @@ import jax
 Shape = tuple[str, tuple[int, ...]]
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*\)|\S+) ([\w-]+)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (\(.*\)|\S+) ([\w-]+)\((.*)$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+(?:e\w+)?)\[([\d,]*)\]")
 _INNER = re.compile(r"(?:body|condition|to_apply|calls|branch_computations|called_computations)=\{?([^,}\s]+)")
 _NO_BUFFERS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "call", "conditional")
@@ -37,6 +37,7 @@ class Instruction:
     results: list[Shape]
     opcode: str
     rest: str
+    is_root: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,11 @@ class Contraction:
 class Program:
     """A compiled program, with its computations by name as lists of instructions."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *arguments: Any, donate_argnums: Any = ()) -> None:
         """Compile a function. Of the arguments, only shapes and dtypes are used."""
-        self.text = jax.jit(function).lower(*arguments).compile().as_text() or ""
+        compiled = jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile()
+        self.text = compiled.as_text() or ""
+        self.memory: Any = compiled.memory_analysis()
         self.computations: dict[str, list[Instruction]] = {}
         current: list[Instruction] = []
         for line in self.text.splitlines():
@@ -61,7 +64,7 @@ class Program:
                 current = self.computations[header[2]] = []
                 self.entry = header[2] if header[1] else getattr(self, "entry", "")
             elif match := _INSTRUCTION.match(line):
-                current.append(Instruction(match[1], arrays(match[2]), match[3], match[4]))
+                current.append(Instruction(match[2], arrays(match[3]), match[4], match[5], bool(match[1])))
 
     def in_memory(self) -> Iterator[Instruction]:
         """Yield the instructions outside of fusions: those of the entry, of the bodies of loops and of calls."""
