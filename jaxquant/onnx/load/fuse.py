@@ -17,6 +17,8 @@ _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
+# Operators that add their operands.
+_SUMS = ("Add", "Sub", "Sum", "ReduceMean", "ReduceSum")
 # How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
 _CLOSE = float(np.finfo(np.float32).eps)
 
@@ -292,7 +294,7 @@ class _Fuser:
         nodes = []
         for node in self.nodes:
             is_product = node.op == "Mul" and not node.domain
-            if is_product and any(reader.op in ("Add", "Sub", "Sum") for reader in self.readers[node.outputs[0]]):
+            if is_product and any(reader.op in _SUMS for reader in self.readers[node.outputs[0]]):
                 node = dataclasses.replace(node, op="RoundedMul", domain="jaxquant")
             nodes.append(node)
         self.nodes = nodes

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..registry import register
 from ..values import normalize_axis
+from . import float_kernels
 
 _Elementwise = Callable[..., Any]
 
@@ -34,7 +35,7 @@ _FUNCTIONS: dict[str, tuple[_Elementwise, dict[str, Any]]] = {
         lambda x, alpha, gamma: gamma * jnp.where(x > 0, x, alpha * jnp.expm1(jnp.minimum(x, 0))),
         {"alpha": 1.6732632423543772848, "gamma": 1.0507009873554804934},
     ),
-    "Sigmoid": (jax.nn.sigmoid, {}),
+    "Sigmoid": (lambda x: float_kernels.apply_logistic(x) if x.dtype == np.float32 else jax.nn.sigmoid(x), {}),
     "HardSigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), {"alpha": 0.2, "beta": 0.5}),
     "HardSwish": (lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1), {}),
     "Softplus": (lambda x: jnp.logaddexp(x, jnp.zeros((), x.dtype)), {}),
@@ -84,7 +85,8 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
     """Return a function along an axis, or before opset 13 over all dimensions from the axis on."""
     if call.opset >= 13:
         return function(x, normalize_axis(call.get("axis", -1), x.ndim))
-    axis = normalize_axis(call.get("axis", 1), x.ndim + 1)
+    axis = call.get("axis", 1)
+    axis = normalize_axis(axis, x.ndim) if axis < 0 else normalize_axis(axis, x.ndim + 1)
     flat = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     return function(flat, 1).reshape(x.shape)
 
@@ -92,7 +94,13 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
 @register("Softmax")
 def apply_softmax(call: Any, x: Any) -> Any:
     """ONNX Softmax."""
-    return _normalize(call, x, jax.nn.softmax)
+    return _normalize(call, x, _find_softmax)
+
+
+def _find_softmax(x: Any, axis: int) -> Any:
+    if x.dtype != np.float32 or not isinstance(x.shape[axis], int) or not x.shape[axis]:
+        return jax.nn.softmax(x, axis)
+    return jnp.moveaxis(float_kernels.softmax_last(jnp.moveaxis(x, axis, -1)), -1, axis)
 
 
 @register("LogSoftmax")

@@ -14,11 +14,12 @@ from ...._core import barriers, dtypes, small_floats
 from ..registry import register
 from ..tensors import find_onnx_dtype
 from ..values import broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
+from . import float_kernels
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
-    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan")},
-    **{name: name.lower() for name in ("Sinh", "Cosh", "Tanh", "IsNaN")},
+    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sin", "Cos", "Tan")},
+    **{name: name.lower() for name in ("Sinh", "Cosh", "IsNaN")},
     "Neg": "negative",
     "Asin": "arcsin",
     "Acos": "arccos",
@@ -96,6 +97,21 @@ def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
     """Multiply, and round the product before a sum that follows: XLA would contract the two into one operation."""
     product = jnp.multiply(*broadcast(call, a, b))
     return barriers.round_result(product) if product.dtype == np.float32 else product
+
+
+@register("Sqrt", folds=True)
+def find_root(call: Any, x: Any) -> Any:
+    """ONNX Sqrt, rounded: XLA would replace a division by a root by a product with an approximate inverse root."""
+    y = wrap_result(namespace(x).sqrt(x)).astype(x.dtype)
+    return barriers.round_result(y) if namespace(x) is jnp and y.dtype == np.float32 else y
+
+
+@register("Tanh", folds=True)
+def find_tanh(call: Any, x: Any) -> Any:
+    """ONNX Tanh."""
+    if namespace(x) is np or x.dtype != np.float32:
+        return wrap_result(namespace(x).tanh(x)).astype(x.dtype)
+    return float_kernels.tanh(x)
 
 
 @register("Mean", folds=True)
