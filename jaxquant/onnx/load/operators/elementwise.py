@@ -127,6 +127,8 @@ def divide(call: Any, a: Any, b: Any) -> Any:
     xp = namespace(a, b)
     if xp is np and object in (a.dtype, b.dtype):  # lengths, which are not negative
         return a // b
+    if xp is jnp and a.dtype == np.float32:
+        return float_kernels.divide(a, b)
     if a.dtype.kind not in "iu":
         return xp.divide(a, b).astype(a.dtype)
     if xp is jnp:
@@ -180,6 +182,8 @@ def find_infinities(call: Any, x: Any) -> Any:
 @register("Reciprocal", folds=True)
 def invert_number(call: Any, x: Any) -> Any:
     """ONNX Reciprocal."""
+    if namespace(x) is jnp and x.dtype == np.float32:
+        return float_kernels.divide(jnp.ones_like(x), x)
     return (np.ones((), x.dtype) / x).astype(x.dtype)
 
 

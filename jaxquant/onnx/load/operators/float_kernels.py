@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...._core import recording
+from ...._core import division, recording
 
 # An addition in Eigen has 4 lanes, and a loop adds two of them in turn. The kernel of Softmax has 16.
 _PACKET, _LANES = 4, 16
 # XLA reduces dimensions of up to this length from the first element to the last.
-_MOST_IN_ORDER = 16
+_MOST_IN_ORDER = 8
 # exp(r) for |r| <= log(2) / 2, the highest power first, and the parts of log(2) (MLAS, compute.cpp).
 _EXP = tuple(map(float.fromhex, ("0x1.694p-10", "0x1.125edcp-7", "0x1.555b5ap-5", "0x1.55545p-3", "0x1.fffff6p-2")))
 _LOG2_HIGH, _LOG2_LOW = -6.93145752e-1, -1.42860677e-6
@@ -94,6 +94,19 @@ def _sum_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _sum(*primals), jnp.sum(tangents[0], axis=-1)
 
 
+@jax.custom_jvp
+@jax.jit
+def divide(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return a quotient of float32 arrays of the same shape: XLA would replace some by products with reciprocals."""
+    return division.divide(x, y)
+
+
+@divide.defjvp
+def _divide_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    quotient = divide(*primals)
+    return quotient, (tangents[0] - quotient * tangents[1]) / primals[1]
+
+
 def _evaluate(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
     """Return a polynomial by Horner's rule."""
     total = jnp.full_like(x, coefficients[0])
@@ -106,9 +119,11 @@ def _exponentiate(x: jax.Array) -> jax.Array:
     """Return exp(x) for x <= 0 as the kernel of Softmax approximates it."""
     x = jnp.maximum(x, np.float32(_LEAST_EXPONENT))
     biased = x * np.float32(np.log2(np.e)) + np.float32(_ROUND)
-    count = biased - np.float32(_ROUND)
+    # XLA would drop an addition of a float and its subtraction.
+    integer = lax.bitcast_convert_type(biased, jnp.int32) - np.float32(_ROUND).view(np.int32)
+    count = integer.astype(jnp.float32)
     rest = count * np.float32(_LOG2_LOW) + (count * np.float32(_LOG2_HIGH) + x)
-    power = (lax.bitcast_convert_type(biased, jnp.int32) << 23) + np.int32(0x3F800000)
+    power = (integer << 23) + np.int32(0x3F800000)
     return _evaluate((*_EXP, 1.0, 1.0), rest) * lax.bitcast_convert_type(power, jnp.float32)
 
 
@@ -170,7 +185,8 @@ def apply_logistic(x: jax.Array) -> jax.Array:
 @jax.custom_jvp
 @jax.jit
 def _logistic(x: jax.Array) -> jax.Array:
-    return _divide_polynomials(x, 18, _LOGISTIC) + np.float32(0.5)
+    y = _divide_polynomials(x, 18, _LOGISTIC) + np.float32(0.5)
+    return jnp.clip(y, np.float32(0), np.float32(1))
 
 
 @_logistic.defjvp

@@ -45,7 +45,7 @@ def _add_or_multiply(xp: Any, name: str, x: Any, axes: tuple[int, ...], keepdims
     if not float_kernels.is_summed_in_lanes(rows):
         return getattr(xp, name)(x, axis=axes, keepdims=keepdims)
     y = float_kernels.sum_last(rows)
-    y = y / np.float32(rows.shape[-1]) if name == "mean" else y
+    y = float_kernels.divide(y, jnp.full_like(y, rows.shape[-1])) if name == "mean" else y
     return y.reshape(*y.shape, *(1,) * len(axes)) if keepdims else y
 
 
