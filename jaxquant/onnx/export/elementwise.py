@@ -180,7 +180,7 @@ def write_kernel(graph: Graph, call: Call) -> Value:
     operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
         call.name
     ]
-    (output,) = call.outputs
+    (output,), graph.floats = call.outputs, "runtime"
     name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
 

@@ -312,7 +312,7 @@ def write_reduction(graph: Graph, call: Call) -> Value:
 @writes_mark("sum_last")
 def write_sum(graph: Graph, call: Call) -> Value:
     """Write a sum along the last dimension, in the runtime's order."""
-    shape, (output,) = call.parameters["input_shapes"][0], call.outputs
+    shape, (output,), graph.floats = call.parameters["input_shapes"][0], call.outputs, "runtime"
     name = graph.reduce("ReduceSum", graph.store_full(call.inputs[0], shape), [len(shape) - 1])
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
 

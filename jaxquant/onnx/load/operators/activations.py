@@ -35,7 +35,7 @@ _FUNCTIONS: dict[str, tuple[_Elementwise, dict[str, Any]]] = {
         lambda x, alpha, gamma: gamma * jnp.where(x > 0, x, alpha * jnp.expm1(jnp.minimum(x, 0))),
         {"alpha": 1.6732632423543772848, "gamma": 1.0507009873554804934},
     ),
-    "Sigmoid": (lambda x: float_kernels.apply_logistic(x) if x.dtype == np.float32 else jax.nn.sigmoid(x), {}),
+    "Sigmoid": (jax.nn.sigmoid, {}),
     "HardSigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), {"alpha": 0.2, "beta": 0.5}),
     "HardSwish": (lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1), {}),
     "Softplus": (lambda x: jnp.logaddexp(x, jnp.zeros((), x.dtype)), {}),
@@ -68,6 +68,12 @@ def _register_functions() -> None:
 _register_functions()
 
 
+@register("Sigmoid")
+def apply_sigmoid(call: Any, x: Any) -> Any:
+    """ONNX Sigmoid."""
+    return float_kernels.apply_logistic(x) if call.has_runtime_floats(x) else apply_activation("Sigmoid", x)
+
+
 @register("PRelu")
 def apply_prelu(call: Any, x: Any, slope: Any) -> Any:
     """ONNX PRelu."""
@@ -94,11 +100,12 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
 @register("Softmax")
 def apply_softmax(call: Any, x: Any) -> Any:
     """ONNX Softmax."""
-    return _normalize(call, x, _find_softmax)
+    return _normalize(call, x, lambda x, axis: _find_softmax(call, x, axis))
 
 
-def _find_softmax(x: Any, axis: int) -> Any:
-    if x.dtype != np.float32 or not isinstance(x.shape[axis], int) or not x.shape[axis]:
+def _find_softmax(call: Any, x: Any, axis: int) -> Any:
+    n = x.shape[axis]
+    if not (call.has_runtime_floats(x) and isinstance(n, int) and n):
         return jax.nn.softmax(x, axis)
     return jnp.moveaxis(float_kernels.softmax_last(jnp.moveaxis(x, axis, -1)), -1, axis)
 

@@ -103,15 +103,13 @@ def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
 def find_root(call: Any, x: Any) -> Any:
     """ONNX Sqrt, rounded: XLA would replace a division by a root by a product with an approximate inverse root."""
     y = wrap_result(namespace(x).sqrt(x)).astype(x.dtype)
-    return barriers.round_result(y) if namespace(x) is jnp and y.dtype == np.float32 else y
+    return barriers.round_result(y) if call.has_runtime_floats(y) else y
 
 
 @register("Tanh", folds=True)
 def find_tanh(call: Any, x: Any) -> Any:
     """ONNX Tanh."""
-    if namespace(x) is np or x.dtype != np.float32:
-        return wrap_result(namespace(x).tanh(x)).astype(x.dtype)
-    return float_kernels.tanh(x)
+    return float_kernels.tanh(x) if call.has_runtime_floats(x) else wrap_result(namespace(x).tanh(x)).astype(x.dtype)
 
 
 @register("Mean", folds=True)
@@ -127,7 +125,7 @@ def divide(call: Any, a: Any, b: Any) -> Any:
     xp = namespace(a, b)
     if xp is np and object in (a.dtype, b.dtype):  # lengths, which are not negative
         return a // b
-    if xp is jnp and a.dtype == np.float32:
+    if xp is jnp and call.has_runtime_floats(jnp.asarray(a)):
         return float_kernels.divide(a, b)
     if a.dtype.kind not in "iu":
         return xp.divide(a, b).astype(a.dtype)
@@ -182,7 +180,7 @@ def find_infinities(call: Any, x: Any) -> Any:
 @register("Reciprocal", folds=True)
 def invert_number(call: Any, x: Any) -> Any:
     """ONNX Reciprocal."""
-    if namespace(x) is jnp and x.dtype == np.float32:
+    if call.has_runtime_floats(x):
         return float_kernels.divide(jnp.ones_like(x), x)
     return (np.ones((), x.dtype) / x).astype(x.dtype)
 

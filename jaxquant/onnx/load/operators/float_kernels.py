@@ -51,10 +51,9 @@ def _drop_last(x: Any, **_: Any) -> tuple[tuple[Any, ...], np.dtype]:
     return x.shape[:-1], x.dtype
 
 
-def is_summed_in_lanes(x: Any) -> bool:
-    """Return whether ONNX Runtime's order is known for sums along the last dimension: rows that are aligned."""
-    n = x.shape[-1] if x.ndim else 0
-    return x.dtype == np.float32 and isinstance(n, int) and n >= _PACKET and n % _PACKET == 0
+def is_summed_in_lanes(n: int) -> bool:
+    """Return whether ONNX Runtime's order is known for sums of n consecutive elements: rows that are aligned."""
+    return n >= _PACKET and n % _PACKET == 0
 
 
 @recording.mark("sum_last", _drop_last, lambda _, x: sum_last(x))

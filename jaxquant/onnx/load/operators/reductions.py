@@ -36,14 +36,14 @@ def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> An
     return getattr(xp, name)(x, axis=axes, keepdims=keepdims, initial=initial)
 
 
-def _add_or_multiply(xp: Any, name: str, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+def _add_or_multiply(call: Any, name: str, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     """Return a sum, a mean or a product; sums of consecutive elements are added in ONNX Runtime's order."""
     first = x.ndim - len(axes)
-    if xp is np or name == "prod" or sorted(axes) != list(range(first, x.ndim)) or not is_static(x.shape[first:]):
-        return getattr(xp, name)(x, axis=axes, keepdims=keepdims)
-    rows = x.reshape(*x.shape[:first], math.prod(x.shape[first:]))
-    if not float_kernels.is_summed_in_lanes(rows):
-        return getattr(xp, name)(x, axis=axes, keepdims=keepdims)
+    is_last = sorted(axes) == list(range(first, x.ndim)) and is_static(x.shape[first:])
+    length = math.prod(x.shape[first:]) if is_last else 0
+    if name == "prod" or not call.has_runtime_floats(x) or not float_kernels.is_summed_in_lanes(length):
+        return getattr(namespace(x), name)(x, axis=axes, keepdims=keepdims)
+    rows = x.reshape(*x.shape[:first], length)
     y = float_kernels.sum_last(rows)
     y = float_kernels.divide(y, jnp.full_like(y, rows.shape[-1])) if name == "mean" else y
     return y.reshape(*y.shape, *(1,) * len(axes)) if keepdims else y
@@ -82,7 +82,7 @@ def _register_reductions() -> None:
                 if reduction in ("max", "min"):
                     y = _reduce_extreme(xp, reduction, y, kept, keepdims)
                 else:
-                    y = _add_or_multiply(xp, reduction, y, kept, keepdims)
+                    y = _add_or_multiply(call, reduction, y, kept, keepdims)
             return wrap_result(_apply(xp, after, y)).astype(x.dtype)
 
         return reduce
