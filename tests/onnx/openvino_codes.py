@@ -117,7 +117,9 @@ def main() -> None:
                 elements, differing, largest = count_differences(function, x, form)
                 text = f"{differing} of {elements} differ, by at most {largest:.2g}"
             except RuntimeError as error:
-                lines = [line for line in str(error).splitlines() if "No conversion rule" in line or "failed for" in line]
+                lines = [
+                    line for line in str(error).splitlines() if "No conversion rule" in line or "failed for" in line
+                ]
                 text = f"not read: {(lines or str(error).splitlines()[-1:])[0].strip()[:120]}"
             print(f"{name}, {form}: {text}", flush=True)
 

@@ -21,9 +21,14 @@ pytest.importorskip("openvino")
 def test_its_codes_have_its_formula(zero_point: int, dtype: type, rng: np.random.Generator) -> None:
     scale = np.float32(rng.uniform(0.01, 0.1))
     x = (rng.integers(-300, 300, 5000) / 2).astype(np.float32) * scale
-    arrays = [numpy_helper.from_array(np.asarray(scale), "s"), numpy_helper.from_array(np.asarray(zero_point, dtype), "z")]
+    arrays = [
+        numpy_helper.from_array(np.asarray(scale), "s"),
+        numpy_helper.from_array(np.asarray(zero_point, dtype), "z"),
+    ]
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    inputs, outputs = ([helper.make_tensor_value_info(n, k, x.shape)] for n, k in (("x", TensorProto.FLOAT), ("y", kind)))
+    inputs, outputs = (
+        [helper.make_tensor_value_info(n, k, x.shape)] for n, k in (("x", TensorProto.FLOAT), ("y", kind))
+    )
     node = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"])
     graph = helper.make_graph([node], "g", inputs, outputs, arrays)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

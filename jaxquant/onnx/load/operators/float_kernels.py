@@ -1,8 +1,8 @@
 """Float operators in the order and with the approximations of ONNX Runtime's kernels for x86-64.
 
-Two libraries that add in another order differ in the last bits, and a code at a tie then differs by a step. Sums of
-consecutive elements and the exponential functions cost no more in ONNX Runtime's order than in XLA's. XLA contracts each
-product and the sum after it, as these kernels do with AVX-512; elsewhere a result may differ in the last bits.
+Two libraries that add in another order differ in the last bits, and a code at a tie then differs by a step. XLA
+contracts each product and the sum after it, as these kernels do with AVX-512. Where it does not, as on other processors
+or along fewer than 16 elements, a result may differ in the last bits.
 """
 
 from __future__ import annotations
