@@ -56,7 +56,11 @@ def is_summed_in_lanes(n: int) -> bool:
     return n >= _PACKET and n % _PACKET == 0
 
 
-@recording.mark("sum_last", _drop_last, lambda _, x: sum_last(x))
+def _map_sum(_: Any, x: Any) -> Any:
+    return sum_last(x)  # the mapped dimension comes first
+
+
+@recording.mark("sum_last", _drop_last, _map_sum)
 def sum_last(x: jax.Array) -> jax.Array:
     """Return the sums along the last dimension in the order of ONNX Runtime's ReduceSum, which is Eigen's."""
     return _sum(x)
@@ -126,7 +130,11 @@ def _exponentiate(x: jax.Array) -> jax.Array:
     return _evaluate((*_EXP, 1.0, 1.0), rest) * lax.bitcast_convert_type(power, jnp.float32)
 
 
-@recording.mark("softmax", _keep_shape, lambda _, x: softmax_last(x))
+def _map_softmax(_: Any, x: Any) -> Any:
+    return softmax_last(x)
+
+
+@recording.mark("softmax", _keep_shape, _map_softmax)
 def softmax_last(x: jax.Array) -> jax.Array:
     """Return the softmax of float32 along the last dimension, whose length is known, as ONNX Runtime computes it."""
     return _softmax(x)
