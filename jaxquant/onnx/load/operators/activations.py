@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import float_kernels
 from ..registry import register
 from ..values import normalize_axis
-from . import float_kernels
 
 _Elementwise = Callable[..., Any]
 

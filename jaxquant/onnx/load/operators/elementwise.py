@@ -11,10 +11,10 @@ import numpy as np
 from jax import core, lax
 
 from ...._core import barriers, dtypes, small_floats
+from .. import float_kernels
 from ..registry import register
 from ..tensors import find_onnx_dtype
 from ..values import broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
-from . import float_kernels
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {

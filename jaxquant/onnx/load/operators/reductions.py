@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from .. import float_kernels
 from ..registry import register
 from ..values import is_static, list_ints, namespace, normalize_axis, wrap_result
-from . import float_kernels
 
 
 def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
