@@ -10,13 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import onnx
 import onnxruntime
 from onnx import ModelProto, helper
 
 from .._core import checks
+from .errors import ModelError
 from .export import model as exports
 from .export import program, values
+from .load import Limits
+from .load.check_file import read_checked_model
 
 _NAME = "onnx.verify"
 _ENTRIES = (exports.POINTS, exports.SCANS)
@@ -113,6 +115,7 @@ def verify(
 
     Raises:
         TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
+        ModelError: the file is damaged or unsafe, as `check` tells.
         ValueError: the model was not exported from this function.
 
     Example:
@@ -130,13 +133,13 @@ def verify(
     """
     checks.check_option(_NAME, "level", level, tuple(LEVELS))
     model = _read_model(model)
-    entries = {entry.key: json.loads(entry.value) for entry in model.metadata_props if entry.key in _ENTRIES}
+    entries = _read_entries(model)
     is_exported = exports.POINTS in entries
     checks.require(
         is_exported, _NAME, "model", "a model that jaxquant.onnx.export returned", "one without its metadata"
     )
     stored, rolled = (entries.get(key, []) for key in _ENTRIES)
-    session, points = _open_session(model, stored, level)
+    session, points = _open_checked_session(model, stored, level)
     totals: dict[str, list[Any]] = {}
     outputs = [info.name for info in model.graph.output]
     for batch in batches:
@@ -167,8 +170,23 @@ def _read_model(model: Any) -> ModelProto:
         return model
     expected = "an onnx.ModelProto or the name of a file"
     checks.require_type(isinstance(model, str | os.PathLike), _NAME, "model", expected, checks.describe_value(model))
-    onnx.checker.check_model(os.fspath(model))  # the runtime must not see a file that was not checked
-    return onnx.load(os.fspath(model))
+    return read_checked_model(os.fspath(model), Limits())  # the runtime must not see a file that was not checked
+
+
+def _read_entries(model: ModelProto) -> dict[str, Any]:
+    """Return the entries that `export` added to a model's metadata."""
+    try:
+        return {entry.key: json.loads(entry.value) for entry in model.metadata_props if entry.key in _ENTRIES}
+    except ValueError as error:
+        raise ModelError(f"the metadata of the model is damaged: {error}") from error
+
+
+def _open_checked_session(model: ModelProto, stored: Any, level: str) -> Any:
+    """Return what `_open_session` returns; raise ModelError if the metadata names what the model does not have."""
+    try:
+        return _open_session(model, stored, level)
+    except (StopIteration, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(f"the metadata of the model is damaged: {type(error).__name__}: {error}") from error
 
 
 def _open_session(

@@ -263,6 +263,20 @@ def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:
         jqonnx.verify(model, lambda x: x, [x])
 
 
+def test_verify_refuses_files_that_are_damaged_or_lie(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "model.onnx"
+    function, x = lambda x: jq.quantize(x, UINT8, -1.0, 1.0).codes, jnp.ones((2, 4))
+    for text in ('[["loop", "codes"]]', "[", "[1]", "5"):
+        model = jqonnx.export(function, [x])
+        next(entry for entry in model.metadata_props if entry.key == "jaxquant.quantize_points").value = text
+        jqonnx.save(model, path)
+        with pytest.raises(jqonnx.ModelError, match="metadata of the model is damaged"):
+            jqonnx.verify(path, function, [x])
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(jqonnx.ModelError):
+        jqonnx.verify(path, function, [x])
+
+
 @pytest.mark.slow
 def test_names_of_outputs_from_the_operator(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 1, (3, 4)), jnp.float32)

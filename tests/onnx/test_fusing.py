@@ -16,7 +16,6 @@ from jaxquant import onnx as jqonnx
 from ..cases.onnx_models import list_optimized_operators, run_runtime
 
 QUANTIZED = ("QLinear", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
-SUMMING = {"Conv", "FusedConv", "MatMul", "FusedMatMul", "Gemm"}  # of floats
 
 
 class Pattern:
@@ -194,10 +193,10 @@ PATTERNS: dict[str, tuple[Callable[[Pattern], str], bool]] = {
 
 
 def load_and_run(model: Any, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, list[str]]:
-    """Return the output of the loaded model, and the operators on codes that it runs."""
+    """Return the output of the loaded model, and the operators that it runs."""
     fn, params = jqonnx.load(model)
     y = np.asarray(jax.jit(lambda p, x: fn(p, **x))(params, feeds))
-    return y, sorted(node.op for node in fn.graph.nodes if node.op.startswith(QUANTIZED))
+    return y, sorted(node.op for node in fn.graph.nodes)
 
 
 @pytest.mark.sample(20)
@@ -210,13 +209,15 @@ def test_pattern_equals_the_runtime(name: str, dtype: Any, rng: np.random.Genera
     pattern = Pattern(rng, dtype)
     model = pattern.build(make(pattern))
     (expected,) = run_runtime(model, pattern.feeds)
-    actual, kernels = load_and_run(model, pattern.feeds)
-    operators = sorted(list_optimized_operators(model, tmp_path))
-    assert kernels == [op for op in operators if op.startswith(QUANTIZED)]
-    # Without a kernel on codes (a float bias beside int8 codes, for example) the order of the float sums differs.
-    if is_exact and (kernels or (actual.dtype == dtype and SUMMING.isdisjoint(operators))):
+    actual, operators = load_and_run(model, pattern.feeds)
+    kernels = [op for op in operators if op.startswith(QUANTIZED)]
+    assert kernels == sorted(op for op in list_optimized_operators(model, tmp_path) if op.startswith(QUANTIZED))
+    # Both libraries leave some convolutions of int8 in floats, which they add up in another order.
+    has_float_sums = not {"Conv", "Gemm", "MatMul"}.isdisjoint(operators)
+    has_codes = actual.dtype == dtype
+    if is_exact and (kernels or has_codes) and not has_float_sums:
         np.testing.assert_array_equal(actual, expected)
     else:
-        steps = actual.dtype == dtype
         wide = actual.astype(np.float32), expected.astype(np.float32)
-        np.testing.assert_allclose(*wide, atol=1 if steps else 1e-5, rtol=0 if steps else 1e-5)
+        np.testing.assert_allclose(*wide, atol=1 if has_codes else 1e-5, rtol=0 if has_codes else 1e-5)
+        assert not has_codes or np.count_nonzero(actual != expected) <= max(2, actual.size // 100)

@@ -115,3 +115,13 @@ def test_shape_arithmetic_stays_symbolic() -> None:
         (want,) = run_runtime(model, {"x": rows})
         np.testing.assert_array_equal(run_runtime(exported, {"x": rows})[0], want)
         np.testing.assert_array_equal(fn(params, rows), want)
+
+
+def test_the_largest_elements_are_exported_again(rng: np.random.Generator) -> None:
+    x = np.round(rng.normal(size=(3, 8)), 1).astype(np.float32)
+    exported = jqonnx.export(lambda x: jax.lax.top_k(x, 3), [x], batch="N")
+    loaded, params = jqonnx.load(exported)
+    again = jqonnx.export(loaded, [x], params=params, batch="N")
+    assert [node.op_type for node in again.graph.node].count("TopK") == 1
+    for actual, expected in zip(run_runtime(again, {"x": x[:2]}), jax.lax.top_k(x[:2], 3), strict=True):
+        np.testing.assert_array_equal(actual, expected)

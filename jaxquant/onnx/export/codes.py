@@ -176,12 +176,15 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
         operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
     names = [graph.store_full(p["x"], p["input_shapes"][0])]
     is_soft = call.name == "qlinear_softmax"
-    # Other runtimes have no attribute for the layout of channels, and none for the softmax of earlier opsets.
-    if _is_fusible(graph, p["x"].dtype) and not (p["flat"] if is_soft else attributes.get("channels_last")):
+    # ONNX's own operators have no attribute for the layout of channels, and none for the softmax of earlier opsets.
+    if _is_fusible(graph, p["x"].dtype) and not (is_soft and p["flat"]):
         plain = {"axis": p["axis"]} if is_soft else {k: v for k, v in attributes.items() if k != "channels_last"}
-        operand = [names[0], *_store_affine(graph, p, "x")]
+        rank = len(output.shape)
+        is_last = not is_soft and attributes.get("channels_last")
+        order = [0, rank - 1, *range(1, rank - 1)] if is_last else list(range(rank))
+        operand = [graph.transpose(names[0], order), *_store_affine(graph, p, "x")]
         name = _write_between(graph, _FLOATS[call.name], [operand], _store_affine(graph, p, "y"), **plain)
-        return Value(tuple(output.shape), _UINT8, name)
+        return Value(tuple(output.shape), _UINT8, graph.transpose(name, np.argsort(order).tolist()))
     for side in ("x", "y"):
         point = p[f"{side}_zero_point"]
         names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))

@@ -11,7 +11,7 @@ from jax import lax
 from ..._core import dtypes
 from . import values
 from .graph import Graph
-from .registry import Call, writes
+from .registry import Call, writes, writes_mark
 from .values import UnsupportedError, Value
 
 # ONNX Runtime computes neither these floats nor these integers on a CPU; it casts to the right ones exactly.
@@ -172,6 +172,17 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
 def _fill_like(graph: Graph, x: Value, number: int) -> Value:
     zero = apply_operator(graph, "Mul", [x, make_scalar(0, x.dtype)])
     return apply_operator(graph, "Add", [zero, make_scalar(number, x.dtype)])
+
+
+@writes_mark("softmax", "tanh", "logistic")
+def write_kernel(graph: Graph, call: Call) -> Value:
+    """Write an operator that a loaded model computes by the runtime's approximation."""
+    operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
+        call.name
+    ]
+    (output,), graph.floats = call.outputs, "runtime"
+    name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)
+    return Value(tuple(output.shape), np.dtype(output.dtype), name)
 
 
 @writes("rsqrt", "log1p", "expm1", "exp2", "cbrt", "erfc", "atan2", "rem", "is_finite", "clamp")

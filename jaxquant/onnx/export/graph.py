@@ -31,6 +31,7 @@ class Graph:
         points: the tensors of the codes that the program computes, in its order; for one in the body of a loop, a pair
             of the loop's node and the tensor.
         rolled: for each scan of the program whether it is a loop.
+        floats: "jax", or "runtime" if the function has float operators with the bits of ONNX Runtime's.
         requests: names that the function asks for, by the tensors that get them.
         weights: tensors of dequantized constants of 4 bits, with their codes.
         codes: pairs of an array and its scale, with the codes that DynamicQuantizeLinear computed of them.
@@ -43,6 +44,7 @@ class Graph:
         self.points: list[Any] = []
         self.rolled: list[bool] = []
         self.has_microsoft = False
+        self.floats = "jax"
         self.codes: dict[tuple[str, str], Value] = {}
         self.requests: dict[str, str] = {}
         self.weights: dict[str, Any] = {}

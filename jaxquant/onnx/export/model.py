@@ -17,6 +17,7 @@ from onnx import ModelProto, helper
 
 from ..._core import checks
 from ..load import LoadedFunction
+from ..load.function import FLOATS
 from . import program, scans, values
 from .exporter import Exporter
 from .graph import MICROSOFT, Graph
@@ -200,6 +201,7 @@ def _make_model(
     model = helper.make_model(body, opset_imports=domains, producer_name="jaxquant")
     model.ir_version = max(helper.find_min_ir_version_for(domains, True), 8)
     stored = {POINTS: json.dumps(points), SCANS: json.dumps(graph.rolled), "jaxquant.form": graph.form}
+    stored[FLOATS] = graph.floats
     helper.set_model_props(model, stored)
     for text in graph.warnings:
         warnings.warn(text, stacklevel=3)

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import elementwise, values
 from .graph import Graph
-from .registry import Call, writes
+from .registry import Call, writes, writes_mark
 from .values import Shape, UnsupportedError, Value
 
 
@@ -307,6 +307,14 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     target = values.find_container(output.dtype)
     name = name if wide == target else graph.cast(name, target)
     return Value(tuple(n for axis, n in enumerate(stored) if axis not in axes), target, name)
+
+
+@writes_mark("sum_last")
+def write_sum(graph: Graph, call: Call) -> Value:
+    """Write a sum along the last dimension, in the runtime's order."""
+    shape, (output,), graph.floats = call.parameters["input_shapes"][0], call.outputs, "runtime"
+    name = graph.reduce("ReduceSum", graph.store_full(call.inputs[0], shape), [len(shape) - 1])
+    return Value(tuple(output.shape), np.dtype(output.dtype), name)
 
 
 @writes("dim_as_value")

@@ -135,15 +135,19 @@ def _make_checkable(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model without what the checker should not see, or the model itself.
 
     The checker would look for external data itself; as inputs the tensors take no part in its checks of data. It also
-    refuses inputs and outputs without a shape, which ONNX Runtime accepts.
+    refuses inputs and outputs without a shape, and outputs without a type, which ONNX Runtime accepts.
     """
     external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
     values = (*model.graph.input, *model.graph.output)
     bare = [v for v in values if v.type.HasField("tensor_type") and not v.type.tensor_type.HasField("shape")]
-    if not external and not bare:
+    untyped = [v for v in model.graph.output if v.type.WhichOneof("value") is None]
+    if not external and not bare and not untyped:
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    for value in copy.graph.output:
+        if value.type.WhichOneof("value") is None:
+            value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     for value in (*copy.graph.input, *copy.graph.output):
         if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
             value.type.tensor_type.shape.SetInParent()

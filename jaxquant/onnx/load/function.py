@@ -27,6 +27,8 @@ from .trainable import make_trainable, quantize_constants
 from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
+# The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
+FLOATS = "jaxquant.floats"
 _LINEAR = ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -56,6 +58,8 @@ class LoadedFunction:
         outputs: the names of the outputs.
         graph: the graph that is run, after fusing.
         limits: what a run may take.
+        is_exported: whether `export` wrote the model. Its float operators are then JAX's, so that it has the bits of
+            the function that was exported; those of other models are ONNX Runtime's, where their formulas are known.
     """
 
     inputs: tuple[Input, ...]
@@ -64,6 +68,7 @@ class LoadedFunction:
     limits: Limits
     _parameters: Parameters
     _static: frozenset[str]
+    is_exported: bool = False
     _examined: set[Any] = dataclasses.field(default_factory=set)
     _source: Graph | None = None
 
@@ -127,13 +132,13 @@ class LoadedFunction:
         for name in scales & set(params):
             positive = bool(np.all(np.asarray(params[name]) > 0))
             checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
-        return _make_function(quantize_constants(source, params), self.inputs, self.limits)
+        return _make_function(quantize_constants(source, params), self.inputs, self.limits, self.is_exported)
 
     def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
         # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             constants = spread_parameters(params, self._parameters)
-            outputs = Run(self.limits).run_graph(self.graph, {**constants, **values})
+            outputs = Run(self.limits, self.is_exported).run_graph(self.graph, {**constants, **values})
             return tuple(convert_to_jax(value) for value in outputs)
 
     def _examine(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -236,23 +241,24 @@ def _build_function(
     graph = convert_model(proto, limits)
     _check_operators(graph)
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
+    is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
-        return _make_function(make_trainable(graph), inputs, limits, graph)
-    return _make_function(graph, inputs, limits)
+        return _make_function(make_trainable(graph), inputs, limits, is_exported, graph)
+    return _make_function(graph, inputs, limits, is_exported)
 
 
 def _make_function(
-    graph: Graph, inputs: tuple[Input, ...], limits: Limits, source: Graph | None = None
+    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, source: Graph | None = None
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
     parameters = split_constants(graph)
     names = set(graph.constants)
-    graph = fuse_graph(graph)
+    graph = fuse_graph(graph, is_exported)
     made = {name: array for name, array in graph.constants.items() if name not in names}
     parameters = parameters._replace(constants={**parameters.constants, **made})
     static = frozenset(find_static_names(graph) & set(graph.inputs))
     bare = dataclasses.replace(graph, constants={})
-    fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, _source=source)
+    fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, is_exported, _source=source)
     _trace_declared(fn, parameters.params)
     return fn, dict(parameters.params)
 

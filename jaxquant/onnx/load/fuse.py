@@ -17,11 +17,13 @@ _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 _MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")
 # Operators that it runs on codes if they have the same scale and zero point before and after.
 _SANDWICHED = (*_MOVING, "Flatten", "Expand", "Gather", "Identity")
+# Operators that add their operands; the last two add elements, in an exported model as JAX does.
+_SUMS = ("Add", "Sub", "Sum", "ReduceMean", "ReduceSum")
 # How far the bounds of a Clip may be inside those of the codes in ONNX Runtime.
 _CLOSE = float(np.finfo(np.float32).eps)
 
 
-def fuse_graph(graph: Graph) -> Graph:
+def fuse_graph(graph: Graph, is_exported: bool = False) -> Graph:
     """Return a graph, and its subgraphs, with the patterns that ONNX Runtime fuses as operators on codes.
 
     The rules are those of ONNX Runtime 1.31 for x86-64 with all optimizations. What it leaves in floats stays in
@@ -29,18 +31,19 @@ def fuse_graph(graph: Graph) -> Graph:
     """
     nodes = []
     for node in graph.nodes:
-        inner = {n: fuse_graph(v) if isinstance(v, Graph) else v for n, v in node.attributes.items()}
-        body = None if node.body is None else fuse_graph(node.body)
+        inner = {n: fuse_graph(v, is_exported) if isinstance(v, Graph) else v for n, v in node.attributes.items()}
+        body = None if node.body is None else fuse_graph(node.body, is_exported)
         nodes.append(dataclasses.replace(node, attributes=inner, body=body))
-    fuser = _Fuser(dataclasses.replace(graph, nodes=tuple(nodes)))
+    fuser = _Fuser(dataclasses.replace(graph, nodes=tuple(nodes)), is_exported)
     return fuser.apply_rules()
 
 
 class _Fuser:
     """The nodes of a graph while they are replaced."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, is_exported: bool) -> None:
         self.graph = graph
+        self.sums = _SUMS[: 3 if is_exported else None]
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
         self.literals = set(graph.literals)
@@ -292,7 +295,7 @@ class _Fuser:
         nodes = []
         for node in self.nodes:
             is_product = node.op == "Mul" and not node.domain
-            if is_product and any(reader.op in ("Add", "Sub", "Sum") for reader in self.readers[node.outputs[0]]):
+            if is_product and any(reader.op in self.sums for reader in self.readers[node.outputs[0]]):
                 node = dataclasses.replace(node, op="RoundedMul", domain="jaxquant")
             nodes.append(node)
         self.nodes = nodes

@@ -23,11 +23,13 @@ class Run:
 
     Attributes:
         limits: what the execution may take.
+        is_exported: whether the model was exported by this library; its float operators are then JAX's.
         live: the bytes of the values that are alive.
         count: how many nodes have run, those of a loop that is written out once for each iteration.
     """
 
     limits: Limits
+    is_exported: bool = False
     live: int = 0
     count: int = 0
 
@@ -92,6 +94,10 @@ class Call:
     def opset(self) -> int:
         """The version of the operator's domain."""
         return self.node.opset
+
+    def has_runtime_floats(self, x: Any) -> bool:
+        """Return whether an operator on an array that JAX holds has the bits of ONNX Runtime's."""
+        return not self.run.is_exported and not isinstance(x, np.ndarray) and x.dtype == np.float32
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import float_kernels
 from ..registry import register
 from ..values import normalize_axis
 
@@ -67,6 +68,12 @@ def _register_functions() -> None:
 _register_functions()
 
 
+@register("Sigmoid")
+def apply_sigmoid(call: Any, x: Any) -> Any:
+    """ONNX Sigmoid."""
+    return float_kernels.apply_logistic(x) if call.has_runtime_floats(x) else apply_activation("Sigmoid", x)
+
+
 @register("PRelu")
 def apply_prelu(call: Any, x: Any, slope: Any) -> Any:
     """ONNX PRelu."""
@@ -84,7 +91,8 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
     """Return a function along an axis, or before opset 13 over all dimensions from the axis on."""
     if call.opset >= 13:
         return function(x, normalize_axis(call.get("axis", -1), x.ndim))
-    axis = normalize_axis(call.get("axis", 1), x.ndim + 1)
+    axis = call.get("axis", 1)
+    axis = normalize_axis(axis, x.ndim) if axis < 0 else normalize_axis(axis, x.ndim + 1)
     flat = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     return function(flat, 1).reshape(x.shape)
 
@@ -92,7 +100,14 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
 @register("Softmax")
 def apply_softmax(call: Any, x: Any) -> Any:
     """ONNX Softmax."""
-    return _normalize(call, x, jax.nn.softmax)
+    return _normalize(call, x, lambda x, axis: _find_softmax(call, x, axis))
+
+
+def _find_softmax(call: Any, x: Any, axis: int) -> Any:
+    n = x.shape[axis]
+    if not (call.has_runtime_floats(x) and isinstance(n, int) and n):
+        return jax.nn.softmax(x, axis)
+    return jnp.moveaxis(float_kernels.softmax_last(jnp.moveaxis(x, axis, -1)), -1, axis)
 
 
 @register("LogSoftmax")

@@ -11,14 +11,15 @@ import numpy as np
 from jax import core, lax
 
 from ...._core import barriers, dtypes, small_floats
+from .. import float_kernels
 from ..registry import register
 from ..tensors import find_onnx_dtype
 from ..values import broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {
-    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sqrt", "Sin", "Cos", "Tan")},
-    **{name: name.lower() for name in ("Sinh", "Cosh", "Tanh", "IsNaN")},
+    **{name: name.lower() for name in ("Abs", "Ceil", "Sign", "Exp", "Log", "Sin", "Cos", "Tan")},
+    **{name: name.lower() for name in ("Sinh", "Cosh", "IsNaN")},
     "Neg": "negative",
     "Asin": "arcsin",
     "Acos": "arccos",
@@ -98,6 +99,19 @@ def multiply_rounded(call: Any, a: Any, b: Any) -> Any:
     return barriers.round_result(product) if product.dtype == np.float32 else product
 
 
+@register("Sqrt", folds=True)
+def find_root(call: Any, x: Any) -> Any:
+    """ONNX Sqrt, rounded: XLA would replace a division by a root by a product with an approximate inverse root."""
+    y = wrap_result(namespace(x).sqrt(x)).astype(x.dtype)
+    return barriers.round_result(y) if call.has_runtime_floats(y) else y
+
+
+@register("Tanh", folds=True)
+def find_tanh(call: Any, x: Any) -> Any:
+    """ONNX Tanh."""
+    return float_kernels.tanh(x) if call.has_runtime_floats(x) else wrap_result(namespace(x).tanh(x)).astype(x.dtype)
+
+
 @register("Mean", folds=True)
 def average_inputs(call: Any, *values: Any) -> Any:
     """ONNX Mean: the average of all inputs."""
@@ -111,6 +125,8 @@ def divide(call: Any, a: Any, b: Any) -> Any:
     xp = namespace(a, b)
     if xp is np and object in (a.dtype, b.dtype):  # lengths, which are not negative
         return a // b
+    if xp is jnp and call.has_runtime_floats(jnp.asarray(a)):
+        return float_kernels.divide(a, b)
     if a.dtype.kind not in "iu":
         return xp.divide(a, b).astype(a.dtype)
     if xp is jnp:
@@ -164,6 +180,8 @@ def find_infinities(call: Any, x: Any) -> Any:
 @register("Reciprocal", folds=True)
 def invert_number(call: Any, x: Any) -> Any:
     """ONNX Reciprocal."""
+    if call.has_runtime_floats(x):
+        return float_kernels.divide(jnp.ones_like(x), x)
     return (np.ones((), x.dtype) / x).astype(x.dtype)
 
 

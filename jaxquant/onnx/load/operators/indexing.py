@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ...errors import ModelError
 from ..registry import register
@@ -165,8 +166,12 @@ def find_largest(call: Any, x: Any, k: Any = None) -> Any:
     count = int(call.get("k") if k is None else np.asarray(k).reshape(-1)[0])
     if not 0 <= count <= x.shape[axis]:
         raise ModelError(f"expected k in [0, {x.shape[axis]}], got {count}")
-    # lax.top_k has no largest=0, and no axis.
-    order = jnp.argsort(x, axis=axis, stable=True, descending=bool(call.get("largest", 1)))
+    is_largest = bool(call.get("largest", 1))
+    if is_largest or x.dtype.kind == "f":  # an operation that can be exported again
+        rows = jnp.moveaxis(x if is_largest else -x, axis, -1)
+        values, index = (jnp.moveaxis(part, -1, axis) for part in lax.top_k(rows, count))
+        return values if is_largest else -values, index
+    order = jnp.argsort(x, axis=axis, stable=True, descending=False)
     index = jnp.take(order, np.arange(count), axis=axis)
     return jnp.take_along_axis(x, index, axis), index
 

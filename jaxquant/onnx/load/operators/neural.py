@@ -90,6 +90,7 @@ def _find_transposed_pads(call: Any, lengths: Any, reach: Any, strides: Any, ext
     result = []
     for n, s, e, r, length in zip(lengths, strides, extra, reach, target, strict=True):
         total = s * (n - 1) + e + r - length
+        total = max(total, 0) if shape is None else total  # a short kernel does not reach the whole of the target
         small = total // 2
         result.append((small, total - small) if auto_pad == "SAME_UPPER" else (total - small, small))
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from .. import float_kernels
 from ..registry import register
-from ..values import list_ints, namespace, normalize_axis, wrap_result
+from ..values import is_static, list_ints, namespace, normalize_axis, wrap_result
 
 
 def _find_axes(call: Any, x: Any, axes: Any) -> tuple[int, ...] | None:
@@ -32,6 +34,19 @@ def _reduce_extreme(xp: Any, name: str, x: Any, axes: Any, keepdims: bool) -> An
     least, most = (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max) if kind else (-np.inf, np.inf)
     initial = np.asarray(least if name == "max" else most, x.dtype)
     return getattr(xp, name)(x, axis=axes, keepdims=keepdims, initial=initial)
+
+
+def _add_or_multiply(call: Any, name: str, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+    """Return a sum, a mean or a product; sums of consecutive elements are added in ONNX Runtime's order."""
+    first = x.ndim - len(axes)
+    is_last = sorted(axes) == list(range(first, x.ndim)) and is_static(x.shape[first:])
+    length = math.prod(x.shape[first:]) if is_last else 0
+    if name == "prod" or not call.has_runtime_floats(x) or not float_kernels.is_summed_in_lanes(length):
+        return getattr(namespace(x), name)(x, axis=axes, keepdims=keepdims)
+    rows = x.reshape(*x.shape[:first], length)
+    y = float_kernels.sum_last(rows)
+    y = float_kernels.divide(y, jnp.full_like(y, rows.shape[-1])) if name == "mean" else y
+    return y.reshape(*y.shape, *(1,) * len(axes)) if keepdims else y
 
 
 def _square(x: Any) -> Any:
@@ -67,7 +82,7 @@ def _register_reductions() -> None:
                 if reduction in ("max", "min"):
                     y = _reduce_extreme(xp, reduction, y, kept, keepdims)
                 else:
-                    y = getattr(xp, reduction)(y, axis=kept, keepdims=keepdims)
+                    y = _add_or_multiply(call, reduction, y, kept, keepdims)
             return wrap_result(_apply(xp, after, y)).astype(x.dtype)
 
         return reduce

@@ -72,8 +72,15 @@ def _find_lengths(call: Any, old: list[int], sizes: tuple[int, ...]) -> tuple[li
 
 
 def _find_positions(mode: str, old: int, new: int, factor: float, region: tuple[float, float] | None) -> np.ndarray:
-    """Return for each index of the result its position in the input."""
-    y, width = np.arange(new, dtype=np.float64), factor * old
+    """Return for each index of the result its position in the input.
+
+    They are computed in float32, as in ONNX Runtime: the rounding decides which of two elements is the nearest.
+    """
+    return _compute_positions(mode, old, new, np.float32(factor), region).astype(np.float64)
+
+
+def _compute_positions(mode: str, old: int, new: int, factor: Any, region: tuple[float, float] | None) -> np.ndarray:
+    y, width = np.arange(new, dtype=np.float32), factor * old
     if mode == "align_corners":
         return np.zeros(new) if width == 1 else y * (old - 1) / (width - 1)
     if mode == "asymmetric":
@@ -174,9 +181,8 @@ def sample_grid(call: Any, x: Any, grid: Any) -> Any:
         position = (value + 1) / 2 * (n - 1) if is_aligned else ((value + 1) * n - 1) / 2
         low, high = (0.0, n - 1.0) if is_aligned else (-0.5, n - 0.5)
         position = jnp.rint(position) if mode == "nearest" else position
-        if padding == "border":
-            position = jnp.clip(position, 0, n - 1)
-        elif padding == "reflection":
+        # With "border", the neighbors are clamped, not the position between them.
+        if padding == "reflection":
             position = _reflect(position, low, high)
         base = jnp.floor(position)
         ratio = position - base
