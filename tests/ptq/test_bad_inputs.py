@@ -79,6 +79,11 @@ def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -
 @pytest.mark.slow
 def test_a_budget_that_no_plan_meets(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
+    # The first weight takes the most bytes: as many codes as the second one, and more scales.
+    params |= {"first": jnp.asarray(rng.normal(size=(8, 24)), F32), "second": jnp.asarray(rng.normal(size=(24, 8)), F32)}
     prepared = prepare(params, batches[0])
-    with pytest.raises(ValueError, match=r"^jaxquant\.ptq\.allocate_bits: budget: expected at least \d+, .*got 10"):
+    name = r"^jaxquant\.ptq\.allocate_bits: "
+    with pytest.raises(ValueError, match=name + r"budget: expected at least \d+, .*\(most of it first: \d+\), got 10"):
         ptq.allocate_bits(prepared, params, batches, budget=10)
+    with pytest.raises(ValueError, match=name + r"most_damage: expected at least \S+, .*\(most of it \w+: \S+\), got"):
+        ptq.allocate_bits(prepared, params, batches, most_damage=1e-9, dtypes=("int2", "int4"))
