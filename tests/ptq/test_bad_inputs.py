@@ -41,7 +41,7 @@ def test_a_nan_in_a_batch_names_the_layer(rng: np.random.Generator) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"third.*expected finite numbers in all batches, got a NaN or an infinity"):
             call()
-    with pytest.raises(ValueError, match=r"^jaxquant\.ptq\.collect: batches: .*got.* batches\[0\]"):
+    with pytest.raises(ValueError, match=r"^jaxquant\.ptq\.collect: batches: .* at third in batch 0"):
         ptq.collect(prepared, params, spoiled)
 
 
@@ -50,16 +50,15 @@ def test_a_nan_in_a_weight_names_it(rng: np.random.Generator) -> None:
     prepared = prepare(params, batches[0])
     spoiled = {**params, "second": params["second"].at[0, 0].set(np.inf)}
     for method in (ptq.Nearest(), ptq.GPTQ()):
-        with pytest.raises(ValueError, match=r"^second: jaxquant\.ptq\.apply: w: expected finite numbers"):
+        with pytest.raises(ValueError, match=r"second: jaxquant\.ptq\.apply: w: expected finite numbers"):
             ptq.apply(prepared, spoiled, None if method == ptq.Nearest() else batches, method)
 
 
-@pytest.mark.parametrize(("method", "dtype"), [(ptq.AdaRound(steps=1), jq.nf4), (ptq.HQQ(), "float8_e4m3fn")], ids=str)
-def test_a_spec_without_such_codes_names_the_weight(rng: np.random.Generator, method: Any, dtype: Any) -> None:
+def test_a_spec_without_such_codes_names_the_weight(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
-    prepared = prepare(params, batches[0], dtype)
-    with pytest.raises(ValueError, match=r"(first|third): jaxquant\.ptq\.\w+: spec: expected codes of an integer dtype"):
-        ptq.apply(prepared, params, batches, method)
+    prepared = prepare(params, batches[0], jq.nf4)
+    with pytest.raises(ValueError, match=r"first: jaxquant\.ptq\.adaround: spec: expected codes of an integer dtype, got n"):
+        ptq.apply(prepared, params, batches, ptq.AdaRound(steps=1))
 
 
 def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -> None:

@@ -215,7 +215,7 @@ def _match_floats(w: jax.Array, hessian: jax.Array, drift: jax.Array, axis: Any)
     product = jnp.matmul(drift, rows, precision=jax.lax.Precision.HIGHEST)
     mean = jnp.trace(hessian, axis1=1, axis2=2)[:, None, None] / layout.inputs
     # Inputs that are always 0 would make the matrix singular.
-    damped = hessian + jnp.eye(layout.inputs) * (_DAMPING * mean + jnp.finfo(jnp.float32).tiny)
+    damped = hessian + jnp.eye(layout.inputs)[None] * (_DAMPING * mean + jnp.finfo(jnp.float32).tiny)
     return layout.restore(rows + jnp.linalg.solve(damped, product)).astype(w.dtype)
 
 
