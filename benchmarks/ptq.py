@@ -17,8 +17,8 @@ float32. The error is the signal-to-quantization-noise ratio of
 the results against float32's. The last column is the median over the weights of the mean squared error of the outputs,
 relative to round-to-nearest.
 
-JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so the
-arithmetic is that of 3 bits; the memory is that of 4. They are the levels with the least squared error of a normal
+JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
+the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
 distribution (Max, IRE Transactions on Information Theory 6 (1960), table I). int4 has all its 16 codes, and int2 its 4.
 AdaRound chooses between integers, and has no row at 3 bits.
 
@@ -59,7 +59,9 @@ _MOST_ERROR = 0.5
 _BATCH, _ROUNDS, _RATE = 32, 4, 2e-3  # of the learned scales
 _NEAR = 1e-6
 _LEVELS = (0.2451, 0.7560, 1.344, 2.152)
-_EIGHT = jq.Codebook("3 bits", tuple(sorted(sign * (x - near) for x in _LEVELS for sign in (-1, 1) for near in (0, _NEAR))))
+_EIGHT = jq.Codebook(
+    "3 bits", tuple(sorted(sign * (x - near) for x in _LEVELS for sign in (-1, 1) for near in (0, _NEAR)))
+)
 
 
 def _make_rules(dtype: Any) -> tuple[jq.Rule, ...]:

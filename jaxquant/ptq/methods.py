@@ -14,15 +14,15 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from . import _matrix
+from . import _grid, _matrix
 from .adaround import adaround
-from .gptq import gptq
+from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
 from .search_range import search_range
 
 _RANGES = ("whole", "searched", "tried", "hqq")
-# The parts of the whole range that "tried" tries. A weight of a normal distribution needs about 0.85 of it at 4 bits, and
-# half of it at 2; outputs with a few large weights need less.
+# The parts of the whole range that "tried" tries. A weight of a normal distribution needs about 0.85 of it at 4 bits,
+# and half of it at 2; outputs with a few large weights need less.
 _PARTS = (1.0, 0.88, 0.77, 0.68, 0.6, 0.52, 0.44, 0.36)
 
 
@@ -70,8 +70,8 @@ class GPTQ:
     output whose error is larger than that of round-to-nearest is rounded to nearest.
 
     A refit gives each output the scale with the least error for the codes that it has, and runs the algorithm again
-    with this scale; the result is used where it is better. Only outputs with one scale of their own can be refitted, and
-    not to powers of two.
+    with this scale; the result is used where it is better. Only outputs with one scale of their own can be refitted,
+    and not to powers of two.
     """
 
     activation_order: bool = True
@@ -81,19 +81,25 @@ class GPTQ:
     refits: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range and the number of refits."""
-        checks.check_option(type(self).__name__, "range", self.range, _RANGES)
-        checks.check_integer(type(self).__name__, "refits", self.refits)
-        checks.require(self.refits >= 0, type(self).__name__, "refits", "0 or a positive number", self.refits)
+        """Check the attributes."""
+        name = type(self).__name__
+        checks.check_option(name, "range", self.range, _RANGES)
+        checks.check_flag(name, "activation_order", self.activation_order)
+        checks.check_real(name, "damping", self.damping)
+        for argument in ("sweeps", "refits"):
+            checks.check_integer(name, argument, getattr(self, argument))
+        for argument in ("damping", "sweeps", "refits"):
+            value = getattr(self, argument)
+            checks.require(value >= 0, name, argument, "0 or a positive number", value)
 
     def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
         if hessian is None:
             return find_grid(self.range, w, hessian, spec, axis)
-        run_gptq = functools.partial(
-            gptq, w, hessian, spec, axis=axis, activation_order=self.activation_order, damping=self.damping,
-            sweeps=self.sweeps,
-        )  # fmt: skip
+        _grid.check_finite("ptq.gptq", w=w, hessian=hessian)
+        # The factorization takes most of the time, and all grids share it.
+        factors = factor_groups(hessian, damping=float(self.damping), is_ordered=bool(self.activation_order))
+        run_gptq = functools.partial(round_on_grid, w, hessian, factors, spec=spec, axis=axis, sweeps=self.sweeps)
         grids = list_grids(self.range, w, hessian, spec, axis)
         # Round-to-nearest is a candidate, too: a greedy algorithm may do worse where inputs are not correlated.
         best = pick_best(w, hessian, axis, (q for grid in grids for q in (run_gptq(grid), grid)))
@@ -229,7 +235,7 @@ def _choose_outputs(
 
 
 def _spread_outputs(layout: _matrix.Layout, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return values [groups, outputs] for each element of the weight, and with length 1 along the axes that are summed."""
+    """Return values [groups, outputs] for each element of the weight, and with length 1 along the summed axes."""
     wide = layout.restore(jnp.repeat(values[:, None], layout.inputs, 1))
     return wide, wide[tuple(slice(None) if a in layout.kept else slice(0, 1) for a in range(wide.ndim))]
 

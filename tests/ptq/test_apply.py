@@ -177,6 +177,7 @@ def test_errors(rng: np.random.Generator) -> None:
         (lambda: ptq.collect(prepared, params, [x * np.nan]), "ptq.collect: batches: expected batches"),
         (lambda: ptq.collect(prepared, params, x), "ptq.collect: batches: expected an iterable of batches"),
         (lambda: ptq.GPTQ(refits=-1), "GPTQ: refits: expected 0 or a positive number, got -1"),
+        (lambda: ptq.GPTQ(damping=-1.0), "GPTQ: damping: expected 0 or a positive number, got -1.0"),
         (lambda: ptq.GPTQ(range="best"), "GPTQ: range: expected 'whole' or 'searched' or 'tried' or"),
     ]  # fmt: skip
     apply: Any = ptq.apply
@@ -301,7 +302,9 @@ def test_layers_that_match_floats(rng: np.random.Generator) -> None:
     errors = [np.sum((y @ np.asarray(q["second"].dequantize()) - z @ w) ** 2) for q in (plain, actual)]
     assert errors[1] < errors[0]
     assert notes["second"].after < notes["second"].before  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"^jaxquant\.ptq\.apply: data: expected batches, with match_floats=True, got No"):
+    with pytest.raises(
+        ValueError, match=r"^jaxquant\.ptq\.apply: data: expected batches, with match_floats=True, got No"
+    ):
         ptq.apply(prepared, params, None, method, match_floats=True)
 
 

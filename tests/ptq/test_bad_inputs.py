@@ -39,7 +39,9 @@ def test_a_nan_in_a_batch_names_the_layer(rng: np.random.Generator) -> None:
         lambda: ptq.apply(prepared, params, spoiled, ptq.Nearest(), match_floats=True),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"third.*expected finite numbers in all batches, got a NaN or an infinity"):
+        with pytest.raises(
+            ValueError, match=r"third.*expected finite numbers in all batches, got a NaN or an infinity"
+        ):
             call()
     with pytest.raises(ValueError, match=r"^jaxquant\.ptq\.collect: batches: .* at third in batch 0"):
         ptq.collect(prepared, params, spoiled)
@@ -57,7 +59,9 @@ def test_a_nan_in_a_weight_names_it(rng: np.random.Generator) -> None:
 def test_a_spec_without_such_codes_names_the_weight(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = prepare(params, batches[0], jq.nf4)
-    with pytest.raises(ValueError, match=r"first: jaxquant\.ptq\.adaround: spec: expected codes of an integer dtype, got n"):
+    with pytest.raises(
+        ValueError, match=r"first: jaxquant\.ptq\.adaround: spec: expected codes of an integer dtype, got n"
+    ):
         ptq.apply(prepared, params, batches, ptq.AdaRound(steps=1))
 
 
@@ -79,7 +83,10 @@ def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -
 def test_a_budget_that_no_plan_meets(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     # The first weight takes the most bytes: as many codes as the second one, and more scales.
-    params |= {"first": jnp.asarray(rng.normal(size=(8, 24)), F32), "second": jnp.asarray(rng.normal(size=(24, 8)), F32)}
+    params |= {
+        "first": jnp.asarray(rng.normal(size=(8, 24)), F32),
+        "second": jnp.asarray(rng.normal(size=(24, 8)), F32),
+    }
     prepared = prepare(params, batches[0])
     name = r"^jaxquant\.ptq\.allocate_bits: "
     with pytest.raises(ValueError, match=name + r"budget: expected at least \d+, .*\(most of it first: \d+\), got 10"):

@@ -47,9 +47,9 @@ def apply(
       the batches in a jitted program, and memory for one batch;
     - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.
 
-    With `match_floats`, a layer also makes up for what earlier ones have changed in its inputs. With the inputs x of the
-    quantized function and z of the float one, the method minimizes E[(W^T z - Wq^T x)^2] and not E[(W^T x - Wq^T x)^2].
-    That is the same as quantizing
+    With `match_floats`, a layer also makes up for what earlier ones have changed in its inputs. With the inputs x of
+    the quantized function and z of the float one, the method minimizes E[(W^T z - Wq^T x)^2], and not
+    E[(W^T x - Wq^T x)^2]. That is the same as quantizing
 
     W' = W + (E[x x^T] + damping)^-1 E[x (z - x)^T] W
 
@@ -92,8 +92,8 @@ def apply(
         >>> str(qparams["first"].codes.dtype), [note.after < note.before for note in notes]
         ('int4', [True, True])
 
-    Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers; Li et al.,
-    arXiv 2504.02692, section 3.1, for the objective of `match_floats`.
+    Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers; Li et
+    al., arXiv 2504.02692, section 3.1, for the objective of `match_floats`.
     """
     check_prepared(_NAME, prepared)
     check_method(_NAME, method)
@@ -108,9 +108,7 @@ def apply(
     known = _read_state(prepared, state)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
 
-    def quantize_leaf(
-        leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: jax.Array | None = None
-    ) -> jax.Array:
+    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: jax.Array | None = None) -> jax.Array:
         """Quantize a parameter, note what was done, and return the floats of its codes."""
         path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
         with checks.prefix_errors(path):

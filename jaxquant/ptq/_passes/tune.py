@@ -49,20 +49,21 @@ def tune(
     prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, rounds: int = 8, rate: float = 1e-3,
     progress: bool | None = None, **arguments: Any,
 ) -> Outcome:  # fmt: skip
-    """Learn the scales of the codes, and the parameters in floats, such that the results are those of the float function.
+    """Learn the scales of the codes and the parameters in floats, with the results of the float function as the target.
 
     minimize sum (f(params, x) - f(qparams, x))^2 over the batches x. The codes do not change.
 
-    The other passes look at one contraction at a time. This one looks at the results, so that a later layer can make up
-    for an error of an earlier one. It changes few numbers: a scale for each output, for example, biases, and the scales
-    and offsets of normalizations. Adam minimizes, with one step for each batch of each round, and a rate that falls to 0.
+    The other passes look at one contraction at a time. This one looks at the results, so that a later layer can make
+    up for an error of an earlier one. It changes few numbers: a scale for each output, for example, biases, and the
+    scales and offsets of normalizations. Adam minimizes, with one step for each batch of each round, and a rate that
+    falls to 0.
 
     A scale, and a parameter whose elements are all positive, is multiplied by exp(v), and stays positive. To any other
     parameter v is added, in units of the root of its mean square. Scales of tables that are looked up, and scales that
     are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
 
-    Call it last, after `apply` and `correct_bias`. Give it more batches than there are numbers to learn for each result,
-    or it fits the batches and nothing else.
+    Call it last, after `apply` and `correct_bias`. The results of all batches together should have many times as many
+    elements as there are numbers to learn, or it fits the batches and nothing else.
 
     Args:
         prepared: the prepared function. It returns arrays of floats, and can be differentiated.
@@ -80,8 +81,8 @@ def tune(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch; a number is out
-            of range; or the results in floats have a NaN or an infinity.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch; a number is
+            out of range; or the results in floats have a NaN or an infinity.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -96,8 +97,8 @@ def tune(
         >>> bool((tuned["first"].codes == qparams["first"].codes).all()), notes["first"].after < notes["first"].before
         (True, True)
 
-    Source: Chen et al., arXiv 2407.11062, section 3.3, for scales that are learned while the codes stay; Li et al., arXiv
-    2309.02784, section 3, for normalizations; Kingma and Ba, arXiv 1412.6980, algorithm 1.
+    Source: Chen et al., arXiv 2407.11062, section 3.3, for scales that are learned while the codes stay; Li et al.,
+    arXiv 2309.02784, section 3, for normalizations; Kingma and Ba, arXiv 1412.6980, algorithm 1.
     """
     check_prepared(_NAME, prepared)
     loop.check_progress(_NAME, progress)
@@ -156,7 +157,7 @@ def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
 def _make_function(
     prepared: Prepared, signature: Signature, other: Signature, arguments: dict[str, Any]
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]:
-    """Return a function of the arrays of the parameters and of a batch that returns the results of the float function."""
+    """Return the float function, as one of the arrays of the parameters and of those of a batch."""
 
     @jax.jit
     def run_function(arrays: Sequence[Any], rest: Sequence[Any]) -> list[jax.Array]:
