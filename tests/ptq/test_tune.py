@@ -52,7 +52,7 @@ def test_results_are_nearer_to_those_of_floats(rng: np.random.Generator) -> None
     assert jax.tree.structure(tuned) == jax.tree.structure(qparams)
     before, after = (measure(prepared, params, q, batches) for q in (qparams, tuned))
     assert after < 0.9 * before
-    np.testing.assert_allclose((notes["first"].before, notes["first"].after), (before, after), rtol=1e-3)
+    assert [notes["first"].before, notes["first"].after] == pytest.approx([before, after], rel=1e-3)
     for name in ("table", "first", "second"):
         check_equal(tuned[name].codes, qparams[name].codes)
         assert (np.asarray(tuned[name].scale) > 0).all()
