@@ -182,7 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithms", nargs="+", default=list(_ALGORITHMS), metavar="NAME", help="default all")
     parser.add_argument("--results", type=pathlib.Path, metavar="FILE", help="a file to go on from")
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="for each network")
-    parser.add_argument("--qwix", action="store_true", help="print only the comparison with qwix")
+    parser.add_argument(
+        "--qwix",
+        action="store_true",
+        help="print only the comparison with qwix, which follows the tables of all networks",
+    )
     options = parser.parse_args(arguments)
     began = time.perf_counter()
     print(
@@ -197,7 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = _measure_network(name, options)
         _print_tables(name, options, figures)
         missed += _list_faults(name, figures)
-    if importlib.util.find_spec("qwix") is not None:
+    is_whole = list(options.networks) == names
+    if (options.qwix or is_whole) and importlib.util.find_spec("qwix") is not None:
         missed += ptq_qwix.print_comparison()
     print(f"\n{time.perf_counter() - began:.0f} s")
     print("missed: " + "; ".join(missed) if missed else "each target is met")
