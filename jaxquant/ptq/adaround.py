@@ -170,17 +170,22 @@ def _learn_group(
     zeros = jnp.zeros_like(w)
     state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))  # type: ignore[arg-type]
     learned = jnp.where(relax(state.variable) >= np.float32(0.5), highest, lowest)
+    return _refine_codes(w, learned, (lowest, highest), hessian, grid, spec, sweeps)
+
+
+def _refine_codes(
+    w: jax.Array, learned: jax.Array, bounds: tuple[jax.Array, jax.Array], hessian: jax.Array, grid: Grid,
+    spec: QuantSpec, sweeps: int,
+) -> jax.Array:  # fmt: skip
+    """Return the best of the codes within bounds that coordinate descent finds from three starts, for each output."""
     nearest = _grid.encode_values(w, grid, spec)
-    codes = learned.astype(nearest.dtype)
-    limits = (lowest.astype(nearest.dtype), highest.astype(nearest.dtype))
-    codes = jnp.clip(codes, *limits)
+    limits = (bounds[0].astype(nearest.dtype), bounds[1].astype(nearest.dtype))
     # Coordinate descent stops where no single code can be improved, and which of many such places depends on the start.
-    # Each output gets the best of three.
-    starts = (codes, jnp.clip(nearest, *limits), jnp.clip(_round_with_feedback(w, hessian, grid, spec), *limits))
-    candidates = [nearest, *(descend(w, start, hessian, grid, spec, sweeps, limits) for start in starts)]
-    costs = [_find_costs(w - _grid.decode_values(x, grid, spec), hessian) for x in candidates]
-    best, least = candidates[0], costs[0]
-    for other, cost in zip(candidates[1:], costs[1:], strict=True):
+    starts = (learned.astype(nearest.dtype), nearest, _round_with_feedback(w, hessian, grid, spec))
+    descents = [descend(w, jnp.clip(x, *limits), hessian, grid, spec, sweeps, limits) for x in starts]
+    best, least = nearest, _find_costs(w - _grid.decode_values(nearest, grid, spec), hessian)
+    for other in descents:
+        cost = _find_costs(w - _grid.decode_values(other, grid, spec), hessian)
         best, least = jnp.where(cost < least, other, best), jnp.minimum(cost, least)
     return best
 
