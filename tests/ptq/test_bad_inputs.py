@@ -28,6 +28,7 @@ def prepare(params: Any, batch: Any, dtype: Any = "int4") -> jq.Prepared:
     return jq.prepare(network, params, *batch, rules=[jq.Rule(weight=jq.Weight(dtype))])
 
 
+@pytest.mark.slow
 def test_a_nan_in_a_batch_names_the_layer(rng: np.random.Generator) -> None:
     """The third weight reads another input, which has the NaN."""
     params, batches = sample(rng)
@@ -47,6 +48,7 @@ def test_a_nan_in_a_batch_names_the_layer(rng: np.random.Generator) -> None:
         ptq.collect(prepared, params, spoiled)
 
 
+@pytest.mark.slow
 def test_a_nan_in_a_weight_names_it(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = prepare(params, batches[0])
@@ -65,6 +67,7 @@ def test_a_spec_without_such_codes_names_the_weight(rng: np.random.Generator) ->
         ptq.apply(prepared, params, batches, ptq.AdaRound(steps=1))
 
 
+@pytest.mark.slow
 def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -> None:
     """Of each layer on its own: the first has a dead channel, the third all, and both too few samples."""
     params, batches = sample(rng, 5)

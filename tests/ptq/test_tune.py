@@ -78,6 +78,7 @@ def test_steps_that_do_not_help_are_dropped(rng: np.random.Generator) -> None:
     assert notes["first"].reason == "the error of the results would not become smaller"
 
 
+@pytest.mark.slow
 def test_errors(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = jq.prepare(network, params, batches[0], rules=RULES)
