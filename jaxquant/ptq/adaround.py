@@ -18,7 +18,7 @@ from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid, _matrix
 from ._descent import descend
 from ._grid import Grid
-from .gptq import map_groups
+from .gptq import factor_groups, map_groups, quantize_group
 
 _NAME = "ptq.adaround"
 _HIGHEST = lax.Precision.HIGHEST
@@ -27,6 +27,7 @@ _LOW, _HIGH = np.float32(-0.1), np.float32(1.1)
 _WARM_UP = 0.2  # the part of the steps without the penalty
 _STEEPEST, _FLATTEST = 20.0, 2.0  # the exponent of the penalty falls from the first to the second
 _DECAY = (np.float32(0.9), np.float32(0.999))  # Adam's
+_DAMPING = 0.01  # as the default of `gptq`
 
 
 class _Adam(NamedTuple):
@@ -59,8 +60,10 @@ def adaround(
     of them, and the result needs no random key. Adam minimizes. The errors of an output are in units of
     mean(diag(H) * scale^2), which makes rate and penalty independent of the sizes of w and of the inputs.
 
-    After the last step, each element in turn gets the better of its two codes, for `sweeps` rounds. If an output has a
-    larger error than with round-to-nearest at the end, it is rounded to nearest.
+    After the last step, each element in turn gets the better of its two codes, for `sweeps` rounds. The same rounds
+    also start from the codes of round-to-nearest and of `gptq`, and each output gets the best result, because each of
+    these stops where no single code can be improved, which need not be the minimum. No output has a larger error than
+    with round-to-nearest.
 
     Args:
         w: the weight, float32, float16 or bfloat16, of any shape.
@@ -167,12 +170,30 @@ def _learn_group(
     zeros = jnp.zeros_like(w)
     state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))  # type: ignore[arg-type]
     learned = jnp.where(relax(state.variable) >= np.float32(0.5), highest, lowest)
+    return _refine_codes(w, learned, (lowest, highest), hessian, grid, spec, sweeps)
+
+
+def _refine_codes(
+    w: jax.Array, learned: jax.Array, bounds: tuple[jax.Array, jax.Array], hessian: jax.Array, grid: Grid,
+    spec: QuantSpec, sweeps: int,
+) -> jax.Array:  # fmt: skip
+    """Return the best of the codes within bounds that coordinate descent finds from three starts, for each output."""
     nearest = _grid.encode_values(w, grid, spec)
-    codes = learned.astype(nearest.dtype)
-    limits = (lowest.astype(nearest.dtype), highest.astype(nearest.dtype))
-    codes = descend(w, codes, hessian, grid, spec, sweeps, limits)
-    costs = [_find_costs(w - _grid.decode_values(x, grid, spec), hessian) for x in (codes, nearest)]
-    return jnp.where(costs[0] < costs[1], codes, nearest)
+    limits = (bounds[0].astype(nearest.dtype), bounds[1].astype(nearest.dtype))
+    # Coordinate descent stops where no single code can be improved, and which of many such places depends on the start.
+    starts = (learned.astype(nearest.dtype), nearest, _round_with_feedback(w, hessian, grid, spec))
+    descents = [descend(w, jnp.clip(x, *limits), hessian, grid, spec, sweeps, limits) for x in starts]
+    best, least = nearest, _find_costs(w - _grid.decode_values(nearest, grid, spec), hessian)
+    for other in descents:
+        cost = _find_costs(w - _grid.decode_values(other, grid, spec), hessian)
+        best, least = jnp.where(cost < least, other, best), jnp.minimum(cost, least)
+    return best
+
+
+def _round_with_feedback(w: jax.Array, hessian: jax.Array, grid: Grid, spec: QuantSpec) -> jax.Array:
+    """Return the codes of `gptq`."""
+    factors = jax.tree.map(lambda x: x[0], factor_groups(hessian[None], damping=_DAMPING, is_ordered=True))
+    return quantize_group(w, hessian, grid, factors, spec=spec, sweeps=0)[0]
 
 
 def _find_costs(errors: jax.Array, hessian: jax.Array) -> jax.Array:

@@ -44,6 +44,20 @@ class Diagnostics(NamedTuple):
     nearest_error: jax.Array
 
 
+class Factors(NamedTuple):
+    """What rounding needs of the second moments of each group, whatever the grid; see `factor_groups`.
+
+    Attributes:
+        order: int32 [groups, inputs], the order in which the inputs are rounded.
+        feedback: float32 [groups, inputs, inputs], R_ij / R_jj above the diagonal, in that order.
+        damping: float32 [groups], what was added to the diagonal, in units of its mean.
+    """
+
+    order: jax.Array
+    feedback: jax.Array
+    damping: jax.Array
+
+
 export.register_namedtuple_serialization(Diagnostics, serialized_name="jaxquant.ptq.Diagnostics")
 
 
@@ -150,8 +164,9 @@ def _gptq(
     scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
     each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
-    step = functools.partial(_quantize_group, spec=spec, is_ordered=activation_order, damping=damping, sweeps=sweeps)
-    codes, report = map_groups(step, layout.arrange(wide), hessian, each)
+    factors = _factor_groups(hessian, damping, activation_order)
+    step = functools.partial(quantize_group, spec=spec, sweeps=sweeps)
+    codes, report = map_groups(step, layout.arrange(wide), hessian, each, factors)
     is_valid = jnp.isfinite(hessian).all() & jnp.isfinite(wide).all()
     scales = scales._replace(scale=_grid.spoil_scale(scales.scale, is_valid))
     return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, stored_last), report
@@ -166,13 +181,49 @@ def map_groups(function: Any, *arrays: Any) -> Any:
     return jax.tree.map(lambda x: x[None], results)
 
 
-def _quantize_group(
-    w: jax.Array, hessian: jax.Array, grid: Grid, *, spec: QuantSpec, is_ordered: bool, damping: float, sweeps: int
+def _factor_groups(hessian: jax.Array, damping: float, is_ordered: bool) -> Factors:
+    """Return the factors of second moments [groups, inputs, inputs]."""
+
+    def factor_group(hessian: jax.Array) -> Factors:
+        diagonal = jnp.diagonal(hessian)
+        order = jnp.argsort(-diagonal, stable=True) if is_ordered else jnp.arange(len(diagonal))
+        return Factors(order, *factor_hessian(hessian[order][:, order], damping))
+
+    return map_groups(factor_group, hessian)
+
+
+factor_groups = functools.partial(jax.jit, static_argnames=("damping", "is_ordered"))(_factor_groups)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "axis", "sweeps"))
+def round_on_grid(
+    w: jax.Array, hessian: jax.Array, factors: Factors, grid: QuantizedArray, *, spec: QuantSpec, axis: Any, sweeps: int
+) -> QuantizedArray:
+    """Return what `gptq` returns, with factors that several grids share; nothing is checked.
+
+    Args:
+        w: the weight.
+        hessian: [groups, inputs, inputs].
+        factors: those of the second moments.
+        grid: an array whose scale and zero point to use.
+        spec: Static. The spec.
+        axis: Static. The axes that are kept.
+        sweeps: Static. As for `gptq`.
+    """
+    layout = _matrix.make_layout(_NAME, w.shape, axis, hessian.shape[0])
+    scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
+    wide = w.astype(jnp.float32)
+    each = _grid.expand_scales(_NAME, scales, spec, wide, layout)
+    step = functools.partial(quantize_group, spec=spec, sweeps=sweeps)
+    codes, _ = map_groups(step, layout.arrange(wide), hessian, each, factors)
+    return _grid.build_array(_NAME, codes, layout, scales, spec, w.dtype, None)
+
+
+def quantize_group(
+    w: jax.Array, hessian: jax.Array, grid: Grid, factors: Factors, *, spec: QuantSpec, sweeps: int
 ) -> tuple[jax.Array, Diagnostics]:
     """Return the codes of a matrix [inputs, outputs], and what was done."""
-    diagonal = jnp.diagonal(hessian)
-    order = jnp.argsort(-diagonal, stable=True) if is_ordered else jnp.arange(w.shape[0])
-    feedback, used = factor_hessian(hessian[order][:, order], damping)
+    order, feedback, used = factors
     rows, ordered = w[order], jax.tree.map(lambda x: x[order], grid)
     codes, errors = _round_rows(rows, ordered, feedback, spec)
     place = jnp.argsort(order)
@@ -182,7 +233,10 @@ def _quantize_group(
         errors = w - _grid.decode_values(codes, grid, spec)
     nearest = w - _grid.decode_values(_grid.encode_values(w, grid, spec), grid, spec)
     report = Diagnostics(
-        used, jnp.sum(diagonal == 0, dtype=jnp.int32), find_error(errors, hessian), find_error(nearest, hessian)
+        used,
+        jnp.sum(jnp.diagonal(hessian) == 0, dtype=jnp.int32),
+        find_error(errors, hessian),
+        find_error(nearest, hessian),
     )
     return codes, report
 

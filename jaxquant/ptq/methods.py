@@ -14,15 +14,16 @@ from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
 from .._core import checks
-from . import _matrix
+from . import _grid, _matrix
 from .adaround import adaround
-from .gptq import gptq
+from .gptq import factor_groups, round_on_grid
 from .hqq import hqq
 from .search_range import search_range
 
 _RANGES = ("whole", "searched", "tried", "hqq")
-# The parts of the whole range that "tried" tries.
-_PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+# The parts of the whole range that "tried" tries. A weight of a normal distribution needs about 0.85 of it at 4 bits,
+# and half of it at 2; outputs with a few large weights need less.
+_PARTS = (1.0, 0.88, 0.77, 0.68, 0.6, 0.52, 0.44, 0.36)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Nearest:
 
     Attributes:
         range: "whole" for the range of the weight; "searched" for that of `search_range`, weighted with the mean
-            squares of the inputs where they are known; "tried" for the best of six parts of the whole range, from 1 to
-            0.5, by the squared error of each output, or "searched" if the inputs are not known; "hqq" for that of
+            squares of the inputs where they are known; "tried" for the best of eight parts of the whole range, from 1
+            to 0.36, by the squared error of each output, or "searched" if the inputs are not known; "hqq" for that of
             `hqq`.
     """
 
@@ -63,32 +64,51 @@ class HQQ:
 
 @dataclasses.dataclass(frozen=True)
 class GPTQ:
-    """`gptq`; its attributes are the arguments of the function, and the range of the grid, as for `Nearest`.
+    """`gptq`; its attributes are the arguments of the function, the range of the grid, as for `Nearest`, and `refits`.
 
     With "tried", the algorithm runs on each of the grids, and each output gets the best result. With any range, an
     output whose error is larger than that of round-to-nearest is rounded to nearest.
+
+    A refit gives each output the scale with the least error for the codes that it has, and runs the algorithm again
+    with this scale; the result is used where it is better. Only outputs with one scale of their own can be refitted,
+    and not to powers of two.
     """
 
     activation_order: bool = True
     damping: float = 0.01
     sweeps: int = 0
     range: str = "tried"
+    refits: int = 0
 
     def __post_init__(self) -> None:
-        """Check the range."""
-        checks.check_option(type(self).__name__, "range", self.range, _RANGES)
+        """Check the attributes."""
+        name = type(self).__name__
+        checks.check_option(name, "range", self.range, _RANGES)
+        checks.check_flag(name, "activation_order", self.activation_order)
+        checks.check_real(name, "damping", self.damping)
+        for argument in ("sweeps", "refits"):
+            checks.check_integer(name, argument, getattr(self, argument))
+        for argument in ("damping", "sweeps", "refits"):
+            value = getattr(self, argument)
+            checks.require(value >= 0, name, argument, "0 or a positive number", value)
 
     def quantize(self, w: jax.Array, hessian: jax.Array | None, spec: QuantSpec, axis: Any) -> QuantizedArray:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
         if hessian is None:
             return find_grid(self.range, w, hessian, spec, axis)
-        run_gptq = functools.partial(
-            gptq, w, hessian, spec, axis=axis, activation_order=self.activation_order, damping=self.damping,
-            sweeps=self.sweeps,
-        )  # fmt: skip
+        _grid.check_finite("ptq.gptq", w=w, hessian=hessian)
+        # The factorization takes most of the time, and all grids share it.
+        factors = factor_groups(hessian, damping=float(self.damping), is_ordered=bool(self.activation_order))
+        run_gptq = functools.partial(round_on_grid, w, hessian, factors, spec=spec, axis=axis, sweeps=self.sweeps)
         grids = list_grids(self.range, w, hessian, spec, axis)
         # Round-to-nearest is a candidate, too: a greedy algorithm may do worse where inputs are not correlated.
-        return pick_best(w, hessian, axis, (q for grid in grids for q in (run_gptq(grid), grid)))
+        best = pick_best(w, hessian, axis, (q for grid in grids for q in (run_gptq(grid), grid)))
+        for _ in range(0 if spec.power_of_two else self.refits):
+            refitted = refit_scale(w, best, hessian, axis)
+            if refitted is None:
+                break
+            best = pick_best(w, hessian, axis, (best, refitted, run_gptq(refitted)))
+        return best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +193,35 @@ def pick_best(w: jax.Array, hessian: jax.Array, axis: Any, candidates: Iterable[
     return best
 
 
+def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> QuantizedArray | None:
+    """Return a quantized array with the scale of each output that has the least error for its codes.
+
+    The values are proportional to the scale, v = s c, so that the factor with the least error of an output is
+    (w^T H v) / (v^T H v). None if several outputs share a scale, or an output has several.
+    """
+    layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    factor = _spread_outputs(layout, _find_factors(w, q, hessian, axis))[1]
+    if q.scale.shape != factor.shape:
+        return None
+    return q.replace(scale=(q.scale.astype(jnp.float32) * factor).astype(q.scale.dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("axis",))
+def _find_factors(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
+    """Return the factor with the least error for the values of each output, [groups, outputs]; 1 if all are 0."""
+    layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    values, target = (layout.arrange(x.astype(jnp.float32)) for x in (q.dequantize(), w))
+    moved = jnp.matmul(hessian, values, precision=jax.lax.Precision.HIGHEST)
+    size, product = jnp.sum(values * moved, 1), jnp.sum(target * moved, 1)
+    is_valid = (size > 0) & (product > 0)
+    return jnp.where(is_valid, product / jnp.where(is_valid, size, 1), 1)
+
+
 def _choose_outputs(
     layout: _matrix.Layout, mask: jax.Array, q: QuantizedArray, other: QuantizedArray
 ) -> QuantizedArray:
     """Return the outputs of one array where the mask [groups, outputs] is True, and those of another one elsewhere."""
-    wide = layout.restore(jnp.repeat(mask[:, None], layout.inputs, 1))
-    # The same for all inputs, so that one of them tells which scales to take.
-    outputs = wide[tuple(slice(None) if a in layout.kept else slice(0, 1) for a in range(wide.ndim))]
+    wide, outputs = _spread_outputs(layout, mask)
 
     def choose(x: jax.Array, y: jax.Array, chosen: jax.Array) -> jax.Array:
         fits = all(a in (1, b) for a, b in zip(chosen.shape, x.shape, strict=True))
@@ -190,6 +232,12 @@ def _choose_outputs(
     return q.replace(
         codes=choose(q.codes, other.codes, wide), scale=choose(q.scale, other.scale, outputs), zero_point=point
     )
+
+
+def _spread_outputs(layout: _matrix.Layout, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return values [groups, outputs] for each element of the weight, and with length 1 along the summed axes."""
+    wide = layout.restore(jnp.repeat(values[:, None], layout.inputs, 1))
+    return wide, wide[tuple(slice(None) if a in layout.kept else slice(0, 1) for a in range(wide.ndim))]
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -35,7 +36,8 @@ def draw_report(report: Report) -> Any:
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)
     _draw_bars(parts[0, 0].subplots(), rows)
     for (text, kind, items), part in zip(shown, parts[1:, 0], strict=True):
-        part.suptitle(text, fontsize=8)
+        total = {"weight": len(report.histograms), "activation": len(report.activations)}[kind]
+        part.suptitle(f"{text}; the first {len(items)} of {total}" if total > len(items) else text, fontsize=8)
         lines = math.ceil(len(items) / _COLUMNS)
         _draw_histograms(part.subplots(lines, _COLUMNS, squeeze=False).ravel(), items, _COLORS[kind])
     return figure
@@ -46,10 +48,12 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
     for offset, (name, color) in zip((-0.27, 0.0, 0.27), _COLORS.items(), strict=True):
         values = [getattr(row, f"{name}_sqnr") for row in rows]
         places = [place + offset for place, value in enumerate(values) if value is not None]
+        if not places:
+            continue
         sizes = [min(max(value, 0.0), _TOP) for value in values if value is not None]
         axes.barh(places, sizes, 0.25, color=color, label=name)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlabel("signal over error, dB (more is better; 6 dB are one bit)")
     axes.grid(axis="x", color=_GRAY, alpha=0.3)
     axes.set_axisbelow(True)
@@ -59,7 +63,8 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
 
 def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
     """Draw distributions on a logarithmic scale, with the ends of the range of the codes and what is beyond it."""
-    for axes, (name, histogram) in zip(grid, items, strict=False):
+    names = _shorten_names([name for name, _ in items])
+    for axes, name, (_, histogram) in zip(grid, names, items, strict=False):
         axes.stairs(histogram.counts, histogram.edges, fill=True, color=color)
         ends = (histogram.low, histogram.high)
         for end, sign in zip(ends, (-1, 1), strict=True):
@@ -72,14 +77,22 @@ def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="x", nbins=4)
-        axes.set_title(_shorten(name), fontsize=7)
+        axes.set_title(name, fontsize=7)
         axes.tick_params(labelsize=6)
     for axes in grid[len(items) :]:
         axes.set_visible(False)
 
 
-def _shorten(name: str) -> str:
-    return name if len(name) < 32 else f"...{name[-29:]}"
+def _shorten_names(names: list[str]) -> list[str]:
+    """Return names without the parts that all of them begin or end with, and without the middle of what is long."""
+    separators = re.compile(r"[./]")
+    starts = [name[: match.end()] for name in names[:1] for match in separators.finditer(name)]
+    start = max((part for part in starts if all(name.startswith(part) for name in names)), key=len, default="")
+    names = [name[len(start) :] for name in names]
+    ends = [name[match.start() :] for name in names[:1] for match in separators.finditer(name)]
+    end = max((part for part in ends if all(name.endswith(part) for name in names)), key=len, default="")
+    names = [name[: len(name) - len(end)] for name in names] if len(names) > 1 else names
+    return [name if len(name) < 38 else f"{name[:17]}...{name[-17:]}" for name in names]
 
 
 def draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, float]], chosen: tuple[int, float]) -> Any:
@@ -123,7 +136,7 @@ def draw_notes(notes: dict[str, Any]) -> Any:
                 axes.plot(note.after, place, marker=marker, color=color, markersize=6)
         axes.plot([], [], marker=marker, color=color, linestyle="none", label=f"after {name}")
     axes.plot([], [], marker="o", color="white", markeredgecolor=_GRAY, linestyle="none", label="before")
-    axes.set_yticks(range(len(paths)), [_shorten(path) for path in paths], fontsize=8)
+    axes.set_yticks(range(len(paths)), _shorten_names(paths), fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
     measures = {rows.measure for rows in notes.values()}

@@ -7,7 +7,7 @@ import html
 import importlib.util
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._core import checks
@@ -17,7 +17,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; border-bottom: 2px solid #888; }
 th, td { padding: .25rem .6rem; } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
-tr.float td { background: #f5f0e6; } td.number { text-align: right; } .reason { color: #666; }
+tr.float td { background: #f5f0e6; } .number { text-align: right; } .reason { color: #666; font-size: 13px; }
+td { white-space: nowrap; } .reason, td:first-child { white-space: normal; overflow-wrap: anywhere; }
 svg { max-width: 100%; height: auto; }
 """
 
@@ -155,8 +156,10 @@ class Report:
         """
         file = pathlib.Path(path)
         checks.require(file.parent.is_dir(), "report.to_html", "path", "a folder that exists", str(file.parent))
-        cells = "".join(f"<th>{html.escape(name)}</th>" for name in (*_HEADER, "reason"))
-        rows = "\n".join(_make_html_row(row) for row in self.rows)
+        # Weight-only functions have no activations to tell of.
+        columns = [place for place in range(len(_HEADER)) if any(_list_cells(row)[place] for row in self.rows)]
+        cells = "".join(_make_html_cell("th", place, _HEADER[place]) for place in columns)
+        rows = "\n".join(_make_html_row(row, columns) for row in self.rows)
         picture = ""
         if importlib.util.find_spec("matplotlib") is not None:
             from ._plot import draw_report, write_svg
@@ -180,12 +183,17 @@ def import_plot() -> Any:
     return _plot
 
 
-def _make_html_row(row: SiteRow) -> str:
-    cells = [
-        f'<td class="number">{html.escape(cell)}</td>' if column > 2 else f"<td>{html.escape(cell)}</td>"
-        for column, cell in enumerate(_list_cells(row))
-    ]
-    return f'<tr class="{row.form}">{"".join(cells)}<td class="reason">{html.escape(row.reason)}</td></tr>'
+def _make_html_row(row: SiteRow, columns: Sequence[int]) -> str:
+    """Return the cells of some columns, with the reason below the name."""
+    cells = _list_cells(row)
+    reason = f'<div class="reason">{html.escape(row.reason)}</div>' if row.reason else ""
+    rest = "".join(_make_html_cell("td", place, cells[place]) for place in columns if place)
+    return f'<tr class="{row.form}"><td>{html.escape(row.name)}{reason}</td>{rest}</tr>'
+
+
+def _make_html_cell(tag: str, column: int, text: str) -> str:
+    kind = ' class="number"' if column > 2 else ""
+    return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
 
 
 def _list_cells(row: SiteRow) -> tuple[str, ...]:
@@ -201,4 +209,7 @@ def _show(value: float | None) -> str:
 
 
 def _show_share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.2g} %"
+    if value is None:
+        return ""
+    # Two digits; of 100 % those of a "g" format would be 1e+02.
+    return f"{100 * value:.0f} %" if value >= 0.0995 else f"{100 * value:.2g} %"

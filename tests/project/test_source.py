@@ -70,7 +70,15 @@ PUBLIC = list_public_functions()
 # A loop on the host: its arguments are not traced.
 LOOPS = (
     *("flax.calibrate", "flax.nnx.calibrate", "ptq.collect", "ptq.apply", "ptq.smooth", "ptq.equalize"),
-    *("ptq.correct_bias", "ptq.rotate", "ptq.allocate_bits", "report.compare", "onnx.export", "onnx.verify"),
+    *(
+        "ptq.correct_bias",
+        "ptq.tune",
+        "ptq.rotate",
+        "ptq.allocate_bits",
+        "report.compare",
+        "onnx.export",
+        "onnx.verify",
+    ),
     *("optim.quantize_state", "distributed.check_processes", "distributed.count_traffic"),
 )
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
@@ -189,11 +197,12 @@ SIGNATURES = {
     "ptq.smoothquant": "w x_max alpha channel",
     "ptq.second_moments": "groups",
     "ptq.collect": "prepared params batches limit checkpoint progress arguments",
-    "ptq.apply": "prepared params data method state on_layer progress arguments",
+    "ptq.apply": "prepared params data method match_floats state on_layer progress arguments",
     "ptq.smooth": "prepared params stats batch method alpha arguments",
     "ptq.equalize": "prepared params batch arguments",
     "ptq.rotate": "prepared params batch key arguments",
     "ptq.correct_bias": "prepared params qparams data batch ranges arguments",
+    "ptq.tune": "prepared params qparams batches rounds rate progress arguments",
     "ptq.allocate_bits": "prepared params batches budget most_damage dtypes arguments",
     "report.compare": "prepared params qparams batches ranges arguments",
     "optim.quantize_state": "tx spec second_spec overrides min_size seed",

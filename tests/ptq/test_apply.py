@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -175,6 +176,8 @@ def test_errors(rng: np.random.Generator) -> None:
         (lambda: ptq.collect(prepared, params, []), "ptq.collect: batches: expected at least one batch, got none"),
         (lambda: ptq.collect(prepared, params, [x * np.nan]), "ptq.collect: batches: expected batches"),
         (lambda: ptq.collect(prepared, params, x), "ptq.collect: batches: expected an iterable of batches"),
+        (lambda: ptq.GPTQ(refits=-1), "GPTQ: refits: expected 0 or a positive number, got -1"),
+        (lambda: ptq.GPTQ(damping=-1.0), "GPTQ: damping: expected 0 or a positive number, got -1.0"),
         (lambda: ptq.GPTQ(range="best"), "GPTQ: range: expected 'whole' or 'searched' or 'tried' or"),
     ]  # fmt: skip
     apply: Any = ptq.apply
@@ -235,6 +238,91 @@ def test_a_stopped_run_goes_on(rng: np.random.Generator) -> None:
         other: Any = value if isinstance(value, dict) else {"first": value}
         with pytest.raises((TypeError, ValueError), match=rf"jaxquant\.ptq\.apply: state: expected {text}"):
             ptq.apply(prepared, params, [x], method, state=other)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_of_orbax(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
+    """The state of the weights that are done, saved in one process, restored in another: the same codes."""
+    orbax = pytest.importorskip("orbax.checkpoint")
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in ("first", "second", "third")}
+    x = jnp.asarray(rng.normal(size=(64, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(jax.nn.relu(x @ params["first"]) @ params["second"]) @ params["third"]
+
+    prepared = jq.prepare(apply, params, x, rules=INT4[1:])
+    method = ptq.GPTQ(range="whole")
+
+    def save(state: Any) -> None:
+        with orbax.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / f"{len(state)}", state)
+        if len(state) == 2:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        ptq.apply(prepared, params, [x], method, on_layer=save)
+    # The shapes and dtypes of the state are those of round-to-nearest.
+    converted = prepared.convert(params)
+    done = {name: converted[name] for name in ("first", "second")}
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), done)
+    with orbax.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore(tmp_path / "2", template)
+    expected, notes = ptq.apply(prepared, params, [x], method)
+    actual, again = ptq.apply(prepared, params, [x], method, state=state)
+    for name in params:
+        check_equal(actual[name].codes, expected[name].codes)
+        check_equal(actual[name].scale, expected[name].scale)
+    assert again == notes
+
+
+@pytest.mark.slow
+def test_layers_that_match_floats(rng: np.random.Generator) -> None:
+    """The codes of the weight that least squares in float64 find, and results nearer to those of floats."""
+    params = {name: jnp.asarray(rng.normal(size=(12, 12)), F32) for name in ("first", "second")}
+    x = jnp.asarray(rng.normal(size=(256, 12)) @ rng.normal(size=(12, 12)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ params["first"].T) @ params["second"]
+
+    rules = (jq.Rule(path="second", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight("int2")))
+    prepared = jq.prepare(apply, params, x, rules=rules)
+    batches, method = [x[:128], x[128:]], ptq.Nearest("whole")
+    actual, notes = ptq.apply(prepared, params, batches, method, match_floats=True)
+    plain = ptq.apply(prepared, params, batches, method).params
+    # The first layer has the inputs of floats.
+    check_equal(actual["first"].codes, plain["first"].codes)
+    rows = np.asarray(x, np.float64)
+    z = np.maximum(rows @ np.asarray(params["first"], np.float64).T, 0)
+    y = np.maximum(rows @ np.asarray(plain["first"].dequantize(), np.float64).T, 0)
+    hessian = y.T @ y / len(y)
+    damped = hessian + 0.01 * np.trace(hessian) / 12 * np.eye(12)
+    w = np.asarray(params["second"], np.float64)
+    target = w + np.linalg.solve(damped, y.T @ (z - y) / len(y)) @ w
+    np.testing.assert_allclose(actual["second"].dequantize(), target, atol=float(actual["second"].scale.max()) * 0.51)
+    errors = [np.sum((y @ np.asarray(q["second"].dequantize()) - z @ w) ** 2) for q in (plain, actual)]
+    assert errors[1] < errors[0]
+    assert notes["second"].after < notes["second"].before  # type: ignore[operator]
+    with pytest.raises(
+        ValueError, match=r"^jaxquant\.ptq\.apply: data: expected batches, with match_floats=True, got No"
+    ):
+        ptq.apply(prepared, params, None, method, match_floats=True)
+
+
+@pytest.mark.slow
+def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
+    params = {"w": jnp.asarray(rng.normal(size=(16, 8)), F32)}
+    x = jnp.asarray(rng.normal(size=(64, 16)) @ rng.normal(size=(16, 16)), F32)
+    prepared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=[jq.Rule(weight=jq.Weight("int2"))])
+    runs = [ptq.apply(prepared, params, [x], ptq.GPTQ(range="whole", refits=refits)) for refits in (0, 1, 3)]
+    errors = [float(jnp.sum((x @ (params["w"] - q["w"].dequantize())) ** 2)) for q, _ in runs]
+    assert errors[0] > errors[1] * (1 - 1e-5)
+    assert errors[1] > errors[2] * (1 - 1e-5)
+    assert errors[0] > errors[2] * 1.02
+    # A scale that several outputs share, or of a block of inputs, stays.
+    for weight in (jq.Weight("int2", per="tensor"), jq.Weight("int2", block=4)):
+        shared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=[jq.Rule(weight=weight)])
+        one, other = (ptq.apply(shared, params, [x], ptq.GPTQ(range="whole", refits=n)).params for n in (0, 1))
+        check_equal(one["w"].scale, other["w"].scale)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def allocate_bits(
             row[name] = (int(size), measure(leaf, q.dequantize()) if is_codes else 0.0)  # type: ignore[union-attr]
         table[prepared.names[leaf]] = row
     sizes, damages = (np.array([[row[name][k] for name in names] for row in table.values()], float) for k in range(2))
-    places = solve_plan(sizes, damages, budget, most_damage)
+    places = solve_plan(sizes, damages, budget, most_damage, list(table))
     choices = {path: names[place] for path, place in zip(table, places, strict=True)}
     chosen = [table[path][name] for path, name in choices.items()]
     return BitPlan(
@@ -157,8 +157,8 @@ def _make_measure(prepared: Prepared, signature: Signature, calls: Sequence[tupl
 
 
 def solve_plan(
-    sizes: np.ndarray, damages: np.ndarray, budget: float | None, most_damage: float | None
-) -> tuple[int, ...]:
+    sizes: np.ndarray, damages: np.ndarray, budget: float | None, most_damage: float | None, paths: Sequence[str] = (),
+) -> tuple[int, ...]:  # fmt: skip
     """Return the choice of each weight: the exact minimum of damage within a budget, or of size within some damage.
 
     Args:
@@ -166,12 +166,16 @@ def solve_plan(
         damages: [weights, candidates].
         budget: the most bytes, or None.
         most_damage: the largest damage, or None.
+        paths: the paths of the weights, for errors.
     """
     goal, limited, limit = (damages, sizes, budget) if most_damage is None else (sizes, damages, most_damage)
     assert limit is not None
     least = float(limited.min(1).sum())
     argument = "budget" if most_damage is None else "most_damage"
     expected = f"at least {least:.6g}, what the candidates with the least take"
+    if paths:
+        largest = int(limited.min(1).argmax())
+        expected += f" (most of it {paths[largest]}: {limited.min(1)[largest]:.6g})"
     checks.require(limit >= least, _NAME, argument, expected, limit)
     try:
         optimize = importlib.import_module("scipy.optimize")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..._core import checks
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._inspect import check_prepared
-from .. import _grid
+from .. import _grid, _matrix
 from ..methods import Method, Nearest, check_method, measure_error
 from ..moments import Moments
 from . import inputs
@@ -22,11 +23,13 @@ from .layerwise import run_layers
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.apply"
+_DAMPING = 0.01  # of the mean square of the inputs
 _MEASURE = "the mean squared error of the outputs, with round-to-nearest and with the method"
 
 
 def apply(
     prepared: Prepared, params: Any, data: Statistics | Iterable[Any] | None, method: Method, *,
+    match_floats: bool = False,
     state: Mapping[str, QuantizedArray] | None = None,
     on_layer: Callable[[dict[str, QuantizedArray]], None] | None = None, progress: bool | None = None,
     **arguments: Any,
@@ -44,6 +47,12 @@ def apply(
       the batches in a jitted program, and memory for one batch;
     - None: for `ptq.HQQ()` and for `ptq.Nearest()`, which need no data.
 
+    With `match_floats`, a layer also makes up for what earlier ones have changed in its inputs. With the inputs x of
+    the quantized function and z of the float one, the method minimizes E[(W^T z - Wq^T x)^2], and not
+    E[(W^T x - Wq^T x)^2]. That is the same as quantizing
+
+    W' = W + (E[x x^T] + damping)^-1 E[x (z - x)^T] W
+
     A weight without inputs (a table that is looked up), and one whose axes the program splits, joins or slices before
     it is contracted, is rounded to nearest with the range of the method; the notes say so.
 
@@ -55,6 +64,8 @@ def apply(
         params: its parameters, in floats.
         data: batches, as for `Prepared.calibrate`, or statistics, or None.
         method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
+        match_floats: with batches, whether the outputs of a layer shall be those of the float function. The batches go
+            through the float function, too, which takes twice the time and the memory of the values.
         state: the weights that are quantized already, by path, as `on_layer` got them.
         on_layer: a function that is called after each weight, with all weights that are quantized so far.
         progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
@@ -81,11 +92,15 @@ def apply(
         >>> str(qparams["first"].codes.dtype), [note.after < note.before for note in notes]
         ('int4', [True, True])
 
-    Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers.
+    Source: Frantar et al., arXiv 2210.17323, section 4 and the setup of section 5, for the order of the layers; Li et
+    al., arXiv 2504.02692, section 3.1, for the objective of `match_floats`.
     """
     check_prepared(_NAME, prepared)
     check_method(_NAME, method)
     loop.check_progress(_NAME, progress)
+    checks.check_flag(_NAME, "match_floats", match_floats)
+    can_match = not match_floats or not (data is None or isinstance(data, Statistics))
+    checks.require(can_match, _NAME, "data", "batches, with match_floats=True", _describe_data(data))
     has_data = data is not None or not _needs_data(method)
     checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
     signature = prepared._read_parameters("convert", params)
@@ -93,11 +108,11 @@ def apply(
     known = _read_state(prepared, state)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
 
-    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str) -> jax.Array:
+    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: jax.Array | None = None) -> jax.Array:
         """Quantize a parameter, note what was done, and return the floats of its codes."""
         path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
         with checks.prefix_errors(path):
-            arrays[leaf], notes[leaf] = _quantize(prepared, leaf, w, found, method, known.get(path))
+            arrays[leaf], notes[leaf] = _quantize(prepared, leaf, w, found, drift, method, known.get(path))
         bar.count_step()
         if on_layer is not None:
             on_layer({prepared.names[place]: arrays[place] for place in notes})
@@ -108,7 +123,7 @@ def apply(
             for leaf in prepared.leaves:
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
-            run_layers(prepared, params, _read_batches(data, arguments), arguments, quantize_leaf)
+            run_layers(prepared, params, _read_batches(data, arguments), arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
                 uses = _explain_missing(prepared, leaf)
@@ -162,8 +177,8 @@ def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.U
 
 
 def _quantize(
-    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, method: Method,
-    known: QuantizedArray | None,
+    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, drift: jax.Array | None,
+    method: Method, known: QuantizedArray | None,
 ) -> tuple[QuantizedArray, Note]:  # fmt: skip
     """Return a quantized parameter, which may be known already, and what was done."""
     plan, path = prepared.leaves[leaf], prepared.names[leaf]
@@ -175,11 +190,35 @@ def _quantize(
         note = Note(path, f"{Nearest.__name__} for {name}" if is_rounded else name, found if is_rounded else "")
     else:
         use, moments = found
-        q = known if known is not None else method.quantize(w, moments.second, plan.spec, use.axis)
+        target = w if drift is None else _match_floats(w, moments.second, drift, use.axis)
+        q = known if known is not None else method.quantize(target, moments.second, plan.spec, use.axis)
         nearest = Nearest("whole").quantize(w, moments.second, plan.spec, use.axis)
-        errors = [float(measure_error(w, x, moments.second, use.axis)) for x in (nearest, q)]
+        errors = [float(measure_error(target, x, moments.second, use.axis)) for x in (nearest, q)]
         note = Note(path, name, _describe_inputs(moments), *errors)
     return (q.store_last(*plan.stored_last) if plan.stored_last else q), note
+
+
+@functools.partial(jax.jit, static_argnames=("axis",))
+def _match_floats(w: jax.Array, hessian: jax.Array, drift: jax.Array, axis: Any) -> jax.Array:
+    """Return the weight whose outputs are nearest to those that the float function has.
+
+    Args:
+        w: the weight.
+        hessian: E[x x^T], [groups, inputs, inputs], of the inputs x of the quantized function.
+        drift: E[x (z - x)^T], of the same shape, with the inputs z of the float function.
+        axis: the axes that are kept.
+    """
+    layout = _matrix.make_layout(_NAME, w.shape, axis, hessian.shape[0])
+    rows = layout.arrange(w.astype(jnp.float32))
+    product = jnp.matmul(drift, rows, precision=jax.lax.Precision.HIGHEST)
+    mean = jnp.trace(hessian, axis1=1, axis2=2)[:, None, None] / layout.inputs
+    # Inputs that are always 0 would make the matrix singular.
+    damped = hessian + jnp.eye(layout.inputs)[None] * (_DAMPING * mean + jnp.finfo(jnp.float32).tiny)
+    return layout.restore(rows + jnp.linalg.solve(damped, product)).astype(w.dtype)
+
+
+def _describe_data(data: Any) -> str:
+    return "None" if data is None else type(data).__name__
 
 
 def _describe_inputs(moments: Moments) -> str:

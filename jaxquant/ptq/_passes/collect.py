@@ -148,7 +148,7 @@ def collect(
     uses: Uses = ()
 
     @jax.jit
-    def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, jax.Array]:
+    def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, jax.Array]]:
         updated = update_states(prepared, state, signature.rebuild(arrays), args, {**kwargs, **arguments})
         return updated, _are_finite(updated)
 
@@ -214,8 +214,8 @@ def _take_first(step: loop.Step, batches: Any) -> tuple[Any, Any]:
     return (None if first is None else loop.split_arguments(step, 0, first)), batches
 
 
-def _are_finite(states: Any) -> jax.Array:
-    return jnp.asarray([jnp.isfinite(state.second).all() for state in states.values()], bool).all()
+def _are_finite(states: Any) -> dict[str, jax.Array]:
+    return {name: jnp.isfinite(state.second).all() for name, state in states.items()}
 
 
 def finalize_moments(name: str, state: MomentsState) -> Moments:

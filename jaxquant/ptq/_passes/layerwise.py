@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..._core import checks
 from ...transform import Prepared
@@ -19,11 +20,13 @@ from . import inputs
 from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
 
 _NAME = "ptq.apply"
-Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str"], jax.Array]
+_HIGHEST = jax.lax.Precision.HIGHEST
+# A parameter, the statistics of its inputs, and E[x (z - x)^T] of `run_layers`.
+Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "jax.Array | None"], jax.Array]
 
 
 class Each(tuple):
-    """The values of one variable in all batches."""
+    """The values of one variable in all batches; if float weights are run, too, first those with these."""
 
 
 class Pending(NamedTuple):
@@ -45,7 +48,7 @@ class LayerMode(InspectMode):
 
     def __init__(self, plan: Any, weights: dict[int, Any]) -> None:
         super().__init__(plan, lambda site: False, lambda *arguments: arguments)  # type: ignore[arg-type]
-        self.weights = weights
+        self.weights = weights  # arrays; an `Each` if batches with float weights are run, too
 
     def is_parameter(self, value: Any) -> bool:
         """Return whether a value is a parameter that has not been read."""
@@ -58,7 +61,7 @@ class LayerMode(InspectMode):
     def move_elements(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the parameter with one more move, for each result of the equation."""
         if any(not isinstance(x, Pending) for x in operands) or len(operands) > 1:
-            return jaxpr.evaluate(equation, [self.convert_to_array(x) for x in operands])
+            return evaluate_each(equation, [self.convert_to_array(x) for x in operands])
         (x,) = operands
         return [x._replace(moves=(*x.moves, (equation, place))) for place in range(len(equation.outvars))]
 
@@ -68,8 +71,17 @@ class LayerMode(InspectMode):
             return parameter
         value = self.weights[parameter.leaf]
         for equation, place in parameter.moves:
-            value = jaxpr.evaluate(equation, [value])[place]
+            value = evaluate_each(equation, [value])[place]
         return value
+
+
+def evaluate_each(equation: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation: for each batch, if an operand differs between them."""
+    count = next((len(x) for x in arrays if isinstance(x, Each)), None)
+    if count is None:
+        return jaxpr.evaluate(equation, arrays)
+    results = [jaxpr.evaluate(equation, _select(arrays, index)) for index in range(count)]
+    return [Each(parts) for parts in zip(*results, strict=True)]
 
 
 class LayerInterpreter(Interpreter):
@@ -77,10 +89,11 @@ class LayerInterpreter(Interpreter):
 
     mode: LayerMode
 
-    def __init__(self, call: Call, mode: LayerMode, quantize: Quantize) -> None:
+    def __init__(self, call: Call, mode: LayerMode, quantize: Quantize, floats: int) -> None:
         super().__init__(call.analysis, mode, {})
         self.call = call
         self.quantize = quantize
+        self.floats = floats  # the number of batches with float weights, which are the first ones
         self.quantized: set[int] = set()
 
     def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
@@ -104,12 +117,7 @@ class LayerInterpreter(Interpreter):
 
     def _run_each(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         """Return the results of an equation: for each batch, if an operand differs between them."""
-        arrays = self._read_arrays(operands)
-        count = next((len(x) for x in arrays if isinstance(x, Each)), None)
-        if count is None:
-            return jaxpr.evaluate(equation, arrays)
-        results = [jaxpr.evaluate(equation, _select(arrays, index)) for index in range(count)]
-        return [Each(parts) for parts in zip(*results, strict=True)]
+        return evaluate_each(equation, self._read_arrays(operands))
 
     def _visit(self, site: Site, operands: Sequence[Any]) -> None:
         """Quantize the parameter of a contraction, if this is its first one."""
@@ -118,10 +126,15 @@ class LayerInterpreter(Interpreter):
         x = inputs.find_operand(site, operands)
         batches = x if isinstance(x, Each) else (x,)
         vectors = [inputs.read_vectors(site, batch) for batch in batches]
+        floats = self.floats if isinstance(x, Each) else 0
         state = MOMENTS.init(vectors[0])
-        for batch in vectors:
+        for batch in vectors[floats:]:
             state = MOMENTS.update(state, batch)
-        self._quantize_views(site, MOMENTS.finalize(state))
+        moments, drift = MOMENTS.finalize(state), None
+        if floats:
+            pairs = zip(vectors[floats:], vectors[:floats], strict=True)
+            drift = sum(_find_drift(y, x) for y, x in pairs) / moments.count  # type: ignore[operator]
+        self._quantize_views(site, moments, drift)
 
     def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
         """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
@@ -136,21 +149,30 @@ class LayerInterpreter(Interpreter):
             inner._evaluate(equation, list(values), address)
             return inner.records
 
-        for index in range(count):
+        for index in range(self.floats if count > 1 else 0, count):
             states = update_states(states, _select(arrays, index))
         for site in sites:
-            self._quantize_views(site, finalize_moments(site.name, states[site.name]))
+            self._quantize_views(site, finalize_moments(site.name, states[site.name]), None)
 
-    def _quantize_views(self, site: Site, moments: Moments) -> None:
+    def _quantize_views(self, site: Site, moments: Moments, drift: jax.Array | None) -> None:
         for view in site.views:
             if view.leaf in self.quantized:
                 continue
             shape = self.call.parameters.arrays[view.leaf].shape
             use = inputs.describe_use(site, view, shape)
-            self.mode.weights[view.leaf] = self.quantize(
-                view.leaf, inputs.combine_uses([use], {site.name: moments}, shape)
-            )
+            found = inputs.combine_uses([use], {site.name: moments}, shape)
+            ordered = None if drift is None or use.reason else inputs.order_inputs(use, drift, shape, 2)
+            w, values = self.mode.weights[view.leaf], self.quantize(view.leaf, found, ordered)
+            is_same = not self.floats
+            self.mode.weights[view.leaf] = values if is_same else Each([w] * self.floats + [values] * self.floats)
             self.quantized.add(view.leaf)
+
+
+@jax.jit
+def _find_drift(x: jax.Array, floats: jax.Array) -> jax.Array:
+    """Return the sum of x (floats - x)^T over some vectors [number, groups, inputs], for each group."""
+    x, floats = x.astype(jnp.float32), floats.astype(jnp.float32)
+    return jnp.einsum("ngi,ngj->gij", x, floats - x, precision=_HIGHEST)
 
 
 def _select(values: Sequence[Any], index: int) -> list[Any]:
@@ -159,8 +181,9 @@ def _select(values: Sequence[Any], index: int) -> list[Any]:
 
 
 def run_layers(
-    prepared: Prepared, params: Any, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: Quantize
-) -> None:
+    prepared: Prepared, params: Any, batches: Sequence[tuple[Any, Any]], arguments: Any, quantize: Quantize,
+    has_floats: bool = False,
+) -> None:  # fmt: skip
     """Evaluate a program on all batches, and call `quantize` for each parameter at its first contraction.
 
     Args:
@@ -168,8 +191,9 @@ def run_layers(
         params: its parameters, in floats.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
-        quantize: a function of the place of a parameter and of the statistics of its inputs, which returns the floats
-            with which to go on.
+        quantize: a function of the place of a parameter, of the statistics of its inputs x, and of E[x (z - x)^T], with
+            the inputs z of the float function, or None. It returns the floats with which to go on.
+        has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
     groups: dict[str, list[Call]] = {}
     for args, kwargs in batches:
@@ -186,8 +210,8 @@ def run_layers(
     operands = [call.list_operands(pending) for call in calls]
     # The parameters come first, and are the same in all calls.
     values = [
-        parts[0] if isinstance(parts[0], Pending) or index < len(pending) else Each(parts)
+        parts[0] if isinstance(parts[0], Pending) or index < len(pending) else Each(parts * (2 if has_floats else 1))
         for index, parts in enumerate(zip(*operands, strict=True))
     ]
     body = jaxpr.Body(first.trace.program, first.trace.constants)
-    LayerInterpreter(first, mode, quantize).evaluate_body(body, values)
+    LayerInterpreter(first, mode, quantize, len(calls) if has_floats else 0).evaluate_body(body, values)
