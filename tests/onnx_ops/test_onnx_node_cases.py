@@ -44,8 +44,12 @@ def load_cases() -> dict[str, list[Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # onnx's own casts, as it computes what it expects
         every = load_node_model_tests()
-    single = [t for t in every if t.model is not None and len(t.model.graph.node) == 1]
-    return {op: [t for t in single if t.model.graph.node[0].op_type == op] for op in COUNTS}
+    cases: dict[str, list[Any]] = {op: [] for op in COUNTS}
+    for case in every:
+        nodes = [] if case.model is None else case.model.graph.node
+        if len(nodes) == 1 and nodes[0].op_type in cases:
+            cases[nodes[0].op_type].append(case)
+    return cases
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
