@@ -33,14 +33,14 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
     counts = [len(jax.tree.leaves(tree)) for tree in held]
     owners = [place for place, count in enumerate(counts) for _ in range(count)]
     program, result = jax.make_jaxpr(function, return_shape=True)(list(held))
-    body, constants = _open(program)
+    body, constants = _split_constants(program)
     # Optax computes some steps of all arrays in one call.
-    open_calls = functools.partial(_run_open, body, constants, [{owner} for owner in owners])
-    body, constants = _open(jax.make_jaxpr(open_calls)(*jax.tree.leaves(list(held))))
+    inline_calls = functools.partial(_run_with_inlined_calls, body, constants, [{owner} for owner in owners])
+    body, constants = _split_constants(jax.make_jaxpr(inline_calls)(*jax.tree.leaves(list(held))))
     values = dict(zip((*body.constvars, *body.invars), (*constants, *jax.tree.leaves(list(held))), strict=True))
     given, waiting, token = dict(values), list(body.eqns), []
     for outputs in _find_parts(body, owners):
-        chosen, waiting = _choose(waiting, outputs)
+        chosen, waiting = _select_equations(waiting, outputs)
         if token:
             # Also what a part takes from outside, such as gradients, of which XLA would compute too much too early.
             own = [atom for atom in given if atom in chosen.free and _is_numeric(atom)]
@@ -51,17 +51,17 @@ def run_in_order(function: Callable[[list[Any]], Any], held: Sequence[Any]) -> A
         codes = [atom for atom in outputs if jnp.issubdtype(atom.aval.dtype, jnp.integer)]
         token = [values[atom] for atom in codes or outputs]
     values |= given
-    _evaluate(_choose(waiting, None)[0], values)
+    _evaluate(_select_equations(waiting, None)[0], values)
     results = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in body.outvars]
     return jax.tree.unflatten(jax.tree.structure(result), results)
 
 
-def _open(program: Any) -> tuple[Any, Sequence[Any]]:
+def _split_constants(program: Any) -> tuple[Any, Sequence[Any]]:
     """Return a program without its constants, and these. Newer versions of JAX keep them in the program itself."""
     return getattr(program, "jaxpr", program), tuple(getattr(program, "consts", ()))
 
 
-def _run_open(body: Any, constants: Sequence[Any], sources: list[set[int]], *arguments: Any) -> list[Any]:
+def _run_with_inlined_calls(body: Any, constants: Sequence[Any], sources: list[set[int]], *arguments: Any) -> list[Any]:
     """Return the results of a program, with the bodies of calls that depend on several pytrees in place of the calls.
 
     Args:
@@ -80,11 +80,13 @@ def _run_open(body: Any, constants: Sequence[Any], sources: list[set[int]], *arg
         operands = [set() if isinstance(atom, core.Literal) else needed.get(atom, set()) for atom in equation.invars]
         joined = set().union(*operands)
         if len(joined) > 1 and len(equation.outvars) > 1 and _is_plain_call(equation):
-            inner, inner_constants = _open(equation.params["jaxpr"])
-            results = _run_open(inner, inner_constants, operands, *(read_atom(atom) for atom in equation.invars))
+            inner, inner_constants = _split_constants(equation.params["jaxpr"])
+            results = _run_with_inlined_calls(
+                inner, inner_constants, operands, *(read_atom(atom) for atom in equation.invars)
+            )
             values |= dict(zip(equation.outvars, results, strict=True))
         else:
-            _evaluate(_choose([equation], None)[0], values)
+            _evaluate(_select_equations([equation], None)[0], values)
         needed |= dict.fromkeys(equation.outvars, joined)
     return [read_atom(atom) for atom in body.outvars]
 
@@ -136,7 +138,7 @@ class _Equations(NamedTuple):
     results: list[Any]
 
 
-def _choose(equations: Sequence[Any], outputs: list[Any] | None) -> tuple[_Equations, list[Any]]:
+def _select_equations(equations: Sequence[Any], outputs: list[Any] | None) -> tuple[_Equations, list[Any]]:
     """Return the equations that some outputs need, or all of them for None, and the others."""
     chosen, others = list(equations), []
     if outputs is not None:

@@ -112,7 +112,7 @@ def tune(
         checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
     run_function, calls = _read_calls(prepared, signature, batches, arguments)
     reasons = {leaf: _find_obstacle(prepared, leaf, x) for leaf, x in enumerate(codes.arrays)}
-    start = _start(codes.arrays, [leaf for leaf, reason in reasons.items() if not reason])
+    start = _make_start(codes.arrays, [leaf for leaf, reason in reasons.items() if not reason])
     compute_error = _make_error(codes.arrays, run_function)
     values = [x.dequantize() if is_quantized(x) else x for x in codes.arrays]
     variables, errors = _minimize(compute_error, start, values, calls, rounds, rate, progress)
@@ -170,7 +170,7 @@ def _make_function(
     return run_function
 
 
-def _start(arrays: Sequence[Any], learned: Sequence[int]) -> Variables:
+def _make_start(arrays: Sequence[Any], learned: Sequence[int]) -> Variables:
     """Return the variables of the first step, which change nothing."""
     shapes = {leaf: (arrays[leaf].scale if is_quantized(arrays[leaf]) else arrays[leaf]).shape for leaf in learned}
     return {leaf: jnp.zeros(shape, jnp.float32) for leaf, shape in shapes.items()}
