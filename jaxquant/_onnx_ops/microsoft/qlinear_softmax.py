@@ -159,7 +159,7 @@ def _add_entries(table: jax.Array, codes: jax.Array, shift: jax.Array) -> jax.Ar
         return total
 
     # XLA would reduce in another order than these loops.
-    total = jnp.zeros(shifts.shape, jnp.float32)
+    total = sharding.vary_like(jnp.zeros(shifts.shape, jnp.float32), shifts)
     for size, start, stop in ((_WORDS, 0, words // _WORDS), (1, words - words % _WORDS, words)):
         if stop > start:
             total = lax.fori_loop(start, stop, functools.partial(add_step, size=size), total)
