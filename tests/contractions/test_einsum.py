@@ -77,7 +77,7 @@ MORE: dict[str, tuple[Shape, ...]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("subscripts", list(TWO))
 def test_two_operands(subscripts: str, rng: np.random.Generator) -> None:
     """Both quantized, exactly where the scales are 1; then one of them as floats."""

@@ -90,7 +90,7 @@ NNX_KERNELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(NNX_KERNELS))
 def test_nnx_weights_have_a_scale_for_each_output_feature(case: str) -> None:
     make, shape, scale = NNX_KERNELS[case]
@@ -297,7 +297,7 @@ FOLDED: dict[str, tuple[Callable[[bool], Any], tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", list(FOLDED))
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_nnx_folds_along_the_features(case: str, use_bias: bool) -> None:

@@ -45,7 +45,7 @@ def draw_arguments(rng: np.random.Generator, name: str, axis: int | None, points
     return (x, scale) if points is None else (x, scale, point)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("points", [None, "int8", "uint8", "int32"])
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
 @pytest.mark.parametrize("name", ["uint8", "int8"])

@@ -102,7 +102,7 @@ def as_matrices(a: Array, b: Array, g: Array) -> tuple[Array, Array, Array]:
     return np.atleast_2d(a), b[:, None] if b.ndim == 1 else b, g
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "signed"), [(name, i % 2 == 0) for i, name in enumerate(SHAPES)])
 def test_dynamic_quantize_matmul(rng: np.random.Generator, layout: str, signed: bool) -> None:
     a = rng.normal(size=SHAPES[layout][0]).astype(np.float32)
@@ -172,7 +172,7 @@ def nbits(rng: np.random.Generator, shape: tuple[int, ...], bits: int, block: in
     return arguments, statics, steps
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("points", ["none", "packed", "float"])
 @pytest.mark.parametrize("shape", [(3, 64), (3, 70), (41,), (2, 3, 33)], ids=str)
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -154,7 +154,7 @@ def check_cut(rng: np.random.Generator, name: str, side: int, axis: int, kind: A
 
 
 # Every other placement and operator: each is a compilation of eight devices, and neighbours take the same program.
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "side", "axis"), list(placements(explicit=False))[::2])
 def test_automatic_shardings(rng: np.random.Generator, name: str, side: int, axis: int) -> None:
     """Rows, columns, batches and contracted dimensions."""
@@ -267,7 +267,7 @@ def test_gradients_where_operands_are_cut(rng: np.random.Generator, name: str, p
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["matmul_integer", "row", "qlinear_matmul", "conv_integer", "dynamic_quantize_matmul"])
 def test_vmap_over_a_cut_axis(rng: np.random.Generator, name: str) -> None:
     """Each device one member of the batch."""

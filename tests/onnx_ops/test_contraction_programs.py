@@ -361,7 +361,7 @@ def test_depthwise_sums_at_the_bounds(left: int, right: int, kernel: tuple[int, 
         np.testing.assert_array_equal(jq.conv_integer(x, w, *zero_points, group=3), want)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [1, 15, 16, 17, 33, 255, 4097, 33024, 66_049])
 @PAIRS
 def test_single_rows_at_the_bounds(left: int, right: int, depth: int) -> None:
@@ -376,7 +376,7 @@ def test_single_rows_at_the_bounds(left: int, right: int, depth: int) -> None:
         np.testing.assert_array_equal(jq.matmul_integer(np.repeat(a, 2, 0), b, *zero_points), np.repeat(want, 2, 0))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("channels", [4, 64])
 @PAIRS
 def test_convolutions_at_the_bounds(left: int, right: int, channels: int) -> None:

@@ -143,7 +143,7 @@ def sum_magnitudes(a: np.ndarray, weights: np.ndarray) -> np.ndarray:
 ROW_SIZES = ((256, 32), (224, 32), (95, 16), (80, 16), (512, 128), (1020, 512), (176, 16))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("k", "block"), ROW_SIZES)
 def test_a_single_row(k: int, block: int, bits: int, rng: np.random.Generator) -> None:

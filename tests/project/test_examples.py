@@ -31,7 +31,7 @@ def test_there_are_examples() -> None:
     assert {path.stem for path in EXAMPLES} == set(OUTPUTS)
 
 
-SHORT = [path for path in EXAMPLES if path.stem in ("onnx_export", "operators")]
+SHORT = [path for path in EXAMPLES if path.stem == "operators"]
 
 
 @pytest.mark.parametrize("path", mark_others_full(EXAMPLES, SHORT), ids=[path.stem for path in EXAMPLES])

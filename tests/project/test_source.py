@@ -254,12 +254,22 @@ def parse(path: pathlib.Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def list_definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield a module, and its classes and functions at any depth."""
+    blocks: list[ast.AST] = [tree]
+    while blocks:
+        block = blocks.pop()
+        if isinstance(block, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield block
+        # No expression holds a definition, and most nodes of a tree are expressions.
+        blocks += [node for node in ast.iter_child_nodes(block) if not isinstance(node, ast.expr)]
+
+
 def find_docstring_lines(text: str) -> set[int]:
     """Return the numbers of the lines that docstrings take."""
     lines: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if has_docstring and ast.get_docstring(node, clean=False) is not None:
+    for node in list_definitions(ast.parse(text)):
+        if ast.get_docstring(node, clean=False) is not None:
             docstring = node.body[0]
             lines |= set(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     return lines
@@ -297,10 +307,10 @@ def test_few_modules_define_the_same_function_name() -> None:
 
     A Protocol declares methods, and the classes that follow it have to define them.
     """
+    definitions = [(path, node) for path in FILES for node in list_definitions(parse(path))]
     methods = [
         (path, node, any(getattr(base, "id", "") == "Protocol" for base in definition.bases))
-        for path in FILES
-        for definition in ast.walk(parse(path))
+        for path, definition in definitions
         if isinstance(definition, ast.ClassDef)
         for node in definition.body
         if isinstance(node, ast.FunctionDef)
@@ -308,11 +318,10 @@ def test_few_modules_define_the_same_function_name() -> None:
     declared = {node.name for _, node, is_protocol in methods if is_protocol}
     implementing = {(path, node.lineno) for path, node, _ in methods if node.name in declared}
     modules = collections.defaultdict(set)
-    for path in FILES:
-        for node in ast.walk(parse(path)):
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if is_function and (path, node.lineno) not in implementing and not re.fullmatch(r"__\w+__", node.name):
-                modules[node.name].add(str(path.relative_to(PACKAGE)))
+    for path, node in definitions:
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and (path, node.lineno) not in implementing and not re.fullmatch(r"__\w+__", node.name):
+            modules[node.name].add(str(path.relative_to(PACKAGE)))
     public = {name for prefix in ("", "integer.", "onednn.", "flax.", "flax.nnx.") for name in PACKAGES[prefix].__all__}
     repeated = {}
     for name, paths in modules.items():

@@ -34,7 +34,7 @@ MORE = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", mark_others_full(quantized_arrays.CASES, set(quantized_arrays.CASES) - set(MORE)))
 def test_a_scale_that_is_found(rng: np.random.Generator, case: str) -> None:
     """Ties and one float beside them, infinities, NaN, slices of zeros; eagerly, under jit and under grad."""
