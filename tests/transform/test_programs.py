@@ -21,13 +21,18 @@ from ..support.prepared import (
     same_trees,
 )
 
+# Blocks of 4 rows do not divide into 6.
+REFUSED = [("split_and_whole", "weight_only_int4")]
+PAIRS = [(name, recipe) for recipe in RECIPES for name in PROGRAMS if (name, recipe) not in REFUSED]
 FORMS = {"integer": "i", "lookup": "l", "float": "f", "weight-only": "w"}
 # With 16 terms, 8 bits have about 40 dB for one product; 4 bits of a whole tensor about 15.
 LEAST_SQNR = {"w4a8": 6, "weight_only_int4": 6}
-# Results at the ends of their ranges may saturate, and then have no gradient.
-LEAST_COSINE = {"w4a8": 0.5, "weight_only_int4": 0.5, "onnx_runtime": 0.3}
+LEAST_COSINE = {"w4a8": 0.5, "weight_only_int4": 0.5}
 # The crawler's input must be arrays; ids and floats all are.
 every_program = pytest.mark.parametrize("name", PROGRAMS)
+other_recipes = pytest.mark.parametrize(
+    ("name", "recipe"), [(name, recipe) for name, recipe in PAIRS if recipe != "w8a8_dynamic"]
+)
 
 
 def _prepare(name, recipe, rng, **options):
@@ -47,16 +52,11 @@ def test_coverage_lists_every_contraction(name, rng):
     assert all(row.where for row in rows)
 
 
-@every_program
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
+@other_recipes
 @pytest.mark.full
 def test_rows_do_not_depend_on_rules(name, recipe, rng):
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     assert count_rows(prepared.coverage) == count_contractions(example.function, params, *inputs)
-
-
-# Blocks of 4 rows do not divide into 6.
-REFUSED = [("split_and_whole", "weight_only_int4")]
 
 
 def test_blocks_that_a_reshape_cuts_are_refused(rng):
@@ -65,8 +65,6 @@ def test_blocks_that_a_reshape_cuts_are_refused(rng):
 
 
 def _check_values(name, recipe, rng):
-    if (name, recipe) in REFUSED:
-        return
     example, params, inputs, prepared = _prepare(name, recipe, rng)
     ranges = find_ranges(prepared, params, *inputs)
     got = convert_and_apply(prepared, params, ranges, *inputs)
@@ -86,19 +84,18 @@ def test_apply_equals_fake_apply(name, rng):
     _check_values(name, "w8a8_dynamic", rng)
 
 
-@every_program
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "w8a8_dynamic"])
+@other_recipes
 @pytest.mark.sample(2)
 def test_apply_equals_fake_apply_with_recipes(name, recipe, rng):
     _check_values(name, recipe, rng)
 
 
-@pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.is_differentiable])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("name", "recipe"), [pair for pair in PAIRS if PROGRAMS[pair[0]].is_differentiable])
 @pytest.mark.sample(1)
 def test_gradient_of_fake_apply(name, recipe, rng):
     example, params, inputs, prepared = _prepare(name, recipe, rng)
-    ranges = find_ranges(prepared, params, *inputs)
+    # Quantized values may lie beyond the range of the floats, where they saturate and have no gradient.
+    ranges = jax.tree.map(lambda bound: 1.1 * bound, find_ranges(prepared, params, *inputs))
     fake, gradients = differentiate(lambda params, *xs: prepared.fake_apply(params, ranges, *xs), params, *inputs)
     want, float_gradients = differentiate(example.function, params, *inputs)
     assert find_sqnr(fake, want) > LEAST_SQNR.get(recipe, 25)

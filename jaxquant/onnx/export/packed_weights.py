@@ -27,12 +27,14 @@ class Weights(NamedTuple):
         scale: float32, in a shape that broadcasts to that of the codes.
         zero_point: int32, like the scale, or None.
         sizes: how many indices of each dimension share an entry of the scale.
+        hints: the names of the codes, the scale and the zero point among the user's parameters, or None.
     """
 
     codes: np.ndarray
     scale: np.ndarray
     zero_point: np.ndarray | None
     sizes: Sequence[Any]
+    hints: Sequence[str | None]
 
 
 def note_weights(
@@ -53,7 +55,8 @@ def note_weights(
     rank = len(codes.shape)
     scale, point = (None if part is None else _add_dimensions(np.asarray(part.array), rank) for part in parts)
     assert scale is not None
-    graph.weights[result.name] = Weights(np.asarray(codes.array), scale, point, sizes)
+    hints = [None if part is None else part.hint for part in (codes, *parts)]
+    graph.weights[result.name] = Weights(np.asarray(codes.array), scale, point, sizes, hints)
 
 
 def _add_dimensions(array: np.ndarray, rank: int) -> np.ndarray:
@@ -78,7 +81,10 @@ def multiply_packed(graph: Graph, lhs: Any, rhs: Any) -> str | None:
     a = graph.transpose(graph.store_full(lhs.value, lhs.shape), [*lhs.free, *lhs.contracted])
     free = tuple(lhs.shape[axis] for axis in lhs.free)
     a = a if len(lhs.contracted) == 1 else graph.reshape(a, (*free, depth))
-    names = [graph.add_constant(part) for part in _pack(weights, rhs, rows, depth, block)]
+    packed = _pack(weights, rhs, rows, depth, block)
+    # The arrays of the parameters themselves have their names.
+    hints = [hint and f"{hint}.packed" for hint in weights.hints]
+    names = [graph.add_constant(*pair) for pair in zip(packed, hints, strict=False)]
     # Level 1 computes in float32; level 4 would round the other operand to 8 bits.
     attributes = {"K": depth, "N": rows, "bits": 4, "block_size": block, "accuracy_level": 1}
     name = graph.add("MatMulNBits", [a, *names], domain=MICROSOFT, **attributes)

@@ -185,8 +185,10 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
         return False
     if name in _CALLS or name in (programs.SCAN, programs.COND):
         return False  # their bodies are folded one equation at a time
-    # Weights stay codes: the model dequantizes them. Tables of the values of all codes are small.
-    return not (name == MARK and equation.params["mark"].name == "dequantize" and math.prod(specs[0].shape) > _TABLE)
+    if name != MARK or equation.params["mark"].name != "dequantize":
+        return True
+    # Weights stay codes: the model dequantizes them. A table of the values of all codes is a small vector.
+    return len(specs[0].shape) < 2 and math.prod(specs[0].shape) <= _TABLE
 
 
 def _fold(backend: Backend, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
