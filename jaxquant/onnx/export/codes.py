@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import values
-from .elementwise import apply_operator, cast_value
+from .elementwise import cast_value
 from .graph import MICROSOFT, Graph
 from .registry import Call, writes_mark
 from .values import Shape, Value
@@ -64,8 +64,10 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     points = [_read_point(graph, node.input, i) for i in (0, 1)]
     if rhs_scale is None or (bias is not None and offset is None):
         return None
-    if graph.count_elements(rhs_scale) != graph.count_elements(points[1]):
-        points[1] = _repeat_point(graph, node.input, graph.count_elements(rhs_scale))
+    # ONNX Runtime wants the scale and the zero point of the weights in one shape.
+    count = 1 if _is_single(p["b_scale"]) else p["b_scale"].shape[axis]
+    if count != graph.count_elements(points[1]):
+        points[1] = _repeat_point(graph, node.input, count)
     scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
     operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
     result = [scales[2], _store_scalar(graph, y_steps, dtype)]
@@ -121,15 +123,14 @@ def _write_qdq(graph: Graph, node: Any, operands: Any, offset: str | None, resul
     """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
     x, x_scale, x_point, w, w_scale, w_point = operands
     is_conv = node.op_type == "ConvInteger"
-    axis = 0 if is_conv else graph.find_rank(w) - 1
-    is_vector = graph.count_elements(w_scale) != 1
+    # A scalar scale has no axis, and runtimes ignore the attribute then.
     names = [
         graph.add("DequantizeLinear", [x, x_scale, x_point]),
-        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=axis if is_vector else None),
+        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=0 if is_conv else graph.find_rank(w) - 1),
     ]
     if offset is not None:
         scale = graph.add_product(x_scale, w_scale)
-        names.append(graph.add("DequantizeLinear", [offset, scale], axis=0 if is_vector else None))
+        names.append(graph.add("DequantizeLinear", [offset, scale], axis=0))
     if is_conv:
         name = graph.add("Conv", names, **{a.name: graph.read_attribute(a) for a in node.attribute})
     elif offset is not None and rank == 2:
@@ -249,10 +250,8 @@ def _write_between(graph: Graph, operator: str, operands: Any, result: Any, **at
 def write_lookup(graph: Graph, call: Call) -> Value:
     """Write a lookup in a table of 256 entries, in the order of the codes' bits."""
     table, x = call.parameters["table"], call.parameters["x"]
+    # Gather counts negative indices from the back, where the table has the negative codes of int8.
     index = cast_value(graph, x, np.int32)
-    if x.dtype != _UINT8:
-        size = values.make_known(np.int32(256))
-        index = apply_operator(graph, "Mod", [apply_operator(graph, "Add", [index, size]), size])
     container = values.find_container(call.outputs[0].dtype)
     name = graph.add("Gather", [graph.store_full(table, (256,)), graph.store(index)], axis=0)
     return Value(x.shape, container, name)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._core import dtypes
 from . import elementwise, packed_weights, values
 from .graph import Graph
 from .registry import Call, writes
@@ -198,8 +199,10 @@ def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]
         name = graph.add("AveragePool", [name], count_include_pad=1, **config)
         name = graph.add("Mul", [name, graph.add_constant(np.float32(count))])
         return name if is_float else graph.cast(graph.add("Round", [name]), container)
-    is_direct = is_float or container in (np.int8, np.uint8)
-    name = name if is_direct else graph.cast(name, np.float32)
+    is_direct = is_float or (container in (np.int8, np.uint8) and kind == "reduce_window_max")
+    # Of integers, MaxPool has those of 8 bits, and Neg would overflow at the lowest. float64 holds those of 32 bits.
+    wide = np.float32 if container in (dtypes.FLOAT16, dtypes.BFLOAT16) else np.float64
+    name = name if is_direct else graph.cast(name, wide)
     if kind == "reduce_window_min":
         name = graph.add("Neg", [graph.add("MaxPool", [graph.add("Neg", [name])], **config)])
     else:

@@ -148,8 +148,13 @@ def write_round(graph: Graph, call: Call) -> Value:
     (x,) = call.inputs
     if call.parameters["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN:
         return apply_operator(graph, "Round", [x])
-    size = apply_operator(graph, "Add", [apply_operator(graph, "Abs", [x]), make_scalar(0.5, x.dtype)])
-    return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), apply_operator(graph, "Floor", [size])])
+    # floor(size + 0.5) would round twice: it turns 0.5 - 2**-25 into 1, and changes odd numbers above 2**23.
+    size = apply_operator(graph, "Abs", [x])
+    whole = apply_operator(graph, "Floor", [size])
+    rest = apply_operator(graph, "Sub", [size, whole])
+    is_up = apply_operator(graph, "GreaterOrEqual", [rest, make_scalar(0.5, x.dtype)], np.bool_)
+    size = apply_operator(graph, "Add", [whole, cast_value(graph, is_up, x.dtype)])
+    return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), size])
 
 
 @writes("integer_pow", "square")
@@ -165,13 +170,8 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
         power = apply_operator(graph, "Mul", [power, power]) if rest else power
     one = make_scalar(1, x.dtype)
     if result is None:
-        return values.make_known(np.broadcast_to(np.ones((), x.dtype), ())) if not x.shape else _fill_like(graph, x, 1)
+        return values.make_known(np.ones((1,) * len(x.shape), values.find_container(x.dtype)))
     return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
-
-
-def _fill_like(graph: Graph, x: Value, number: int) -> Value:
-    zero = apply_operator(graph, "Mul", [x, make_scalar(0, x.dtype)])
-    return apply_operator(graph, "Add", [zero, make_scalar(number, x.dtype)])
 
 
 @writes_mark("softmax", "tanh", "logistic")
@@ -247,14 +247,25 @@ def write_shift(graph: Graph, call: Call) -> Value:
         name = graph.add("BitShift", [graph.store(v) for v in (x, steps)], direction=direction)
         return Value(values.broadcast_shapes(x.shape, steps.shape), dtype, name)
     if call.name == "shift_right_arithmetic" and steps.is_known:
-        # A division that rounds down: (x - mod(x, p)) / p.
-        power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
-        rest = apply_operator(graph, "Mod", [x, power])
-        return apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
+        return _shift_right(graph, x, np.asarray(steps.array))
     if call.name == "shift_left" and steps.is_known:
         power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
         return apply_operator(graph, "Mul", [x, power])
     raise UnsupportedError(f"a shift of {dtype}")
+
+
+def _shift_right(graph: Graph, x: Value, steps: np.ndarray) -> Value:
+    """Return signed integers shifted by known numbers, as divisions that round down: (x - mod(x, p)) / p."""
+    most = 8 * steps.dtype.itemsize - 1
+    # A shift by all bits or more leaves the sign, as one by all but the last does. JAX counts a negative one so, too.
+    steps = np.where((steps < 0) | (steps > most), most, steps).astype(steps.dtype)
+    # The dtype does not hold 2**most, so the longest shift takes two divisions.
+    for part in (np.minimum(steps, most - 1), np.maximum(steps - (most - 1), 0)):
+        if np.any(part):
+            power = values.make_known(np.left_shift(np.ones_like(part), part))
+            rest = apply_operator(graph, "Mod", [x, power])
+            x = apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
+    return x
 
 
 @writes("select_n")

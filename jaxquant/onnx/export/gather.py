@@ -176,8 +176,9 @@ def write_scatter(graph: Graph, call: Call) -> Value:
     ):
         raise UnsupportedError("a scatter of slices")
     kind = call.name.replace("-", "_").removeprefix("scatter").removeprefix("_")
-    if kind and graph.opset < (18 if kind in ("min", "max") else 16):
-        raise UnsupportedError("a scatter with a reduction needs opset 18")
+    least = {"": 13, "add": 16, "mul": 16}.get(kind, 18)
+    if graph.opset < least:
+        raise UnsupportedError(f"a scatter with a reduction by {kind!r} needs opset {least}")
     mode = lax.GatherScatterMode.from_any(p["mode"])
     limits = [x_shape[axis] - 1 for axis in axes]
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)

@@ -249,9 +249,13 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
 def write_cumulative_sum(graph: Graph, call: Call) -> Value:
     """Write running sums."""
     (x,), p = call.inputs, call.parameters
+    # CumSum has no integers of 8 and 16 bits. Sums in a wider dtype have the same low bits.
+    container, wide = values.find_container(x.dtype), elementwise.find_compute_dtype(x.dtype)
     name = graph.store_full(x, p["input_shapes"][0])
-    axis = graph.add_constant(np.int64(p["axis"]))
-    return Value(call.outputs[0].shape, x.dtype, graph.add("CumSum", [name, axis], reverse=int(p["reverse"])))
+    name = name if wide == container else graph.cast(name, wide)
+    name = graph.add("CumSum", [name, graph.add_constant(np.int64(p["axis"]))], reverse=int(p["reverse"]))
+    name = name if wide == container else graph.cast(name, container)
+    return Value(call.outputs[0].shape, container, name)
 
 
 @writes("top_k", "sort")
