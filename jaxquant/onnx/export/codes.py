@@ -43,6 +43,8 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     """Write the operator of a whole quantized contraction, in place of the integer one that computed the sums."""
     p, acc = call.parameters, call.parameters["acc"]
     node = graph.find_node(acc.name)
+    # Zero points that the integer operators do not take make the sums the result of another node, which cannot be
+    # replaced.
     if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
         return None
     dtype = np.dtype(p["dtype"])
@@ -56,11 +58,13 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     is_conv = node.op_type == "ConvInteger"
     axis = 1 if is_conv else len(acc.shape) - 1
     bias, y_scale, y_steps = p["bias"], p["y_scale"], p["y_steps"]
+    # QGemm takes matrices only. In the form "qdq", MatMul and Add stand for products of any rank.
     is_matrix = graph.form == "qdq" or len(acc.shape) == 2
     if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_steps)) or not (bias is None or is_conv or is_matrix):
         return None
     rhs_scale = _store_vector(graph, p["b_scale"], axis)
     offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
+    # In the operators with scales, unlike in the integer ones, zero points are required inputs.
     points = [_read_point(graph, node.input, i) for i in (0, 1)]
     if rhs_scale is None or (bias is not None and offset is None):
         return None
@@ -101,6 +105,7 @@ def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | Non
     name = _store_vector(graph, bias, axis)
     if name is None or not _is_single(bias):
         return name
+    # QLinearConv and QGemm take no scalar as a bias.
     return graph.add("Expand", [name, graph.add_shape((shape[axis],))])
 
 
@@ -133,6 +138,7 @@ def _write_qdq(graph: Graph, node: Any, operands: Any, offset: str | None, resul
         names.append(graph.add("DequantizeLinear", [offset, scale], axis=0))
     if is_conv:
         name = graph.add("Conv", names, **{a.name: graph.read_attribute(a) for a in node.attribute})
+    # ONNX Runtime makes QGemm of both. Gemm is one node, and takes matrices only.
     elif offset is not None and rank == 2:
         name = graph.add("Gemm", names)
     else:
@@ -172,6 +178,8 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
     """Write a softmax or the means of windows of codes."""
     p, output = call.parameters, call.outputs[0]
     if call.name == "qlinear_softmax":
+        # The operator only asks whether its opset is below 13, where a softmax goes over all dimensions from the axis
+        # on.
         operator, attributes = "QLinearSoftmax", {"axis": p["axis"], "opset": 12 if p["flat"] else 13}
     else:
         operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
@@ -182,6 +190,7 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
         plain = {"axis": p["axis"]} if is_soft else {k: v for k, v in attributes.items() if k != "channels_last"}
         rank = len(output.shape)
         is_last = not is_soft and attributes.get("channels_last")
+        # AveragePool has the channels second.
         order = [0, rank - 1, *range(1, rank - 1)] if is_last else list(range(rank))
         operand = [graph.transpose(names[0], order), *_store_affine(graph, p, "x")]
         name = _write_between(graph, _FLOATS[call.name], [operand], _store_affine(graph, p, "y"), **plain)
@@ -220,6 +229,7 @@ _FLOATS = {
 def write_float_operator(graph: Graph, call: Call) -> Value | None:
     """Write an operator of floats in the form "qdq"; otherwise the arithmetic of codes is written, or a table."""
     p, output = call.parameters, call.outputs[0]
+    # GlobalAveragePool has the channels second, and no attribute for another layout.
     if not _is_fusible(graph, p["x"].dtype) or p.get("channels_last"):
         return None
     attributes = {"alpha": p["alpha"]} if "alpha" in p else {}
@@ -230,6 +240,7 @@ def write_float_operator(graph: Graph, call: Call) -> Value | None:
 
 def _is_fusible(graph: Graph, dtype: Any) -> bool:
     """Return whether operators on codes are floats between DequantizeLinear and QuantizeLinear."""
+    # ONNX Runtime fuses these operators for uint8; those of int8 it would compute in floats.
     return graph.form == "qdq" and dtype == _UINT8
 
 

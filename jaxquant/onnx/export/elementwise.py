@@ -80,6 +80,7 @@ def write_binary(graph: Graph, call: Call) -> Value:
     """Write an operator of two operands."""
     x, y = call.inputs
     if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
+        # ONNX's arithmetic has no bools.
         return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
     if call.name == "pow" and x.dtype != y.dtype:
         y = cast_value(graph, y, x.dtype)
@@ -127,6 +128,7 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
     if target == container:
         return x._replace(dtype=target)
     if container in _NARROW and target == np.int32:
+        # Noted, so that a cast back finds the codes, and not another chain of casts.
         return Value(x.shape, target, graph.widen(graph.store(x), container, target))
     return Value(x.shape, target, graph.cast(graph.store(x), target))
 
@@ -135,6 +137,7 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
 def write_reduce_precision(graph: Graph, call: Call) -> Value:
     """Write a rounding to the digits of a narrower float."""
     bits = (call.parameters["exponent_bits"], call.parameters["mantissa_bits"])
+    # ONNX rounds by a cast, so there has to be a dtype with these digits.
     narrow = {(8, 7): dtypes.BFLOAT16, (5, 10): dtypes.FLOAT16, (8, 23): dtypes.FLOAT32}.get(bits)
     if narrow is None:
         raise UnsupportedError(f"{bits[0]} bits of exponent and {bits[1]} of mantissa")
@@ -162,6 +165,7 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
     """Write a power by multiplications."""
     (x,) = call.inputs
     exponent = 2 if call.name == "square" else int(call.parameters["y"])
+    # JAX multiplies, too. Pow may round to another float.
     result, power, rest = None, x, abs(exponent)
     while rest:
         if rest & 1:
@@ -170,6 +174,7 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
         power = apply_operator(graph, "Mul", [power, power]) if rest else power
     one = make_scalar(1, x.dtype)
     if result is None:
+        # Also for infinities, for which 0 * x would be NaN. Dimensions of 1 stand for those of x.
         return values.make_known(np.ones((1,) * len(x.shape), values.find_container(x.dtype)))
     return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
 
@@ -180,6 +185,7 @@ def write_kernel(graph: Graph, call: Call) -> Value:
     operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
         call.name
     ]
+    # The metadata then names the runtime, whose approximations `load` takes for this model again.
     (output,), graph.floats = call.outputs, "runtime"
     name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
@@ -197,6 +203,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
     if call.name == "rsqrt":
         return apply("Div", one, apply("Sqrt", x))
     if call.name == "log1p":
+        # Near 0 this loses digits that JAX's function keeps, and so does expm1: ONNX has no operator for either.
         return apply("Log", apply("Add", one, x))
     if call.name == "expm1":
         return apply("Sub", apply("Exp", x), one)
@@ -210,6 +217,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
     if call.name == "atan2":
         return _write_atan2(graph, *call.inputs)
     if call.name == "rem":
+        # The sign is that of the dividend, which Mod has with fmod=1 only.
         return apply_operator(graph, "Mod", call.inputs, fmod=1)
     if call.name == "is_finite":
         return _write_is_finite(graph, x)
@@ -220,6 +228,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
 
 
 def _write_is_finite(graph: Graph, x: Value) -> Value:
+    # IsInf takes 16-bit floats from opset 20 on only.
     x = x if x.dtype == dtypes.FLOAT32 else cast_value(graph, x, np.float32)
     infinite, nan = (write_operator(graph, operator, [x], np.bool_) for operator in ("IsInf", "IsNaN"))
     return write_operator(graph, "Not", [write_operator(graph, "Or", [infinite, nan], np.bool_)], np.bool_)
@@ -227,6 +236,7 @@ def _write_is_finite(graph: Graph, x: Value) -> Value:
 
 def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
     zero, pi = make_scalar(0, x.dtype), make_scalar(np.pi, x.dtype)
+    # Atan knows the right half of the plane. The sign of a zero is not seen, because Less(-0, 0) is false.
     ratio = apply_operator(graph, "Atan", [apply_operator(graph, "Div", [y, x])])
     offset = choose(graph, apply_operator(graph, "Less", [y, zero], np.bool_), make_scalar(-np.pi, x.dtype), pi)
     left = apply_operator(graph, "Less", [x, zero], np.bool_)
@@ -286,6 +296,7 @@ def write_select(graph: Graph, call: Call) -> Value:
 def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value:
     """Return `chosen` where the condition holds, and `other` elsewhere."""
     dtype = values.find_container(chosen.dtype)
+    # ONNX Runtime has no kernels of Where for the other floats and integers.
     wide = np.dtype(np.float32) if dtype in (dtypes.FLOAT16, dtypes.BFLOAT16) else dtype
     wide = np.dtype(np.int32) if dtype.kind in "iub" and dtype not in (np.uint8, np.int32, np.int64) else wide
     cases = [x if wide == dtype else cast_value(graph, x, wide) for x in (chosen, other)]
