@@ -16,6 +16,8 @@ from ._rows_and_columns import multiply_matrices, read_column_steps, read_per_co
 
 def count_blocks(b_scale: jax.Array, shapes: Shapes) -> int:
     """Return the number of blocks of b's rows, each of which has its own scales."""
+    # Only a single matrix has blocks of rows. With a stack of matrices, a scale of rank 2 is refused where columns are
+    # read.
     return b_scale.shape[0] if b_scale.ndim == 2 and len(shapes.b) == 2 else 1
 
 

@@ -78,6 +78,7 @@ def conv_integer(
         _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
         strides=strides,
     )  # fmt: skip
+    # Before jit, in which the values of zero points are unknown: a centered one needs no correction of the sums.
     centred = _operands.find_centred((x, w), (x_zero_point, w_zero_point))
     return _conv_integer(x, w, x_zero_point, w_zero_point, attributes=attributes, centred=centred)
 

@@ -72,9 +72,11 @@ def dequantize_linear(
     """
     if isinstance(x_scale, int | float):
         x_scale = convert_scale_number(_NAME, "x_scale", x_scale, None)
+    # A numpy scalar that has a dtype of codes keeps it, and must match x. Other integers take the dtype of x.
     if isinstance(x_zero_point, int | np.integer) and not checks.has_dtype(x_zero_point, _X):
         x_zero_point = _convert_zero_point_number(x_zero_point, x, x_scale)
     if x_zero_point is not None:
+        # Before jit: only a concrete zero point can be compared with 0.
         check_float_zero_point(_NAME, "x_zero_point", x_zero_point)
     return _dequantize_linear(x, x_scale, x_zero_point, axis=axis, block_size=block_size, output_dtype=output_dtype)
 

@@ -149,6 +149,7 @@ def _dynamic_quantize_bwd(config: _Config, residuals: Any, g: _Outputs) -> tuple
     granularity = config.granularity
     x, low, high = map(jnp.asarray, residuals)
     qmin, qmax = dtypes.find_narrow_bounds(config.dtype)
+    # An end of the range that is 0 does not depend on x: the range always includes 0.
     upper = _share_gradient(x, high, granularity, high <= 0)
     lower = _share_gradient(x, low, granularity, low >= 0)
     slope = granularity.expand(g[1], x) * np.float32(config.lda_coeff / (qmax - qmin))
@@ -174,6 +175,7 @@ def _find_range_parts(x: jax.Array, granularity: Granularity, dtype: np.dtype) -
 
 
 def _batch_range(_: Any, x: jax.Array, granularity: Granularity, dtype: np.dtype) -> Any:
+    # A range for each entry of a mapped axis is a range for each index of the first axis.
     return find_dynamic_range(x, PerAxis(0), dtype) if isinstance(granularity, PerTensor) else None
 
 
@@ -186,12 +188,14 @@ def find_dynamic_range(
     low, high = min_max.find_min_max(x, axes)
     qmin, qmax = dtypes.find_narrow_bounds(dtype)
     width = high - low
+    # The divisor is an array, because `divide` takes operands of one shape.
     steps = place_like(jnp.full(width.shape, qmax - qmin, jnp.float32), width)
     scale = division.divide(width, steps)
     # XLA:CPU treats subnormal numbers as 0. A maximum in place of the comparison could lose a NaN.
     scale = jnp.where(scale < _TINY, _TINY, scale)
     # XLA:CPU treats a range of subnormal numbers as (0, 0), for which ONNX Runtime uses scale 1.
     scale = jnp.where((high < _TINY) & (low > -_TINY), np.float32(1), scale)
+    # From low, as in ONNX Runtime: qmax - high / scale rounds to another zero point in some tensors.
     start = np.float32(qmin) - division.divide(low, scale)
     # ONNX Runtime's clamp turns a NaN into the upper bound.
     start = jnp.where(jnp.isnan(start), np.float32(qmax), start)

@@ -83,6 +83,7 @@ def _dynamic_quantize_matmul(
     shapes = _matmul_shapes.find_shapes(_NAME, a, b)
     _rows_and_columns.check_bias(_NAME, bias, shapes)
     b_scale, b_steps = read_scaled_columns(_NAME, b, b_scale, b_zero_point, shapes, centred)
+    # The bias stays outside of the gradient rule: JAX differentiates a sum.
     y: Any = _multiply(shapes, a, b, b_steps, b_scale)
     return _scaling.add_bias(y, bias).reshape(shapes.out)
 

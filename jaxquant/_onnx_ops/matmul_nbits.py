@@ -232,6 +232,7 @@ def _contract_under_vmap(config: _Config, size: int, batched: Any, *operands: An
 
 
 def _batch_products(mapped: dict[str, bool], a: jax.Array, **rest: Any) -> jax.Array | None:
+    # An exporter writes the same operator for mapped rows of a. Mapped weights would be several operators.
     return None if any(mapped[name] for name in mapped if name != "a") else _matmul_nbits(a, **rest)
 
 

@@ -92,6 +92,7 @@ def qlinear_conv(
     x_scale, w_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
     x_zero_point = _operands.convert_zero_point_number(_NAME, "x_zero_point", x_zero_point, x)
     w_zero_point = _operands.convert_zero_point_number(_NAME, "w_zero_point", w_zero_point, w)
+    # The dtype of an int is that of x: ONNX Runtime has no kernel whose result has another dtype than x.
     y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, x)
     attributes = check_attributes(
         _NAME, auto_pad=auto_pad, dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads,
@@ -119,6 +120,7 @@ def _qlinear_conv(
     scale = _requantize.find_multiplier(x_scale.reshape(1), w_scale.reshape(-1), y_scale.reshape(1))
 
     def epilogue(acc: jax.Array, axis: int) -> jax.Array:
+        # An exporter needs the scales one by one, and the multiplier does not tell them.
         if recording.is_recording():
             parts = (b, w_scale.reshape(-1))
             placed = [None if p is None else _requantize.place_part(p, acc.ndim, axis) for p in parts]

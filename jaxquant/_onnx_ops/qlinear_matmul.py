@@ -98,6 +98,7 @@ def qlinear_matmul(
     a_scale, b_scale, y_scale = (convert_plain_scale(_NAME, name, scale) for name, scale in scales)
     a_zero_point = _operands.convert_zero_point_number(_NAME, "a_zero_point", a_zero_point, a)
     b_zero_point = _operands.convert_zero_point_number(_NAME, "b_zero_point", b_zero_point, b)
+    # The dtype of an int is that of a: ONNX Runtime has no kernel whose result has another dtype than a.
     y_zero_point = _operands.convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, a)
     for argument, point in (("a", a_zero_point), ("b", b_zero_point), ("y", y_zero_point)):
         check_float_zero_point(_NAME, f"{argument}_zero_point", point)
@@ -133,6 +134,7 @@ def _qlinear_matmul(
     if a.dtype in dtypes.FLOAT8:
         return _multiply_float8(a, b, scale, y_zero_point.dtype, shapes)
     acc = _rows_and_columns.multiply_matrices(a, b, a_steps, b_steps, shapes)
+    # An exporter needs the scales one by one, and the multiplier does not tell them.
     if recording.is_recording():
         bias = None if bias is None else _requantize.place_part(bias, acc.ndim, None)
         scales = (_align(s, shapes) for s in (a_scale, b_scale, y_scale))

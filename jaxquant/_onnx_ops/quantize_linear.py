@@ -87,10 +87,12 @@ def quantize_linear(
     """
     if isinstance(y_scale, int | float):
         y_scale = convert_scale_number(_NAME, "y_scale", y_scale, x)
+    # A numpy scalar that has a dtype of codes keeps it, and determines that of the output.
     if isinstance(y_zero_point, int | np.integer) and not checks.has_dtype(y_zero_point, dtypes.QUANTIZED):
         dtype = jnp.uint8 if output_dtype is None else output_dtype
         y_zero_point = convert_zero_point_number(_NAME, "y_zero_point", y_zero_point, dtype, y_scale)
     if y_zero_point is not None:
+        # Before jit: only a concrete zero point can be compared with 0.
         check_float_zero_point(_NAME, "y_zero_point", y_zero_point)
     return _quantize_linear(
         entry_point.convert_number(x), y_scale, y_zero_point,

@@ -42,6 +42,7 @@ def read_names(function: str, names: Sequence[str] | None, count: int) -> tuple[
 
 def name_outputs(outputs: Sequence[jax.Array], names: tuple[str, ...]) -> tuple[jax.Array, ...]:
     """Return the outputs of an operator, which an exporter gives these names."""
+    # Only an exporter reads the names.
     if not names or not recording.is_recording():
         return tuple(outputs)
     return tuple(_name_output(x, name) for x, name in zip(outputs, names, strict=True))

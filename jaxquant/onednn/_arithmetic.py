@@ -21,6 +21,7 @@ def find_granularity(
 ) -> Granularity:
     """Return the granularity of a qtype, "per_tensor" or "per_channel"; raise unless scales and zps fit it."""
     if qtype == "per_tensor":
+        # oneDNN takes an array of one element only. A scalar is what JAX programs have.
         if scales.shape != ():
             checks.check_shape(function, "scales", scales, (1,), 'one element, qtype="per_tensor"')
         if zps is not None and zps.shape != ():
@@ -42,6 +43,7 @@ def check_shapes(function: str, scales: jax.Array, zps: jax.Array | None, shape:
 def check_float8_zero_point(function: str, dtype: np.dtype, zps: jax.Array | None) -> None:
     """Raise ContractValueError if codes of a float8 dtype have zero points."""
     if zps is not None:
+        # oneDNN means to refuse them, too, but its check reads the dtype of src where dst has to be checked.
         expected = "None: float8 has no zero points"
         checks.require(dtype not in dtypes.FLOAT8, function, "zps", expected, "an array")
 
@@ -71,13 +73,17 @@ def quantize_by_reciprocal(
     """
     # The codes have no gradient, but without this JAX would trace the derivative of the division.
     src, scales = lax.stop_gradient((src, scales))
+    # oneDNN rounds the reciprocal and multiplies; a true division gives other codes next to ties.
     inverse = division.divide(jnp.ones_like(scales), scales)
+    # oneDNN rounds this product before it adds the zero point; XLA would contract the two operations.
     value = barriers.round_result(src * granularity.expand(inverse, src))
     if dtype in dtypes.FLOAT8:
+        # oneDNN does not saturate float8: e4m3 overflows to NaN, e5m2 to infinity.
         return small_floats.encode_small_float(value, dtype, saturate=False)
     if zps is not None:
         # Without this XLA would combine the zero point with the constant that encode_steps adds next, and round once.
         value = barriers.round_result(value + granularity.expand(zps.astype(jnp.float32), src))
+    # The zero point is in the value already: unlike ONNX, oneDNN rounds the sum with it.
     return rounding.encode_steps(value, None, dtype)
 
 
@@ -99,5 +105,6 @@ def dequantize_codes(
     if not is_float:
         # Of few elements, the difference and the product are one fusion each. Integers have no derivative.
         steps = barriers.split_small_fusion(steps)
+    # In float32 also for scales of 16 bits, and rounded to their dtype once, as oneDNN's kernels do.
     product = barriers.round_result(steps * granularity.expand(scales.astype(jnp.float32), src))
     return rounding.round_to_dtype(product, scales.dtype).astype(scales.dtype)

@@ -82,6 +82,7 @@ def _dynamic_dequantize(
     checks.check_option(_NAME, "qtype", qtype, ("per_tensor", "per_channel", "per_group"))
     if zps is not None:
         checks.check_array(_NAME, "zps", zps, (*_arithmetic.FOUR_BIT, *_arithmetic.ZERO_POINTS))
+    # Groups have an array of scales in src's rank, which the shapes of the other two qtypes do not describe.
     if qtype == "per_group":
         return _arithmetic.dequantize_codes(src, scales, zps, _find_groups(src, scales, zps, group_shape))
     expected = 'None unless qtype="per_group"'

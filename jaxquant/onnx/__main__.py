@@ -36,8 +36,10 @@ def inspect_model(arguments: argparse.Namespace) -> None:
 def run_model(arguments: argparse.Namespace) -> None:
     """Run a model on the arrays of an .npz file, and print or store the outputs."""
     fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
+    # A pickle in the file could run any code.
     with np.load(arguments.inputs, allow_pickle=False) as file:
         inputs = dict(file)
+    # Inputs that decide about shapes must not be traced, so they are no arguments of the jitted function.
     known = {name: inputs.pop(name) for name in list(inputs) if name in fn.static_inputs}
     outputs: Any = jax.jit(lambda p, values: fn(p, **values, **known))(params, inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -184,6 +184,7 @@ def _read_entries(model: ModelProto) -> dict[str, Any]:
 def _open_checked_session(model: ModelProto, stored: Any, level: str) -> Any:
     """Return what `_open_session` returns; raise ModelError if the metadata names what the model does not have."""
     try:
+        # The metadata is text of a file: it may name loops, bodies and tensors that the model does not have.
         return _open_session(model, stored, level)
     except (StopIteration, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ModelError(f"the metadata of the model is damaged: {type(error).__name__}: {error}") from error
@@ -193,6 +194,7 @@ def _open_session(
     model: ModelProto, stored: Sequence[Any], level: str
 ) -> tuple[onnxruntime.InferenceSession, list[str]]:  # fmt: skip
     """Return a session of the model whose outputs include the quantize points, and the names of these."""
+    # The caller's model keeps its outputs.
     copy = ModelProto()
     copy.CopyFrom(model)
     stacks: dict[str, str] = {}
@@ -203,6 +205,7 @@ def _open_session(
             copy.graph.output.append(helper.make_empty_tensor_value_info(name))
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = LEVELS[level]
+    # Errors only: the warnings of ONNX Runtime would go to the caller's standard error.
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(copy.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session, points
@@ -215,6 +218,7 @@ def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
     loop = next(node for node in graph.node if node.name == point[0])
     body = exports.find_body(loop)
     inner = _lift_point(body, point[1], stacks)
+    # The body computes the codes of one step, and only an output of the loop stacks those of all steps.
     key = f"{point[0]}/{inner}"
     if key not in stacks:
         stacks[key] = key
@@ -248,6 +252,8 @@ def _compute(
     @jax.jit
     def run_both(*arrays: Any) -> Any:
         tap = program.Tap(rolled)
+        # Parameters are known here, as in the export: what depends on them alone is folded in both, and the points
+        # match.
         constants, known = ([tap.read_known(x) for x in part] for part in (trace.constants, traced.arrays))
         results = program.run_program(tap, trace.program, constants, [*known, *arrays])
         return tap.codes, results
@@ -266,8 +272,11 @@ def _compare(runtime: np.ndarray, value: np.ndarray, tolerance: float) -> tuple[
     is_float = np.issubdtype(value.dtype, np.floating)
     a, b = runtime.astype(np.float64), value.astype(np.float64)
     with np.errstate(invalid="ignore"):
+        # Equal infinities, whose difference is NaN, are equal, and so are two NaN.
         distance = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    # What is left is a NaN on one side only.
     distance = np.where(np.isnan(distance), np.inf, distance)
     finite = b[np.isfinite(b)]
+    # The rounding of a sum is proportional to its largest terms, also in elements that are small.
     limit = tolerance * max(1.0, float(np.abs(finite).max(initial=0.0))) if is_float else 0.0
     return value.size, int((distance > limit).sum()), float(distance.max())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jaxquant as jq
 
@@ -32,3 +35,19 @@ def convert_network(name: str, recipe: str) -> tuple[Callable[[Any], Any], Any]:
     prepared = jq.prepare(network.apply, network.params, x, rules=RECIPES[recipe])
     ranges, params = find_ranges(prepared, network.params, x), jax.jit(prepared.convert)(network.params)
     return lambda x: prepared.apply(params, ranges, x), x
+
+
+def make_integer_mlp(rng: np.random.Generator, *widths: int) -> Callable[[jax.Array], jax.Array]:
+    """Return layers on codes, with int32 biases, as a function of float inputs; widths[0] is that of the input."""
+    spec, shapes = jq.QuantSpec(jnp.int8, jq.PerAxis(1)), list(itertools.pairwise(widths))
+    weights = [jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), spec) for shape in shapes]
+    biases = [jnp.asarray(rng.integers(-900, 900, shape[1]), jnp.int32) for shape in shapes]
+    codes = jq.QuantSpec(jnp.uint8)
+
+    def apply(x: jax.Array) -> jax.Array:
+        q = jq.quantize(x, codes, -2.0, 2.0)
+        for w, bias in zip(weights, biases, strict=True):
+            q = jq.matmul(q, w, bias=bias, output=jq.Quantizer(codes, 0.04, 0))
+        return q.codes
+
+    return apply

@@ -20,7 +20,7 @@ import onnx
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
-from ..cases.exported_networks import convert_network
+from ..cases.exported_networks import convert_network, make_integer_mlp
 
 UINT8 = jq.QuantSpec(jnp.uint8)
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -46,22 +46,6 @@ def quantize_as_openvino(x: np.ndarray, scale: Any, zero_point: int, dtype: Any)
     factor = one(255) / (high - low)
     steps = np.rint(np.clip(x, low, high) * factor + -low * factor)
     return (np.clip(steps, 0, 255) + info.min).astype(dtype)
-
-
-def make_integer_mlp(rng: np.random.Generator) -> tuple[Function, jax.Array]:
-    """Return two layers on codes, and a batch."""
-    spec, shapes = jq.QuantSpec(jnp.int8, jq.PerAxis(1)), ((32, 24), (24, 16))
-    weights = [jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), spec) for shape in shapes]
-    biases = [jnp.asarray(rng.integers(-900, 900, shape[1]), jnp.int32) for shape in shapes]
-    output = jq.Quantizer(UINT8, 0.04, 0)
-
-    def function(x: jax.Array) -> jax.Array:
-        q = jq.quantize(x, UINT8, -2.0, 2.0)
-        for w, bias in zip(weights, biases, strict=True):
-            q = jq.matmul(q, w, bias=bias, output=output)
-        return q.codes
-
-    return function, jnp.asarray(rng.normal(0, 1, (256, 32)), jnp.float32)
 
 
 def make_integer_cnn(rng: np.random.Generator) -> tuple[Function, jax.Array]:
@@ -105,7 +89,7 @@ def main() -> None:
     cases: dict[str, tuple[Function, jax.Array]] = {
         "quantize, normal numbers": (quantize, normal),
         "quantize, ties": (quantize, steps),
-        "integer MLP": make_integer_mlp(rng),
+        "integer MLP": (make_integer_mlp(rng, 32, 24, 16), jnp.asarray(rng.normal(0, 1, (256, 32)), jnp.float32)),
         "integer CNN": make_integer_cnn(rng),
     }
     for name in ("linen mlp", "linen cnn", "linen lstm", "linen encoder"):

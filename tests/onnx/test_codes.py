@@ -11,6 +11,7 @@ import pytest
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
+from ..cases.exported_networks import make_integer_mlp
 from ..support.prepared import find_ranges
 
 UINT8 = jq.QuantSpec(jnp.uint8)
@@ -71,25 +72,35 @@ def test_integer_networks(rng: np.random.Generator, form: str, tmp_path) -> None
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["operators", "qdq"])
 def test_matrix_products_with_a_bias(rng: np.random.Generator, form: str, tmp_path) -> None:
-    weights = [
-        jq.quantize(jnp.asarray(rng.normal(0, 0.2, shape), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
-        for shape in ((16, 12), (12, 8))
-    ]
-    biases = [jnp.asarray(rng.integers(-900, 900, n), jnp.int32) for n in (12, 8)]
-    out = jq.Quantizer(UINT8, 0.04, 0)
-
-    def function(x: jax.Array) -> jax.Array:
-        q = jq.quantize(x, UINT8, -2.0, 2.0)
-        for w, bias in zip(weights, biases, strict=True):
-            q = jq.matmul(q, w, bias=bias, output=out)
-        return q.codes
-
+    function = make_integer_mlp(rng, 16, 12, 8)
     for shape in ((6, 16), (2, 3, 16)):
         x = jnp.asarray(rng.normal(0, 1, shape), jnp.float32)
         model = jqonnx.export(function, [x], batch="N", form=form)
         report = jqonnx.verify(model, function, [x])
         assert report.is_exact, str(report)
         assert not list_optimized(model, tmp_path) & {"MatMul", "Gemm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["operators", "qdq"])
+def test_scales_of_weights_may_be_inputs(rng: np.random.Generator, form: str) -> None:
+    kernel, matrix = (jnp.asarray(rng.integers(-100, 100, shape), jnp.int8) for shape in ((3, 3, 3, 4), (3, 4)))
+    bias, output = jnp.asarray(rng.integers(-900, 900, 4), jnp.int32), jq.Quantizer(UINT8, 0.05, 0)
+
+    def function(x: jax.Array, scale: jax.Array) -> list[jax.Array]:
+        q, rows = (jq.quantize(v, UINT8, -2.0, 2.0) for v in (x, x[0, 0]))
+        kernels = jq.QuantizedArray(kernel, scale.reshape(1, 1, 1, 4), None)
+        weights = jq.QuantizedArray(matrix, scale[None], None)
+        results = [
+            jq.conv_general_dilated(q, kernels, (1, 1), "SAME", dimension_numbers=NUMBERS, bias=b, output=output)
+            for b in (None, bias)
+        ]
+        results += [jq.matmul(rows, weights, bias=b, output=output) for b in (None, bias)]
+        return [y.codes for y in results]
+
+    inputs = jnp.asarray(rng.normal(0, 1, (2, 5, 5, 3)), jnp.float32), jnp.asarray([0.01, 0.02, 0.03, 0.04])
+    report = jqonnx.verify(jqonnx.export(function, inputs, form=form), function, [inputs])
+    assert report.is_exact, str(report)
 
 
 @pytest.mark.slow

@@ -103,6 +103,15 @@ def test_a_shape_that_is_an_input_must_be_known() -> None:
         jax.jit(fn)(params, values, target)
 
 
+def test_resize_copies_large_integers() -> None:
+    x, y = (helper.make_tensor_value_info(n, TensorProto.INT32, shape) for n, shape in (("x", [1, 2]), ("y", None)))
+    scales = numpy_helper.from_array(np.array([1, 2], np.float32), "scales")
+    graph = helper.make_graph([helper.make_node("Resize", ["x", "", "scales"], ["y"])], "g", [x], [y], [scales])
+    fn, params = jqonnx.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    values = np.array([[2**24 + 1, 2**31 - 1]], np.int32)
+    np.testing.assert_array_equal(fn(params, values), values.repeat(2, axis=1))
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [3, 300])
 @pytest.mark.parametrize("is_known", [True, False])

@@ -86,3 +86,33 @@ def test_arrangements(rng: np.random.Generator, opset: int) -> None:
 def test_contractions(rng: np.random.Generator) -> None:
     x, image = (jnp.asarray(rng.normal(0, 1, shape), jnp.float32) for shape in ((4, 6), (2, 6, 6, 2)))
     check(apply_contractions, x, image)
+
+
+def apply_to_integers(i: jax.Array, codes: jax.Array) -> list[jax.Array]:
+    def reduce(x: jax.Array, combine, padding: str) -> jax.Array:
+        bounds = np.iinfo(x.dtype)
+        initial = np.asarray(bounds.min if combine is lax.max else bounds.max, x.dtype)
+        return lax.reduce_window(x, initial, combine, (2,), (1,), padding)
+
+    arrays = (i, codes, codes.astype(jnp.uint8))
+    return [
+        *(lax.shift_right_arithmetic(i, jnp.int32(steps)) for steps in (0, 1, 30, 31, 32, -1)),
+        *(lax.shift_right_arithmetic(codes, jnp.int8(steps)) for steps in (6, 7)),
+        lax.shift_right_arithmetic(i, jnp.arange(8, dtype=jnp.int32) * 5),
+        *(lax.cumsum(codes), lax.integer_pow(codes, 0)),
+        *(reduce(x, lax.max, "VALID") for x in arrays),
+        *(reduce(x, lax.min, "SAME") for x in arrays),
+    ]
+
+
+@pytest.mark.slow
+def test_integers(rng: np.random.Generator) -> None:
+    ends = np.iinfo(np.int32)
+    i = jnp.asarray([5, -5, ends.max, ends.min, 2**24 + 1, 0, *rng.integers(ends.min, ends.max, 2)], jnp.int32)
+    check(apply_to_integers, i, jnp.asarray([127, -128, 1, -1, *rng.integers(-128, 128, 4)], jnp.int8), tolerance=0)
+
+
+def test_rounding_away_from_zero() -> None:
+    below = np.nextafter(np.float32(0.5), np.float32(0))
+    x = jnp.asarray([below, 0.5, 2.5, 2**23 + 1, 1e10, np.inf, np.nan], jnp.float32)
+    check(lambda x: [lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO) for v in (x, -x)], x, tolerance=0)

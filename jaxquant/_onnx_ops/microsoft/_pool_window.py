@@ -80,6 +80,7 @@ def find_windows(function: str, spatial: tuple[int, ...], attributes: Attributes
         valid = length if attributes.count_include_pad else ends - np.maximum(starts, 0)
         counts = counts[..., None] * np.broadcast_to(np.asarray(valid, np.float32), (number,))
         positions.append(number)
+        # The end is what the windows read: ceil_mode can exceed the padding that was asked for, strides can fall short.
         padding.append((low, max((number - 1) * stride + length - size - low, 0)))
     is_global = kernel == spatial and not any(low or high for low, high in pads)
     return Windows(kernel, strides, tuple(padding), tuple(positions), is_global, counts)
@@ -102,6 +103,7 @@ def _find_pads(
     # ONNX lists the beginnings of all dimensions before their ends.
     pads = (0,) * (2 * rank) if attributes.pads is None else attributes.pads
     holds = isinstance(pads, tuple) and len(pads) == 2 * rank and all(isinstance(p, int | np.integer) for p in pads)
+    # ONNX Runtime refuses longer padding: a window could then have no element of x.
     holds = holds and all(0 <= pad < length for pad, length in zip(pads, kernel * 2, strict=True))
     expected = f"{2 * rank} ints from 0 to less than kernel_shape, for the beginnings of the dimensions, then the ends"
     checks.require(holds, function, "pads", expected, pads)

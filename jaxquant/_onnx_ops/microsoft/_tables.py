@@ -16,6 +16,7 @@ from ._arguments import Encoding
 def requantize_codes(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) -> jax.Array:
     """Return codes with another scale and zero point; the codes themselves if both are the same."""
     table = encode_values(list_values(x_encoding), y_encoding)
+    # ONNX Runtime copies such codes, whatever the scale. The scales may be traced, so the table is computed anyway.
     is_same = (x_encoding.scale == y_encoding.scale) & (x_encoding.steps == y_encoding.steps)
     return look_up(jnp.where(is_same, list_codes(y_encoding.dtype), table), x)
 
@@ -46,6 +47,7 @@ def look_up(table: jax.Array, x: jax.Array) -> jax.Array:
     places = lax.bitcast_convert_type(x, jnp.uint8)
     # With shardings in types, JAX asks for that of the result: it is that of x.
     out_sharding = jax.typeof(x).sharding if sharding.is_placed(x) else None
+    # A byte cannot be outside of 256 entries, so XLA need not clamp it.
     return table.at[places].get(mode="promise_in_bounds", out_sharding=out_sharding)
 
 

@@ -83,6 +83,7 @@ def _qlinear_add(
     left, right, result = read_two(_NAME, a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
     is_exchanged = has_scalar_first(a.shape, b.shape)
     a, b = broadcast_operands(_NAME, ("a", "b"), (a, b))
+    # The operand whose product comes first is rounded once more than the other, so the order changes codes.
     if is_exchanged:
         a, b, left, right = b, a, right, left
     terms = _find_terms(left, right, result)
@@ -111,6 +112,7 @@ def _find_terms(left: Encoding, right: Encoding, result: Encoding) -> tuple[jax.
     p = barriers.round_result(division.divide(left.scale, result.scale))
     q = barriers.round_result(division.divide(right.scale, result.scale))
     a_zero, b_zero, c_zero = (encoding.steps.astype(jnp.float32) for encoding in (left, right, result))
+    # The order of ONNX Runtime's kernel. Another order, or a product rounded before the sum, changes codes at ties.
     offset = multiply_add(p, a_zero, barriers.round_result(q * b_zero))
     return p, q, barriers.round_result(c_zero - offset)
 

@@ -113,6 +113,7 @@ def _qlinear_average_pool(
     first = 1 if attributes.channels_last else 2
     axes = tuple(range(first, first + x.ndim - 2))
     windows = find_windows(_NAME, tuple(x.shape[axis] for axis in axes), attributes)
+    # ONNX Runtime uses its kernel of QLinearGlobalAveragePool here, whose sums are integers.
     if windows.is_global:
         return average_codes(x, x_encoding, y_encoding, axes, keepdims=True)
     total = _sum_windows(x, x_encoding, windows, axes)
@@ -124,6 +125,7 @@ def _qlinear_average_pool(
 def _encode_mean(mean: jax.Array, encoding: Encoding) -> jax.Array:
     """Return saturate(round_half_even(mean / scale + zero point))."""
     quotient = division.divide(mean, sharding.place_like(jnp.broadcast_to(encoding.scale, mean.shape), mean))
+    # Unlike in QuantizeLinear, the sum with the zero point is rounded, and ties are decided by its parity.
     value = barriers.round_result(quotient + encoding.steps.astype(jnp.float32))
     return rounding.encode_steps(value, None, encoding.dtype)
 

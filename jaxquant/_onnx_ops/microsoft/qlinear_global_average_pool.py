@@ -102,6 +102,7 @@ def average_codes(
     """
     count = math.prod(x.shape[axis] for axis in axes)
     acc = _sum_codes(x, axes, keepdims=keepdims) - x_encoding.steps * np.int32(count)
+    # Rounded before the division, as in ONNX Runtime: x_scale / y_scale / count is another float32.
     divisor = barriers.round_result(y_encoding.scale * np.float32(count))
     scale = jnp.broadcast_to(division.divide(x_encoding.scale, divisor), acc.shape)
     steps = jnp.broadcast_to(y_encoding.steps, acc.shape)

@@ -73,4 +73,5 @@ def _qlinear_leaky_relu(
     def leak(values: jax.Array) -> jax.Array:
         return jnp.where(values >= 0, values, barriers.round_result(values * np.float32(alpha)))
 
+    # As in ONNX Runtime, a table: the formula runs once for each code, not for each element.
     return look_up(encode_values(leak(list_values(x_encoding)), y_encoding), x)

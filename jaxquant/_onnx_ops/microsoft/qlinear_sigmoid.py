@@ -71,6 +71,7 @@ def _qlinear_sigmoid(
 
 
 # The coefficients of x**11 ... x**1 in the dividend and of x**10 ... x**0 in the divisor.
+# From MLAS, logistic.cpp. The leading 0 lets one loop evaluate both polynomials.
 _COEFFICIENTS = np.array(
     [
         [0.0, 6.10247389755681e-13],
@@ -82,6 +83,7 @@ _COEFFICIENTS = np.array(
     ],
     np.float32,
 )
+# MLAS clips x to this range (logistic.cpp).
 _RANGE = np.float32(18)
 
 

@@ -92,6 +92,7 @@ def _qlinear_softmax(
     x_encoding = read_encoding(_NAME, "x", x_scale, x_zero_point, dtype)
     y_encoding = read_encoding(_NAME, "y", y_scale, y_zero_point, dtype)
     axis = checks.check_axis(_NAME, axis, x.ndim)
+    # No row has a maximum.
     if x.size == 0:
         return x
     if flat:
@@ -105,6 +106,7 @@ def _normalize_rows(x: jax.Array, x_encoding: Encoding, y_encoding: Encoding) ->
     """Return the codes of the softmax along the second of two dimensions."""
     # The barriers keep XLA:CPU from computing an exponential for each element instead of each entry of a table.
     table = lax.optimization_barrier(list_exponentials(x_encoding.scale, x.shape[1]))
+    # ONNX Runtime rounds the reciprocal of y_scale down to an integer, and multiplies before it divides by the sum.
     factor = jnp.floor(division.divide(jnp.ones((), jnp.float32), y_encoding.scale))
     products = lax.optimization_barrier(barriers.round_result(table * factor))
     # The order of int8 codes is that of their bits with the first one flipped, read as uint8.

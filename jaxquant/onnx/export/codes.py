@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import values
-from .elementwise import apply_operator, cast_value
+from .elementwise import cast_value
 from .graph import MICROSOFT, Graph
 from .registry import Call, writes_mark
 from .values import Shape, Value
@@ -43,6 +43,8 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     """Write the operator of a whole quantized contraction, in place of the integer one that computed the sums."""
     p, acc = call.parameters, call.parameters["acc"]
     node = graph.find_node(acc.name)
+    # Zero points that the integer operators do not take make the sums the result of another node, which cannot be
+    # replaced.
     if node is None or node.op_type not in ("ConvInteger", "MatMulInteger"):
         return None
     dtype = np.dtype(p["dtype"])
@@ -56,16 +58,20 @@ def write_requantization(graph: Graph, call: Call) -> Value | None:
     is_conv = node.op_type == "ConvInteger"
     axis = 1 if is_conv else len(acc.shape) - 1
     bias, y_scale, y_steps = p["bias"], p["y_scale"], p["y_steps"]
+    # QGemm takes matrices only. In the form "qdq", MatMul and Add stand for products of any rank.
     is_matrix = graph.form == "qdq" or len(acc.shape) == 2
     if not all(_is_single(x) for x in (p["a_scale"], y_scale, y_steps)) or not (bias is None or is_conv or is_matrix):
         return None
     rhs_scale = _store_vector(graph, p["b_scale"], axis)
     offset = None if bias is None else _store_bias(graph, bias, axis, acc.shape)
+    # In the operators with scales, unlike in the integer ones, zero points are required inputs.
     points = [_read_point(graph, node.input, i) for i in (0, 1)]
     if rhs_scale is None or (bias is not None and offset is None):
         return None
-    if graph.count_elements(rhs_scale) != graph.count_elements(points[1]):
-        points[1] = _repeat_point(graph, node.input, graph.count_elements(rhs_scale))
+    # ONNX Runtime wants the scale and the zero point of the weights in one shape.
+    count = 1 if _is_single(p["b_scale"]) else p["b_scale"].shape[axis]
+    if count != graph.count_elements(points[1]):
+        points[1] = _repeat_point(graph, node.input, count)
     scales = [_store_scalar(graph, p["a_scale"], _FLOAT32), rhs_scale, _store_scalar(graph, y_scale, _FLOAT32)]
     operands = [node.input[0], scales[0], points[0], node.input[1], scales[1], points[1]]
     result = [scales[2], _store_scalar(graph, y_steps, dtype)]
@@ -99,6 +105,7 @@ def _store_bias(graph: Graph, bias: Value, axis: int, shape: Shape) -> str | Non
     name = _store_vector(graph, bias, axis)
     if name is None or not _is_single(bias):
         return name
+    # QLinearConv and QGemm take no scalar as a bias.
     return graph.add("Expand", [name, graph.add_shape((shape[axis],))])
 
 
@@ -121,17 +128,17 @@ def _write_qdq(graph: Graph, node: Any, operands: Any, offset: str | None, resul
     """Return the codes of a float operator between DequantizeLinear and QuantizeLinear."""
     x, x_scale, x_point, w, w_scale, w_point = operands
     is_conv = node.op_type == "ConvInteger"
-    axis = 0 if is_conv else graph.find_rank(w) - 1
-    is_vector = graph.count_elements(w_scale) != 1
+    # A scalar scale has no axis, and runtimes ignore the attribute then.
     names = [
         graph.add("DequantizeLinear", [x, x_scale, x_point]),
-        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=axis if is_vector else None),
+        graph.add("DequantizeLinear", [w, w_scale, w_point], axis=0 if is_conv else graph.find_rank(w) - 1),
     ]
     if offset is not None:
         scale = graph.add_product(x_scale, w_scale)
-        names.append(graph.add("DequantizeLinear", [offset, scale], axis=0 if is_vector else None))
+        names.append(graph.add("DequantizeLinear", [offset, scale], axis=0))
     if is_conv:
         name = graph.add("Conv", names, **{a.name: graph.read_attribute(a) for a in node.attribute})
+    # ONNX Runtime makes QGemm of both. Gemm is one node, and takes matrices only.
     elif offset is not None and rank == 2:
         name = graph.add("Gemm", names)
     else:
@@ -171,6 +178,8 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
     """Write a softmax or the means of windows of codes."""
     p, output = call.parameters, call.outputs[0]
     if call.name == "qlinear_softmax":
+        # The operator only asks whether its opset is below 13, where a softmax goes over all dimensions from the axis
+        # on.
         operator, attributes = "QLinearSoftmax", {"axis": p["axis"], "opset": 12 if p["flat"] else 13}
     else:
         operator, attributes = "QLinearAveragePool", _read_pooling(p["attributes"])
@@ -181,6 +190,7 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
         plain = {"axis": p["axis"]} if is_soft else {k: v for k, v in attributes.items() if k != "channels_last"}
         rank = len(output.shape)
         is_last = not is_soft and attributes.get("channels_last")
+        # AveragePool has the channels second.
         order = [0, rank - 1, *range(1, rank - 1)] if is_last else list(range(rank))
         operand = [graph.transpose(names[0], order), *_store_affine(graph, p, "x")]
         name = _write_between(graph, _FLOATS[call.name], [operand], _store_affine(graph, p, "y"), **plain)
@@ -219,6 +229,7 @@ _FLOATS = {
 def write_float_operator(graph: Graph, call: Call) -> Value | None:
     """Write an operator of floats in the form "qdq"; otherwise the arithmetic of codes is written, or a table."""
     p, output = call.parameters, call.outputs[0]
+    # GlobalAveragePool has the channels second, and no attribute for another layout.
     if not _is_fusible(graph, p["x"].dtype) or p.get("channels_last"):
         return None
     attributes = {"alpha": p["alpha"]} if "alpha" in p else {}
@@ -229,6 +240,7 @@ def write_float_operator(graph: Graph, call: Call) -> Value | None:
 
 def _is_fusible(graph: Graph, dtype: Any) -> bool:
     """Return whether operators on codes are floats between DequantizeLinear and QuantizeLinear."""
+    # ONNX Runtime fuses these operators for uint8; those of int8 it would compute in floats.
     return graph.form == "qdq" and dtype == _UINT8
 
 
@@ -249,10 +261,8 @@ def _write_between(graph: Graph, operator: str, operands: Any, result: Any, **at
 def write_lookup(graph: Graph, call: Call) -> Value:
     """Write a lookup in a table of 256 entries, in the order of the codes' bits."""
     table, x = call.parameters["table"], call.parameters["x"]
+    # Gather counts negative indices from the back, where the table has the negative codes of int8.
     index = cast_value(graph, x, np.int32)
-    if x.dtype != _UINT8:
-        size = values.make_known(np.int32(256))
-        index = apply_operator(graph, "Mod", [apply_operator(graph, "Add", [index, size]), size])
     container = values.find_container(call.outputs[0].dtype)
     name = graph.add("Gather", [graph.store_full(table, (256,)), graph.store(index)], axis=0)
     return Value(x.shape, container, name)

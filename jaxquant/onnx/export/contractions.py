@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._core import dtypes
 from . import elementwise, packed_weights, values
 from .graph import Graph
 from .registry import Call, writes
@@ -110,6 +111,7 @@ def spread_image(
     graph: Graph, name: str, shape: Sequence[Any], dilation: Sequence[int], fill: Sequence[str] = ()
 ) -> str:
     """Return an image with zeros, or another number, between its elements, as a transposed convolution reads it."""
+    # Conv does not spread its input. Padding a new dimension of 1, and merging it, puts zeros after each element.
     for axis, step in enumerate(dilation, 2):
         if step == 1:
             continue
@@ -136,6 +138,7 @@ def find_attributes(p: dict[str, Any], groups: int) -> dict[str, Any]:
     """Return the attributes of Conv."""
     pads = p["padding"]
     if any(pad < 0 for pair in pads for pad in pair):
+        # JAX crops its input there; ONNX asks for pads of 0 or more.
         raise UnsupportedError("a convolution with negative padding")
     return {
         "strides": list(p["window_strides"]),
@@ -168,6 +171,7 @@ def write_pooling(graph: Graph, call: Call) -> Value:
     merged = (math.prod(shape[axis] for axis in others[:-1]), shape[others[-1]] if others else 1)
     spatial = tuple(shape[axis] for axis in axes)
     if len(others) != 2:
+        # ONNX pools the dimensions from the third on, so that there have to be two others.
         name = graph.reshape(name, (*merged, *spatial))
     config = {
         "kernel_shape": [int(window[axis]) for axis in axes],
@@ -192,14 +196,18 @@ def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]
         if any(step != 1 for step in config["dilations"]) and graph.opset < 19:
             raise UnsupportedError("a dilated sum over windows needs opset 19")
         if graph.opset < 19:
+            # AveragePool has this attribute from opset 19 on.
             config.pop("dilations")
         name = name if is_float else graph.cast(name, np.float32)
         count = math.prod(config["kernel_shape"])
+        # ONNX has no sums over windows. With the padding, each mean is of the same number of elements.
         name = graph.add("AveragePool", [name], count_include_pad=1, **config)
         name = graph.add("Mul", [name, graph.add_constant(np.float32(count))])
         return name if is_float else graph.cast(graph.add("Round", [name]), container)
-    is_direct = is_float or container in (np.int8, np.uint8)
-    name = name if is_direct else graph.cast(name, np.float32)
+    is_direct = is_float or (container in (np.int8, np.uint8) and kind == "reduce_window_max")
+    # Of integers, MaxPool has those of 8 bits, and Neg would overflow at the lowest. float64 holds those of 32 bits.
+    wide = np.float32 if container in (dtypes.FLOAT16, dtypes.BFLOAT16) else np.float64
+    name = name if is_direct else graph.cast(name, wide)
     if kind == "reduce_window_min":
         name = graph.add("Neg", [graph.add("MaxPool", [graph.add("Neg", [name])], **config)])
     else:

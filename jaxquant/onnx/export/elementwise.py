@@ -80,6 +80,7 @@ def write_binary(graph: Graph, call: Call) -> Value:
     """Write an operator of two operands."""
     x, y = call.inputs
     if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
+        # ONNX's arithmetic has no bools.
         return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
     if call.name == "pow" and x.dtype != y.dtype:
         y = cast_value(graph, y, x.dtype)
@@ -127,6 +128,7 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
     if target == container:
         return x._replace(dtype=target)
     if container in _NARROW and target == np.int32:
+        # Noted, so that a cast back finds the codes, and not another chain of casts.
         return Value(x.shape, target, graph.widen(graph.store(x), container, target))
     return Value(x.shape, target, graph.cast(graph.store(x), target))
 
@@ -135,6 +137,7 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
 def write_reduce_precision(graph: Graph, call: Call) -> Value:
     """Write a rounding to the digits of a narrower float."""
     bits = (call.parameters["exponent_bits"], call.parameters["mantissa_bits"])
+    # ONNX rounds by a cast, so there has to be a dtype with these digits.
     narrow = {(8, 7): dtypes.BFLOAT16, (5, 10): dtypes.FLOAT16, (8, 23): dtypes.FLOAT32}.get(bits)
     if narrow is None:
         raise UnsupportedError(f"{bits[0]} bits of exponent and {bits[1]} of mantissa")
@@ -148,8 +151,13 @@ def write_round(graph: Graph, call: Call) -> Value:
     (x,) = call.inputs
     if call.parameters["rounding_method"] == lax.RoundingMethod.TO_NEAREST_EVEN:
         return apply_operator(graph, "Round", [x])
-    size = apply_operator(graph, "Add", [apply_operator(graph, "Abs", [x]), make_scalar(0.5, x.dtype)])
-    return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), apply_operator(graph, "Floor", [size])])
+    # floor(size + 0.5) would round twice: it turns 0.5 - 2**-25 into 1, and changes odd numbers above 2**23.
+    size = apply_operator(graph, "Abs", [x])
+    whole = apply_operator(graph, "Floor", [size])
+    rest = apply_operator(graph, "Sub", [size, whole])
+    is_up = apply_operator(graph, "GreaterOrEqual", [rest, make_scalar(0.5, x.dtype)], np.bool_)
+    size = apply_operator(graph, "Add", [whole, cast_value(graph, is_up, x.dtype)])
+    return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), size])
 
 
 @writes("integer_pow", "square")
@@ -157,6 +165,7 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
     """Write a power by multiplications."""
     (x,) = call.inputs
     exponent = 2 if call.name == "square" else int(call.parameters["y"])
+    # JAX multiplies, too. Pow may round to another float.
     result, power, rest = None, x, abs(exponent)
     while rest:
         if rest & 1:
@@ -165,13 +174,9 @@ def write_integer_power(graph: Graph, call: Call) -> Value:
         power = apply_operator(graph, "Mul", [power, power]) if rest else power
     one = make_scalar(1, x.dtype)
     if result is None:
-        return values.make_known(np.broadcast_to(np.ones((), x.dtype), ())) if not x.shape else _fill_like(graph, x, 1)
+        # Also for infinities, for which 0 * x would be NaN. Dimensions of 1 stand for those of x.
+        return values.make_known(np.ones((1,) * len(x.shape), values.find_container(x.dtype)))
     return result if exponent > 0 else apply_operator(graph, "Div", [one, result])
-
-
-def _fill_like(graph: Graph, x: Value, number: int) -> Value:
-    zero = apply_operator(graph, "Mul", [x, make_scalar(0, x.dtype)])
-    return apply_operator(graph, "Add", [zero, make_scalar(number, x.dtype)])
 
 
 @writes_mark("softmax", "tanh", "logistic")
@@ -180,6 +185,7 @@ def write_kernel(graph: Graph, call: Call) -> Value:
     operator, attributes = {"softmax": ("Softmax", {"axis": -1}), "tanh": ("Tanh", {}), "logistic": ("Sigmoid", {})}[
         call.name
     ]
+    # The metadata then names the runtime, whose approximations `load` takes for this model again.
     (output,), graph.floats = call.outputs, "runtime"
     name = graph.add(operator, [graph.store_full(call.inputs[0], output.shape)], **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
@@ -197,6 +203,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
     if call.name == "rsqrt":
         return apply("Div", one, apply("Sqrt", x))
     if call.name == "log1p":
+        # Near 0 this loses digits that JAX's function keeps, and so does expm1: ONNX has no operator for either.
         return apply("Log", apply("Add", one, x))
     if call.name == "expm1":
         return apply("Sub", apply("Exp", x), one)
@@ -210,6 +217,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
     if call.name == "atan2":
         return _write_atan2(graph, *call.inputs)
     if call.name == "rem":
+        # The sign is that of the dividend, which Mod has with fmod=1 only.
         return apply_operator(graph, "Mod", call.inputs, fmod=1)
     if call.name == "is_finite":
         return _write_is_finite(graph, x)
@@ -220,6 +228,7 @@ def write_composed(graph: Graph, call: Call) -> Value:
 
 
 def _write_is_finite(graph: Graph, x: Value) -> Value:
+    # IsInf takes 16-bit floats from opset 20 on only.
     x = x if x.dtype == dtypes.FLOAT32 else cast_value(graph, x, np.float32)
     infinite, nan = (write_operator(graph, operator, [x], np.bool_) for operator in ("IsInf", "IsNaN"))
     return write_operator(graph, "Not", [write_operator(graph, "Or", [infinite, nan], np.bool_)], np.bool_)
@@ -227,6 +236,7 @@ def _write_is_finite(graph: Graph, x: Value) -> Value:
 
 def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
     zero, pi = make_scalar(0, x.dtype), make_scalar(np.pi, x.dtype)
+    # Atan knows the right half of the plane. The sign of a zero is not seen, because Less(-0, 0) is false.
     ratio = apply_operator(graph, "Atan", [apply_operator(graph, "Div", [y, x])])
     offset = choose(graph, apply_operator(graph, "Less", [y, zero], np.bool_), make_scalar(-np.pi, x.dtype), pi)
     left = apply_operator(graph, "Less", [x, zero], np.bool_)
@@ -247,14 +257,25 @@ def write_shift(graph: Graph, call: Call) -> Value:
         name = graph.add("BitShift", [graph.store(v) for v in (x, steps)], direction=direction)
         return Value(values.broadcast_shapes(x.shape, steps.shape), dtype, name)
     if call.name == "shift_right_arithmetic" and steps.is_known:
-        # A division that rounds down: (x - mod(x, p)) / p.
-        power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
-        rest = apply_operator(graph, "Mod", [x, power])
-        return apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
+        return _shift_right(graph, x, np.asarray(steps.array))
     if call.name == "shift_left" and steps.is_known:
         power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
         return apply_operator(graph, "Mul", [x, power])
     raise UnsupportedError(f"a shift of {dtype}")
+
+
+def _shift_right(graph: Graph, x: Value, steps: np.ndarray) -> Value:
+    """Return signed integers shifted by known numbers, as divisions that round down: (x - mod(x, p)) / p."""
+    most = 8 * steps.dtype.itemsize - 1
+    # A shift by all bits or more leaves the sign, as one by all but the last does. JAX counts a negative one so, too.
+    steps = np.where((steps < 0) | (steps > most), most, steps).astype(steps.dtype)
+    # The dtype does not hold 2**most, so the longest shift takes two divisions.
+    for part in (np.minimum(steps, most - 1), np.maximum(steps - (most - 1), 0)):
+        if np.any(part):
+            power = values.make_known(np.left_shift(np.ones_like(part), part))
+            rest = apply_operator(graph, "Mod", [x, power])
+            x = apply_operator(graph, "Div", [apply_operator(graph, "Sub", [x, rest]), power])
+    return x
 
 
 @writes("select_n")
@@ -275,6 +296,7 @@ def write_select(graph: Graph, call: Call) -> Value:
 def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value:
     """Return `chosen` where the condition holds, and `other` elsewhere."""
     dtype = values.find_container(chosen.dtype)
+    # ONNX Runtime has no kernels of Where for the other floats and integers.
     wide = np.dtype(np.float32) if dtype in (dtypes.FLOAT16, dtypes.BFLOAT16) else dtype
     wide = np.dtype(np.int32) if dtype.kind in "iub" and dtype not in (np.uint8, np.int32, np.int64) else wide
     cases = [x if wide == dtype else cast_value(graph, x, wide) for x in (chosen, other)]

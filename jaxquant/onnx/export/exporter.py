@@ -91,6 +91,7 @@ class Exporter:
 
     def _note_unsupported(self, name: str, error: Exception, equation: Any, specs: Sequence[Spec]) -> list[Value]:
         """Note what ONNX cannot express, and return placeholders of its results."""
+        # The error lists everything that is not supported; with placeholders, the export goes on and finds it.
         self.unsupported[f"{name} ({error}) at {_locate(equation)}"] = None
         return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
 
@@ -105,6 +106,7 @@ class Exporter:
             results = self._expand_mark(mark, operands, avals)
         results = [results] if isinstance(results, Value) else list(results)
         if self._depth == 0:
+            # Inside of the arithmetic of a mark there are no points: `verify` evaluates the mark as a whole.
             for place in program.find_points(mark):
                 self.graph.points.append(self.graph.store(results[place]))
         return results
@@ -144,6 +146,7 @@ class Exporter:
             hint = None if stacked.hint is None else f"{stacked.hint}.{index}"
             return values.make_known(array[index], hint)
         if stacked.shape and bool(stacked.shape[0] == 1):
+            # A dimension of 1 stands for a longer one whose entries are equal.
             index = 0
         name = self.graph.add("Gather", [self.graph.store(stacked), self.graph.add_constant(np.int64(index))], axis=0)
         return Value(tuple(stacked.shape[1:]), stacked.dtype, name)

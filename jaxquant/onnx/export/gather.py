@@ -44,6 +44,7 @@ def _read_indices(
         array = np.asarray(indices.array).astype(np.int64)
         array = np.where(array > 2**62, -1, array)
         if np.all((array >= 0) & (array <= np.asarray(limits, np.int64))):
+            # Known indices that are inside need no limits in the model, and no mask.
             return graph.add_constant(np.ascontiguousarray(array)), None
     name = graph.cast(graph.store_full(indices, shape), np.int64)
     if mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
@@ -52,6 +53,7 @@ def _read_indices(
     inside = graph.add("Min", [graph.add("Max", [name, graph.ints(0)]), limit])
     if mode == lax.GatherScatterMode.CLIP:
         return inside, None
+    # ReduceMin takes bools from opset 20 on only.
     equal = graph.cast(graph.add("Equal", [inside, name]), np.int32)
     return inside, graph.cast(graph.reduce("ReduceMin", equal, [len(shape) - 1]), np.bool_)
 
@@ -176,12 +178,15 @@ def write_scatter(graph: Graph, call: Call) -> Value:
     ):
         raise UnsupportedError("a scatter of slices")
     kind = call.name.replace("-", "_").removeprefix("scatter").removeprefix("_")
-    if kind and graph.opset < (18 if kind in ("min", "max") else 16):
-        raise UnsupportedError("a scatter with a reduction needs opset 18")
+    # The opset in which ScatterND got each reduction.
+    least = {"": 13, "add": 16, "mul": 16}.get(kind, 18)
+    if graph.opset < least:
+        raise UnsupportedError(f"a scatter with a reduction by {kind!r} needs opset {least}")
     mode = lax.GatherScatterMode.from_any(p["mode"])
     limits = [x_shape[axis] - 1 for axis in axes]
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
     if is_inside is not None:
+        # JAX drops such updates; ScatterND has no way to, and the runtime raises.
         raise UnsupportedError('a scatter whose indices may be out of range: use mode="promise_in_bounds" or "clip"')
     x = graph.transpose(graph.store_full(call.inputs[0], x_shape), [*axes, *others])
     update_order = [*(a for a in range(batch + len(windows)) if a not in windows), *windows]

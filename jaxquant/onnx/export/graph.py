@@ -180,6 +180,7 @@ class Graph:
         """Return a reduction over axes."""
         if not axes:
             return name
+        # The axes became an input in opset 13 for ReduceSum, and in 18 for the others.
         if self.opset >= 18 or operator == "ReduceSum":
             return self.add(operator, [name, self.ints(*axes)], keepdims=int(keepdims))
         return self.add(operator, [name], axes=list(axes), keepdims=int(keepdims))
@@ -188,13 +189,17 @@ class Graph:
         """Return a tensor in another shape, of which dimensions may be symbolic."""
         unknown = [axis for axis, n in enumerate(shape) if not values.is_static((n,))]
         if len(unknown) <= 1 and (not unknown or 0 not in shape):
+            # -1 is one symbolic dimension, without nodes that compute it. Beside a 0 it would not be determined.
             target = self.ints(*(-1 if axis in unknown else int(n) for axis, n in enumerate(shape)))
         else:
             target = self.add_shape(shape)
         has_zero = any(values.is_static((n,)) and n == 0 for n in shape)
+        # Without allowzero, a 0 copies the length of the input. Opset 13 has nothing else.
         result = self.add("Reshape", [name, target], allowzero=1 if has_zero and self.opset >= 14 else None)
         if values.is_static(shape) and math.prod(shape) == 1:
+            # ONNX Runtime's fusions look for the scalar itself, not for a reshape of it.
             self._scalars[result] = self._scalars.get(name, name)
+        # A reshape must not hide from `cast` that these integers are widened codes.
         if name in self._narrow:
             source, dtype = self._narrow[name]
             self._narrow[result] = (self.reshape(source, shape), dtype)
@@ -227,6 +232,7 @@ class Graph:
     def add_dimension(self, dimension: Any) -> str:
         """Return the name of a vector of one int64: a symbolic dimension, computed from the shapes of the inputs."""
         text = str(dimension)
+        # JAX has no public access to the terms of a symbolic dimension. Its text is an expression of Python.
         key = ("dimension", text)
         if key not in self._shared:
             self._shared[key] = self._compute_dimension(ast.parse(text, mode="eval").body)
@@ -255,6 +261,7 @@ class Graph:
     def _measure_input(self, variable: str) -> str:
         name, axis = self.dimensions[variable]
         if self.opset >= 15:
+            # Shape has no range of axes before opset 15.
             return self.add("Shape", [name], start=axis, end=axis + 1)
         return self.add("Gather", [self.add("Shape", [name]), self.ints(axis)])
 

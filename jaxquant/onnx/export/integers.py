@@ -36,6 +36,7 @@ def write_contraction(graph: Graph, call: Call) -> Value:
     lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
     rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
     points = p["lhs_steps"], p["rhs_steps"]
+    # ONNX Runtime takes one zero point of the left operand, and one for each column of the right.
     is_direct = _is_zero(points[0]) or _count(points[0]) == 1
     columns = _find_column_points(points[1], rhs)
     if is_direct and columns is not None:
@@ -54,6 +55,7 @@ def write_contraction(graph: Graph, call: Call) -> Value:
 
         name = contractions.multiply(graph, lhs, rhs, multiply)
     else:
+        # A MatMul of int32 wraps around as MatMulInteger does, only slower.
         sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
         name = contractions.multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
     return Value(tuple(output), _INT32, name)
@@ -122,6 +124,7 @@ def write_convolution(graph: Graph, call: Call) -> Value:
     graph.note_dtype(kernel, w.dtype)
     x_point = _store_point(graph, point, ())
     if any(step != 1 for step in geometry.lhs_dilation):
+        # The zero point between the elements counts as 0, like the one with which ConvInteger pads.
         name = contractions.spread_image(graph, name, x_shape, geometry.lhs_dilation, [x_point])
     if _is_zero(steps) or _count(steps) == 1:
         w_point = _store_point(graph, _read_point(graph, steps, w.dtype), ())
@@ -169,6 +172,7 @@ def _to_unsigned(graph: Graph, x: Value, steps: Value | None, shape: Shape) -> t
     """Return uint8 codes and their zero point: ONNX Runtime's ConvInteger takes no int8 images."""
     if x.dtype == _UINT8:
         return x, _read_point(graph, steps, _UINT8)
+    # Codes and zero point both move by 128, so the sums do not change.
     wide = apply_operator(graph, "Add", [cast_value(graph, x, np.int32), values.make_known(np.int32(128))])
     steps = values.make_known(np.int32(0)) if steps is None else steps
     if steps.is_known:

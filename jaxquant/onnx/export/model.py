@@ -113,6 +113,7 @@ def _check_options(form: str, opset: int, batch: Any) -> None:
 
 def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of the inputs, with a symbolic first dimension if it has a name."""
+    # One symbol for all inputs: their batches are equal, and the program may rely on it.
     symbol = None if batch is None else jax_export.symbolic_shape(batch)[0]
     specs = []
     for leaf in leaves:
@@ -125,6 +126,7 @@ def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeS
 
 def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Sequence[str] | None) -> list[str]:
     """Return a name for each input: the caller's, or the path of the leaf in the function's arguments."""
+    # The order of the leaves is that of the specs, which come from the same flattening.
     paths = jax.tree_util.tree_flatten_with_path(list(arguments))[0]
     if names is not None:
         checks.require(
@@ -170,6 +172,7 @@ def _write(
     results = program.run_program(exporter, trace.program, constants, [*params, *inputs])
     expected = "operations that ONNX can express"
     checks.require(not exporter.unsupported, _NAME, "function", expected, "; ".join(exporter.unsupported))
+    # What comes after the program belongs to none of its scopes.
     graph.scope = ""
     types = [(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in trace.program.outvars]
     written = [graph.store_full(x, shape) for x, (shape, _) in zip(results, types, strict=True)]
@@ -199,6 +202,7 @@ def _make_model(
     if graph.has_microsoft:
         domains.append(helper.make_opsetid(MICROSOFT, 1))
     model = helper.make_model(body, opset_imports=domains, producer_name="jaxquant")
+    # onnx writes its newest IR version by default, which the installed runtime may not read.
     model.ir_version = max(helper.find_min_ir_version_for(domains, True), 8)
     stored = {POINTS: json.dumps(points), SCANS: json.dumps(graph.rolled), "jaxquant.form": graph.form}
     stored[FLOATS] = graph.floats
@@ -229,6 +233,7 @@ def _rename_outputs(graph: Graph, outputs: Sequence[Any], names: Sequence[str]) 
     for tensor, name in zip(written, names, strict=True):
         if tensor == name:
             continue
+        # No node gives its result a second name, and a quantize point keeps the name that the metadata has.
         if tensor not in produced or written.count(tensor) > 1 or tensor in points:
             graph.nodes.append(helper.make_node("Identity", [tensor], [name], name=graph.make_name(f"{name}.copy")))
             continue

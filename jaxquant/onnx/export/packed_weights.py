@@ -72,6 +72,7 @@ def multiply_packed(graph: Graph, lhs: Any, rhs: Any) -> str | None:
         rhs: the weights, a Matrix.
     """
     weights = graph.weights.get(rhs.value.name)
+    # MatMulNBits multiplies rows by one matrix of weights for the whole batch.
     if weights is None or lhs.batch or not lhs.free or tuple(weights.codes.shape) != tuple(rhs.shape):
         return None
     block = _find_block(weights, rhs.contracted)
@@ -95,8 +96,10 @@ def _find_block(weights: Weights, contracted: Any) -> int | None:
     """Return the length of MatMulNBits's blocks, or None if no length fits the blocks of the scale."""
     parts = [part for part in (weights.scale, weights.zero_point) if part is not None]
     if all(part.shape[axis] == 1 for part in parts for axis in contracted):
+        # A block may be longer than the column: codes past K are ignored.
         depth = math.prod(weights.codes.shape[axis] for axis in contracted)
         return min(_USUAL, max(_SHORTEST, 1 << max(depth - 1, 0).bit_length()))
+    # The blocks of one of several dimensions are no runs of the merged one.
     if len(contracted) > 1:
         return None
     size = weights.sizes[contracted[0]]
@@ -123,6 +126,7 @@ def _pack(weights: Weights, rhs: Any, rows: int, depth: int, block: int) -> list
     if weights.zero_point is None and shift:
         return packed
     point = 0 if weights.zero_point is None else spread(weights.zero_point)
+    # Two zero points share a byte, within a row only.
     points = np.zeros((rows, blocks + blocks % 2), np.uint8)
     points[:, :blocks] = point + shift
     return [*packed, points[:, 0::2] | (points[:, 1::2] << 4)]

@@ -104,6 +104,7 @@ def trace_call(function: Callable[..., Any], params: Any, structure: Any, specs:
     arrays = [paths[i][1] for i in places]
 
     def flat(*inputs: Any) -> Any:
+        # Leaves that are no arrays, such as Python numbers, stay what they are, and may decide about shapes.
         leaves = [leaf for _, leaf in paths]
         for place, array in zip(places, inputs, strict=False):
             leaves[place] = array
@@ -181,6 +182,7 @@ def _find_default_platform(equation: Any) -> int:
 
 
 def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
+    # Without operands everything is known, but a symbolic dimension is known only when the model runs.
     if name == "dim_as_value" or equation.effects or not all(values.is_static(spec.shape) for spec in specs):
         return False
     if name in _CALLS or name in (programs.SCAN, programs.COND):
@@ -195,6 +197,7 @@ def _fold(backend: Backend, name: str, equation: Any, operands: Sequence[Any]) -
     parameters, arrays = equation.params, [backend.read_known(x) for x in operands]
     if name == MARK:
         with jax.ensure_compile_time_eval():
+            # Computed now, even if the export itself runs under a transformation.
             results = parameters["mark"].evaluate(*arrays)
         backend.skip_points(parameters["mark"], results)
     elif name == "broadcast_in_dim":  # a view: the graph holds one copy of what repeats
@@ -248,6 +251,7 @@ def _unroll_scan(backend: Backend, equation: Any, operands: Sequence[Any], specs
         carries, rows[i] = results[: scan.carries], results[scan.carries :]
     out_specs = specs[scan.carries :]
     if scan.length == 0:
+        # No step tells what is stacked, so the declared types do.
         empty = [backend.make_known(np.zeros(spec.shape, spec.dtype)) for spec in out_specs]
         return [*carries, *empty]
     return [
@@ -267,6 +271,7 @@ def _run_branches(
         return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], arguments)
 
     if backend.is_constant(index):
+        # lax.cond and lax.switch clamp their index.
         place = min(max(int(np.asarray(backend.read_known(index))), 0), len(branches) - 1)
         return run_branch(branches[place])
     results = [run_branch(body) for body in branches]
@@ -357,6 +362,7 @@ class Tap:
 
 def find_points(mark: recording.Mark) -> list[int]:
     """Return the places of the codes among the results of a mark: what a verification compares."""
+    # Two of these return the codes of another mark; a dynamic zero point shows in the codes that it shifts.
     if mark.name in ("keep", "dynamic_range", "name_output"):
         return []
     return [i for i, (_, dtype) in enumerate(mark.results) if dtype in values.CODES]

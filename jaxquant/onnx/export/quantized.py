@@ -99,6 +99,7 @@ def _reshape_value(graph: Graph, x: Value, shape: Shape) -> Value:
 def _repeat(graph: Graph, x: Value, axis: int, size: int, length: Any) -> Value:
     """Return an array with each entry along an axis repeated, cut to a length."""
     if x.is_known:
+        # The last block may be shorter than the others.
         array = np.repeat(np.asarray(x.array), size, axis=axis)
         return values.make_known(np.take(array, np.arange(length), axis=axis), x.hint)
     index = graph.add_constant(np.arange(length, dtype=np.int64) // size)
@@ -115,6 +116,7 @@ def write_quantize(graph: Graph, call: Call) -> Value:
     p = call.parameters
     x, scale, zero_point = p["x"], p["scale"], p["zero_point"]
     shape, dtype = call.outputs[0].shape, np.dtype(p["dtype"])
+    # DynamicQuantizeLinear has computed the codes together with the range.
     dynamic = graph.codes.get((x.name, scale.name)) if x.name and scale.name else None
     if dynamic is not None and zero_point is not None and zero_point.hint == "dynamic":
         return dynamic
@@ -122,6 +124,8 @@ def write_quantize(graph: Graph, call: Call) -> Value:
     if p["precision"] == dtypes.INT32 or dtype in dtypes.SMALL_FLOATS:
         return _quantize_small_float(graph, x, scale, p, layout, shape)
     is_same = zero_point is None or zero_point.shape == scale.shape
+    # ONNX Runtime divides everything in float32 and ignores the attribute `precision`, so other divisions are written
+    # out.
     is_direct = x.dtype == scale.dtype == p["precision"] == dtypes.FLOAT32 and is_same
     is_direct = is_direct and layout is not None and has_operator(graph, dtype, layout)
     if is_direct:
@@ -216,6 +220,7 @@ def encode(graph: Graph, value: Value, zero_point: Value | None, dtype: np.dtype
         return _write_operator(graph, value, make_scalar(1, np.float32), zero_point, layout, dtype, bounds, value.shape)
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     rounded = apply_operator(graph, "Round", [value])
+    # Max and Min pass a NaN on, whose conversion to an integer is not defined. QuantizeLinear makes it the lowest code.
     nan = elementwise.write_operator(graph, "IsNaN", [value], np.bool_)
     if zero_point is not None:
         rounded = apply_operator(graph, "Add", [rounded, cast_value(graph, zero_point, np.float32)])
@@ -369,6 +374,7 @@ def write_own_range(graph: Graph, call: Call) -> list[Value] | None:
     p = call.parameters
     spec, x = p["spec"], p["x"]
     (scale_shape, scale_dtype), (point_shape, point_dtype) = call.outputs
+    # DynamicQuantizeLinear has one formula: uint8, all codes, and a scale that is not rounded to a power of two.
     is_plain = spec.codebook is None and not spec.power_of_two and tuple(spec.bounds) == (0, 255)
     is_plain = is_plain and np.dtype(point_dtype) == np.uint8 and scale_dtype == x.dtype == dtypes.FLOAT32
     if not is_plain or any(not bool(n == 1) for n in (*scale_shape, *point_shape)):

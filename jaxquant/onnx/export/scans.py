@@ -25,6 +25,7 @@ def is_rolled(choice: str, scan: Any, operands: Sequence[Value]) -> bool:
         if choice == "unroll":
             raise UnsupportedError("a scan of symbolic length")
         return True
+    # A scan of known operands is evaluated now, and a loop of no steps needs no node.
     if scan.length == 0 or choice == "unroll" or all(x.is_known for x in operands):
         return False
     return choice == "loop" or scan.length > _MOST_UNROLLED
@@ -50,6 +51,7 @@ def write_scan(exporter: Exporter, scan: Any, operands: Sequence[Value], outputs
         stacks, specs = [graph.add_constant(np.zeros(scan.length, np.bool_))], [*specs, Spec((), np.dtype(np.bool_))]
     body, points = _write_body(exporter, scan, operands, specs)
     turns: dict[str, Any] = {"scan_input_directions": [1] * len(stacks)} if scan.reverse else {}
+    # onnx cannot make an attribute of an empty list.
     if scan.reverse and len(outputs) > scan.carries:
         turns["scan_output_directions"] = [1] * (len(outputs) - scan.carries)
     names = graph.add("Scan", [*carried, *stacks], len(outputs), body=body, num_scan_inputs=len(stacks), **turns)

@@ -114,6 +114,7 @@ def write_reverse(graph: Graph, call: Call) -> Value:
     axes = [axis for axis in call.parameters["dimensions"] if not _is_one(x.shape[axis])]
     if not axes:
         return x
+    # The end is not included and a negative one counts from the back: only one before all elements keeps the first.
     ends = [graph.ints(*(number for _ in axes)) for number in (-1, -(2**31))]
     steps = graph.ints(*(-1 for _ in axes))
     return Value(x.shape, x.dtype, graph.add("Slice", [graph.store(x), *ends, graph.ints(*axes), steps]))
@@ -216,6 +217,7 @@ def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -
     """Return a vector of int64 of first indices between 0 and the limits."""
     parts = [graph.reshape(graph.cast(graph.store(start), np.int64), (1,)) for start in starts]
     begin = parts[0] if len(parts) == 1 else graph.add("Concat", parts, axis=0)
+    # JAX moves a slice that does not fit; Slice would cut it off.
     begin = graph.add("Max", [begin, graph.ints(*(0 for _ in parts))])
     return graph.add("Min", [begin, graph.add_shape(tuple(limits))])
 
@@ -235,6 +237,7 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     if not values.is_static((sizes[axis],)):
         raise UnsupportedError("an update of symbolic length")
     begin = _join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
+    # ONNX's operators that replace elements want the index of each of them.
     offsets = graph.ints(*range(sizes[axis]))
     line = graph.reshape(graph.add("Add", [begin, offsets]), tuple(-1 if a == axis else 1 for a in range(len(shape))))
     index = graph.add("Expand", [line, graph.add_shape(tuple(sizes))])
@@ -249,9 +252,13 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
 def write_cumulative_sum(graph: Graph, call: Call) -> Value:
     """Write running sums."""
     (x,), p = call.inputs, call.parameters
+    # CumSum has no integers of 8 and 16 bits. Sums in a wider dtype have the same low bits.
+    container, wide = values.find_container(x.dtype), elementwise.find_compute_dtype(x.dtype)
     name = graph.store_full(x, p["input_shapes"][0])
-    axis = graph.add_constant(np.int64(p["axis"]))
-    return Value(call.outputs[0].shape, x.dtype, graph.add("CumSum", [name, axis], reverse=int(p["reverse"])))
+    name = name if wide == container else graph.cast(name, wide)
+    name = graph.add("CumSum", [name, graph.add_constant(np.int64(p["axis"]))], reverse=int(p["reverse"]))
+    name = name if wide == container else graph.cast(name, container)
+    return Value(call.outputs[0].shape, container, name)
 
 
 @writes("top_k", "sort")
@@ -265,6 +272,7 @@ def write_sort(graph: Graph, call: Call) -> list[Value]:
     axis = p["dimension"] if is_sort else p.get("axis", len(spec.shape) - 1)
     name = graph.store_full(x, p["input_shapes"][0])
     count = graph.add_shape((spec.shape[axis],))
+    # ONNX has no sort. The largest or smallest of all elements come in order.
     ordered, index = graph.add("TopK", [name, count], 2, axis=axis, largest=0 if is_sort else 1)
     results = [Value(spec.shape, x.dtype, ordered)]
     if not is_sort:
@@ -297,6 +305,7 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     if not axes:
         return x
     operator = _REDUCTIONS.get(call.name) or {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}[call.name]
+    # ReduceMin and ReduceMax take bools from opset 20 on only.
     wide = elementwise.find_compute_dtype(x.dtype)
     # A reduced dimension must have all of its elements; the others may stay short.
     shape = call.parameters["input_shapes"][0]

@@ -52,6 +52,8 @@ def read_checked_model(source: Source, limits: Limits) -> onnx.ModelProto:
     """Return a model with its external data in it, after all checks."""
     model = read_model(source, limits)
     try:
+        # Nodes are counted before the checker, which follows calls of functions, and external data is read after it has
+        # seen the dims that say how many bytes there are.
         _check_opsets(model)
         _check_node_count(model, limits)
         _run_checker(model)
@@ -96,6 +98,7 @@ def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
             if key in functions:
                 if key in active:
                     raise ModelError(f"function {node.op_type!r} calls itself")
+                # A total is kept: counting each call anew would take as long as expanding the functions.
                 if key not in totals:
                     active.add(key)
                     totals[key] = count(functions[key].node, depth + 1)
@@ -113,6 +116,7 @@ def _check_node_count(model: onnx.ModelProto, limits: Limits) -> None:
 
 def _list_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
     """Yield nodes and those of their subgraphs."""
+    # Not by recursion: the file decides how deep subgraphs are nested.
     pending = [nodes]
     while pending:
         for node in pending.pop():

@@ -40,6 +40,7 @@ def describe_function(fn: LoadedFunction, params: Any) -> str:
     totals: dict[str, list[int]] = {}
     for label, node in _list_nodes(fn.graph, ""):
         kind = _find_kind(node, codes)
+        # Removed, so that a constant counts for the first node that reads it only.
         size = sum(sizes.pop(name, 0) for name in dict.fromkeys(node.inputs))
         operator = f"{node.domain}.{node.op}" if node.domain else node.op
         rows.append((label, operator, kind, f"{size:,}"))

@@ -7,6 +7,7 @@ or along fewer than 16 elements, a result may differ in the last bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,6 +90,7 @@ def _sum(x: jax.Array) -> jax.Array:
     if n % (2 * _PACKET):
         last = x[..., -_PACKET:]
         total = total + last if pairs else last
+    # Eigen adds the halves of a packet first, then what is left.
     return (total[..., 0] + total[..., 2]) + (total[..., 1] + total[..., 3])
 
 
@@ -145,11 +147,14 @@ def softmax_last(x: jax.Array) -> jax.Array:
 def _softmax(x: jax.Array) -> jax.Array:
     *rest, n = x.shape
     exponentials = _exponentiate(x - jnp.max(x, axis=-1, keepdims=True))
+    # Lanes without an element add 0, which does not round.
     padding = [*((0, 0) for _ in rest), (0, -n % _LANES)]
     total = _add_rows(jnp.pad(exponentials, padding), _LANES)
     total = total[..., : _LANES // 2] + total[..., _LANES // 2 :]
+    # The last 8 lanes are added in pairs of neighbors, as AVX's horizontal addition does.
     while total.shape[-1] > 1:
         total = total[..., 0::2] + total[..., 1::2]
+    # The kernel multiplies by the reciprocal of the sum.
     return exponentials * (np.float32(1) / total)
 
 
@@ -165,38 +170,34 @@ def _divide_polynomials(x: jax.Array, limit: float, parts: tuple[tuple[float, ..
     return _evaluate(parts[0], square) * x / _evaluate(parts[1], square)
 
 
-@recording.mark("tanh", _keep_shape, recording.map_elements)
-def tanh(x: jax.Array) -> jax.Array:
-    """Return the hyperbolic tangent of float32 as ONNX Runtime approximates it."""
-    return _tanh(x)
+def _approximate(
+    name: str, formula: Callable[[jax.Array], jax.Array], differentiate: Callable[[jax.Array], jax.Array]
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a function of float32 with a mark of this name; `differentiate` maps its result to its derivative."""
+    # The derivative of the polynomials would be that of the approximation, and 0 where it clips.
+    function = jax.custom_jvp(jax.jit(formula))
+
+    @function.defjvp
+    def differentiate_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        y = function(*primals)
+        return y, tangents[0] * differentiate(y)
+
+    @recording.mark(name, _keep_shape, recording.map_elements)
+    def approximate(x: jax.Array) -> jax.Array:
+        return function(x)
+
+    return approximate
 
 
-@jax.custom_jvp
-@jax.jit
-def _tanh(x: jax.Array) -> jax.Array:
+def _divide_tanh(x: jax.Array) -> jax.Array:
     return _divide_polynomials(x, 9, _TANH)
 
 
-@_tanh.defjvp
-def _tanh_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    y = _tanh(*primals)
-    return y, tangents[0] * (1 - y * y)
-
-
-@recording.mark("logistic", _keep_shape, recording.map_elements)
-def apply_logistic(x: jax.Array) -> jax.Array:
-    """Return the logistic function of float32 as ONNX Runtime approximates it."""
-    return _logistic(x)
-
-
-@jax.custom_jvp
-@jax.jit
-def _logistic(x: jax.Array) -> jax.Array:
+def _divide_logistic(x: jax.Array) -> jax.Array:
     y = _divide_polynomials(x, 18, _LOGISTIC) + np.float32(0.5)
     return jnp.clip(y, np.float32(0), np.float32(1))
 
 
-@_logistic.defjvp
-def _logistic_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    y = _logistic(*primals)
-    return y, tangents[0] * y * (1 - y)
+# The hyperbolic tangent and the logistic function as ONNX Runtime approximates them.
+tanh = _approximate("tanh", _divide_tanh, lambda y: 1 - y * y)
+apply_logistic = _approximate("logistic", _divide_logistic, lambda y: y * (1 - y))

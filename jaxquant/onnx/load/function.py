@@ -128,6 +128,7 @@ class LoadedFunction:
         source = self._source
         checks.require(source is not None, "onnx", "convert", "a function loaded with trainable=True", repr(self))
         assert source is not None
+        # Training moves scales freely, but the codes of a scale of 0 or below mean nothing.
         scales = {name for node in source.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
         for name in scales & set(params):
             positive = bool(np.all(np.asarray(params[name]) > 0))
@@ -254,9 +255,11 @@ def _make_function(
     parameters = split_constants(graph)
     names = set(graph.constants)
     graph = fuse_graph(graph, is_exported)
+    # Fusing makes constants of its own: zero points that the model leaves out, and those of uint8.
     made = {name: array for name, array in graph.constants.items() if name not in names}
     parameters = parameters._replace(constants={**parameters.constants, **made})
     static = frozenset(find_static_names(graph) & set(graph.inputs))
+    # The constants of the graph would stay in memory beside those of the caller's `params`.
     bare = dataclasses.replace(graph, constants={})
     fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, is_exported, _source=source)
     _trace_declared(fn, parameters.params)

@@ -79,6 +79,7 @@ class _Fuser:
         node = self.producers.get(name)
         if node is None or node.op != "DequantizeLinear" or self.find_codes_dtype(node) is None:
             return None
+        # ONNX Runtime's rules want a constant scale and zero point.
         return node if all(part in self.constants for part in node.inputs[1:] if part) else None
 
     def find_sink(self, node: Node) -> Node | None:
@@ -149,6 +150,7 @@ class _Fuser:
             scale, point = (np.asarray(self.constants[name]).reshape(()) for name in self.read_affine(sink))
             info = np.iinfo(point.dtype)
             low, high = ((float(code) - float(point)) * float(scale) for code in (info.min, info.max))
+            # The bounds may be wider than the values of the codes: QuantizeLinear saturates first.
             if bounds is not None and bounds[0] - low <= _CLOSE and high - bounds[1] <= _CLOSE:
                 renamed[node.outputs[0]] = node.inputs[0]
         self._rename_inputs(renamed)
@@ -181,6 +183,7 @@ class _Fuser:
         for node in self.nodes:
             is_moving = node.op in _MOVING and not node.domain and not any(node.outputs[1:])
             source, sink = (self.find_source(node.inputs[0]), self.find_sink(node)) if is_moving else (None, None)
+            # ONNX Runtime moves quantization with a single scale only.
             if source is not None and self.is_per_tensor(source) and not self._feeds_quantization(node):
                 inner = f"{node.outputs[0]}/moved"
                 pair = self._make_pair(source, inner, node.outputs[0])
@@ -222,6 +225,7 @@ class _Fuser:
             target = readers[0].outputs[0]
             uses = len(self.readers[target]) + (target in self.graph.outputs)
             constant = all(part in self.constants for part in (*node.inputs[1:], *readers[0].inputs[1:]) if part)
+            # Another reader of the codes or of the values would see the change, and ONNX Runtime leaves the pair alone.
             if uses == 1 and constant and self.have_same_affine(node, readers[0]):
                 point = node.inputs[2]
                 name = f"{point}/uint8"
@@ -303,4 +307,5 @@ class _Fuser:
 
 def _allows_codes(node: Node, dtype: Any) -> bool:
     """Return whether an operator runs on codes of this dtype."""
+    # MaxPool has kernels for codes of 8 bits only, and int32 is no dtype of codes.
     return dtype in _EIGHT_BITS or (node.op != "MaxPool" and dtype is not None and dtype != jnp.int32)

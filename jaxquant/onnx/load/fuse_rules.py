@@ -92,10 +92,12 @@ def _select_elementwise(fuser: _Fuser, node: Node) -> Match | None:
     if node.op == "Where":
         return sink, [_make_node(node, "QLinearWhere", _MICROSOFT, [node.inputs[0], *operands, *result], output, {})]
     name, kept = _UNARY[node.op]
+    # QLinearAveragePool has no dilations.
     if any(n != 1 for n in node.attributes.get("dilations", ())):
         return None
     attributes = {key: node.attributes[key] for key in kept if key in node.attributes}
     if node.op == "Softmax":
+        # The meaning of the axis depends on the opset of Softmax, which QLinearSoftmax has as an attribute.
         attributes = {"axis": attributes.get("axis", -1 if node.opset >= 13 else 1), "opset": node.opset}
     if node.op == "LeakyRelu":
         attributes.setdefault("alpha", 0.01)
@@ -130,6 +132,7 @@ def _select_bias(fuser: _Fuser, node: Node, operands: list[str]) -> tuple[list[s
         codes = source.inputs[0]
         if codes not in fuser.constants or fuser.constants[codes].dtype != _INT32:
             return None
+        # ONNX Runtime compares the scale of the bias with that of the sums for Conv only.
         return ([codes], []) if node.op == "Gemm" or _fits_accumulator(fuser, source, operands) else None
     if name not in fuser.constants or fuser.constants[name].dtype != np.float32:
         return None
@@ -153,6 +156,7 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     if sources is None or not fuser.is_per_tensor(sources[0]):
         return None
     left, right = (fuser.find_codes_dtype(source) for source in sources)
+    # ONNX Runtime has no kernel for int8 times uint8.
     if left == _INT8 and right != left:
         return None
     operands = [*_describe(fuser, sources[0]), *_describe(fuser, sources[1])]
@@ -162,6 +166,7 @@ def _select_matmul(fuser: _Fuser, node: Node) -> Match | None:
     if added is not None:
         return _select_gemm(fuser, added[0], added[1], operands, left)
     readers = fuser.readers[node.outputs[0]]
+    # As with Conv: on x86-64 only Gemm takes int8 activations.
     if left == _INT8:
         return None
     sink = _find_result(fuser, node, left)
@@ -197,6 +202,7 @@ def _find_added(fuser: _Fuser, node: Node, sources: list[Node]) -> tuple[Node, N
 def _select_gemm(fuser: _Fuser, gemm: Node, last: Node, operands: list[str], dtype: Any) -> Match | None:
     """Gemm as QGemm, with codes or float32 as its result."""
     has_bias = len(gemm.inputs) > 2 and bool(gemm.inputs[2])
+    # QGemm has no beta, and its alpha would scale the steps of the bias, too.
     if has_bias and not gemm.attributes.get("beta", 1.0) == gemm.attributes.get("alpha", 1.0) == 1:
         return None
     sink = fuser.find_sink(last)

@@ -137,6 +137,7 @@ class _Converter:
         if graph.sparse_initializer:
             raise ModelError("sparse initializers are not supported")
         constants = {tensor.name: self.reader.read_constant(tensor) for tensor in graph.initializer}
+        # Old models list their initializers among the inputs.
         inputs = tuple(value.name for value in graph.input if value.name not in constants)
         return self._collect(inputs, tuple(value.name for value in graph.output), constants, graph.node)
 
@@ -161,6 +162,7 @@ class _Converter:
         for attribute in proto.attribute:
             name = attribute.ref_attr_name
             if name:
+                # An argument that neither the call nor a default gives leaves the attribute out.
                 if name in self.arguments:
                     attributes[attribute.name] = self.arguments[name]
             else:
@@ -190,6 +192,7 @@ class _Converter:
         if kind in (_KIND.FLOATS, _KIND.INTS):
             return tuple(attribute.floats if kind == _KIND.FLOATS else attribute.ints)
         if kind == _KIND.STRING:
+            # Bytes that are no UTF-8 make an unknown word, which the operator refuses with its own message.
             return attribute.s.decode(errors="replace")
         if kind == _KIND.STRINGS:
             return tuple(text.decode(errors="replace") for text in attribute.strings)

@@ -42,6 +42,7 @@ class Run:
             if self.count > self.limits.nodes:
                 raise ModelError(f"{node.label}: loops are written out to more than Limits.nodes = {self.limits.nodes}")
             outputs = self._run_node(node, values)
+            # A node may leave out trailing outputs.
             for name, value in zip(node.outputs, outputs, strict=False):
                 if name:
                     values[name] = value
@@ -58,16 +59,20 @@ class Run:
 
     def _run_node(self, node: Node, values: Mapping[str, Any]) -> Sequence[Any]:
         try:
+            # An empty name stands for an optional input that is left out.
             inputs = [values[name] if name else None for name in node.inputs]
             if node.body is not None:
+                # A call may leave out trailing inputs of a function.
                 padded = [*inputs, *[None] * (len(node.body.inputs) - len(inputs))]
                 return self.run_graph(node.body, dict(zip(node.body.inputs, padded, strict=True)))
             operator = find_operator(node)
             assert operator is not None
             call = Call(node, self, values)
+            # Overflows and divisions by 0 have results in ONNX, and tell nothing about the model.
             with np.errstate(all="ignore"):
                 outputs = operator.function(call, *prepare_inputs(operator, node, inputs))
         except ModelError as error:
+            # The innermost node is named already; those around it would only add their labels.
             text = str(error)
             raise (error if text.startswith("node ") else type(error)(f"{node.label}: {text}")) from error.__cause__
         except Exception as error:
@@ -112,6 +117,7 @@ class Call:
         shape = tuple(read_length(n) for n in shape)
         if any(isinstance(n, int) and n < 0 for n in shape):
             raise ModelError(f"expected lengths of 0 or more, got {shape}")
+        # Before the array exists: a few bytes of a file can ask for any amount of memory.
         check_memory(self.run.limits, self.run.live + count_bytes(shape, dtype), f"an array of {shape}")
         return shape
 
@@ -142,6 +148,7 @@ def find_static_names(graph: Graph, with_kept: bool = True) -> set[str]:
     `with_kept` adds those that operators take as numpy arrays if they are known.
     """
     needed: set[str] = set()
+    # Backwards, so that all readers of a node's results come before the node.
     for node in reversed(graph.nodes):
         operator = find_operator(node)
         subgraphs = [value for value in node.attributes.values() if isinstance(value, Graph)]

@@ -126,6 +126,7 @@ def _find_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Weig
         codes, scale, *rest = node.inputs
         point = rest[0] if rest and rest[0] else None
         parts = [graph.constants.get(part) for part in (codes, scale, *([point] if point else []))]
+        # Another reader takes the codes as an array, and not as a part of a QuantizedArray.
         if any(part is None for part in parts) or len(readers[codes]) > 1 or codes in weights:
             continue
         if len(readers[scale]) > 1 or graph.constants[codes].dtype not in _CODES:
@@ -133,6 +134,7 @@ def _find_weights(graph: Graph, names: set[str], readers: Any) -> dict[str, Weig
         values = np.asarray(graph.constants[scale]).astype(np.float32)
         if not (values.size and np.all(np.isfinite(values)) and np.all(values > 0)):
             continue  # a QuantizedArray has positive scales
+        # Zeros are None in a QuantizedArray, and a zero point that other nodes read stays a constant.
         own_point = point is not None and bool(np.any(graph.constants[point])) and len(readers[point]) == 1
         if point is not None and not own_point and np.any(graph.constants[point]):
             continue

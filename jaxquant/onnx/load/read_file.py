@@ -33,6 +33,7 @@ def read_model(source: Source, limits: Limits) -> onnx.ModelProto:
 
 def load_external_data(model: onnx.ModelProto, folder: pathlib.Path | None, limits: Limits) -> None:
     """Replace external data by the bytes of the files, which must be in `folder`."""
+    # The limit is for all tensors together: many of them may name the same bytes.
     remaining = limits.file_bytes
     for tensor in model.graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -64,6 +65,7 @@ def _read_tensor(tensor: onnx.TensorProto, folder: pathlib.Path, remaining: int)
     name = f"the external data of tensor {tensor.name!r}"
     location = entries.get("location", "")
     path = pathlib.PurePosixPath(location)
+    # Backslashes, and the colons after a drive and before a stream, are parts of paths on Windows.
     unsafe = not location or path.is_absolute() or "\\" in location or ":" in location or "\0" in location
     if unsafe or any(part in ("..", ".") for part in location.split("/")):
         raise ModelError(f"{name}: expected a relative path inside the model's folder, got {location!r}")
@@ -73,6 +75,7 @@ def _read_tensor(tensor: onnx.TensorProto, folder: pathlib.Path, remaining: int)
         raise ModelError(f"{name}: expected a file inside the model's folder, got {location!r}, which is a link")
     offset, length = (_read_number(name, key, entries.get(key)) for key in ("offset", "length"))
     expected = count_stored_bytes(count_elements(tensor), find_tensor_dtype(tensor))
+    # The model contradicts itself, and nothing tells which of the two numbers is wrong.
     if length is not None and length != expected:
         raise ModelError(f"{name}: expected length {expected}, that of its dims and data type, got {length}")
     if expected > remaining:
@@ -86,6 +89,7 @@ def _read_tensor(tensor: onnx.TensorProto, folder: pathlib.Path, remaining: int)
 def _read_number(name: str, key: str, text: str | None) -> int | None:
     if text is None:
         return None
+    # int() also takes signs, spaces, underscores and digits of other scripts.
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ModelError(f"{name}: expected a number as {key}, got {text[:40]!r}")
     return int(text)
@@ -94,10 +98,12 @@ def _read_number(name: str, key: str, text: str | None) -> int | None:
 def _read_range(path: pathlib.Path, offset: int, length: int | None, most: int) -> bytes:
     """Return `length` bytes of a regular file from `offset` on, or all of it; never more than `most`."""
     try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {str(path)!r}: {error}") from error
     with open(descriptor, "rb") as file:
+        # Of the open file: another one may get its name in the meantime.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"expected a regular file, got {str(path)!r}")

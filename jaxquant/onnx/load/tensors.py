@@ -34,6 +34,7 @@ def count_elements(tensor: onnx.TensorProto) -> int:
     """Return the number of elements that the dims of a tensor declare."""
     if len(tensor.dims) > _MOST_DIMENSIONS or any(n < 0 for n in tensor.dims):
         raise ModelError(f"tensor {tensor.name!r}: expected at most 32 dims of 0 or more, got {list(tensor.dims)[:40]}")
+    # Python's ints do not overflow: dims such as 2**62 would wrap around in int64.
     return math.prod(tensor.dims)
 
 
@@ -49,6 +50,7 @@ def read_tensor(tensor: onnx.TensorProto) -> np.ndarray:
     dtype, count = find_tensor_dtype(tensor), count_elements(tensor)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         raise ModelError(f"tensor {tensor.name!r}: external data is supported in initializers and attributes only")
+    # numpy would report only that a shape does not fit, without the name of the tensor.
     if tensor.HasField("raw_data"):
         expected, stored = count_stored_bytes(count, dtype), len(tensor.raw_data)
         if stored != expected:

@@ -52,6 +52,7 @@ def make_trainable(graph: Graph) -> Graph:
             nodes.append(_pass_on(node) if is_bias else _make_fake(graph, node))
         else:
             nodes.append(node)
+    # A scalar of a Constant node would be no parameter, but a scale is trained.
     literals = frozenset(graph.literals - scales)
     return dataclasses.replace(graph, constants=constants, nodes=tuple(nodes), literals=literals)
 
@@ -75,6 +76,7 @@ def quantize_constants(graph: Graph, params: Mapping[str, Any]) -> Graph:
             if scale is not None:
                 constants[node.inputs[1]] = scale
             steps = np.rint(value / constants[node.inputs[1]].reshape(-1))
+            # The largest float32 below 2**31. A conversion of 2**31 itself would overflow.
             constants[codes] = np.clip(steps, -(2.0**31), 2.0**31 - 128).astype(np.int32)
         else:
             scale, point = (_read_part(constants, node, i) for i in (1, 2))

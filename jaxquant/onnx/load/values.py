@@ -40,6 +40,7 @@ def convert_to_jax(value: Any) -> Any:
     dtype = canonicalize_dtype(value.dtype)
     if dtype != value.dtype and dtype.kind in "iu":
         bounds = np.iinfo(dtype)
+        # A plain conversion would keep the low bits: the largest int64 would become -1.
         value = np.clip(value, bounds.min, bounds.max)
     return jnp.asarray(value.astype(dtype, copy=False))
 

@@ -22,6 +22,7 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
 
 
 # For each operator its function, and the names and defaults of its attributes.
+# Exponentials take minimum(x, 0), because an overflow in the branch that is not chosen would make the gradient NaN.
 _FUNCTIONS: dict[str, tuple[_Elementwise, dict[str, Any]]] = {
     "Relu": (lambda x: jnp.maximum(x, jnp.zeros((), x.dtype)), {}),
     "LeakyRelu": (lambda x, alpha: jnp.where(x >= 0, x, alpha * x), {"alpha": 0.01}),
@@ -38,6 +39,7 @@ _FUNCTIONS: dict[str, tuple[_Elementwise, dict[str, Any]]] = {
     "Sigmoid": (jax.nn.sigmoid, {}),
     "HardSigmoid": (lambda x, alpha, beta: jnp.clip(alpha * x + beta, 0, 1), {"alpha": 0.2, "beta": 0.5}),
     "HardSwish": (lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1), {}),
+    # log(1 + exp(x)) would overflow.
     "Softplus": (lambda x: jnp.logaddexp(x, jnp.zeros((), x.dtype)), {}),
     "Softsign": (lambda x: x / (1 + jnp.abs(x)), {}),
     "Mish": (lambda x: x * jnp.tanh(jnp.logaddexp(x, jnp.zeros((), x.dtype))), {}),
@@ -71,6 +73,7 @@ _register_functions()
 @register("Sigmoid")
 def apply_sigmoid(call: Any, x: Any) -> Any:
     """ONNX Sigmoid."""
+    # This entry replaces that of the table above.
     return float_kernels.apply_logistic(x) if call.has_runtime_floats(x) else apply_activation("Sigmoid", x)
 
 
@@ -92,6 +95,7 @@ def _normalize(call: Any, x: Any, function: Any) -> Any:
     if call.opset >= 13:
         return function(x, normalize_axis(call.get("axis", -1), x.ndim))
     axis = call.get("axis", 1)
+    # An axis of the rank is valid: it cuts the shape after the last dimension. No negative axis means that place.
     axis = normalize_axis(axis, x.ndim) if axis < 0 else normalize_axis(axis, x.ndim + 1)
     flat = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     return function(flat, 1).reshape(x.shape)
@@ -139,6 +143,7 @@ def _reduce_loss(call: Any, x: Any, target: Any, weight: Any) -> Any:
     """Return minus the entries of x at the targets along dimension 1, weighted and reduced."""
     ignored = call.get("ignore_index")
     is_ignored = jnp.zeros(target.shape, bool) if ignored is None else target == ignored
+    # An ignored target may be any number, such as -100.
     index = jnp.where(is_ignored, 0, target).astype(jnp.int32)
     factor = jnp.ones(target.shape, x.dtype) if weight is None else jnp.take(weight, index, axis=0, mode="clip")
     factor = jnp.where(is_ignored, jnp.zeros((), x.dtype), factor)

@@ -35,6 +35,7 @@ def attend(call: Any, q: Any, k: Any, v: Any, *inputs: Any) -> Any:
     k = k if past_k is None else jnp.concatenate([past_k, k], axis=2)
     v = v if past_v is None else jnp.concatenate([past_v, v], axis=2)
     scale = call.get("scale")
+    # ONNX multiplies both operands by the root of the scale: a product of unscaled ones may overflow in 16 bits.
     root = np.asarray(math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)).astype(q.dtype)
     call.reserve((*q.shape[:3], k.shape[2]), q.dtype)
     # With fewer heads of keys than of queries, neighboring queries share one.

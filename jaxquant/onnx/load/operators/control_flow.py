@@ -23,6 +23,7 @@ def run_if(call: Any, condition: Any) -> Any:
     """ONNX If: the branch that a known condition chooses, else jax.lax.cond of both."""
     branches = call.get("then_branch"), call.get("else_branch")
     if is_known(condition):
+        # Only the chosen branch runs: the results of the other one may have other shapes.
         return tuple(call.run_subgraph(branches[0 if bool(condition.reshape(())) else 1], ()))
 
     def make_branch(graph: Any) -> Any:
@@ -47,6 +48,7 @@ def _scan(call: Any, body: Any, inputs: Sequence[Any], attributes: dict[str, Any
     states, sequences = list(inputs[: len(inputs) - scanned]), list(inputs[len(inputs) - scanned :])
     axes, directions = attributes["scan_input_axes"], attributes["scan_input_directions"]
     for i, sequence in enumerate(sequences):
+        # lax.scan goes along the first axis, and its `reverse` holds for all operands alike.
         moved = jnp.moveaxis(sequence, axes[i] if axes else 0, 0)
         sequences[i] = jnp.flip(moved, 0) if directions and directions[i] else moved
 
@@ -72,6 +74,7 @@ def _run_batched_scan(call: Any, lengths: Any, *inputs: Any) -> tuple[Any, ...]:
     return jax.vmap(lambda *parts: _scan(call, call.get("body"), parts, names))(*inputs)
 
 
+# All inputs, because states may be shapes, which have to stay numpy arrays.
 @register("Loop", keeps=tuple(range(64)))
 def run_loop(call: Any, count: Any, condition: Any, *states: Any) -> Any:
     """ONNX Loop: written out in Python if it can be, else jax.lax.scan or jax.lax.while_loop."""
@@ -126,6 +129,7 @@ def _loop_in_python(
 
 def _stack(values: list[Any]) -> Any:
     if not values:
+        # Only a step would tell the type of what is stacked.
         return np.zeros((0,), np.float32)
     return namespace(*values).stack([v if namespace(*values) is np else convert_to_jax(v) for v in values])
 
@@ -145,6 +149,7 @@ def _loop_by_scan(call: Any, body: Any, trips: int, states: Sequence[Any]) -> tu
 
 
 def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Sequence[Any]) -> tuple[Any, ...]:
+    # The length of what is stacked would depend on data.
     if len(body.outputs) > 1 + len(states):
         raise UnknownValueError(
             "a Loop with scan outputs needs a trip count and a condition that are known when it is traced"
@@ -154,6 +159,7 @@ def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Seq
     first = jnp.asarray(True if condition is None else convert_to_jax(condition)).reshape(())
 
     def is_active(carry: Any) -> Any:
+        # A compiled loop cannot raise: it ends at the limit.
         return carry[1] & (carry[0] < jnp.minimum(most, limit))
 
     def advance(carry: Any) -> Any:

@@ -149,6 +149,7 @@ def raise_to_power(call: Any, base: Any, exponent: Any) -> Any:
     dtype = base.dtype
     base, exponent = broadcast(call, base, exponent)
     xp = namespace(base, exponent)
+    # An exponent of 0.5 must not be cut off to 0.
     if dtype.kind in "iu" and exponent.dtype.kind not in "iu":
         base = base.astype(exponent.dtype)
     elif base.dtype != exponent.dtype:
@@ -263,4 +264,5 @@ def drop_out(call: Any, x: Any, ratio: Any = None, training: Any = None) -> Any:
 @register("Erf")
 def find_error_function(call: Any, x: Any) -> Any:
     """ONNX Erf."""
+    # bfloat16 of ml_dtypes has the kind V.
     return jax.scipy.special.erf(x) if x.dtype.kind in "fV" else x

@@ -73,6 +73,7 @@ def gather(call: Any, x: Any, indices: Any) -> Any:
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     call.reserve((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
     index = _wrap(indices, x.shape[axis])
+    # ONNX forbids indices out of range. JAX's default would return NaN, which spreads.
     return np.take(x, index, axis) if namespace(x, index) is np else jnp.take(x, index, axis=axis, mode="clip")
 
 

@@ -118,6 +118,7 @@ def multiply_packed(call: Any, a: Any, b: Any, scales: Any, *inputs: Any) -> Any
     """ONNX Runtime's MatMulNBits; with accuracy_level=4 the floats are rounded to int8, as by its kernel for x86-64."""
     zero_points, order, bias = [*inputs, *[None] * (3 - len(inputs))]
     if order is not None:
+        # ONNX Runtime calls this input deprecated.
         raise ValueError("MatMulNBits with g_idx is not supported")
     attributes = {name: call.get(name) for name in ("K", "N", "block_size")}
     is_float = zero_points is not None and zero_points.dtype != np.uint8
@@ -133,7 +134,9 @@ def _round_to_bytes(a: Any, size: int) -> Any:
     blocks = jnp.pad(a, widths).reshape(*a.shape[:-1], count, size)
     most = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     full = jnp.full_like(most, 127)
+    # A block of zeros has no inverse, and stays zeros.
     inverse = jnp.where(most == 0, 0, division.divide(full, jnp.where(most == 0, 1, most)))
+    # A product with the rounded inverse, as in the kernel: a division rounds differently next to ties.
     steps = jnp.rint(barriers.round_result(blocks * inverse))
     rounded = barriers.round_result(steps * division.divide(most, full))
     return rounded.reshape(*a.shape[:-1], count * size)[..., : a.shape[-1]]
@@ -197,6 +200,7 @@ def apply_quick_gelu(call: Any, x: Any) -> Any:
 def normalize_skip(call: Any, x: Any, skip: Any, gamma: Any, *inputs: Any) -> Any:
     """ONNX Runtime's SkipLayerNormalization: the normalized sum of two inputs and a bias, and the sum."""
     is_simple = "Simplified" in call.node.op
+    # The simplified operator has no beta, and its bias is in that place.
     beta, bias = (None, *inputs, None)[:2] if is_simple else [*inputs, None, None][:2]
     total = x + skip if bias is None else x + skip + bias
     if is_simple:

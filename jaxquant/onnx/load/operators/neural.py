@@ -13,6 +13,7 @@ from ..registry import register
 from ..values import list_ints
 from .windows import count_elements, find_windows, list_window_elements, reduce_windows
 
+# The default precision would round float32 to TF32 on a GPU, and to bfloat16 on a TPU.
 _HIGHEST = lax.Precision.HIGHEST
 
 
@@ -72,6 +73,7 @@ def convolve_transposed(call: Any, x: Any, w: Any, b: Any = None) -> Any:
     kernel = w.reshape(group, channels // group, features, *w.shape[2:]).swapaxes(1, 2)
     kernel = kernel.reshape(group * features, channels // group, *w.shape[2:])
     kernel = jnp.flip(kernel, tuple(range(2, w.ndim)))
+    # Full padding by the kernel, less what the operator's pads cut off; output_padding adds at the end only.
     padding = [(r - 1 - low, r - 1 - high + e) for r, (low, high), e in zip(reach, pads, extra, strict=True)]
     y = lax.conv_general_dilated(
         x, kernel, (1,) * rank, padding, strides, dilations, _spatial_numbers(x.ndim), group, precision=_HIGHEST
@@ -111,6 +113,7 @@ def pool_largest(call: Any, x: Any) -> Any:
     best, best_index = values[0], jnp.broadcast_to(positions[0], values[0].shape)
     # In the order of the kernel, so that of equal elements the first one counts.
     for value, position in zip(values[1:], positions[1:], strict=True):
+        # The padding has the index -1, and loses against an element that is as small.
         is_better = (value > best) | ((best_index < 0) & (position >= 0))
         best, best_index = jnp.where(is_better, value, best), jnp.where(is_better, position, best_index)
     planes = np.arange(math.prod(x.shape[:2]), dtype=np.int32).reshape(*x.shape[:2], *(1,) * len(lengths))

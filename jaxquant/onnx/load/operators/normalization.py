@@ -86,6 +86,7 @@ def normalize_norm(call: Any, x: Any) -> Any:
     """ONNX LpNormalization."""
     axis, p = normalize_axis(call.get("axis", -1), x.ndim), call.get("p", 2)
     norm = jnp.sum(jnp.abs(x) ** p, axis, keepdims=True) ** (1 / p)
+    # The inner condition keeps 0 / 0 out of the gradient.
     return jnp.where(norm == 0, jnp.zeros((), x.dtype), x / jnp.where(norm == 0, 1, norm))
 
 

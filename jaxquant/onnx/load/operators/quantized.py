@@ -130,6 +130,7 @@ def _scale_gradient_jvp(factor: float, primals: Any, tangents: Any) -> tuple[jax
 @register("QuantizeBias", domain="jaxquant", keeps=(1, 2))
 def quantize_float_bias(call: Any, bias: Any, x_scale: Any, w_scale: Any) -> Any:
     """Quantize a float bias in steps of the accumulator, as ONNX Runtime does when it fuses a Conv or Gemm."""
+    # The bias of a fused MatMul and Add may have leading dimensions of 1.
     return quantize_bias(bias.reshape(-1), read_scalar(x_scale), read_scalar(w_scale))
 
 

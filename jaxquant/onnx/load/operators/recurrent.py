@@ -28,6 +28,7 @@ def _dot(a: Any, b: Any) -> Any:
 def _list_activations(call: Any, defaults: tuple[str, ...], direction: int) -> list[Callable[[Any], Any]]:
     """Return the activation functions of a direction."""
     count = len(defaults)
+    # One set for each of up to two directions.
     names = call.get("activations") or defaults * 2
     alphas, betas = list(call.get("activation_alpha") or ()), list(call.get("activation_beta") or ())
     functions = []
@@ -82,6 +83,7 @@ def _run_directions(call: Any, x: Any, lengths: Any, states: tuple[Any, ...], ma
             if lengths is None:
                 return new, new[0]
             is_inside = (time < lengths)[:, None]
+            # After the end of a sequence the state stays, and the output is 0.
             kept = tuple(jnp.where(is_inside, n, old) for n, old in zip(new, carry, strict=True))
             return kept, jnp.where(is_inside, new[0], jnp.zeros_like(new[0]))
 
@@ -127,6 +129,7 @@ def _make_lstm_step(call: Any, project: Any, recur: Any, bias: Any, peepholes: A
             i, forget = f(_clip(call, i + p_i * cell)), f(_clip(call, forget + p_f * cell))
             forget = 1 - i if call.get("input_forget", 0) else forget
             new = forget * cell + i * g(_clip(call, c))
+            # The peephole of the output gate sees the new cell, those of the others the old one.
             o = f(_clip(call, o + p_o * new))
             return o * h(new), new
 
@@ -194,6 +197,8 @@ def run_gru(call: Any, x: Any, w: Any, r: Any, *inputs: Any) -> Any:
             )
             kernel = r[d][2 * hidden :].T
             if call.get("linear_before_reset", 0):
+                # Here the reset gate applies to the recurrent bias, too, which is why the two biases are not summed
+                # before.
                 inner = reset * (_dot(old, kernel) + r_h)
             else:
                 inner = _dot(reset * old, kernel) + r_h

@@ -45,6 +45,7 @@ def _add_or_multiply(call: Any, name: str, x: Any, axes: tuple[int, ...], keepdi
         return getattr(namespace(x), name)(x, axis=axes, keepdims=keepdims)
     rows = x.reshape(*x.shape[:first], length)
     y = float_kernels.sum_last(rows)
+    # A true division: XLA would multiply by the reciprocal of a constant.
     y = float_kernels.divide(y, jnp.full_like(y, rows.shape[-1])) if name == "mean" else y
     return y.reshape(*y.shape, *(1,) * len(axes)) if keepdims else y
 

@@ -32,6 +32,7 @@ def upsample(call: Any, x: Any, scales: Any = None) -> Any:
 def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = None) -> Any:
     """ONNX Resize."""
     if call.opset < 11:
+        # Opset 10 has no roi, and the scales in its place.
         roi, scales = None, roi
     axes = call.get("axes")
     axes = tuple(range(x.ndim)) if axes is None else tuple(normalize_axis(axis, x.ndim) for axis in axes)
@@ -45,9 +46,12 @@ def resize(call: Any, x: Any, roi: Any = None, scales: Any = None, sizes: Any = 
     for axis, length in zip(axes, lengths, strict=True):
         target[axis] = length
     call.reserve(target, x.dtype)
+    # Opset 10 has no attributes for these two.
     mode = "asymmetric" if call.opset < 11 else call.get("coordinate_transformation_mode", "half_pixel")
     nearest = "floor" if call.opset < 11 else call.get("nearest_mode", "round_prefer_floor")
-    y, is_outside = x.astype(jnp.float32) if x.dtype.kind in "iu" and call.get("mode") != "nearest" else x, []
+    # The nearest elements are copied: float32 would not hold integers above 2**24.
+    is_weighted = x.dtype.kind in "iu" and call.get("mode", "nearest") != "nearest"
+    y, is_outside = x.astype(jnp.float32) if is_weighted else x, []
     for i, axis in enumerate(axes):
         region = None if roi is None or not roi.size else (float(roi[i]), float(roi[len(axes) + i]))
         position = _find_positions(mode, x.shape[axis], lengths[i], factors[i], region)

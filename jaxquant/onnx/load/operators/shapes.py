@@ -101,6 +101,7 @@ def split(call: Any, x: Any, split: Any = None) -> Any:
     lengths = call.get("split") if split is None else split
     if lengths is None:
         count = len(call.node.outputs)
+        # The last part is shorter if the length is not a multiple.
         step = -(-x.shape[axis] // count)
         lengths = [min(step, max(x.shape[axis] - i * step, 0)) for i in range(count)]
     lengths = list_ints(lengths)
@@ -120,6 +121,7 @@ def expand(call: Any, x: Any, shape: Any) -> Any:
 def tile(call: Any, x: Any, repeats: Any) -> Any:
     """ONNX Tile."""
     counts = list_ints(repeats)
+    # A few numbers in a file can ask for any amount of memory.
     call.reserve([n * k for n, k in zip(x.shape, counts, strict=True)], x.dtype)
     return namespace(x).tile(x, counts)
 

@@ -41,6 +41,7 @@ def transform_fourier(call: Any, x: Any, length: Any = None, axis: Any = None) -
     size = None if length is None else int(length.reshape(()))
     if size is not None:
         call.reserve([*x.shape[:place], size, *x.shape[place + 1 :]], np.float32)
+    # The last dimension holds the real part, and the imaginary one of complex numbers.
     signal = x[..., 0] if x.shape[-1] == 1 else x[..., 0] + 1j * x[..., 1]
     if is_inverse and is_onesided:
         return jnp.fft.irfft(signal, size, place)[..., None].astype(x.dtype)

@@ -83,6 +83,7 @@ def reduce_windows(x: Any, windows: Windows, initial: Any, combine: Any) -> Any:
         x, initial, combine, (*ones, *windows.kernel), (*ones, *windows.strides), ((0, 0), (0, 0), *padding),
         window_dilation=(*ones, *windows.dilations),
     )  # fmt: skip
+    # A long padding at the end may hold more windows than the operator has.
     return y[(slice(None), slice(None), *(slice(n) for n in windows.positions))]
 
 
