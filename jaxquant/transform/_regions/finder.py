@@ -360,6 +360,12 @@ def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]
         node = graph.producers.get(value)
         if node is None:
             return "its weights are not a whole parameter"
+        if node.name == patterns.BARRIER:
+            value = node.inputs[node.outputs.index(value)]
+            continue
+        # The other parts of a parameter that is unstacked or split would be multiplied, too.
+        if sum(output in graph.uses or output in graph.results for output in node.outputs) > 1:
+            return "its weights are a part of a parameter"
         value = node.inputs[0]
     return "" if graph.find_single_use(value) is not None else "its weights have another use"
 
