@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -237,7 +238,8 @@ def _measure_result(
         sums = [
             list(_sum_squares(x, y, "x").values()) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.floating)
         ]
-        return jnp.asarray(sums, jnp.float32).sum(0)
+        # Without floats there is no ratio, and two sums of 0 would stand for an exact result.
+        return jnp.asarray(sums or [[np.nan, np.nan]], jnp.float32).sum(0)
 
     for other in others:
         totals += np.asarray(run_results(floats.arrays, codes.arrays, other.arrays), np.float64)
@@ -246,6 +248,8 @@ def _measure_result(
 
 def _find_ratio(signal: float, noise: float) -> float:
     """Return the ratio in decibels; infinity without an error."""
+    if math.isnan(signal):
+        return float("nan")
     if noise == 0:
         return float("inf")
     return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from typing import Any
@@ -125,7 +126,7 @@ def draw_notes(notes: dict[str, Any]) -> Any:
     paths = list(dict.fromkeys(note.path for rows in notes.values() for note in rows if note.before is not None))
     figure = Figure(figsize=(8, 1.4 + 0.22 * len(paths) * max(len(notes), 1)), layout="constrained")
     axes: Any = figure.subplots()
-    styles = zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True)
+    styles = itertools.cycle(zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True))
     for index, ((name, rows), (color, marker)) in enumerate(zip(notes.items(), styles, strict=False)):
         offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
         for note in rows:

@@ -209,7 +209,11 @@ def _make_measure(
             if site.name in sites:
                 result = site.equation.outvars[0].aval
                 records[site.name] |= _find_mean(site, jnp.zeros(result.shape, jnp.float32))
-        parameters = [Twin(x.dequantize(), x) if is_quantized(x) else x for x in arrays]
+        # Other quantized arrays are read by the function itself, and those of the float parameters are floats.
+        parameters = [
+            Twin(x.dequantize(), x) if leaf in prepared.leaves and is_quantized(x) else x
+            for leaf, x in enumerate(arrays)
+        ]
         wants = functools.partial(_is_replaced, call.plan)
         mode = InspectMode(call.plan, wants, functools.partial(_visit_outputs, call.plan))
         final = prepared._interpret(mode, call, parameters, records)[1]

@@ -56,7 +56,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`.
+        ValueError: the parameters have other paths or shapes than those of `prepare`, or the function returns no floats.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -84,7 +84,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     kwargs = {**kwargs, **arguments}
     call = prepared._trace("apply", params, args, kwargs)
     graph, arrays = graphs.make_graph(call), list(signature.arrays)
-    compare = make_comparison(prepared, signature, args, kwargs, _TOLERANCE)
+    compare = make_comparison(_NAME, prepared, signature, args, kwargs, _TOLERANCE)
     actions: dict[int, list[str]] = {}
     reasons: dict[int, str] = {}
     sites = [site for site in call.analysis.sites.values() if site.weight is not None and site.operation != "take"]

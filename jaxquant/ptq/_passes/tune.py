@@ -114,7 +114,7 @@ def tune(
     reasons = {leaf: _find_obstacle(prepared, leaf, x) for leaf, x in enumerate(codes.arrays)}
     start = _make_start(codes.arrays, [leaf for leaf, reason in reasons.items() if not reason])
     compute_error = _make_error(codes.arrays, run_function)
-    values = [x.dequantize() if is_quantized(x) else x for x in codes.arrays]
+    values = [x.dequantize() if leaf in prepared.leaves else x for leaf, x in enumerate(codes.arrays)]
     variables, errors = _minimize(compute_error, start, values, calls, rounds, rate, progress)
     worse = "" if errors[1] < errors[0] else "the error of the results would not become smaller"
     arrays, notes = list(codes.arrays), []
@@ -147,11 +147,12 @@ def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
     if not is_quantized(x):
         dtype = getattr(x, "dtype", None)
         return "" if dtype is not None and np.dtype(dtype) in dtypes.FLOATS else _NO_FLOATS
+    if leaf not in prepared.leaves:
+        return "codes that the function itself reads"
     rows = [row for row in prepared.coverage if prepared.names[leaf] in row.paths]
     if rows and all(row.form == "lookup" for row in rows):
         return "a lookup, of which a batch reads few rows"
-    is_power = leaf in prepared.leaves and prepared.leaves[leaf].spec.power_of_two
-    return "scales that are powers of two" if is_power else ""
+    return "scales that are powers of two" if prepared.leaves[leaf].spec.power_of_two else ""
 
 
 def _make_function(
