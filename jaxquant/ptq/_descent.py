@@ -12,6 +12,8 @@ from .._arrays.spec import QuantSpec
 from . import _grid
 from ._grid import Grid
 
+# TPUs and GPUs may round the operands of float32 products to bfloat16 or TF32 by default, which leaves too few digits
+# to tell the better of two codes.
 _HIGHEST = lax.Precision.HIGHEST
 _BLOCK = 64
 
@@ -36,7 +38,7 @@ def descend(
     """
     count = w.shape[0]
     size = min(_BLOCK, max(count, 1))
-    # Rows whose errors are 0 and that no error reaches fill the last block.
+    # Rows of which the Hessian is 0, so that their errors neither count nor move, fill the last block.
     filled = ((0, -count % size), (0, 0))
     w, codes = jnp.pad(w, filled), jnp.pad(codes, filled)
     limits = jax.tree.map(lambda x: jnp.pad(x, filled), bounds)
@@ -51,6 +53,8 @@ def descend(
         rows = lax.dynamic_slice_in_dim(hessian, start, size)
         own = lax.dynamic_slice_in_dim(rows, start, size, 1)
         before = lax.dynamic_slice_in_dim(errors, start, size)
+        # One product with all errors for each block of rows. Within the block only its own rows change, so that the
+        # products that follow are small.
         slopes = jnp.matmul(rows, errors, precision=_HIGHEST)
 
         def visit_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +66,10 @@ def descend(
             value = row - current[place] + slope / jnp.where(curve > 0, curve, jnp.ones_like(curve))
             code = _grid.encode_values(value, here, spec)
             if limits is not None:
+                # The error is convex in each value, so that the bound next to its minimum is the best code within the
+                # bounds.
                 code = jnp.clip(code, *(limit[start + place] for limit in limits))
+            # An input that is always 0 has no minimum: all codes are equally good.
             code = jnp.where(curve > 0, code, codes[place])
             error = row - _grid.decode_values(code, here, spec)
             return current.at[place].set(error), codes.at[place].set(code)

@@ -119,6 +119,7 @@ class Report:
         if importlib.util.find_spec("rich") is None:
             print(self)
             return
+        # rich is optional, and slow to import.
         from rich import console, table
 
         grid = table.Table(title="Errors of contractions", caption=self.summary)

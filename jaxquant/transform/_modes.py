@@ -14,7 +14,7 @@ from jax import lax
 from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._codes.carrier import finish_training
+from .._codes.carrier import finish_training, replace_value
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
 from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
@@ -65,6 +65,7 @@ class ObserveMode(_PlannedMode):
         """Return the float result, and the states updated by the activations."""
         plan, arrivals = self.plan.sites[site.name], self.plan.regions.arrivals.get(site.name, ())
         for operand in plan.activations:
+            # Codes that arrive keep the scale with which they were rounded.
             if operand.calibrator is not None and operand.place not in arrivals:
                 x = operands[operand.place]  # type: ignore[index]
                 records = _update_state(records, plan.record, operand, x)
@@ -166,6 +167,7 @@ class _CodesMode(_PlannedMode):
     def make_quantizer(self, point: Point, shape: tuple[int, ...], part: Any) -> Quantizer:
         """Return how a result is quantized."""
         spec = point.output.spec
+        # The checks of learned scales read the dtype and the shape of an array; XLA drops its zeros.
         like: Any = jnp.zeros(shape) if isinstance(part, LearnedScale) else jax.ShapeDtypeStruct(shape, jnp.float32)
         return Quantizer(spec, *find_scale(spec, like, part))
 
@@ -192,6 +194,7 @@ class IntegerMode(_CodesMode):
         plan, codes = self.plan.sites[site.name], [x.array if isinstance(x, Codes) else x for x in operands]
         for operand in plan.activations:
             place = int(operand.place)
+            # They were rounded at the end of an earlier point.
             if isinstance(operands[place], Codes):
                 continue
             x = operations.refuse_gradient(operands[place])
@@ -229,6 +232,7 @@ class IntegerMode(_CodesMode):
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
+        # A scan takes one index of the first axis of each part, and a scale that all layers share has only one.
         return parameter.per_index(0)
 
     def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
@@ -278,7 +282,7 @@ class TrainMode(_CodesMode):
             (floats,) = jaxpr.evaluate(site.equation, [table.floats, indices])
             entries = operations.look_up(site.equation, lax.stop_gradient(table.codes), indices)
             # The value of the codes, with the gradient of the floats.
-            return operations.replace_value(floats, entries), records
+            return replace_value(floats, entries), records
         plan = self.plan.sites[site.name]
         twins = [_read_twin(x) for x in operands]
         for operand in plan.activations:
@@ -315,6 +319,7 @@ class TrainMode(_CodesMode):
         assert graph is not None
         floats, codes = zip(*operands, strict=True)
         y = finish_floats(graph, point, operations.contract_with_gradient(operation, floats, codes), bias)
+        # The integers give the value, and the floats the gradient.
         fixed = lax.stop_gradient(quantizer)
         exact = contract_to_codes(graph, point, operation, lax.stop_gradient(codes), bias, fixed)
         return finish_training(y, quantizer, exact)
@@ -341,7 +346,7 @@ class TrainMode(_CodesMode):
         if isinstance(parameter, Codes):
             return parameter.to_array()
         # The same operation as in `IntegerMode`, so that XLA sums the elements in the same order.
-        return operations.replace_value(parameter.floats, parameter.codes.dequantize())
+        return replace_value(parameter.floats, parameter.codes.dequantize())
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
@@ -370,6 +375,7 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
     # Of a shape, nothing is read but the rank.
+    # The gradient of a rounding is that at a fixed scale, also where the scale is found in x itself.
     fixed = x if isinstance(x, jax.ShapeDtypeStruct) else lax.stop_gradient(x)
     return find_parameters(_NAME, fixed, spec, lo, hi)[:2]
 

@@ -152,6 +152,7 @@ def _make_measure(prepared: Prepared, signature: Signature, calls: Sequence[tupl
     def measure_damage(leaf: int, values: jax.Array) -> float:
         arrays = [values if place == leaf else x for place, x in enumerate(signature.arrays)]
         pairs = zip(others, expected, strict=True)
+        # In float64, in which a sum over many elements keeps the small squares that 8 bits leave.
         squares = [np.sum((np.asarray(run_function(arrays, other.arrays), np.float64) - x) ** 2) for other, x in pairs]
         return float(np.sum(squares)) / max(total, np.finfo(np.float64).tiny)
 
@@ -180,10 +181,12 @@ def solve_plan(
         expected += f" (most of it {paths[largest]}: {limited.min(1)[largest]:.6g})"
     checks.require(limit >= least, _NAME, argument, expected, limit)
     try:
+        # scipy is optional, and nothing but this solver needs it.
         optimize = importlib.import_module("scipy.optimize")
     except ModuleNotFoundError as error:
         text = f'jaxquant.{_NAME}: expected the package scipy: pip install "jaxquant[ptq]", got none installed'
         raise ModuleNotFoundError(text, name="scipy") from error
+    # A candidate that exceeds the limit alone is in no plan, and its row would be larger than 1.
     is_allowed = limited <= limit
     while True:
         choice = _solve_once(optimize, goal, limited / (limit if limit > 0 else 1), is_allowed)
@@ -210,6 +213,7 @@ def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: n
             optimize.LinearConstraint(np.kron(np.eye(weights), np.ones(candidates)), 1, 1),
             optimize.LinearConstraint(rows[None], -np.inf, 1),
         ],
+        # By default the solver stops at a plan that is up to 1e-4 worse than the best one.
         options={"mip_rel_gap": 0.0},
     )  # fmt: skip
     return None if result.x is None else result.x.reshape(weights, candidates).argmax(1)
@@ -226,6 +230,7 @@ def _make_rules(prepared: Prepared, call: Call, choices: Mapping[str, str]) -> t
         for path in view.paths:
             if rule is None or rule.weight is None or path not in choices:
                 continue
+            # A path may have characters that a pattern as in a shell would interpret.
             pattern = re.compile(f"^{re.escape(path)}$")
             if choices[path] == FLOAT:
                 new = Rule(pattern, keep=FLOAT)
@@ -234,4 +239,6 @@ def _make_rules(prepared: Prepared, call: Call, choices: Mapping[str, str]) -> t
                     rule, path=pattern, weight=dataclasses.replace(rule.weight, dtype=choices[path])
                 )
             changed += [] if new in changed else [new]
+    # In front, because the first rule that matches applies. The rules of the function still hold for all other
+    # contractions.
     return (*changed, *prepared.rules)

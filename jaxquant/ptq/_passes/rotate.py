@@ -56,7 +56,8 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`, or the function returns no floats.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+            floats.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -144,6 +145,7 @@ def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
     """Return a parameter whose blocks of indices along an axis are multiplied by a matrix."""
     w = jnp.asarray(w)
     rows = jnp.moveaxis(w, axis, -1)
+    # These weights replace the user's own, so that no backend may round them to fewer digits than float32 has.
     rotated = jnp.matmul(rows.reshape(-1, len(matrix)).astype(jnp.float32), matrix, precision=_HIGHEST)
     return jnp.moveaxis(rotated.astype(w.dtype).reshape(rows.shape), -1, axis)
 

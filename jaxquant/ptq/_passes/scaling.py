@@ -123,7 +123,8 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`, or the function returns no floats.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+            floats.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -146,6 +147,7 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
         if isinstance(source, str):
             return source
         first = jnp.max(jnp.abs(source), 0)
+        # All weights that read the channels get the same factors, and the largest entry is the hardest to round.
         second = jnp.stack([jnp.max(jnp.abs(w), 1) for w in _read_weights(joint, arrays)]).max(0)
         is_live = (first > 0) & (second > 0)
         return jnp.where(is_live, jnp.sqrt(jnp.where(is_live, first, 1) / jnp.where(is_live, second, 1)), 1)
@@ -318,6 +320,7 @@ def make_comparison(
 
     def compare(arrays: Sequence[Any]) -> bool:
         for x, y in zip(run_function(arrays, others.arrays), expected, strict=True):
+            # Not the opposite comparison: with a NaN this one is False, and the factors are dropped.
             if not bool(jnp.max(jnp.abs(x - y), initial=0) <= tolerance * jnp.max(jnp.abs(y), initial=0)):
                 return False
         return True

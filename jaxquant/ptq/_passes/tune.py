@@ -116,6 +116,7 @@ def tune(
     compute_error = _make_error(codes.arrays, run_function)
     values = [x.dequantize() if leaf in prepared.leaves else x for leaf, x in enumerate(codes.arrays)]
     variables, errors = _minimize(compute_error, start, values, calls, rounds, rate, progress)
+    # A NaN is not smaller either, so that steps that diverge change nothing.
     worse = "" if errors[1] < errors[0] else "the error of the results would not become smaller"
     arrays, notes = list(codes.arrays), []
     for leaf, reason in ((leaf, reason or worse) for leaf, reason in reasons.items() if reason != _NO_FLOATS):
@@ -164,6 +165,7 @@ def _make_function(
     def run_function(arrays: Sequence[Any], rest: Sequence[Any]) -> list[jax.Array]:
         args, kwargs = other.rebuild(rest)
         results = prepared.function(signature.rebuild(arrays), *args, **kwargs, **arguments)
+        # Integers among the results, such as a count of steps, have no gradient.
         floats = [y for y in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
         checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
         return [y.astype(jnp.float32) for y in floats]
@@ -236,6 +238,7 @@ def _minimize(
     @jax.jit
     def move_downhill(state: _Adam, plan: tuple[Any, Any], values: Sequence[Any], call: _Call) -> _Adam:
         index, rate = plan
+        # Adam is written out, because optax is a dependency of jaxquant.optim alone.
         slopes = jax.grad(compute_error)(state.variables, values, call)
         means = jax.tree.map(lambda m, g: _DECAY[0] * m + (1 - _DECAY[0]) * g, state.means, slopes)
         squares = jax.tree.map(lambda s, g: _DECAY[1] * s + (1 - _DECAY[1]) * g**2, state.squares, slopes)
