@@ -53,8 +53,6 @@ def descend(
         rows = lax.dynamic_slice_in_dim(hessian, start, size)
         own = lax.dynamic_slice_in_dim(rows, start, size, 1)
         before = lax.dynamic_slice_in_dim(errors, start, size)
-        # One product with all errors for each block of rows. Within the block only its own rows change, so that the
-        # products that follow are small.
         slopes = jnp.matmul(rows, errors, precision=_HIGHEST)
 
         def visit_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -66,10 +64,7 @@ def descend(
             value = row - current[place] + slope / jnp.where(curve > 0, curve, jnp.ones_like(curve))
             code = _grid.encode_values(value, here, spec)
             if limits is not None:
-                # The error is convex in each value, so that the bound next to its minimum is the best code within the
-                # bounds.
                 code = jnp.clip(code, *(limit[start + place] for limit in limits))
-            # An input that is always 0 has no minimum: all codes are equally good.
             code = jnp.where(curve > 0, code, codes[place])
             error = row - _grid.decode_values(code, here, spec)
             return current.at[place].set(error), codes.at[place].set(code)

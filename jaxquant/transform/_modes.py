@@ -65,7 +65,6 @@ class ObserveMode(_PlannedMode):
         """Return the float result, and the states updated by the activations."""
         plan, arrivals = self.plan.sites[site.name], self.plan.regions.arrivals.get(site.name, ())
         for operand in plan.activations:
-            # Codes that arrive keep the scale with which they were rounded.
             if operand.calibrator is not None and operand.place not in arrivals:
                 x = operands[operand.place]  # type: ignore[index]
                 records = _update_state(records, plan.record, operand, x)
@@ -167,7 +166,6 @@ class _CodesMode(_PlannedMode):
     def make_quantizer(self, point: Point, shape: tuple[int, ...], part: Any) -> Quantizer:
         """Return how a result is quantized."""
         spec = point.output.spec
-        # The checks of learned scales read the dtype and the shape of an array; XLA drops its zeros.
         like: Any = jnp.zeros(shape) if isinstance(part, LearnedScale) else jax.ShapeDtypeStruct(shape, jnp.float32)
         return Quantizer(spec, *find_scale(spec, like, part))
 
@@ -194,7 +192,6 @@ class IntegerMode(_CodesMode):
         plan, codes = self.plan.sites[site.name], [x.array if isinstance(x, Codes) else x for x in operands]
         for operand in plan.activations:
             place = int(operand.place)
-            # They were rounded at the end of an earlier point.
             if isinstance(operands[place], Codes):
                 continue
             x = operations.refuse_gradient(operands[place])
@@ -281,7 +278,6 @@ class TrainMode(_CodesMode):
             table, indices = operands
             (floats,) = jaxpr.evaluate(site.equation, [table.floats, indices])
             entries = operations.look_up(site.equation, lax.stop_gradient(table.codes), indices)
-            # The value of the codes, with the gradient of the floats.
             return replace_value(floats, entries), records
         plan = self.plan.sites[site.name]
         twins = [_read_twin(x) for x in operands]
@@ -319,7 +315,6 @@ class TrainMode(_CodesMode):
         assert graph is not None
         floats, codes = zip(*operands, strict=True)
         y = finish_floats(graph, point, operations.contract_with_gradient(operation, floats, codes), bias)
-        # The integers give the value, and the floats the gradient.
         fixed = lax.stop_gradient(quantizer)
         exact = contract_to_codes(graph, point, operation, lax.stop_gradient(codes), bias, fixed)
         return finish_training(y, quantizer, exact)

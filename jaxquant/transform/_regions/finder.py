@@ -344,8 +344,7 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
             return "the parameter is convolved with the activations as its kernel"
         if site.equation.params["batch_group_count"] != 1:
             return "it has groups of images"
-    # A uint8 code is at most 255 away from its zero point, and a symmetric int8 code 128 from 0. The kernels of
-    # runtimes sum all terms in one int32.
+    # A uint8 code is at most 255 away from its zero point, and a symmetric int8 code 128 from 0.
     terms = math.prod(shape[axis] for axis in site.contracted)
     limit = (2**31 - 1) // (255 * (128 if plan.weight.symmetric else 255))
     return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
