@@ -65,6 +65,7 @@ def concatenate(arrays: Sequence[Any], axis: int = 0, *, output: Output | None =
     Source: `jax.numpy.concatenate`; with `output`, ONNX Runtime's com.microsoft QLinearConcat-1.
     """
     if isinstance(arrays, list | tuple) and has_fake(*arrays):
+        # Floats that carry codes have one scale, and joined ones need one for all.
         expected = "an output, which training needs (a Quantizer or a QuantizedArray)"
         checks.require(output is not None, "concatenate", "output", expected, "None")
         return train_codes(
@@ -190,6 +191,7 @@ def _read_widths(pad_width: Any, rank: int) -> Any:
     widths: Any = pad_width
     if isinstance(widths, int):
         widths = (widths, widths)
+    # As in `jnp.pad`, two ints are one pair for all dimensions, also of a matrix.
     if isinstance(widths, tuple) and len(widths) == 2 and all(isinstance(n, int) for n in widths):
         widths = (widths,) * rank
     elif isinstance(widths, tuple) and len(widths) == 1:

@@ -17,6 +17,7 @@ from .._core.number_arguments import convert_plain_scale
 from ..integer import _scaling
 
 _NAME = "quantize_bias"
+# XLA:CPU takes less than the least normal float32 for 0. Steps are float32, which has no 2**31 - 1.
 _TINY, _LIMIT = float(np.finfo(np.float32).tiny), 2.0**31
 
 
@@ -68,6 +69,7 @@ def _quantize_steps(bias: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array)
 
 def _quantize_bias(bias: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
     steps, products = _quantize_steps(bias, lhs_scale, rhs_scale)
+    # Outside of the compiled function, in which no value is known.
     known = find_known(steps), find_known(products)
     if known[0] is not None and known[1] is not None:
         expected = "scales whose product is at least 2**-126, the least normal float32"

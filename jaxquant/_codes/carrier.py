@@ -85,6 +85,7 @@ class FakeQuantizedArray:
 
     def make_quantizer(self) -> Quantizer:
         """Return a Quantizer with which the values are quantized to their codes again."""
+        # Asymmetric, so that it takes any zero point.
         spec = QuantSpec(self.codes_dtype, symmetric=False)
         zero_point = np.zeros((), self.codes_dtype) if self.zero_point is None else self.zero_point
         return Quantizer(spec, jax.lax.stop_gradient(self.scale), zero_point)
@@ -113,6 +114,7 @@ def read_fake(q: Any) -> FakeQuantizedArray:
 @jax.custom_jvp
 def replace_value(value: jax.Array, exact: jax.Array) -> jax.Array:
     """Return `exact`, with the derivatives of `value`."""
+    # `value + stop_gradient(exact - value)` has the same derivative, but is rounded, and not equal to `exact`.
     del value
     return exact
 
@@ -142,6 +144,7 @@ def train_codes(
         quantizer = output.find_quantizer(y)
     else:
         quantizer = output if hasattr(output, "spec") else read_fake(output).make_quantizer()
+    # The gradient goes through `differentiate` and the rounding of its result; the kernels of codes have none.
     fixed = jax.tree.map(lambda part: jax.lax.stop_gradient(part) if isinstance(part, jax.Array) else part, quantizer)
     exact = compute(*(fake.quantize() for fake in fakes), fixed)
     return finish_training(y, quantizer, exact)

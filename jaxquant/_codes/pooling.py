@@ -167,6 +167,7 @@ def mean(
     """
     checks.check_flag("mean", "keepdims", keepdims)
     if isinstance(q, FakeQuantizedArray):
+        # `jnp.mean` takes no list.
         axes = tuple(axis) if isinstance(axis, Sequence) else axis
         differentiate = functools.partial(jnp.mean, axis=axes, keepdims=keepdims)
         return train_codes(lambda q, y: mean(q, axis, keepdims, output=y), differentiate, (q,), output)
@@ -230,6 +231,7 @@ def find_maxima(codes: jax.Array, *, windows: Windows) -> jax.Array:
     slices, but not a reduction over windows of bytes.
     """
     is_float = jnp.issubdtype(codes.dtype, jnp.floating)
+    # A zero point in the padding could be larger than all codes of a window.
     lowest = np.asarray(-np.inf if is_float else dtypes.find_bounds(np.dtype(codes.dtype))[0], codes.dtype)
     pads = dict(zip(windows.axes, windows.padding, strict=True))
     codes = lax.pad(codes, lowest, [(*pads.get(axis, (0, 0)), 0) for axis in range(codes.ndim)])
@@ -250,6 +252,7 @@ def _average_floats(x: jax.Array, *, windows: Windows, counts_padding: bool) -> 
             windows.axes, windows.lengths, windows.strides, windows.padding, strict=True
         ):
             sizes[axis], steps[axis], pads[axis] = length, stride, pair
+        # A sum of windows has a derivative in JAX, while the kernel on codes has none.
         return lax.reduce_window(values, np.float32(0), lax.add, sizes, steps, pads)
 
     total = sum_windows(x)

@@ -56,6 +56,7 @@ def add_messages(reduction: Reduction, rows: jax.Array, key: Any) -> tuple[jax.A
     Returns:
         The sum, float32, of the shape of a row; and the values that the codes of `rows` represent.
     """
+    # Slices are exchanged before they are added: messages with different scales cannot be added as codes on their way.
     q = _messages.encode(rows, reduction.spec, _derive_key(key, 0))
     received = move_array(q, lambda part: lax.all_to_all(part, reduction.axis_name, 0, 0, tiled=True), rows=1)
     return jnp.sum(dequantize_checked(received), axis=0), dequantize_checked(q)
@@ -69,6 +70,7 @@ def share_sums(reduction: Reduction, total: jax.Array, key: Any) -> tuple[jax.Ar
         total: float32, of the shape of a message.
         key: a key of this device, or None.
     """
+    # The own sum is read from its codes as well, or the devices would not hold the same bits.
     q = _messages.encode(total[None], reduction.spec, _derive_key(key, 1))
     to = find_gathered_type(reduction.axis_name)
     gathered = move_array(q, lambda part: lax.all_gather(part, reduction.axis_name, tiled=True, to=to), rows=1)
@@ -86,4 +88,5 @@ def scatter_sums(scatter: Scatter, x: jax.Array, key: Any) -> jax.Array:
 
 
 def _derive_key(key: Any, hop: int) -> Any:
+    # With one key for both hops, the sum would be rounded by the random numbers of its own terms.
     return None if key is None else jax.random.fold_in(key, hop)

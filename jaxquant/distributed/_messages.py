@@ -85,6 +85,8 @@ def list_keys(key: Any, axis_name: Any, count: int) -> list[Any]:
     """Return `count` keys that differ between devices, or as many times None if there is no key."""
     if key is None:
         return [None] * count
+    # A user may pass one key to all devices. Equal random numbers on each would add up their errors instead of
+    # averaging them.
     own = jax.random.fold_in(key, lax.axis_index(axis_name))
     return [jax.random.fold_in(own, i) for i in range(count)]
 
@@ -95,6 +97,7 @@ def split_messages(x: jax.Array, count: int) -> jax.Array:
     The last message is filled up with zeros, whose code is exact, and which widen no range.
     """
     flat = x.reshape(-1).astype(jnp.float32)
+    # Equal lengths, because a collective moves arrays of one shape.
     return jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
 
 

@@ -54,12 +54,14 @@ def _move_bits(move: Move, part: jax.Array) -> jax.Array:
 
 @_move_bits.defjvp
 def _move_bits_jvp(move: Move, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    # A bitcast has no derivative. The collective is linear, and moves the tangents as floats.
     return _move_bits(move, *primals), move(tangents[0])
 
 
 def _move_packed(part: jax.Array, move: Move, rows: int) -> jax.Array:
     """Return codes of less than 8 bits after a collective has moved them, packed as ONNX packs them."""
     leading, shape = part.shape[:rows], part.shape[rows:]
+    # Each message by itself: otherwise one byte could hold codes for two devices.
     messages = jax.vmap(pack)(part.reshape(math.prod(leading), *shape))
     moved = move(messages.reshape(*leading, messages.shape[-1]))
     rows_moved = moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
@@ -101,6 +103,7 @@ def join_stack(stack: QuantizedArray, axis: int, *, is_tiled: bool) -> Quantized
         (lambda part: _merge_first(part, axis)) if is_tiled else (lambda part: jnp.moveaxis(part, 0, axis))
     )
     scale, zero_point = (None if part is None else place_part(part) for part in (scale, zero_point))
+    # Not the constructor: it would take codes in their logical order.
     static = (stack.dtype, stack.block_size, stack.codebook, moved)
     return QuantizedArray.tree_unflatten(static, (stored, scale, zero_point))
 

@@ -61,6 +61,7 @@ def compare_devices(tree: Any, axis_name: Any) -> jax.Array:
     if not sums:
         return jnp.bool_(True)
     own = jnp.stack(sums)
+    # Two small reductions, which send less than a gather of the checksums of all devices.
     return jnp.all(lax.pmin(own, axis_name) == lax.pmax(own, axis_name))
 
 
@@ -73,6 +74,7 @@ def _find_checksum(x: jax.Array) -> jax.Array:
     words = _read_words(x).reshape(-1)
     places = lax.iota(jnp.uint32, words.size) * _GOLDEN
     # Each word is mixed with its place before the sum, so that an exchange of two words changes it.
+    # Two sums of 32 bits, because JAX has no integers of 64 bits by default.
     sums = [jnp.sum(_mix(_mix(words ^ seed) + places), dtype=jnp.uint32) for seed in (_UINT32(0), _FIRST)]
     return jnp.stack(sums)
 
@@ -180,6 +182,7 @@ def _read_bytes(leaf: Any) -> bytes:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             if not leaf.is_fully_replicated:
                 return description + repr(leaf.sharding).encode()
+            # All copies are the same, and this process holds one of them.
             leaf = leaf.addressable_data(0)
         values = np.asarray(leaf)
         return description + values.tobytes()

@@ -69,6 +69,7 @@ def psum_with_error_feedback(
     keys = _messages.list_keys(key, axis_name, len(leaves))
     for leaf, left, own_key in zip(leaves, residuals, keys, strict=True):
         leaf, left = _messages.read_floats(function, "x", leaf), _messages.read_floats(function, "residual", left)
+        # In bfloat16 a residual would lose the very digits that it is there to keep.
         checks.check_same_dtype(function, "residual", left, dtypes.FLOAT32, "whatever the dtype of x")
         checks.check_shape(function, "residual", left, leaf.shape, "the shape of x")
         total, error = _sum_with_error(reduction, leaf, left, own_key)
@@ -89,6 +90,7 @@ def _sum_with_error(reduction: Reduction, x: jax.Array, residual: jax.Array, key
     index = lax.axis_index(reduction.axis_name)
     is_own = lax.broadcasted_iota(jnp.int32, rows.shape, 0) == index
     errors = rows - sent + jnp.where(is_own, (total - own)[None], np.float32(0))
+    # A NaN would stay in the residual, and in all sums from then on.
     errors = jnp.where(jnp.isfinite(errors), errors, np.float32(0))
     return _messages.join_messages(shared, x), _messages.join_messages(errors, residual)
 

@@ -107,6 +107,7 @@ def all_gather(
         gather = functools.partial(gather_codes, axis_name=axis_name, size=size, axis=place, is_tiled=bool(tiled))
         if backward_spec is None or _messages.is_quantized(leaf):
             return _transfer(leaf, None, spec, gather, move)
+        # The transpose of a gather adds the cotangents of all devices, and gives each its slice.
         scatter = Scatter(Reduction(axis_name, size, _messages.find_row_spec(backward_spec)), place, bool(tiled))
         assert spec is not None  # _read_leaf has checked it
         # The cotangents of a device are its own. If x is the same on all devices, JAX adds them.
@@ -222,6 +223,7 @@ def _split_array(q: QuantizedArray, axis: int, count: int) -> QuantizedArray:
                 break
 
     def split_part(part: jax.Array) -> jax.Array:
+        # An entry for the whole axis goes to every device.
         if part.shape[axis] == 1 != q.shape[axis]:
             return jnp.broadcast_to(part[None], (count, *part.shape))
         pieces = part.reshape(*part.shape[:axis], count, part.shape[axis] // count, *part.shape[axis + 1 :])

@@ -175,6 +175,7 @@ def _sum_arrays(reduction: Reduction, x: jax.Array, key: Any) -> jax.Array:
     total, _ = add_messages(reduction, _messages.split_messages(x, reduction.size), key)
     rows, _ = share_sums(reduction, total, key)
     if reduction.is_mean:
+        # XLA turns a division by a constant into a product with its reciprocal, which is rounded twice.
         rows = division.divide(rows, jnp.full_like(rows, reduction.size))
     return _messages.join_messages(rows, x)
 

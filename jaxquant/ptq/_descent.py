@@ -12,6 +12,8 @@ from .._arrays.spec import QuantSpec
 from . import _grid
 from ._grid import Grid
 
+# TPUs and GPUs may round the operands of float32 products to bfloat16 or TF32 by default, which leaves too few digits
+# to tell the better of two codes.
 _HIGHEST = lax.Precision.HIGHEST
 _BLOCK = 64
 
@@ -36,7 +38,7 @@ def descend(
     """
     count = w.shape[0]
     size = min(_BLOCK, max(count, 1))
-    # Rows whose errors are 0 and that no error reaches fill the last block.
+    # Rows of which the Hessian is 0, so that their errors neither count nor move, fill the last block.
     filled = ((0, -count % size), (0, 0))
     w, codes = jnp.pad(w, filled), jnp.pad(codes, filled)
     limits = jax.tree.map(lambda x: jnp.pad(x, filled), bounds)

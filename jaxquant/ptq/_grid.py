@@ -59,6 +59,7 @@ def check_finite(function: str, **arrays: Any) -> None:
             continue
         # A known array may meet this check while another one is traced.
         with jax.ensure_compile_time_eval():
+            # An array of numpy is looked at where it is, and not copied to a device first.
             is_finite = bool(np.isfinite(x).all()) if isinstance(x, np.ndarray) else bool(_is_finite(x))
         checks.require(is_finite, function, argument, "finite numbers", "a NaN or an infinity")
 
@@ -147,5 +148,6 @@ def build_array(
 
 def spoil_scale(scale: jax.Array, is_valid: jax.Array) -> jax.Array:
     """Return a scale unchanged, or NaN if the data are not valid, so that every value that it scales is NaN."""
+    # Codes have no NaN, and under `jax.jit` no error can be raised: only the scale can tell.
     spoiled = jnp.full(scale.shape, np.nan, jnp.float32).astype(scale.dtype)
     return jnp.where(is_valid, scale, spoiled)

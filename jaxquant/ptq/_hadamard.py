@@ -9,6 +9,7 @@ import numpy as np
 
 def find_block(size: int) -> int:
     """Return the largest divisor of a size for which `make_hadamard` has a matrix."""
+    # 1 divides every size and has a matrix, so that there is always a part.
     return next(part for part in range(size, 0, -1) if size % part == 0 and _find_base(part) is not None)
 
 
@@ -44,6 +45,7 @@ def _find_base(size: int) -> int | None:
 
 def _find_prime(size: int) -> int | None:
     """Return the prime of which Paley's construction makes a matrix of a size that is not a power of 2, or None."""
+    # Powers of 2 are doublings of the matrix of size 1, which is cheaper than a table of residues.
     if size & (size - 1) == 0:
         return None
     for prime, remainder in ((size - 1, 3), (size // 2 - 1, 1)):
@@ -62,8 +64,10 @@ def _make_paley(size: int) -> np.ndarray:
     core = residues[(np.arange(prime)[:, None] - np.arange(prime)) % prime]
     border = np.ones((prime, 1), np.int8)
     corner = np.zeros((1, 1), np.int8)
+    # -1 is no square then, and the bordered core S is skew-symmetric: (S + I) (S + I)^T = S S^T + I = (prime + 1) I.
     if prime % 4 == 3:
         return np.block([[corner, border.T], [-border, core]]) + np.eye(size, dtype=np.int8)
+    # Here S is symmetric, and its diagonal of zeros has to be filled: each entry becomes a block of 2 x 2.
     conference = np.block([[corner, border.T], [border, core]])
     pair = np.array([[1, 1], [1, -1]], np.int8)
     return np.kron(conference, pair) + np.kron(np.eye(prime + 1, dtype=np.int8), np.array([[1, -1], [-1, -1]], np.int8))

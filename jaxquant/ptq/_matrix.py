@@ -32,6 +32,7 @@ class Layout(NamedTuple):
 
     def arrange(self, x: jax.Array) -> jax.Array:
         """Return an array of the weight's shape as [groups, inputs, outputs]."""
+        # With the kept axes in front, the outputs of a group are neighbors, and one reshape cuts the groups.
         rows = x.transpose(*self.kept, *self.summed).reshape(self.groups, -1, self.inputs)
         return rows.transpose(0, 2, 1)
 

@@ -43,6 +43,7 @@ class Slices(NamedTuple):
     def find_extremes(self) -> tuple[jax.Array, jax.Array]:
         """Return the least and the largest element of each slice, widened to include 0."""
         low, high = min_max.find_extremes(self.w, self.shape, self.block_size)
+        # As `jq.quantize` widens ranges, so that 0 is a code.
         return jnp.minimum(low, 0), jnp.maximum(high, 0)
 
     def find_grid(self, low: jax.Array, high: jax.Array) -> Grid:
@@ -60,6 +61,7 @@ class Slices(NamedTuple):
 def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
     """Return the slices of a weight; raise if the zero point has another granularity than the scale."""
     scale, point = scale_from_range.find_shapes(function, spec, w.shape)
+    # A range that is tried gives both a scale and a zero point, so that both belong to the same elements.
     expected = "the same granularity for the scale and the zero point"
     got = f"{spec.granularity} and {spec.zero_point_granularity}"
     checks.require(scale == point, function, "spec", expected, got)
@@ -68,5 +70,6 @@ def make_slices(function: str, w: jax.Array, spec: QuantSpec) -> Slices:
 
 def keep_better(best: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return, for each slice, the tuple of which the first entry, an error, is smaller."""
+    # False if an error is NaN: a range whose error is unknown never replaces another one.
     is_better = other[0] < best[0]
     return tuple(jnp.where(is_better, new, old) for old, new in zip(best, other, strict=True))

@@ -139,6 +139,8 @@ def _learn_group(
     """Return the codes of a matrix [inputs, outputs]."""
     bounds = tuple(np.float32(bound) for bound in spec.bounds)
     point = jnp.zeros_like(w) if grid.zero_point is None else grid.zero_point.astype(jnp.float32)
+    # A plain division will do: if the quotient of an exact code is rounded to the wrong side, that code is still one of
+    # the two candidates.
     place = w / grid.scale + point
     low = jnp.floor(place)
     # A code beyond the bounds has no choice.
@@ -165,10 +167,12 @@ def _learn_group(
         move = mean / (1 - _DECAY[0] ** index) / (jnp.sqrt(square / (1 - _DECAY[1] ** index)) + np.float32(1e-8))
         return _Adam(state.variable - np.float32(rate) * move, mean, square), None
 
+    # Just inside of the ends: beyond them the clip lets no gradient pass, and the choice could not be revised.
     share = jnp.clip(place - low, 1e-3, 1 - 1e-3)
     variable = -jnp.log((_HIGH - _LOW) / (share - _LOW) - 1)
     zeros = jnp.zeros_like(w)
     state, _ = lax.scan(move_downhill, _Adam(variable, zeros, zeros), _plan_steps(steps, penalty))  # type: ignore[arg-type]
+    # The penalty may have left shares between 0 and 1, for example with few steps.
     learned = jnp.where(relax(state.variable) >= np.float32(0.5), highest, lowest)
     return _refine_codes(w, learned, (lowest, highest), hessian, grid, spec, sweeps)
 
@@ -182,6 +186,7 @@ def _refine_codes(
     limits = (bounds[0].astype(nearest.dtype), bounds[1].astype(nearest.dtype))
     # Coordinate descent stops where no single code can be improved, and which of many such places depends on the start.
     starts = (learned.astype(nearest.dtype), nearest, _round_with_feedback(w, hessian, grid, spec))
+    # `gptq` rounds values into which it has moved errors, so that its codes may not be among the two candidates.
     descents = [descend(w, jnp.clip(x, *limits), hessian, grid, spec, sweeps, limits) for x in starts]
     best, least = nearest, _find_costs(w - _grid.decode_values(nearest, grid, spec), hessian)
     for other in descents:

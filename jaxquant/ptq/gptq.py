@@ -24,6 +24,7 @@ _HIGHEST = lax.Precision.HIGHEST
 # The inputs that are rounded before their errors are propagated to all later inputs. The errors of a block and its rows
 # fit into a cache of the second level.
 _BLOCK = 64
+# Even without a damping to start from, the last attempt adds 1e4 times the mean, more than any rounding error.
 _LEAST_DAMPING, _ATTEMPTS = np.float32(1e-6), 12
 
 
@@ -160,6 +161,7 @@ def _gptq(
 ) -> tuple[QuantizedArray, Diagnostics]:  # fmt: skip
     hessian, layout = _matrix.read_hessian(_NAME, w, hessian, axis)
     _grid.check_grid(_NAME, grid, w, spec)
+    # The codes have no gradient. Without this `jax.grad` of a caller would fail at the while loop of `factor_hessian`.
     w, hessian, grid = lax.stop_gradient((w, hessian, grid))
     scales = _grid.find_scales(_NAME, w, spec, _grid.read_grid(_NAME, grid))
     wide = w.astype(jnp.float32)
@@ -250,21 +252,25 @@ def factor_hessian(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.A
     """Return R_ij / R_jj above the diagonal, 0 elsewhere, with R R^T the damped matrix; and the damping in use."""
     diagonal = jnp.diagonal(hessian)
     is_live = diagonal > 0
+    # Inputs that are always 0 would lower the mean, and with it the damping of all others.
     mean = jnp.sum(diagonal) / jnp.maximum(jnp.sum(is_live), 1).astype(jnp.float32)
     # Divided by the mean, no element overflows when it is squared.
     normal = hessian / jnp.where(is_live.any(), mean, np.float32(1))
     # A Cholesky factor of the matrix in reverse order, in reverse order, is upper triangular.
     reverse = normal[::-1, ::-1]
+    # A 1 in the row of zeros of such an input: no error moves to it or away from it.
     dead = jnp.where(is_live, 0, 1).astype(jnp.float32)[::-1]
 
     def attempt(state: tuple[Any, ...]) -> tuple[Any, ...]:
         count, last, _ = state
         # The first attempt is with the caller's damping.
         used = jnp.where(count == 0, np.float32(damping), jnp.maximum(last * np.float32(10), _LEAST_DAMPING))
+        # Only one triangle is read, so that symmetrizing would take a pass over the matrix for nothing.
         factor = lax.linalg.cholesky(reverse + jnp.diag(used + dead), symmetrize_input=False)
         return count + 1, used, factor
 
     def has_failed(state: tuple[Any, ...]) -> jax.Array:
+        # With a NaN in the moments every attempt would fail.
         count, _, factor = state
         return (count == 0) | ((count < _ATTEMPTS) & ~jnp.isfinite(factor).all() & jnp.isfinite(normal).all())
 
@@ -296,9 +302,12 @@ def _round_rows(w: jax.Array, grid: Grid, feedback: jax.Array, spec: QuantSpec) 
         def round_row(place: Any, inner: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             errors, codes = inner
             weights = lax.dynamic_index_in_dim(own, place, 1, keepdims=False)
+            # Rows of the block that are not rounded yet have errors of 0, so that the product needs no mask.
             value = moved[place] + jnp.matmul(weights, errors, precision=_HIGHEST)
             here = filled.take_row(start + place)
             code = _grid.encode_values(value, here, spec)
+            # The distance from w and not from the moved value: R holds what each original error costs the inputs after
+            # it, while the paper, with the inverse, moves on the errors of moved values.
             error = block[place] - _grid.decode_values(code, here, spec)
             return errors.at[place].set(error), codes.at[place].set(code)
 

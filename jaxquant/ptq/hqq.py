@@ -130,7 +130,9 @@ def _improve(
     forgiven = jnp.sign(residual) * jnp.maximum(size - power / weight, 0)
     target = slices.w - forgiven * unit
     point = grid.zero_point
+    # Counted, because the last block along an axis may be short.
     counts = slices.sum(jnp.ones_like(slices.w))
+    # A zero point that the spec fixes may not move.
     if point is not None and spec.fixed_zero_point is None:
         mean = slices.sum(codes.astype(jnp.float32) - target / grid.scale) / counts
         point = slices.expand(jnp.clip(jnp.round(mean), *(np.float32(bound) for bound in spec.bounds)))
@@ -139,6 +141,7 @@ def _improve(
     steps = steps if point is None else steps - point.astype(jnp.float32)
     square = slices.sum(steps * steps)
     scale = slices.sum(steps * target) / jnp.where(square > 0, square, np.float32(1))
+    # `quantize` takes ranges, so that the new scale is returned as the range from which it finds that scale again.
     least, largest = _find_ends(spec, point)
     ends = tuple(_read_slices(slices, end) * scale for end in (least, largest))
     # Codes that are all 0, or a fit with the wrong sign, say nothing about the scale.

@@ -108,8 +108,10 @@ def _smoothquant(weights: tuple[jax.Array, ...], x_max: Any, alpha: Any, *, chan
     w_max, x_max = functools.reduce(jnp.maximum, largest), jnp.abs(x_max.astype(jnp.float32))
     is_live = (x_max > 0) & (w_max > 0)
     share = jnp.asarray(alpha, jnp.float32)
+    # In logarithms neither power overflows, and the mean is the logarithm of the geometric mean.
     logarithm = share * _log_or_zero(x_max, is_live) - (1 - share) * _log_or_zero(w_max, is_live)
     scale = jnp.where(is_live, jnp.exp(logarithm - _find_mean(logarithm, is_live)), np.float32(1))
+    # A NaN is not greater than 0, and would get the scale 1 of inputs that are always 0.
     scale = jnp.where(jnp.isnan(x_max) | jnp.isnan(w_max), np.float32(np.nan), scale)
     return scale.reshape([-1 if a == axis else 1 for a in range(first.ndim)])
 
@@ -207,6 +209,7 @@ def _awq(
         return jnp.sum(jax.vmap(find_error)(errors, hessian))
 
     exponents = np.arange(steps, dtype=np.float32) / np.float32(steps)
+    # One candidate after the other: all at once would take `steps` copies of the weight.
     costs = lax.map(measure_exponent, exponents)
     scale = scale_inputs(jnp.asarray(exponents)[jnp.argmin(costs)])
     is_valid = jnp.isfinite(costs).all() & jnp.isfinite(magnitude).all()

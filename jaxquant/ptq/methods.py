@@ -96,6 +96,7 @@ class GPTQ:
         """Return the quantized array of a weight; rounded to nearest if its inputs are not known."""
         if hessian is None:
             return find_grid(self.range, w, hessian, spec, axis)
+        # `round_on_grid` checks nothing, so that the checks run once and not for each grid.
         _grid.check_finite("ptq.gptq", w=w, hessian=hessian)
         # The factorization takes most of the time, and all grids share it.
         factors = factor_groups(hessian, damping=float(self.damping), is_ordered=bool(self.activation_order))
@@ -146,6 +147,7 @@ def find_grid(name: str, w: jax.Array, hessian: jax.Array | None, spec: QuantSpe
     """Return a weight rounded to nearest with the scale of a range of this name."""
     if name == "hqq":
         return hqq(w, spec)
+    # A range cannot be tried for elements that share a scale but not a zero point, or the other way round.
     if name == "whole" or spec.zero_point_granularity != spec.granularity:
         return quantize(w, spec)
     if name == "tried" and hessian is not None:
@@ -165,6 +167,7 @@ def list_grids(name: str, w: jax.Array, hessian: jax.Array, spec: QuantSpec, axi
     """Return a weight rounded to nearest with the scale of each range of this name."""
     if name != "tried" or spec.zero_point_granularity != spec.granularity:
         return [find_grid(name, w, hessian, spec, axis)]
+    # With one candidate this is the whole range of each slice, in the shape of the scale.
     lo, hi = search_range(w, spec, least=1.0, steps=1)
     return [quantize(w, spec, range=(lo * part, hi * part)) for part in _PARTS]
 
@@ -213,6 +216,8 @@ def _find_factors(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any
     values, target = (layout.arrange(x.astype(jnp.float32)) for x in (q.dequantize(), w))
     moved = jnp.matmul(hessian, values, precision=jax.lax.Precision.HIGHEST)
     size, product = jnp.sum(values * moved, 1), jnp.sum(target * moved, 1)
+    # A scale must be positive. Where the best factor is not, the codes point away from the weight, and stay as they
+    # are.
     is_valid = (size > 0) & (product > 0)
     return jnp.where(is_valid, product / jnp.where(is_valid, size, 1), 1)
 
@@ -224,6 +229,7 @@ def _choose_outputs(
     wide, outputs = _spread_outputs(layout, mask)
 
     def choose(x: jax.Array, y: jax.Array, chosen: jax.Array) -> jax.Array:
+        # A scale that several outputs share is taken as a whole; the mask is then the same for all of them.
         fits = all(a in (1, b) for a, b in zip(chosen.shape, x.shape, strict=True))
         chosen = chosen if fits else chosen.ravel()[0].reshape((1,) * x.ndim)
         return jnp.where(jnp.broadcast_to(chosen, x.shape), x, y)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import export, lax
 
 from .._core import checks, dtypes, entry_point, sharding
@@ -158,6 +157,7 @@ def _read_shape(function: str, argument: str, shape: tuple[int, ...], axes: int)
 def _make_empty(shape: tuple[int, ...]) -> MomentsState:
     second, sums, largest = (*shape, shape[-1]), (2, *shape), shape
     sizes = (second, second, sums, sums, largest)
+    # An integer counts on where a float32 would stop, at 2**24.
     return MomentsState(*[jnp.zeros(size, jnp.float32) for size in sizes], count=jnp.zeros((), jnp.uint32))
 
 
@@ -176,6 +176,7 @@ def _check_state(function: str, argument: str, state: Any) -> None:
 def _update(state: MomentsState, batch: jax.Array) -> MomentsState:
     axes = state.largest.ndim
     x = lax.stop_gradient(batch).astype(jnp.float32).reshape(-1, *state.largest.shape)
+    # On a mesh with explicit axes JAX refuses a product that sums a sharded dimension.
     x = sharding.place_whole(x)
     # The groups are a batch of matrix products.
     pattern = "ni,nj->ij" if axes == 1 else "ngi,ngj->gij"
@@ -201,6 +202,7 @@ def _add_parts(a: jax.Array, a_rest: jax.Array, b: jax.Array, b_rest: jax.Array)
     part = total - a
     rest = (a - (total - part)) + (b - part)
     rest = rest + (a_rest + b_rest)
+    # The first part becomes the whole sum, rounded once, so that `finalize` needs no other.
     result = total + rest
     return result, rest - (result - total)
 
@@ -225,11 +227,6 @@ def _divide(state: MomentsState) -> Moments:
 
 def _all_reduce(state: MomentsState, axis_name: Any) -> MomentsState:
     _check_state(f"{_NAME}.all_reduce", "state", state)
+    # Between devices the sums are rounded to float32, but only once for all batches.
     parts = MomentsState(*(lax.psum(part, axis_name) for part in state))
     return parts._replace(largest=lax.pmax(state.largest, axis_name))
-
-
-def make_identity(inputs: int) -> Moments:
-    """Return the moments of independent inputs of variance 1, for a weight whose inputs nobody has observed."""
-    ones = jnp.ones(inputs, jnp.float32)
-    return Moments(jnp.eye(inputs, dtype=jnp.float32), 0 * ones, ones, ones, jnp.asarray(np.float32(1)))

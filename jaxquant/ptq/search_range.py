@@ -90,5 +90,6 @@ def _search_range(w: jax.Array, importance: jax.Array | None, *, spec: QuantSpec
     # From the whole range down, so that it wins a tie.
     factors = np.linspace(1, least, steps, dtype=np.float32)
     start = (jnp.full(slices.shape, np.float32(np.inf)), jnp.ones(slices.shape, jnp.float32))
+    # One factor after the other: all at once would take `steps` copies of w.
     (_, factor), _ = lax.scan(try_factor, start, jnp.asarray(factors))
     return Range(low * factor, high * factor)

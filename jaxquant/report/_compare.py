@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ def _describe_values(x: jax.Array, q: Any, operand: Any, record: Mapping[str, An
     place = jnp.clip(jnp.floor((wide - low) / (high - low) * np.float32(_BINS)), 0, _BINS - 1).astype(jnp.int32)
     counts = jnp.zeros(_BINS, jnp.int32).at[place.ravel()].add(1)
     ends = jnp.full(2, np.nan, jnp.float32)
+    # A dynamic range has other ends in each call and each row.
     if operand.calibrator is not None:
         codes = np.asarray(operand.spec.bounds, np.float32)
         point = 0 if q.zero_point is None else q.zero_point.astype(jnp.float32).ravel()[0]
@@ -83,6 +85,7 @@ def _count_saturated(x: jax.Array, q: Any, scale: jax.Array) -> dict[str, jax.Ar
     """Return the number of elements that lie more than half a step beyond the last code, and that of all."""
     distance = jnp.abs(x.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
     step = jnp.broadcast_to(scale.astype(jnp.float32), x.shape)
+    # A rounded element is half a step away, and in float32 a little more.
     is_beyond = distance > np.float32(0.51) * step
     return {"saturated": jnp.sum(is_beyond, dtype=jnp.float32), "elements": jnp.float32(x.size)}
 
@@ -169,6 +172,7 @@ def _measure_calls(
         ]
 
     names = {row.name for row in prepared.coverage if row.form != "float"}
+    # Edges that are apart; the counts of the first time are not used.
     unit = {name: jnp.arange(2, dtype=jnp.float32) for name in names}
     totals: dict[str, dict[str, float]] = {}
     # The first time for the extremes, which are the edges of the histograms, the second time for the counts.
@@ -194,6 +198,7 @@ def _find_edges(extremes: Sequence[np.ndarray]) -> np.ndarray | None:
     low, high = rows[:, 0].min(), rows[:, 1].max()
     if not np.isfinite(high - low):
         return None
+    # A constant activation needs a bin with a width.
     return np.array([low, high if high > low else low + 1], np.float32)
 
 
@@ -237,15 +242,19 @@ def _measure_result(
         sums = [
             list(_sum_squares(x, y, "x").values()) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.floating)
         ]
-        return jnp.asarray(sums, jnp.float32).sum(0)
+        # Without floats there is no ratio, and two sums of 0 would stand for an exact result.
+        return jnp.asarray(sums or [[np.nan, np.nan]], jnp.float32).sum(0)
 
     for other in others:
+        # In float64, so that the sums of many batches keep their digits.
         totals += np.asarray(run_results(floats.arrays, codes.arrays, other.arrays), np.float64)
     return _find_ratio(*totals)
 
 
 def _find_ratio(signal: float, noise: float) -> float:
     """Return the ratio in decibels; infinity without an error."""
+    if math.isnan(signal):
+        return float("nan")
     if noise == 0:
         return float("inf")
     return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")
@@ -261,6 +270,7 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
     sizes = [parts.count_stored_bytes(signature.arrays[place]) for place in places]
     return SiteRow(
         row.name, row.operation, row.form, row.reason,
+        # Of several parameters in one contraction the worst.
         min((float(error.sqnr_db) for error in errors), default=None),
         _find_ratio(sums["activation"], sums["activation_error"]) if sums.get("elements") else None,
         _find_ratio(sums["output"], sums["output_error"]) if sums.get("output") else None,

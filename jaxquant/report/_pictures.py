@@ -87,6 +87,7 @@ def find_front(plan: BitPlan) -> list[tuple[int, float]]:
     sizes, damages = (
         np.array([[row[name][k] for name in names] for row in plan.table.values()], float) for k in (0, 1)
     )
+    # The axis of the bytes is logarithmic.
     budgets = np.geomspace(sizes.min(1).sum(), sizes.max(1).sum(), _POINTS)
     budgets[[0, -1]] = sizes.min(1).sum(), sizes.max(1).sum()  # not rounded, or no plan may meet them
     rows = np.arange(len(sizes))

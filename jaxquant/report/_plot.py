@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 from typing import Any
 
+# A figure of its own: one of pyplot would stay in memory, and might need a display.
 from matplotlib.figure import Figure
 
 from ._report import Report
@@ -74,6 +76,7 @@ def _draw_histograms(grid: Any, items: list[Any], color: str) -> None:
             limits = (histogram.edges[0], histogram.edges[-1])
             if sign * (limits[(sign + 1) // 2] - end) > 0:
                 axes.axvspan(*sorted((end, limits[(sign + 1) // 2])), color=_RANGE_COLOR, alpha=0.15, linewidth=0)
+        # A logarithmic scale has no place for bins without elements.
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(bottom=0)
         axes.locator_params(axis="x", nbins=4)
@@ -125,7 +128,8 @@ def draw_notes(notes: dict[str, Any]) -> Any:
     paths = list(dict.fromkeys(note.path for rows in notes.values() for note in rows if note.before is not None))
     figure = Figure(figsize=(8, 1.4 + 0.22 * len(paths) * max(len(notes), 1)), layout="constrained")
     axes: Any = figure.subplots()
-    styles = zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True)
+    styles = itertools.cycle(zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True))
+    # There may be more algorithms than colors.
     for index, ((name, rows), (color, marker)) in enumerate(zip(notes.items(), styles, strict=False)):
         offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
         for note in rows:
@@ -157,4 +161,5 @@ def write_svg(figure: Any) -> str:
     stream = io.StringIO()
     figure.savefig(stream, format="svg")
     text = stream.getvalue()
+    # An element inside of HTML has no XML declaration in front.
     return text[text.index("<svg") :]

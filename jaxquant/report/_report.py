@@ -77,7 +77,8 @@ class Report:
 
     Attributes:
         rows: a row for each contraction and lookup, in program order.
-        result_sqnr: the ratio of the function's result to its error, in decibels, with all codes.
+        result_sqnr: the ratio of the function's result to its error, in decibels, with all codes; NaN if it returns no
+            floats.
         histograms: the distribution of each quantized weight, by its path.
         activations: the distribution of the quantized activations of each contraction, by its name.
     """
@@ -118,6 +119,7 @@ class Report:
         if importlib.util.find_spec("rich") is None:
             print(self)
             return
+        # rich is optional, and slow to import.
         from rich import console, table
 
         grid = table.Table(title="Errors of contractions", caption=self.summary)

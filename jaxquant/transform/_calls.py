@@ -27,6 +27,8 @@ def is_quantized(value: Any) -> bool:
 
 def is_array(value: Any) -> bool:
     """Return whether a leaf is an array, or stands for one; a Python float or complex number counts as one."""
+    # Ints and bools are not: they decide on shapes and branches, while floats such as a temperature vary from call to
+    # call.
     return (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, float | complex)
 
 
@@ -76,6 +78,7 @@ def _name_path(path: Sequence[Any]) -> str:
 def _name_paths(paths: Sequence[Sequence[Any]]) -> tuple[str, ...]:
     """Return the names of leaves; those that would have one name in common have keys in brackets."""
     names = [_name_path(path) for path in paths]
+    # {"a": {"b": x}} and {"a/b": x} have the same path with separators.
     counts = collections.Counter(names)
     return tuple(
         name if counts[name] == 1 else jax.tree_util.keystr(tuple(path))
@@ -119,6 +122,7 @@ class Call:
     def rebuild_result(self, arrays: Sequence[Any]) -> Any:
         """Return what the function returns; a number in its program becomes an array."""
         shapes, structure = jax.tree.flatten(self.trace.result)
+        # A result that is a number in the program comes back as a number of numpy or Python.
         results = [
             x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype)
             for x, like in zip(arrays, shapes, strict=True)
@@ -143,12 +147,15 @@ def trace_call(
     Raises:
         ContractTypeError: the function cannot be traced.
     """
+    # Each call is traced again. Programs are not kept, because their constants may be tracers of a `jax.jit` around the
+    # call, which are of no use after it.
     parameters, arguments = Signature(params), Signature((args, kwargs))
 
     def call(values: Sequence[Any], others: Sequence[Any]) -> Any:
         positional, named = arguments.rebuild(others)
         return function(parameters.rebuild(values), *positional, **named)
 
+    # Floats in place of codes give the program that `prepare` saw.
     described = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if place in planned and is_quantized(x) else x
         for place, x in enumerate(parameters.arrays)
@@ -171,6 +178,7 @@ def trace_call(
     shapes = [tuple(getattr(x, "shape", ())) for x in described]
     plan = make_plan(known, rules, parameters.names, shapes)
     plan = plan_regions(plan, trace, known, _find_places(described))
+    # Also calls without a contraction, if codes go through them.
     known = dataclasses.replace(known, entered=known.entered | plan.regions.entered)
     return Call(trace, known, plan, parameters, arguments, planned)
 

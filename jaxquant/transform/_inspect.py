@@ -82,6 +82,7 @@ def contract_codes(
         operands: arrays, and a `Twin` for a parameter.
         ranges: the ranges of its static activations, by the place of the operand.
     """
+    # Of other operands the floats are rounded below, or stay as they are.
     codes = [x.codes if isinstance(x, Twin) else x for x in operands]
     if site.operation == "take":
         return operations.look_up(site.equation, codes[0], operands[1]), []

@@ -103,6 +103,7 @@ def _start_activation(entry: StaticRange, ends: Any, estimator: Estimator) -> Le
         wide = None if zero_point is None or not is_learned else zero_point.astype(jnp.float32)
         return LearnedScale(scale.astype(jnp.float32), wide)
 
+    # Each iteration of a scan over layers has a range of its own.
     for _ in entry.lengths:
         find = jax.vmap(find)
     return find(*ends)
@@ -118,6 +119,7 @@ def read_learned(function: str, part: LearnedScale, x: Any, spec: QuantSpec) -> 
     scale, zero_point = learned_parts.read_scale(spec, part.scale), part.zero_point
     if zero_point is not None:
         zero_point = learned_parts.read_zero_point(spec, zero_point)
+    # PACT learns no zero point, because its codes begin at 0.
     elif not spec.symmetric:
         zero_point = jnp.zeros((1,) * scale.ndim, spec.carrier)
     return read_parts(function, ("x", "scale", "zero_point"), x, scale, zero_point, spec)[1:]

@@ -14,7 +14,7 @@ from jax import lax
 from .._arrays.quantize import find_parameters
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._codes.carrier import finish_training
+from .._codes.carrier import finish_training, replace_value
 from .._training.estimators import LSQ, LSQPlus, Rule, StraightThrough
 from .._training.quantizer import Quantizer
 from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
@@ -229,6 +229,7 @@ class IntegerMode(_CodesMode):
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
+        # A scan takes one index of the first axis of each part, and a scale that all layers share has only one.
         return parameter.per_index(0)
 
     def call_with_rule(self, equation: Any, operands: Any, run: Callable[..., Any], records: Records) -> Any:
@@ -277,8 +278,7 @@ class TrainMode(_CodesMode):
             table, indices = operands
             (floats,) = jaxpr.evaluate(site.equation, [table.floats, indices])
             entries = operations.look_up(site.equation, lax.stop_gradient(table.codes), indices)
-            # The value of the codes, with the gradient of the floats.
-            return operations.replace_value(floats, entries), records
+            return replace_value(floats, entries), records
         plan = self.plan.sites[site.name]
         twins = [_read_twin(x) for x in operands]
         for operand in plan.activations:
@@ -341,7 +341,7 @@ class TrainMode(_CodesMode):
         if isinstance(parameter, Codes):
             return parameter.to_array()
         # The same operation as in `IntegerMode`, so that XLA sums the elements in the same order.
-        return operations.replace_value(parameter.floats, parameter.codes.dequantize())
+        return replace_value(parameter.floats, parameter.codes.dequantize())
 
     def prepare_stacked(self, parameter: Any) -> Any:
         """Return a parameter with a scale for each index of its first axis."""
@@ -370,6 +370,7 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
     # Of a shape, nothing is read but the rank.
+    # The gradient of a rounding is that at a fixed scale, also where the scale is found in x itself.
     fixed = x if isinstance(x, jax.ShapeDtypeStruct) else lax.stop_gradient(x)
     return find_parameters(_NAME, fixed, spec, lo, hi)[:2]
 

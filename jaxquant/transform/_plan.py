@@ -149,12 +149,14 @@ def _plan_leaves(
             if weight != rule.weight and site.operation != "take":
                 expected = f"one Weight for all uses of {names[view.leaf]}: {weight} for {first}"
                 checks.require(False, _NAME, "rules", expected, f"{rule.weight} for {site.name}")
+            # The union over all uses, because a scale that varies along a summed axis cannot be taken out of the sum.
             contracted.setdefault(view.leaf, set()).update(view.list_axes(site.contracted))
             orders.setdefault(view.leaf, []).append(_find_stored_axes(site, view, rule))
     plans = {}
     for leaf, (weight, _) in weights.items():
         spec = _make_weight_spec(weight, contracted[leaf], shapes[leaf])
         (order, *others) = set(orders[leaf])
+        # Uses that read different axes fastest leave the codes in the order of the parameter.
         plans[leaf] = LeafPlan(spec, () if others else order, tuple(shapes[leaf]))
     return plans
 
@@ -164,6 +166,7 @@ def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ..
     # Float contractions and convolutions have kernels for the logical order.
     if site.operation != "dot_general" or rule.activation is None:
         return ()
+    # Axes that the program has merged cannot be moved apart from each other.
     is_whole = all(len(dimension) <= 1 for dimension in view.dimensions)
     axes = [atom.axis for place in site.contracted for atom in view.dimensions[place]]
     return tuple(axis for axis in axes if axis is not None) if is_whole else ()
@@ -179,6 +182,7 @@ def _make_weight_spec(weight: Weight, contracted: set[int], shape: Sequence[int]
         # The longest axis that is summed has the most blocks.
         axis = max(sorted(contracted), key=lambda axis: shape[axis])
         return QuantSpec(weight.dtype, Blocked(axis, weight.block), **options)
+    # A scale for each element would save nothing, and one along no axis is that of the whole tensor.
     is_split = bool(kept) and bool(contracted)
     return QuantSpec(weight.dtype, PerAxis(kept) if is_split else PerTensor(), **options)
 
@@ -215,6 +219,7 @@ def _plan_site(
         reason = site.reason or _explain_float(site, rule)
         return SitePlan(False, None, (), record, layers, reason, False)
     if site.reason:
+        # Unused results and products of integers lose nothing by staying as they are: `strict` does not list them.
         return SitePlan(False, None, (), record, layers, site.reason, site.reason not in (UNUSED, "integers already"))
     weight = leaves[site.views[0].leaf].spec if site.views else None
     activations = []

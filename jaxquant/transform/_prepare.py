@@ -73,6 +73,7 @@ def prepare(
     checks.require_type(callable(function), _NAME, "function", "a function", checks.describe_value(function))
     rules = _read_rules(rules)
     checks.check_flag(_NAME, "strict", strict)
+    # No parameter is planned yet, so that the function itself reads all codes among the parameters.
     call = trace_call(function, rules, params, args, kwargs, frozenset())
     names = call.parameters.names
     has_floats = any(getattr(x, "dtype", None) in dtypes.FLOATS for x in call.parameters.arrays)

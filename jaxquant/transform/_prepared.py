@@ -27,6 +27,7 @@ from ._regions.point import Regions
 from .rules import Rule
 
 
+# Compared by identity, and so hashable in spite of its dicts: it can be a static argument of `jax.jit`.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
     """A function whose contractions are planned to run on codes; made by `prepare`.
@@ -154,6 +155,8 @@ class Prepared:
             updated = self.observe(state, signature.rebuild(arrays), *args, **kwargs, **arguments)
             return updated, is_finite_state(updated)
 
+        # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the
+        # program.
         step = loop.Step(
             "Prepared.calibrate", lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
@@ -193,6 +196,8 @@ class Prepared:
             name, w = self.names[place], converted[place]
             with checks.prefix_errors(name):
                 folded = plan.multiply(w, signature.arrays)
+                # Otherwise all weights are queued before the first float array can be deleted, and the memory holds all
+                # of them.
                 converted[place] = jax.block_until_ready(_quantize_weight(folded, plan, learned.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):

@@ -87,6 +87,7 @@ def make_states(ranges: StaticRanges) -> dict[str, dict[str, Any]]:
 
     def make_state(entry: StaticRange) -> Any:
         state = entry.calibrator.init(jax.ShapeDtypeStruct(entry.shape, jnp.float32))
+        # The scan that updates these states takes one part of them in each iteration.
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*entry.lengths, *x.shape)), state)
 
     return {name: {entry.place: make_state(entry) for entry in entries} for name, entries in ranges.items()}

@@ -86,6 +86,7 @@ class Activation:
 def _freeze_options(function: str, dtype: Any, options: Any) -> tuple[tuple[str, Any], ...]:
     """Return the options of a spec as sorted pairs, after a check that a spec takes them."""
     pairs = tuple(sorted(dict(options).items()))
+    # The granularity follows from the contraction, and the dtype is an argument of its own.
     names = {field.name for field in dataclasses.fields(QuantSpec)} - {"dtype", "granularity", "_"}
     for name, _ in pairs:
         checks.check_option(function, "options", name, tuple(sorted(names)))
@@ -207,6 +208,7 @@ class Rule:
         if self.operation is not None and site.operation != self.operation:
             return False
         is_weight = bool(site.paths)
+        # A rule that keeps floats needs no operand to quantize, and matches products of activations, too.
         if self.keep is None and is_weight != (self.operands == "weight"):
             return False
         paths = site.paths or (site.name,)

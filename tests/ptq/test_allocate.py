@@ -76,6 +76,17 @@ def test_plans_of_a_function(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+def test_rules_that_look_at_contractions(rng: np.random.Generator) -> None:
+    """A function of a rule gets the same view of a contraction as in `prepare`, dtypes included."""
+    params, x = sample(rng)
+    rules = [jq.Rule(where=lambda site: site.dtypes == ("float32", "float32"), weight=jq.Weight("int8"))]
+    prepared = jq.prepare(apply, params, x, rules=rules)
+    plan = ptq.allocate_bits(prepared, params, [x], budget=10**6, dtypes=("int4",))
+    again = jq.prepare(apply, params, x, rules=plan.rules)
+    assert {row.name: str(row.weight and row.weight.dtype) for row in again.coverage} == plan.choices
+
+
+@pytest.mark.slow
 def test_errors(rng: np.random.Generator) -> None:
     params, x = sample(rng)
     prepared = jq.prepare(apply, params, x, rules=jq.recipes.weight_only_int8())
@@ -88,3 +99,6 @@ def test_errors(rng: np.random.Generator) -> None:
         ptq.allocate_bits(prepared, params, [x])
     with pytest.raises(TypeError, match=name + "prepared: expected a Prepared, got int"):
         ptq.allocate_bits(3, params, [x], budget=1)  # type: ignore[arg-type]
+    classify = jq.prepare(lambda p, x: apply(p, x).argmax(-1), params, x, rules=jq.recipes.weight_only_int8())
+    with pytest.raises(ValueError, match=name + "prepared: expected a function that returns floats, got none"):
+        ptq.allocate_bits(classify, params, [x], budget=10**6)

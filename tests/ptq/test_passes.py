@@ -196,3 +196,33 @@ def test_errors(block: Any) -> None:
         ptq.correct_bias(prepared, params, prepared.convert(params), stats)
     with pytest.raises(TypeError, match=r"jaxquant\.ptq\.equalize: prepared: expected a Prepared, got int"):
         ptq.equalize(3, params, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("function", [ptq.equalize, ptq.rotate])
+def test_functions_without_floats_are_refused(function: Any) -> None:
+    """Integers tell too little of what a factor changes."""
+    params, x = {"w": jnp.eye(4), "v": jnp.eye(4)}, jnp.ones((2, 4))
+    prepared = jq.prepare(lambda p, x: jnp.argmax(x @ p["w"] @ p["v"], -1), params, x, rules=RULES)
+    with pytest.raises(ValueError, match=r"^jaxquant\.ptq\.\w+: prepared: expected a function that returns floats"):
+        function(prepared, params, x)
+
+
+@pytest.mark.slow
+def test_codes_that_the_function_reads(rng: np.random.Generator) -> None:
+    """A quantized array among the parameters is the function's own, and no pass changes it."""
+    own = jq.quantize(jnp.asarray(rng.normal(size=(4, 4)), F32), jq.QuantSpec("int8", jq.PerAxis(1)))
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), F32), "b": jnp.zeros(4), "own": own}
+    x = jnp.asarray(rng.normal(size=(32, 8)) + 1, F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return jq.matmul(jax.nn.relu(x @ params["w"] + params["b"][None]), params["own"])
+
+    prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+    qparams = prepared.convert(params)
+    corrected, notes = ptq.correct_bias(prepared, params, qparams, [x])
+    assert notes["w"].action == "corrected in b"
+    tuned, notes = ptq.tune(prepared, params, corrected, [x], rounds=10, progress=False)
+    assert notes["own"].reason == "codes that the function itself reads"
+    assert notes["w"].action == "tuned"
+    for changed in (corrected, tuned):
+        jax.tree.map(np.testing.assert_array_equal, changed["own"], own)

@@ -106,6 +106,14 @@ def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, 
     assert report.to_dict()["first"]["form"] == "integer"
 
 
+def test_functions_that_return_no_floats() -> None:
+    params, x = {"w": jnp.eye(4)}, jnp.ones((2, 4))
+    prepared = jq.prepare(lambda p, x: jnp.argmax(x @ p["w"], -1), params, x, rules=jq.recipes.weight_only_int8())
+    report = jq.report.compare(prepared, params, prepared.convert(params), [x])
+    assert np.isnan(report.result_sqnr)
+    assert "result: nan dB" in report.summary
+
+
 def test_errors(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = jq.prepare(apply, params, *batches[0], rules=jq.recipes.w8a8_dynamic())

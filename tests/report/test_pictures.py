@@ -53,6 +53,9 @@ def test_notes(tmp_path: pathlib.Path) -> None:
     assert [text.get_text() for text in axes.get_yticklabels()] == ["first"]
     assert axes.get_xlabel() == notes.measure
     jq.report.plot_notes(notes)
+    # More algorithms than there are colors.
+    legend = jq.report.plot_notes({str(index): notes for index in range(8)}).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [*(f"after {index}" for index in range(8)), "before"]
 
 
 def test_errors() -> None:

@@ -250,6 +250,19 @@ def multiply_parts(p: Any, x: Any) -> Any:
     return x @ p["a"][:, ::-1] * p["g"][None, :8], x @ p["b"][:, 4:] * p["g"][None, :8], x[:, :5] @ p["d"][:5] * 2.0
 
 
+def multiply_rows(p: Any, x: Any) -> Any:
+    """Both halves of a parameter have a factor of their own, but the parameter is converted once."""
+    first, second = jnp.split(p["a"], 2)
+    y = x[:, :4] @ first * p["g"][None, :8]
+    return y + x[:, 4:] @ second * p["h"][None, :8]
+
+
+def wait_for_weights(p: Any, x: Any) -> Any:
+    """Behind a barrier each weight is still its own operand, of which the second one has another use in front."""
+    first, second = lax.optimization_barrier((p["a"], p["b"]))
+    return x @ first * p["g"][None, :8], x @ second * 2.0, x @ p["b"]
+
+
 FLOATS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "softmax": (lambda p, x: jax.nn.softmax(jax.nn.relu(x @ p["a"])) @ p["b"], (".* reads it as floats", "")),
     "tied": (tie_weights, ("mul at .* multiplies it, and its weights have another use", "")),
@@ -260,6 +273,8 @@ FLOATS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "gradient": (lambda p, x: reverse_gradient(x @ p["a"]) @ p["b"], ("custom_vjp_call at .* reads it", "")),
     "identity": (lambda p, x: scale_gradient(x @ p["a"]) @ p["b"], ("custom_vjp_call at .* reads it", "")),
     "parts": (multiply_parts, (*2 * ("mul at .* multiplies it, and its weights are not a whole parameter",), "")),
+    "rows": (multiply_rows, 2 * ("mul at .* multiplies it, and its weights are a part of a parameter",)),
+    "barrier": (wait_for_weights, ("", "mul at .* multiplies it, and its weights have another use", "")),
     "bfloat16": (
         lambda p, x: (x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)), ("its dtypes are bfloat16, and integer",)
     ),

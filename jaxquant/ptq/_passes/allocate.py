@@ -15,9 +15,10 @@ import numpy as np
 from ..._arrays import parts
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
-from ...transform import Prepared, Rule, SiteView
-from ...transform._calls import Signature
+from ...transform import Prepared, Rule
+from ...transform._calls import Call, Signature
 from ...transform._inspect import check_prepared
+from ...transform._plan import describe_site
 from ..methods import Nearest
 from .apply import _read_batches
 
@@ -81,7 +82,7 @@ def allocate_bits(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: both or none of budget and most_damage are given; no plan meets them: the error says what the least
-            is; or the package scipy is not installed.
+            is; the function returns no floats; or the package scipy is not installed.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -120,7 +121,7 @@ def allocate_bits(
     chosen = [table[path][name] for path, name in choices.items()]
     return BitPlan(
         choices, sum(size for size, _ in chosen), float(sum(damage for _, damage in chosen)), table,
-        make_rules(prepared, choices),
+        _make_rules(prepared, prepared._trace("check", params, *calls[0]), choices),
     )  # fmt: skip
 
 
@@ -142,6 +143,7 @@ def _make_measure(prepared: Prepared, signature: Signature, calls: Sequence[tupl
         positional, named = others[0].rebuild(rest)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
         floats = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
         return jnp.concatenate([x.astype(jnp.float32).ravel() for x in floats])
 
     expected = [np.asarray(run_function(signature.arrays, other.arrays), np.float64) for other in others]
@@ -150,6 +152,7 @@ def _make_measure(prepared: Prepared, signature: Signature, calls: Sequence[tupl
     def measure_damage(leaf: int, values: jax.Array) -> float:
         arrays = [values if place == leaf else x for place, x in enumerate(signature.arrays)]
         pairs = zip(others, expected, strict=True)
+        # In float64, in which a sum over many elements keeps the small squares that 8 bits leave.
         squares = [np.sum((np.asarray(run_function(arrays, other.arrays), np.float64) - x) ** 2) for other, x in pairs]
         return float(np.sum(squares)) / max(total, np.finfo(np.float64).tiny)
 
@@ -178,10 +181,12 @@ def solve_plan(
         expected += f" (most of it {paths[largest]}: {limited.min(1)[largest]:.6g})"
     checks.require(limit >= least, _NAME, argument, expected, limit)
     try:
+        # scipy is optional, and nothing but this solver needs it.
         optimize = importlib.import_module("scipy.optimize")
     except ModuleNotFoundError as error:
         text = f'jaxquant.{_NAME}: expected the package scipy: pip install "jaxquant[ptq]", got none installed'
         raise ModuleNotFoundError(text, name="scipy") from error
+    # A candidate that exceeds the limit alone is in no plan, and its row would be larger than 1.
     is_allowed = limited <= limit
     while True:
         choice = _solve_once(optimize, goal, limited / (limit if limit > 0 else 1), is_allowed)
@@ -208,22 +213,24 @@ def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: n
             optimize.LinearConstraint(np.kron(np.eye(weights), np.ones(candidates)), 1, 1),
             optimize.LinearConstraint(rows[None], -np.inf, 1),
         ],
+        # By default the solver stops at a plan that is up to 1e-4 worse than the best one.
         options={"mip_rel_gap": 0.0},
     )  # fmt: skip
     return None if result.x is None else result.x.reshape(weights, candidates).argmax(1)
 
 
-def make_rules(prepared: Prepared, choices: Mapping[str, str]) -> tuple[Rule, ...]:
+def _make_rules(prepared: Prepared, call: Call, choices: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of a prepared function, with another dtype for each weight in front."""
     changed = []
-    for row in prepared.coverage:
-        if row.form == "float":
+    for site in call.analysis.sites.values():
+        if not call.plan.sites[site.name].is_replaced:
             continue
-        view = SiteView(row.name, row.paths, row.operation, row.shapes, (), row.scope, row.where)
+        view = describe_site(site, prepared.names)
         rule = next((rule for rule in prepared.rules if rule.matches(view)), None)
-        for path in row.paths:
+        for path in view.paths:
             if rule is None or rule.weight is None or path not in choices:
                 continue
+            # A path may have characters that a pattern as in a shell would interpret.
             pattern = re.compile(f"^{re.escape(path)}$")
             if choices[path] == FLOAT:
                 new = Rule(pattern, keep=FLOAT)
@@ -232,4 +239,6 @@ def make_rules(prepared: Prepared, choices: Mapping[str, str]) -> tuple[Rule, ..
                     rule, path=pattern, weight=dataclasses.replace(rule.weight, dtype=choices[path])
                 )
             changed += [] if new in changed else [new]
+    # In front, because the first rule that matches applies. The rules of the function still hold for all other
+    # contractions.
     return (*changed, *prepared.rules)

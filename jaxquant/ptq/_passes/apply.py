@@ -15,7 +15,7 @@ from ...calibration import loop
 from ...transform import Prepared
 from ...transform._inspect import check_prepared
 from .. import _grid, _matrix
-from ..methods import Method, Nearest, check_method, measure_error
+from ..methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_error
 from ..moments import Moments
 from . import inputs
 from .collect import Statistics
@@ -146,11 +146,12 @@ def _read_state(prepared: Prepared, state: Mapping[str, Any] | None) -> Mapping[
         fits = isinstance(q, QuantizedArray) and q.shape == plan.shape and q.codes.dtype == plan.spec.carrier
         got = f"{q.codes.dtype}{list(q.shape)}" if isinstance(q, QuantizedArray) else type(q).__name__
         checks.require(fits, _NAME, "state", f"{plan.spec.carrier}{list(plan.shape)} codes at {path}", got)
+    # A state that was loaded from a file may hold arrays of numpy.
     return {path: jax.tree.map(jnp.asarray, q) for path, q in known.items()}
 
 
 def _needs_data(method: Method) -> bool:
-    return hasattr(method, "sweeps")
+    return isinstance(method, GPTQ | AdaRound)
 
 
 def _explain_missing(prepared: Prepared, leaf: int) -> str:
@@ -193,6 +194,7 @@ def _quantize(
         target = w if drift is None else _match_floats(w, moments.second, drift, use.axis)
         q = known if known is not None else method.quantize(target, moments.second, plan.spec, use.axis)
         nearest = Nearest("whole").quantize(w, moments.second, plan.spec, use.axis)
+        # Both are measured against the target, which is what the method approximates.
         errors = [float(measure_error(target, x, moments.second, use.axis)) for x in (nearest, q)]
         note = Note(path, name, _describe_inputs(moments), *errors)
     return (q.store_last(*plan.stored_last) if plan.stored_last else q), note

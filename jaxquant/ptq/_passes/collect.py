@@ -74,6 +74,7 @@ def _accumulate(site: Site, operands: Any, records: Records) -> tuple[Any, Recor
 
 def has_statistics(plan: Any, site: Site) -> bool:
     """Return whether a contraction has inputs whose statistics help to quantize its parameter."""
+    # The inputs of a lookup are indices, whose moments say nothing about the rows of its table.
     return plan.sites[site.name].is_replaced and bool(site.views) and site.operation != "take"
 
 
@@ -150,8 +151,10 @@ def collect(
     @jax.jit
     def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, jax.Array]]:
         updated = update_states(prepared, state, signature.rebuild(arrays), args, {**kwargs, **arguments})
+        # Looked at after each batch, so that the error names the first batch with a NaN.
         return updated, _are_finite(updated)
 
+    # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
     step = loop.Step(
         _NAME, lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
         functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
@@ -224,5 +227,6 @@ def finalize_moments(name: str, state: MomentsState) -> Moments:
     with checks.prefix_errors(name):
         layers = state.count.size
         flat = jax.tree.map(lambda x: x.reshape(layers, *x.shape[len(lengths) :]), state)
+        # One layer after the other, and not vectorized: `finalize` looks at the values, and raises an error for one.
         parts = [MOMENTS.finalize(jax.tree.map(lambda x, at=index: x[at], flat)) for index in range(layers)]
     return jax.tree.map(lambda *xs: jnp.stack(xs).reshape(*lengths, *xs[0].shape), *parts)

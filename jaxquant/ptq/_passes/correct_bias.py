@@ -131,6 +131,7 @@ def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[lis
     for leaf in prepared.leaves:
         uses = inputs.list_uses(call, leaf)
         reason = next((use.reason for use in uses if use.reason), "" if uses else "a lookup has no inputs")
+        # One shift cannot make up for the errors of uses whose inputs have different means.
         reason = reason or ("a weight with several uses" if len(uses) > 1 else "")
         if not reason:
             use = next(iter(uses))
@@ -178,6 +179,7 @@ def _correct_by_batches(
     first: dict[str, np.ndarray] = {}
     for level in sorted(set(levels.values())):
         # Those of earlier levels are corrected, and do not change any more.
+        # Contractions of one level do not read each other, so that one pass over the batches measures all of them.
         actual = measure(arrays)
         first = first or actual
         for leaf, _, site, bias in (target for target in targets if levels[target.site.name] == level):
@@ -209,7 +211,11 @@ def _make_measure(
             if site.name in sites:
                 result = site.equation.outvars[0].aval
                 records[site.name] |= _find_mean(site, jnp.zeros(result.shape, jnp.float32))
-        parameters = [Twin(x.dequantize(), x) if is_quantized(x) else x for x in arrays]
+        # Other quantized arrays are read by the function itself, and those of the float parameters are floats.
+        parameters = [
+            Twin(x.dequantize(), x) if leaf in prepared.leaves and is_quantized(x) else x
+            for leaf, x in enumerate(arrays)
+        ]
         wants = functools.partial(_is_replaced, call.plan)
         mode = InspectMode(call.plan, wants, functools.partial(_visit_outputs, call.plan))
         final = prepared._interpret(mode, call, parameters, records)[1]
@@ -221,6 +227,7 @@ def _make_measure(
             for name, (mean, count) in run_program(
                 signature.arrays if arrays is None else arrays, other.arrays
             ).items():
+                # In float64 on the host: JAX has none by default, and the shifts are small differences of these means.
                 totals[name] = totals[name] + np.asarray(mean, np.float64) * float(count)
                 counts[name] += float(count)
         means = {name: totals[name] / counts[name] for name in sites}
@@ -235,6 +242,7 @@ def _make_measure(
 def _visit_outputs(plan: Any, site: Site, operands: Sequence[Any], records: Any) -> tuple[Any, Any]:
     """Return the result of a contraction, on codes if its parameter has any, and records with the mean of it."""
     record = records[site.name]
+    # With the float parameters there are no codes, so that both programs are walked in one way.
     if any(isinstance(x, Twin) for x in operands):
         result = contract_codes(plan, site, operands, record["ranges"])[0]
     else:

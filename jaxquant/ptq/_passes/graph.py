@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ _MOVES = ("reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "cop
 # Of these, the ones that change a shape.
 _RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims")
 # Operations that commute with a positive factor for each channel.
+# A pad by another number than 0 does not: the comparison of the results finds that, and drops the factors.
 _HOMOGENEOUS = (*_MOVES, "reduce_window_max", "name", "pad", "slice")
 
 
@@ -73,6 +75,8 @@ class Graph:
             maker = self.makers.get(maker.operands[0])
         if maker is None or maker.name != "mul":
             return None
+        # Flax multiplies the scale of a normalization by the reciprocal root of the variance first, and then the
+        # inputs.
         leaves = [self.find_factor(operand, size) for operand in maker.operands]
         return next((leaf for leaf in leaves if leaf is not None), None)
 
@@ -84,7 +88,7 @@ class Graph:
 
 def make_graph(call: Call) -> Graph:
     """Return the graph of a traced call."""
-    graph, numbers = Graph(call), iter(range(10**9))
+    graph, numbers = Graph(call), itertools.count()
     program = call.trace.program
     known = {}
     for place, variable in enumerate(program.invars):
@@ -178,6 +182,7 @@ def _step_back(graph: Graph, operation: Operation, size: int) -> Source | tuple[
                 return operands[1 - place], leaf
         return None
     if operation.name == "max":
+        # Only a relu: max(x, c) / s is not max(x / s, c) for any other c.
         zeros = [place for place in range(2) if graph.is_zero(operation, place)]
         return (operands[1 - zeros[0]], None) if zeros else None
     return (operands[0], None) if operation.name in _HOMOGENEOUS else None
@@ -196,11 +201,13 @@ def find_bias(graph: Graph, site: Site, dimensions: Sequence[int]) -> int | None
     start = array
     while array is not None:
         readers = graph.readers.get(array, [])
+        # Another reader would get outputs without the shift.
         if len(readers) != 1:
             return None
         (reader,) = readers
         if reader.name == "add":
             other = [operand for operand in reader.operands if operand != array]
+            # A bias that something else reads, too, would shift that as well.
             if len(other) != 1 or start is None or len(graph.readers.get(other[0], [])) != 1:  # type: ignore[arg-type]
                 return None
             shape = [n if place in dimensions else 1 for place, n in enumerate(graph.shapes[start])]
@@ -228,6 +235,7 @@ def move_indices(graph: Graph, array: int | None, source: int, indices: np.ndarr
         array = moves[-1].operands[0]
         if array is not None and len(graph.readers[array]) > 1:
             return None
+    # The equations themselves move the indices: no rule for each kind of reshape is needed.
     for move in reversed(moves):
         if move.name in _RESHAPES:
             (result,) = jaxpr.evaluate(move.equation, [indices])
@@ -253,6 +261,7 @@ def find_operation(graph: Graph, site: Site) -> Operation | None:
 
 
 def _list_operations(graph: Graph) -> Iterable[Operation]:
+    # An operation with several results makes each of them, and is listed once.
     return {id(operation): operation for operation in graph.makers.values()}.values()
 
 

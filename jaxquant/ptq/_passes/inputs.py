@@ -48,6 +48,7 @@ def describe_use(site: Site, view: View, shape: Sequence[int]) -> Uses:
     batch, summed = _find_dimensions(site)
     layers = tuple(range(len(site.lengths)))
     if any(step[0] == "rev" for step in view.history if isinstance(step, tuple)):
+        # The statistics have the order of the inputs, which is then not that of the axis.
         return Uses(site.name, reason="a parameter in reverse order")
     if len(site.views) > 1:
         return Uses(site.name, reason="parameters that are joined in one array")
@@ -147,6 +148,7 @@ def _read_windows(site: Site, x: jax.Array) -> jax.Array:
     # Images and channels first: then the patches are [images, channels * window, ...].
     x = x.transpose(numbers.lhs_spec)
     # float16 and bfloat16 are exact in float32.
+    # JAX cuts patches by a convolution with ones, which copies the inputs only if no backend rounds its operands.
     patches = lax.conv_general_dilated_patches(
         x.astype(jnp.float32), window, parameters["window_strides"], parameters["padding"],
         parameters["lhs_dilation"], parameters["rhs_dilation"], precision=lax.Precision.HIGHEST,
@@ -188,6 +190,7 @@ def combine_uses(uses: Sequence[Uses], moments: Any, shape: Sequence[int]) -> tu
     if reasons or not uses:
         return reasons[0] if reasons else "a lookup has no inputs"
     first = uses[0]
+    # The inputs of a matrix and those of its transpose belong to different axes, so that nothing of them can be added.
     if any((set(use.summed), use.axis, use.groups) != (set(first.summed), first.axis, first.groups) for use in uses):
         return "contractions that sum different axes of it"
     parts = [_order_moments(use, moments[use.name], shape) for use in uses]

@@ -104,8 +104,10 @@ class LayerInterpreter(Interpreter):
             return self._run_each(equation, operands)
         is_moved = address in self.analysis.followed and self._can_move(equation, operands)
         is_call = jaxpr.find_name(equation) in (*jaxpr.CALLS, jaxpr.REMAT) and address in self.analysis.entered
+        # A dynamic slice that starts elsewhere in each batch gives each batch other elements of the parameter.
         if is_moved and not any(isinstance(x, Each) for x in operands):
             return self.mode.move_elements(equation, operands)
+        # Inside of a call parameters are still pending, and are quantized where they are contracted.
         if is_call:
             return super()._evaluate(equation, operands, address)
         if any(has_statistics(self.call.plan, site) for site in self.analysis.list_below(address)):
@@ -138,6 +140,8 @@ class LayerInterpreter(Interpreter):
 
     def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
         """Quantize the parameters that are contracted in a loop or a branch, with the inputs of float weights."""
+        # A loop is one operation here. Its weights are quantized before any iteration runs with codes, so that no layer
+        # in it sees the errors of earlier ones.
         sites = [site for site in self.analysis.list_below(address) if has_statistics(self.call.plan, site)]
         states = make_states(self.call, {site.name for site in sites})
         arrays = self._read_arrays(operands)
@@ -199,6 +203,7 @@ def run_layers(
     for args, kwargs in batches:
         call = prepared._trace("apply", params, args, {**kwargs, **arguments})
         prepared._check_floats("apply", call.parameters)
+        # The text tells batches apart whose static arguments make another program, too.
         groups.setdefault(str(call.trace.program), []).append(call)
     expected = "batches of one shape and dtype, because they go through one program together"
     checks.require(len(groups) == 1, _NAME, "data", expected, f"{len(groups)} programs")

@@ -102,6 +102,7 @@ def follow_outputs(graph: Graph, site: Site) -> Paths | str:
                 runs += [item.run] if isinstance(item, Channels) else []
     if not readers:
         return "nothing contracts its outputs"
+    # A rotation of runs that are neighbors everywhere commutes with each reshape between the two contractions.
     lengths = [graph.call.parameters.arrays[reader.leaf].shape[reader.axis] for reader in readers]
     return Paths(leaf, axis, math.gcd(*runs, *lengths), tuple(offsets), tuple(readers))
 
@@ -122,6 +123,7 @@ def _find_start(graph: Graph, site: Site, operation: Operation) -> tuple[Channel
         free = [d for d in range(rank) if d not in (*summed[site.weight], *batch[site.weight])]
         if not free:
             return "a contraction without outputs of its own"
+        # Of several axes of outputs the innermost, whose channels stay neighbors when a reshape merges them.
         weight = free[-1]
         dimension = count + len(free) - 1 if site.weight == 0 else len(shape) - 1
     axis = find_axis(graph, site, weight)
@@ -220,6 +222,7 @@ def list_runs(graph: Graph, offset: Offset, run: int) -> np.ndarray | None:
     if indices is None or len(graph.readers[offset.array]) > 1:
         return None
     indices = np.broadcast_to(indices, graph.shapes[offset.channels.array])
+    # What is added is broadcast, so that each run occurs once for every other index of the array.
     rows = np.unique(np.moveaxis(indices, offset.channels.dimension, -1).reshape(-1, run), axis=0)
     return rows if np.array_equal(np.sort(rows.ravel()), np.arange(math.prod(shape))) else None
 

@@ -56,7 +56,8 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+            floats.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -84,7 +85,7 @@ def rotate(prepared: Prepared, params: Any, batch: Any, *, key: jax.Array | None
     kwargs = {**kwargs, **arguments}
     call = prepared._trace("apply", params, args, kwargs)
     graph, arrays = graphs.make_graph(call), list(signature.arrays)
-    compare = make_comparison(prepared, signature, args, kwargs, _TOLERANCE)
+    compare = make_comparison(_NAME, prepared, signature, args, kwargs, _TOLERANCE)
     actions: dict[int, list[str]] = {}
     reasons: dict[int, str] = {}
     sites = [site for site in call.analysis.sites.values() if site.weight is not None and site.operation != "take"]
@@ -144,6 +145,7 @@ def _rotate_axis(w: Any, axis: int, matrix: jax.Array) -> jax.Array:
     """Return a parameter whose blocks of indices along an axis are multiplied by a matrix."""
     w = jnp.asarray(w)
     rows = jnp.moveaxis(w, axis, -1)
+    # These weights replace the user's own, so that no backend may round them to fewer digits than float32 has.
     rotated = jnp.matmul(rows.reshape(-1, len(matrix)).astype(jnp.float32), matrix, precision=_HIGHEST)
     return jnp.moveaxis(rotated.astype(w.dtype).reshape(rows.shape), -1, axis)
 

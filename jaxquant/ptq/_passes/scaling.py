@@ -66,7 +66,8 @@ def smooth(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the method is unknown, alpha is out of range, or the statistics are of another function.
+        ValueError: the method is unknown, alpha is out of range, the statistics are of another function, or the
+            function returns no floats.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -122,7 +123,8 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; or the function returns no
+            floats.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -145,6 +147,7 @@ def equalize(prepared: Prepared, params: Any, batch: Any, **arguments: Any) -> O
         if isinstance(source, str):
             return source
         first = jnp.max(jnp.abs(source), 0)
+        # All weights that read the channels get the same factors, and the largest entry is the hardest to round.
         second = jnp.stack([jnp.max(jnp.abs(w), 1) for w in _read_weights(joint, arrays)]).max(0)
         is_live = (first > 0) & (second > 0)
         return jnp.where(is_live, jnp.sqrt(jnp.where(is_live, first, 1) / jnp.where(is_live, second, 1)), 1)
@@ -204,7 +207,7 @@ def _scale_joints(
     step = loop.Step(name, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     args, kwargs = loop.split_arguments(step, 0, batch)
     call = prepared._trace("apply", params, args, {**kwargs, **arguments})
-    compare = make_comparison(prepared, signature, args, {**kwargs, **arguments})
+    compare = make_comparison(name, prepared, signature, args, {**kwargs, **arguments})
     arrays, notes = list(signature.arrays), {}
     before = arrays
     for joint in _list_joints(call, arrays):
@@ -299,8 +302,8 @@ def _put_factors(joint: _Joint, arrays: Sequence[Any], factors: jax.Array) -> li
 
 
 def make_comparison(
-    prepared: Prepared, signature: Signature, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
-) -> Callable[[Sequence[Any]], bool]:
+    name: str, prepared: Prepared, signature: Signature, args: Any, kwargs: Any, tolerance: float = _TOLERANCE
+) -> Callable[[Sequence[Any]], bool]:  # fmt: skip
     """Return a function that tells whether parameters give the results of the first ones, up to a tolerance."""
     others = Signature((args, kwargs))
 
@@ -308,12 +311,16 @@ def make_comparison(
     def run_function(arrays: Any, rest: Any) -> Any:
         positional, named = others.rebuild(rest)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
-        return [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        floats = [x.astype(jnp.float32) for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        # Integers, such as those of an argmax, hide the differences that would tell that a factor is wrong.
+        checks.require(bool(floats), name, "prepared", "a function that returns floats", "none")
+        return floats
 
     expected = run_function(signature.arrays, others.arrays)
 
     def compare(arrays: Sequence[Any]) -> bool:
         for x, y in zip(run_function(arrays, others.arrays), expected, strict=True):
+            # Not the opposite comparison: with a NaN this one is False, and the factors are dropped.
             if not bool(jnp.max(jnp.abs(x - y), initial=0) <= tolerance * jnp.max(jnp.abs(y), initial=0)):
                 return False
         return True

@@ -114,8 +114,9 @@ def tune(
     reasons = {leaf: _find_obstacle(prepared, leaf, x) for leaf, x in enumerate(codes.arrays)}
     start = _make_start(codes.arrays, [leaf for leaf, reason in reasons.items() if not reason])
     compute_error = _make_error(codes.arrays, run_function)
-    values = [x.dequantize() if is_quantized(x) else x for x in codes.arrays]
+    values = [x.dequantize() if leaf in prepared.leaves else x for leaf, x in enumerate(codes.arrays)]
     variables, errors = _minimize(compute_error, start, values, calls, rounds, rate, progress)
+    # A NaN is not smaller either, so that steps that diverge change nothing.
     worse = "" if errors[1] < errors[0] else "the error of the results would not become smaller"
     arrays, notes = list(codes.arrays), []
     for leaf, reason in ((leaf, reason or worse) for leaf, reason in reasons.items() if reason != _NO_FLOATS):
@@ -147,11 +148,12 @@ def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
     if not is_quantized(x):
         dtype = getattr(x, "dtype", None)
         return "" if dtype is not None and np.dtype(dtype) in dtypes.FLOATS else _NO_FLOATS
+    if leaf not in prepared.leaves:
+        return "codes that the function itself reads"
     rows = [row for row in prepared.coverage if prepared.names[leaf] in row.paths]
     if rows and all(row.form == "lookup" for row in rows):
         return "a lookup, of which a batch reads few rows"
-    is_power = leaf in prepared.leaves and prepared.leaves[leaf].spec.power_of_two
-    return "scales that are powers of two" if is_power else ""
+    return "scales that are powers of two" if prepared.leaves[leaf].spec.power_of_two else ""
 
 
 def _make_function(
@@ -163,6 +165,7 @@ def _make_function(
     def run_function(arrays: Sequence[Any], rest: Sequence[Any]) -> list[jax.Array]:
         args, kwargs = other.rebuild(rest)
         results = prepared.function(signature.rebuild(arrays), *args, **kwargs, **arguments)
+        # Integers among the results, such as a count of steps, have no gradient.
         floats = [y for y in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
         checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
         return [y.astype(jnp.float32) for y in floats]
@@ -235,6 +238,7 @@ def _minimize(
     @jax.jit
     def move_downhill(state: _Adam, plan: tuple[Any, Any], values: Sequence[Any], call: _Call) -> _Adam:
         index, rate = plan
+        # Adam is written out, because optax is a dependency of jaxquant.optim alone.
         slopes = jax.grad(compute_error)(state.variables, values, call)
         means = jax.tree.map(lambda m, g: _DECAY[0] * m + (1 - _DECAY[0]) * g, state.means, slopes)
         squares = jax.tree.map(lambda s, g: _DECAY[1] * s + (1 - _DECAY[1]) * g**2, state.squares, slopes)

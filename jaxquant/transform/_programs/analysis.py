@@ -147,6 +147,7 @@ def _walk(body: Body, origins: Sequence[Origin], place: _Place, findings: _Findi
 
 def find_live(program: Any) -> set[int]:
     """Return the indices of the equations whose results are used, or that have effects."""
+    # JAX removes dead equations when it compiles, and has no public function that tells which ones they are.
     needed = {atom for atom in program.outvars if not jaxpr.is_literal(atom)}
     live = set()
     for index in reversed(range(len(program.eqns))):
@@ -176,6 +177,7 @@ def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings
         _add_site(equation, origins[:1], place, findings)
     else:
         _add_hidden_sites(equation, origins, place, findings)
+    # The result does not consist of elements of parameters any more, also if activations selected these.
     if name in sites.OPERATIONS and any(isinstance(origin, Data) for origin in origins):
         return [Data()] * len(equation.outvars)
     result = views.combine(origins, f"computed by {name} at {where}")
@@ -216,6 +218,7 @@ def _walk_boundary(equation: Any, origins: list[Origin], place: _Place, findings
     """Walk a call that is not inlined if it contains a contraction; it then returns arrays only."""
     count = len(findings.sites)
     results = _walk_call(equation, origins, place, findings)
+    # Without a contraction the body is evaluated in its place, so that a parameter which it returns stays one.
     if len(findings.sites) == count:
         return results
     reason = f"{jaxpr.find_name(equation)} at {jaxpr.locate(equation)}"
@@ -231,8 +234,10 @@ def _enter(equation: Any, place: _Place, number: int) -> _Place:
 def _walk_cond(equation: Any, origins: list[Origin], place: _Place, findings: _Findings) -> list[Origin]:
     results = []
     for number, body in enumerate(jaxpr.read_branches(equation)):
+        # The first operand is the index of the branch.
         results.append(_walk(body, origins[1:], _enter(equation, place, number), findings))
     reason = f"cond at {jaxpr.locate(equation)}"
+    # Which branch runs is not known here, so that a parameter which one of them returns cannot be followed.
     return [views.combine(branches, reason) for branches in zip(*results, strict=True)]
 
 
@@ -242,6 +247,7 @@ def _walk_scan(equation: Any, origins: list[Origin], place: _Place, findings: _F
     constants, carries = origins[: scan.constants], origins[scan.constants : first_stacked]
     parts = [views.take_layer(x) if isinstance(x, View | Joined) else x for x in origins[first_stacked:]]
     inner = _enter(equation, place, 0)
+    # Only a scan over stacked parameters has layers; one over time runs the same layer in each iteration.
     if any(views.list_views(part) for part in parts):
         inner = dataclasses.replace(inner, layers=(*inner.layers, place.address), lengths=(*inner.lengths, scan.length))
 
@@ -274,6 +280,8 @@ def _find_fixpoint(
     """Return origins of the carries of a loop that hold in every iteration, and those of the results of its body."""
     assumed = list(carries)
     while True:
+        # What earlier rounds found rests on origins that do not hold. Each round knows less of some carry, and none
+        # knows more, so that the rounds end.
         trial = _Findings()
         results = walk(assumed, trial)
         merged = [_merge(equation, *pair) for pair in zip(assumed, results[: len(assumed)], strict=True)]

@@ -121,6 +121,7 @@ class Interpreter:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
             scope = jaxpr.find_scope(equation) or site.operation
+            # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records)
             return [result]
@@ -176,6 +177,7 @@ class Interpreter:
     # Equations with bodies.
 
     def _call(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        # A call that is inlined would lose the shardings that its `jax.jit` was given.
         before, after = jaxpr.read_shardings(equation)
         results = self.evaluate_body(jaxpr.read_call(equation), self._place_arrays(operands, before), (*address, 0))
         return self._place_arrays(results, after)
@@ -217,6 +219,7 @@ class Interpreter:
             return lambda inner: self._run_inner(body, values, (*address, number), inner)
 
         branches = [make_branch(*item) for item in enumerate(jaxpr.read_branches(equation))]
+        # Each branch returns the records of all, because branches must return trees of one structure.
         results, updated = lax.switch(index, branches, records)
         if self.mode.updates_records:
             self.records |= updated
@@ -227,6 +230,8 @@ class Interpreter:
         first = scan.constants + scan.carries
         constants, carries, stacked = operands[: scan.constants], operands[scan.constants : first], operands[first:]
         invariant = self.analysis.invariant.get(address, frozenset())
+        # A parameter that no iteration changes is a constant of the loop, in its own form: a carry would have to be
+        # floats.
         carried = [self._read_array(x) for place, x in enumerate(carries) if place not in invariant]
         parts = [self.mode.prepare_stacked(x) if self.mode.is_parameter(x) else x for x in stacked]
         layered, shared = self._split_records(address)
@@ -261,6 +266,7 @@ class Interpreter:
 
         def check(state: Any) -> Any:
             values = _merge_carries(carries, state[0], invariant)
+            # No contraction in a condition is replaced, so that it needs no records.
             results, _ = self._run_inner(loop.condition, [*operands[:first], *values], (*address, 0), {})
             return results[0]
 

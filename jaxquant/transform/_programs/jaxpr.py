@@ -118,6 +118,7 @@ def _find_programs(value: Any) -> Iterator[Any]:
 
 def read_call(equation: Equation) -> Body:
     """Return the body of an equation of `CALLS` or of `REMAT`."""
+    # The primitives of `CALLS` do not agree on the name of the parameter.
     names = ("jaxpr", "call_jaxpr")
     return next(open_body(equation.params[name]) for name in names if name in equation.params)
 
@@ -169,6 +170,7 @@ def evaluate(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     A result that the program drops is None.
     """
     values = {atom: operand for atom, operand in zip(equation.invars, operands, strict=True) if not is_literal(atom)}
+    # A program cannot return a variable that stands for a dropped result.
     outvars = [variable for variable in equation.outvars if not is_unused(variable)]
     program = core.Jaxpr([], list(values), outvars, [equation], equation.effects, _NO_DEBUG_INFO)
     results = iter(eval_jaxpr(program, (), *values.values()))

@@ -56,6 +56,7 @@ def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Arr
     """Return the entries of a quantized table that a gather selects."""
     (axis,) = equation.params["dimension_numbers"].start_index_map
     mode, value = equation.params["mode"], equation.params["fill_value"]
+    # Checked by `is_lookup`: the last dimension holds one index, that of the only axis.
     indices = lax.squeeze(indices, (indices.ndim - 1,))
     entries = take(table, indices, axis, mode="clip")
     if mode != lax.GatherScatterMode.FILL_OR_DROP:
@@ -100,17 +101,6 @@ contract_with_gradient.defvjp(_contract_with_gradient_fwd, _contract_with_gradie
 
 
 @jax.custom_jvp
-def replace_value(floats: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `value`, with the derivative of `floats`."""
-    return value
-
-
-@replace_value.defjvp
-def _replace_value_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return primals[1], tangents[0]
-
-
-@jax.custom_jvp
 def refuse_gradient(x: jax.Array) -> jax.Array:
     """Return x, and raise if it is differentiated: rounding would make the gradient 0 without a word."""
     return x
@@ -138,6 +128,7 @@ def call_with_rule(equation: Any, operands: Sequence[Any], run: Any, records: An
         return run(values, records)[0]
 
     def call_fwd(floats: list[Any], values: Any, records: Any) -> tuple[list[Any], Any]:
+        # The equation as it stands calls the rule of the user, which is lost where its body is evaluated in its place.
         _, pull = jax.vjp(lambda *arrays: jaxpr.evaluate(equation, arrays), *floats)
         return run(values, records)[0], pull
 

@@ -35,6 +35,7 @@ def move_elements(equation: Any, operands: Sequence[Any]) -> list[QuantizedArray
     if name == "optimization_barrier":
         return list(lax.optimization_barrier(tuple(operands)))
     if name == "select_n":
+        # All cases are the same elements of the same parameter, as the analysis has found.
         return [operands[1]]
     return _RULES.get(name, _keep)(equation, *operands)
 

@@ -54,6 +54,7 @@ class Site:
     @property
     def weight(self) -> int | None:
         """The place of the operand that is a parameter, or None."""
+        # With two parameters neither is the weight: such a product depends on no activation.
         places = [place for place, origin in enumerate(self.origins) if views.list_views(origin)]
         return places[0] if len(places) == 1 else None
 
@@ -105,6 +106,7 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
         return lost[0].reason
     if sum(bool(views.list_leaves(origin)) for origin in origins) > 1:
         return "both operands are parameters"
+    # It may be a table of numbers, or a weight that was not passed: rounding it as activations would be a guess.
     is_constant = any(isinstance(origin, views.Constant) for origin in origins)
     if is_constant and not any(views.list_leaves(origin) for origin in origins):
         return "an operand is an array that the function closes over: pass it in the parameters"
@@ -124,6 +126,7 @@ def is_lookup(equation: Any) -> bool:
     """Return whether a gather takes whole entries along one axis, as `jnp.take` does."""
     if jaxpr.find_name(equation) != "gather":
         return False
+    # Any other gather has no equivalent in `take`, which copies entries along one axis.
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shape = equation.invars[0].aval.shape
     if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:

@@ -146,6 +146,7 @@ def take_layer(origin: View | Joined) -> View | Joined:
 
 
 def _take_layer(view: View) -> View:
+    # No other view has equal elements: those of the next iteration are others.
     return view._replace(dimensions=view.dimensions[1:], history=(*view.history, object()))
 
 
@@ -174,6 +175,7 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
 def _follow_view(equation: Any, view: View) -> list[View] | None:
     name = jaxpr.find_name(equation)
     results = _RULES[name](equation, view)
+    # A copy has equal elements, and is not part of the history; a conversion may round them.
     if results is None or (name in _UNMOVED and name != "convert_element_type"):
         return results
     # Where a dynamic slice starts is not known, so its elements are equal to no others.
@@ -206,6 +208,7 @@ def _reshape(equation: Any, view: View) -> list[View] | None:
 
 def _regroup(atoms: list[Atom], shape: Sequence[int]) -> tuple[tuple[Atom, ...], ...] | None:
     """Return factors divided among the dimensions of a shape, or None if a dimension ends within an odd part."""
+    # Shapes of `jax.export` may be symbols.
     if not all(isinstance(size, int) for size in (*shape, *(atom.size for atom in atoms))):
         return None  # a symbolic size, of which no factors are known
     remaining = list(atoms)
@@ -318,6 +321,8 @@ def _select(equation: Any, origins: Sequence[Origin]) -> list[Origin] | None:
     if list_views(cases[0]) and all(case == cases[0] for case in cases):
         return [cases[0]]
     leaves = {leaf for case in cases for leaf in list_leaves(case)}
+    # A choice among parameters that activations make is not known until the program runs; what is chosen is itself an
+    # activation then.
     if not isinstance(condition, Data) or any(isinstance(case, Data) for case in cases) or not leaves:
         return None
     return [Data(tuple(sorted(leaves)), _SELECTED)]

@@ -115,6 +115,7 @@ def _find_inner_clip(graph: Graph, node: Node) -> Clip | None:
     if numbers.count(None) != 1 or len(node.outputs) != 1:
         return None
     place = numbers.index(None)
+    # The body of `jax.nn.relu6` and others holds further calls, such as that of a jitted `jnp.minimum`.
     inner = make_graph(jaxpr.read_call(node.equation), lambda equation, _: jaxpr.find_name(equation) in jaxpr.CALLS)
     for value, number in zip(inner.inputs, numbers, strict=True):
         if number is not None:
@@ -127,6 +128,7 @@ def _are_private(graph: Graph, node: Node, hidden: Sequence[Node]) -> bool:
     """Return whether nothing but a node and hidden ones reads the results of hidden ones."""
     members = {node.address, *(n.address for n in hidden)}
     outputs = [value for n in hidden for value in n.outputs]
+    # A comparison that something else reads needs floats, which are not computed where codes are clipped.
     readers = {user.address for value in outputs for user, _ in graph.uses.get(value, [])}
     return readers <= members and not set(outputs) & set(graph.results)
 
@@ -191,6 +193,7 @@ def _find_selected(graph: Graph, node: Node, value: int, visited: list[Node]) ->
     # The first case is that of a false comparison.
     small, large = node.inputs[1:] if compared[1] else node.inputs[:0:-1]
     for end, other, is_low in ((small, large, True), (large, small, False)):
+        # Any other number would make a step, which no clip has.
         if find_number(graph, end) == compared[2]:
             return _tighten(_find_bounds(graph, other, value, visited), compared[2], is_low)
     return None

@@ -89,12 +89,12 @@ class Finder:
             return self._extend_by_clip(node, clip)
         places = [place for place, value in enumerate(node.inputs) if value in self.moving]
         value = self.values.get(node.inputs[places[0]])
-        if value is None or value.stage == "codes" or len(places) != 1 or len(node.outputs) != 1:
+        # After a clip no factor can become part of the weights any more, and no sum part of the bias.
+        if value is None or value.stage != "affine" or len(places) != 1 or len(node.outputs) != 1:
             return False
         place = places[0]
+        # Another reader needs the codes as they are before this equation.
         if self.graph.find_single_use(node.inputs[place]) != (node, place):
-            return False
-        if value.stage != "affine":
             return False
         followed = patterns.follow_labels(self.graph, node, place, value.labels)
         if followed is None:
@@ -131,6 +131,7 @@ class Finder:
 
     def _can_fold(self, point: Point, step: Step) -> bool:
         others = [value for place, value in enumerate(step.node.inputs) if place != step.place]
+        # What is computed from a quantized parameter has no floats when the function is served.
         if any(value in self.coded for value in others):
             return False
         if not is_product(step) or point.needs_fold():
@@ -170,6 +171,7 @@ class Finder:
     def _combine(self, node: Node, known: Sequence[_Value]) -> bool:
         """Start a point at an operation whose operands are codes, and return whether there is such an operation."""
         output = known[0].point.output
+        # ONNX Runtime's operators have one dtype for all operands.
         if node.name in _COMBINED and len({value.point.output.spec.carrier for value in known}) == 1:
             attributes = {"axis": node.parameters["dimension"]} if node.name == "concatenate" else {}
             self._start(Point(_COMBINED[node.name], node, output, attributes=attributes), "clip")
@@ -220,6 +222,7 @@ class Finder:
 
     def _find_useful(self) -> set[int]:
         """Return the values that a contraction of codes or the caller reads, or from which such a value is made."""
+        # What only floats read is not rounded: that would lose digits, and save nothing.
         useful = {value for value in self.graph.results if value in self.values}
         for node in reversed(self.graph.nodes):
             site = self.analysis.sites.get(node.address)
@@ -341,6 +344,7 @@ def find_site_obstacle(site: Site, plan: Any) -> str:
             return "the parameter is convolved with the activations as its kernel"
         if site.equation.params["batch_group_count"] != 1:
             return "it has groups of images"
+    # A uint8 code is at most 255 away from its zero point, and a symmetric int8 code 128 from 0.
     terms = math.prod(shape[axis] for axis in site.contracted)
     limit = (2**31 - 1) // (255 * (128 if plan.weight.symmetric else 255))
     return "" if terms <= limit else f"it sums {terms} products of codes, and int32 holds {limit}"
@@ -360,6 +364,12 @@ def find_fold_obstacle(graph: Graph, point: Point, parameters: Mapping[int, int]
         node = graph.producers.get(value)
         if node is None:
             return "its weights are not a whole parameter"
+        if node.name == patterns.BARRIER:
+            value = node.inputs[node.outputs.index(value)]
+            continue
+        # The other parts of a parameter that is unstacked or split would be multiplied, too.
+        if sum(output in graph.uses or output in graph.results for output in node.outputs) > 1:
+            return "its weights are a part of a parameter"
         value = node.inputs[0]
     return "" if graph.find_single_use(value) is not None else "its weights have another use"
 

@@ -31,6 +31,7 @@ def find_feature_axes(point: Point) -> tuple[int | None, ...] | None:
     for place in find_weight_places(point):
         dimension = origin.dimensions[place]
         size = site.equation.invars[site.weight].aval.shape[place]
+        # After a reshape, a view has no axis for a dimension of length 1.
         if not dimension and size == 1:
             axes.append(None)
         elif len(dimension) == 1 and dimension[0].axis is not None and dimension[0].is_whole:
@@ -90,6 +91,7 @@ def _read_features(statics: StaticValues, step: Step, shape: Sequence[int]) -> j
     entries = statics.read_entries(step.node.inputs[1 - step.place])
     if entries.ndim == 0:
         return jnp.broadcast_to(entries, shape)
+    # A parameter that is added after a transpose has its features in another order.
     places = {label: axis for axis, label in enumerate(step.labels) if label is not None}
     order = [places[label] for label in sorted(places)]
     rest = [axis for axis in range(entries.ndim) if axis not in order]

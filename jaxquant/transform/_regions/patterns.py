@@ -41,6 +41,7 @@ def find_windows(parameters: dict[str, Any]) -> Windows | None:
     windows = [(axis, *part) for axis, part in enumerate(parts) if part != (1, 1, (0, 0))]
     axes, lengths, strides, padding = zip(*windows, strict=True) if windows else ((), (), (), ())
     pairs = tuple((int(low), int(high)) for low, high in padding)
+    # With more padding a window would hold no element, which no pooling of codes takes.
     is_covered = all(0 <= n < length for length, pair in zip(lengths, pairs, strict=True) for n in pair)
     return Windows(tuple(map(int, lengths)), tuple(map(int, strides)), pairs, axes) if is_covered else None
 

@@ -89,6 +89,7 @@ def _wait_for_all(arrays: Any) -> Any:
 
 def _move(equation: Any, array: Array) -> list[Array]:
     """Return the results of an equation that moves elements, or finds their maxima."""
+    # A pad by zeros pads codes with the zero point, and floats with 0.0.
     if isinstance(array, FakeQuantizedArray):
         zero = jnp.zeros((), array.dtype)
         return [array.replace_values(x) for x in _evaluate_move(equation, array.values, zero)]
@@ -124,6 +125,7 @@ def _clip(graph: Graph, node: Node, array: Array) -> Array:
 def _clip_codes(array: Array, low: float | None, high: float | None) -> Array:
     """Return codes clipped to those of numbers."""
     if low == 0:
+        # Nothing is left of it if the zero point is the lowest code, as it is after a range of positive values.
         array, low = elementwise.relu(array), None
     if low is None and high is None:
         return array
@@ -262,6 +264,7 @@ def contract_to_codes(
         scale = scale if scale.size == 1 else jnp.broadcast_to(scale, bias.shape)
         steps = quantize_bias(lax.stop_gradient(bias), x.scale, scale)
         if site.operation != "conv_general_dilated":
+            # The bias of a convolution has one element for each feature; that of a product is broadcast to its result.
             rank = len(graph.find_shape(point.node.outputs[0]))
             shape = [1] * rank
             for place, axis in enumerate(point.features):
