@@ -212,7 +212,7 @@ class LayerInterpreter(Interpreter):
 
 
 def _sum_changes(vectors: Sequence[jax.Array], arrays: Sequence[jax.Array], floats: int) -> Any:
-    """Return the sum of x (s - r)^T over all batches: inputs x, arrays r, and s of the float function, which is first."""
+    """Return the sum of x (s - r)^T over all batches, with inputs x and arrays r; those of floats, s, come first."""
     parts = zip(vectors[floats:], arrays[floats:], arrays[:floats], strict=True)
     return sum(_multiply_changes(*part) for part in parts)
 
