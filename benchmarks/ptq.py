@@ -11,16 +11,18 @@ In weight-only rows all contractions of a network have weights of the same numbe
 output feature; tables that are looked up have 8 bits, and activations stay in floats. w8a8 and w4a8 are the recipes of
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
 algorithms see: 512 images, 128 windows of 64 characters, or 1024 texts of 32 tokens, quotations and paragraphs of the
-language reference. The score is the accuracy on 450 images, or on 8192 characters that the training
-has not seen; for MiniLM it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of
-float32. The error is the signal-to-quantization-noise ratio of
-the results against float32's. The last column is the median over the weights of the mean squared error of the outputs,
-relative to round-to-nearest.
+language reference. The score is the accuracy on 450 images, or on 8192 characters that the training has not seen; for
+MiniLM it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of float32. The error
+is the signal-to-quantization-noise ratio of the results against float32's. The last column is the median over the
+weights of the mean squared error of the outputs, relative to round-to-nearest.
 
 JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
-distribution (Max, IRE Transactions on Information Theory 6 (1960), table I). int4 has all its 16 codes, and int2 its 4.
-AdaRound chooses between integers, and has no row at 3 bits.
+distribution among those with a 0 (the iteration of Max, IRE Transactions on Information Theory 6 (1960), with one level
+held at 0): 0.0359 of the variance, and 0.0345 without a 0. int4 has all its 16 codes, and int2 its 4. AdaRound chooses
+between integers, and has no row at 3 bits. In the columns "3 bits, blocks of 32", a float16 scale belongs to each 32
+inputs of an output; they are measured for the transformers only. A line above each table says how many bits a weight
+takes with its scales, if a code of eight levels takes 3.
 
 With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. Each row is
 printed on the error stream as soon as it is known. `--minutes N` stops a network after this time, with the rows that
@@ -53,26 +55,27 @@ from . import ptq_networks, ptq_qwix
 from .recipes import _find_error, _print_line
 
 _SEEDS = 5
-_FLOAT, _STACK = "float32", "stack: GPTQ that matches floats, learned scales"
-_TARGETS = {"4": 0.995, "3": 0.98}
+_FLOAT, _MATCHED = "float32", "GPTQ that matches floats"
+_STACK = f"stack: {_MATCHED}, learned scales"
+_BLOCKED = "3b32"
+_TARGETS = {"4": 0.995, "3": 0.98, _BLOCKED: 0.98}
 _MOST_ERROR = 0.5
 _BATCH, _STEPS, _RATE = 32, 48, 1e-3  # of the learned scales: no fewer steps than batches
 _NEAR = 1e-6
-_LEVELS = (0.2451, 0.7560, 1.344, 2.152)
-_EIGHT = jq.Codebook(
-    "3 bits", tuple(sorted(sign * (x - near) for x in _LEVELS for sign in (-1, 1) for near in (0, _NEAR)))
-)
+_LEVELS = (-2.0334, -1.1881, -0.5606, 0, 0.4436, 0.9188, 1.4764, 2.2547)
+_EIGHT = jq.Codebook("3 bits", tuple(level + near for level in _LEVELS for near in (0, _NEAR)))
+_TRANSFORMERS = ("text", "MiniLM")
 
 
-def _make_rules(dtype: Any) -> tuple[jq.Rule, ...]:
-    options = {} if isinstance(dtype, jq.Codebook) else {"narrow_range": False}
-    return jq.Rule(operation="take", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight(dtype, options=options))
+def _make_rules(weight: jq.Weight) -> tuple[jq.Rule, ...]:
+    return jq.Rule(operation="take", weight=jq.Weight("int8")), jq.Rule(weight=weight)
 
 
 _RULES: dict[str, Sequence[jq.Rule]] = {
-    "4": _make_rules("int4"),
-    "3": _make_rules(_EIGHT),
-    "2": _make_rules("int2"),
+    "4": _make_rules(jq.Weight("int4", options={"narrow_range": False})),
+    "3": _make_rules(jq.Weight(_EIGHT)),
+    _BLOCKED: _make_rules(jq.Weight(_EIGHT, block=32, options={"scale_dtype": "float16"})),
+    "2": _make_rules(jq.Weight("int2", options={"narrow_range": False})),
     "w8a8": jq.recipes.w8a8_dynamic(),
     "w4a8": jq.recipes.w4a8(),
 }
@@ -82,10 +85,16 @@ _RULES: dict[str, Sequence[jq.Rule]] = {
 Quantize = Callable[[Any, Any, tuple[jax.Array, ...]], tuple[Any, Any]]
 
 
-def _stack(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the parameters of the algorithms together that leave the least error of the results."""
-    method = ptq.GPTQ(sweeps=1, refits=1)
-    qparams, notes = ptq.apply(prepared, params, [batch], method, match_floats=True)
+def _match(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+    return ptq.apply(prepared, params, [batch], ptq.GPTQ(sweeps=1, refits=1), match_floats=True)
+
+
+def _stack(prepared: Any, params: Any, batch: Any, matched: Any = None) -> tuple[Any, Any]:
+    """Return the parameters of the algorithms together that leave the least error of the results.
+
+    It goes on from the result of `_match`, if that is known.
+    """
+    qparams, notes = _match(prepared, params, batch) if matched is None else matched
     return _tune(prepared, params, qparams, batch), notes
 
 
@@ -150,26 +159,27 @@ _ALGORITHMS: dict[str, Quantize] = {
     "GPTQ, whole range": _apply(ptq.GPTQ(range="whole")),
     "GPTQ, inputs in floats": _apply(ptq.GPTQ(), "statistics"),
     "GPTQ": _apply(ptq.GPTQ()),
-    "GPTQ that matches floats": lambda prepared, params, batch: ptq.apply(
-        prepared, params, [batch], ptq.GPTQ(), match_floats=True
-    ),
+    _MATCHED: _match,
     "learned scales": _learn_scales,
     _STACK: _stack,
 }  # fmt: skip
 
 
 class Figure(NamedTuple):
-    """The score in percent, the error in decibels, and the ratio of the errors of the outputs, or None."""
+    """The score in percent, the error in decibels, the ratio of the errors of the outputs, and the bits of a weight."""
 
     score: float
     error: float
     ratio: float | None
+    bits: float | None = None
 
 
 def _has_row(network: str, rules: str, algorithm: str) -> bool:
     """Return whether an algorithm is run: AdaRound has no codebooks, and takes long for a large network."""
+    if rules == _BLOCKED and network not in _TRANSFORMERS:
+        return False
     if algorithm == "AdaRound":
-        return rules != "3" and network != "MiniLM"
+        return rules not in ("3", _BLOCKED) and network != "MiniLM"
     return algorithm != "SmoothQuant" or rules in ("w8a8", "w4a8")
 
 
@@ -248,28 +258,55 @@ def _measure_seed(name: str, seed: int, rows: Sequence[tuple[str, str]]) -> Iter
     """Yield the figures of some rows on one trained network."""
     task = ptq_networks.load(name, seed)
     expected = jax.jit(task.apply)(task.params, *task.test)
+    matched: dict[str, Any] = {}
     for rules, algorithm in rows:
         if algorithm == _FLOAT:
             yield (rules, algorithm), Figure(task.score(expected, expected), float("inf"), None)
             continue
         prepared = jq.prepare(task.apply, task.params, *task.test, rules=_RULES[rules])
-        qparams, notes = _ALGORITHMS[algorithm](prepared, task.params, task.calibration)
+        arguments = (prepared, task.params, task.calibration)
+        if algorithm == _STACK:  # its first part may have been a row of its own
+            qparams, notes = _stack(*arguments, matched.get(rules))
+        else:
+            qparams, notes = _ALGORITHMS[algorithm](*arguments)
+        if algorithm == _MATCHED:
+            matched = {rules: (qparams, notes)}
         y = jax.jit(prepared.apply)(qparams, None, *task.test)
         ratios = [note.after / note.before for note in notes or () if note.before]
         ratio = float(np.median(ratios)) if ratios else None
-        yield (rules, algorithm), Figure(task.score(y, expected), _find_error(expected, jnp.asarray(y)), ratio)
+        error = _find_error(expected, jnp.asarray(y))
+        yield (rules, algorithm), Figure(task.score(y, expected), error, ratio, _count_bits(qparams))
+
+
+def _count_bits(qparams: Any) -> float | None:
+    """Return the mean number of bits of a weight with its part of the scales; tables of 8 bits are not counted."""
+    arrays = [x for x in jax.tree.leaves(qparams, is_leaf=_is_quantized) if _is_quantized(x)]
+    narrow = [x for x in arrays if x.codebook is not None or x.codes.dtype != jnp.int8]
+    size = sum(x.size for x in narrow)
+    bits = sum(x.size * _count_code_bits(x) + 8 * x.scale.nbytes for x in narrow)
+    return bits / size if size else None
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, jq.QuantizedArray)
+
+
+def _count_code_bits(q: jq.QuantizedArray) -> int:
+    return 3 if q.codebook == _EIGHT else jax.dtypes.itemsize_bits(q.codes.dtype)
 
 
 def _print_tables(name: str, options: argparse.Namespace, figures: Figures) -> None:
     """Print a table of the weight-only rules, and one of those with codes of activations."""
     measure = ptq_networks.MEASURES.get(name, "top-1 accuracy")
     full = _format([figure.score for figure in figures.get(("", _FLOAT), [])], 2)
-    for choice in (("4", "3", "2"), ("w8a8", "w4a8")):
-        columns = [rules for rules in choice if rules in options.rules]
+    for choice in (("4", "3", _BLOCKED, "2"), ("w8a8", "w4a8")):
+        columns = [rules for rules in choice if rules in options.rules and any(key[0] == rules for key in figures)]
         if not columns:
             continue
         print(f"\n### {name}: {measure} in percent, {_FLOAT} {full}\n")
-        heads = [f"{rules} bits" if rules.isdigit() else rules for rules in columns]
+        texts = [f"{_describe_rules(rules)}: {_find_bits(figures, rules)}" for rules in columns]
+        print(f"Bits of a weight with its scales: {', '.join(texts)}.\n")
+        heads = [_describe_rules(rules) for rules in columns]
         _print_line([
             "weights", *(f"{head}, {what}" for head in heads for what in ("%", "SQNR dB", "outputs' error")),
         ])  # fmt: skip
@@ -278,6 +315,18 @@ def _print_tables(name: str, options: argparse.Namespace, figures: Figures) -> N
             parts = [figures.get((rules, algorithm), []) for rules in columns]
             if any(parts):
                 _print_line([algorithm, *(cell for part in parts for cell in _make_cells(part))])
+
+
+def _find_bits(figures: Figures, rules: str) -> str:
+    """Return the bits of a weight, which no algorithm and no seed changes; figures of a file may have none."""
+    bits = {f"{f.bits:.2f}" for key, part in figures.items() if key[0] == rules for f in part if f.bits is not None}
+    return ", ".join(sorted(bits)) or "not known"
+
+
+def _describe_rules(rules: str) -> str:
+    if rules == _BLOCKED:
+        return "3 bits, blocks of 32"
+    return f"{rules} bits" if rules.isdigit() else rules
 
 
 def _make_cells(figures: Sequence[Figure]) -> list[str]:
@@ -302,7 +351,9 @@ def _list_faults(name: str, figures: Figures) -> list[str]:
     for bits, target in _TARGETS.items():
         scores = [figure.score for figure in figures.get((bits, _STACK), [])]
         is_missed = bool(scores) and np.mean(scores) / full < target
-        faults += [f"{name}, {bits} bits: {100 * np.mean(scores) / full:.2f} % of float32"] if is_missed else []
+        faults += (
+            [f"{name}, {_describe_rules(bits)}: {100 * np.mean(scores) / full:.2f} % of float32"] if is_missed else []
+        )
     ratios = [figure.ratio for figure in figures.get(("3", "GPTQ"), []) if figure.ratio is not None]
     if name == "MiniLM" and ratios and np.mean(ratios) > _MOST_ERROR:
         faults.append(f"{name}, GPTQ at 3 bits: {np.mean(ratios):.2f} of round-to-nearest's error")

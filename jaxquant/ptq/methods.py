@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._arrays.quantize import quantize
 from .._arrays.quantized_array import QuantizedArray
@@ -24,6 +26,7 @@ _RANGES = ("whole", "searched", "tried", "hqq")
 # The parts of the whole range that "tried" tries. A weight of a normal distribution needs about 0.85 of it at 4 bits,
 # and half of it at 2; outputs with a few large weights need less.
 _PARTS = (1.0, 0.88, 0.77, 0.68, 0.6, 0.52, 0.44, 0.36)
+_FACTORS = (0.25, 4.0)  # of a scale that is refitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +72,9 @@ class GPTQ:
     With "tried", the algorithm runs on each of the grids, and each output gets the best result. With any range, an
     output whose error is larger than that of round-to-nearest is rounded to nearest.
 
-    A refit gives each output the scale with the least error for the codes that it has, and runs the algorithm again
-    with this scale; the result is used where it is better. Only outputs with one scale of their own can be refitted,
-    and not to powers of two.
+    A refit gives each output the scales with the least error for the codes that it has, one or one for each block, and
+    runs the algorithm again with them; the result is used where it is better. Only outputs with scales of their own can
+    be refitted, and not to powers of two.
     """
 
     activation_order: bool = True
@@ -197,29 +200,63 @@ def pick_best(w: jax.Array, hessian: jax.Array, axis: Any, candidates: Iterable[
 
 
 def refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> QuantizedArray | None:
-    """Return a quantized array with the scale of each output that has the least error for its codes.
+    """Return a quantized array with the scales that have the least error for its codes.
 
-    The values are proportional to the scale, v = s c, so that the factor with the least error of an output is
-    (w^T H v) / (v^T H v). None if several outputs share a scale, or an output has several.
+    The values of a block are proportional to its scale, so that the factors f of the scales of an output solve a system
+    of linear equations: A f = b, with A_ij = v_i^T H v_j, b_i = v_i^T H w and the values v_i of a block, 0 elsewhere.
+    None if several outputs share a scale.
     """
     layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
-    factor = _spread_outputs(layout, _find_factors(w, q, hessian, axis))[1]
-    if q.scale.shape != factor.shape:
+    if any(q.scale.shape[a] != w.shape[a] for a in layout.kept):
         return None
-    return q.replace(scale=(q.scale.astype(jnp.float32) * factor).astype(q.scale.dtype))
+    return q.replace(scale=_refit_scale(w, q, hessian, axis))
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
-def _find_factors(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
-    """Return the factor with the least error for the values of each output, [groups, outputs]; 1 if all are 0."""
+def _refit_scale(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:
     layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
+    # The inputs in the order of the blocks, which have the same length.
+    blocks = [q.scale.shape[a] for a in layout.summed]
+    places = np.arange(math.prod(blocks)).reshape(blocks)
+    for place, a in enumerate(layout.summed):
+        places = np.repeat(places, w.shape[a] // q.scale.shape[a], place)
+    order, count = np.argsort(places.ravel(), kind="stable"), math.prod(blocks)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """Return [groups, inputs, outputs] as [blocks, groups, inputs of a block, outputs]."""
+        return jnp.moveaxis(x[:, order].reshape(x.shape[0], count, -1, x.shape[2]), 1, 0)
+
     values, target = (layout.arrange(x.astype(jnp.float32)) for x in (q.dequantize(), w))
-    moved = jnp.matmul(hessian, values, precision=jax.lax.Precision.HIGHEST)
-    size, product = jnp.sum(values * moved, 1), jnp.sum(target * moved, 1)
-    # A scale must be positive. Where the best factor is not, the codes point away from the weight, and stay as they
-    # are.
-    is_valid = (size > 0) & (product > 0)
-    return jnp.where(is_valid, product / jnp.where(is_valid, size, 1), 1)
+    parts = cut(values)
+
+    def multiply(rows: jax.Array) -> jax.Array:
+        """Return v_i^T x of each block, for x [groups, inputs, outputs]."""
+        return jnp.sum(parts * cut(rows), 2)
+
+    def find_column(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        columns, part = block
+        return multiply(jnp.matmul(columns, part, precision=jax.lax.Precision.HIGHEST))
+
+    # One block at a time: all products H v_i together take as many times the memory of the weight as there are blocks.
+    columns = jnp.swapaxes(cut(jnp.swapaxes(hessian, 1, 2)), 2, 3)
+    matrix = jnp.moveaxis(jax.lax.map(find_column, (columns, parts)), (0, 1), (3, 2))
+    product = multiply(jnp.matmul(hessian, target, precision=jax.lax.Precision.HIGHEST))
+    factors = _solve_factors(matrix, jnp.moveaxis(product, 0, 2))
+    # [groups, outputs, blocks], in the shape of the scale.
+    shape = (*(w.shape[a] for a in layout.kept), *blocks)
+    wide = factors.reshape(shape).transpose(np.argsort((*layout.kept, *layout.summed)))
+    return (q.scale.astype(jnp.float32) * wide).astype(q.scale.dtype)
+
+
+def _solve_factors(matrix: jax.Array, product: jax.Array) -> jax.Array:
+    """Return the factors f with A f = b, near 1 where the values determine none; [groups, outputs, blocks]."""
+    diagonal = jnp.diagonal(matrix, axis1=2, axis2=3)
+    # A block of zeros has no factor. The damping pulls the factors to 1, and not to 0.
+    floor = 1e-4 * diagonal + jnp.where(diagonal > 0, 0, 1)
+    damped = matrix + floor[..., None] * jnp.eye(matrix.shape[-1])[None, None]
+    change = jnp.linalg.solve(damped, (product - jnp.sum(matrix, 3))[..., None])[..., 0]
+    factors = jnp.where(jnp.isfinite(change), 1 + change, 1)
+    return jnp.clip(factors, *_FACTORS)  # a scale stays positive
 
 
 def _choose_outputs(

@@ -12,6 +12,7 @@ import pytest
 
 import jaxquant as jq
 from jaxquant import ptq
+from jaxquant.ptq.methods import refit_scale
 
 from ..support.equality import check_equal
 
@@ -309,6 +310,53 @@ def test_layers_that_match_floats(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "jitted", "grouped convolution", "returned, too"])
+def test_layers_that_match_floats_after_a_sum(rng: np.random.Generator, kind: str) -> None:
+    """A layer makes up for what has changed in the array that is added to its outputs: least squares in float64.
+
+    It does not if the outputs alone are results, too.
+    """
+    groups = 2 if kind == "grouped convolution" else 1
+    size = 12 // groups
+    params = {"first": jnp.asarray(rng.normal(size=(12, 12)), F32), "bias": jnp.asarray(rng.normal(size=12), F32)}
+    params["second"] = jnp.asarray(rng.normal(size=(size, 12)), F32)
+    x = jnp.asarray(rng.normal(size=(256, 12)) @ rng.normal(size=(12, 12)), F32)
+    run_first = jax.jit(jnp.matmul) if kind == "jitted" else jnp.matmul
+
+    def apply(params: Any, x: jax.Array) -> Any:
+        y = run_first(x, params["first"])
+        h = jax.nn.relu(y)
+        if groups == 1:
+            z = h @ params["second"] + params["bias"][None]
+            return (y + z, z) if kind == "returned, too" else y + z
+        numbers = ("NHWC", "HWIO", "NHWC")
+        images, before = (values.reshape(len(h) // 4, 2, 2, 12) for values in (h, y))
+        result = jax.lax.conv_general_dilated(
+            images, params["second"][None, None], (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=2
+        )
+        return before + result
+
+    rules = (jq.Rule(path="second", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight("int2")))
+    prepared = jq.prepare(apply, params, x[:128], rules=rules)
+    batches, method = [x[:128], x[128:]], ptq.Nearest("whole")
+    actual = ptq.apply(prepared, params, batches, method, match_floats=True).params
+    rows = np.asarray(x, np.float64)
+    expected, changed = (rows @ np.asarray(w, np.float64) for w in (params["first"], actual["first"].dequantize()))
+    second = np.asarray(params["second"], np.float64)
+    for group in range(groups):
+        part, outputs = slice(group * size, (group + 1) * size), slice(group * 12 // groups, (group + 1) * 12 // groups)
+        z, y = (np.maximum(values[:, part], 0) for values in (expected, changed))
+        hessian = y.T @ y / len(y)
+        damped = hessian + 0.01 * np.trace(hessian) / size * np.eye(size)
+        w = second[:, outputs]
+        addend = 0 if kind == "returned, too" else (expected - changed)[:, outputs]
+        shift = y.T @ ((z - y) @ w + addend) / len(y)
+        q = actual["second"].dequantize()[:, outputs]
+        step = float(actual["second"].scale.max())
+        np.testing.assert_allclose(q, w + np.linalg.solve(damped, shift), atol=step * 0.51)
+
+
+@pytest.mark.slow
 def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(16, 8)), F32)}
     x = jnp.asarray(rng.normal(size=(64, 16)) @ rng.normal(size=(16, 16)), F32)
@@ -318,11 +366,44 @@ def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
     assert errors[0] > errors[1] * (1 - 1e-5)
     assert errors[1] > errors[2] * (1 - 1e-5)
     assert errors[0] > errors[2] * 1.02
-    # A scale that several outputs share, or of a block of inputs, stays.
-    for weight in (jq.Weight("int2", per="tensor"), jq.Weight("int2", block=4)):
-        shared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=[jq.Rule(weight=weight)])
-        one, other = (ptq.apply(shared, params, [x], ptq.GPTQ(range="whole", refits=n)).params for n in (0, 1))
-        check_equal(one["w"].scale, other["w"].scale)
+    # A scale that several outputs share stays.
+    rules = [jq.Rule(weight=jq.Weight("int2", per="tensor"))]
+    shared = jq.prepare(lambda params, x: x @ params["w"], params, x, rules=rules)
+    one, other = (ptq.apply(shared, params, [x], ptq.GPTQ(range="whole", refits=n)).params for n in (0, 1))
+    check_equal(one["w"].scale, other["w"].scale)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "granularity"),
+    [((8, 16), 0, jq.PerAxis(0)), ((8, 16), 0, jq.Blocked(1, 4)), ((3, 8, 4), 2, jq.Blocked(1, 4))],
+    ids=str,
+)
+def test_refitted_scales_have_the_least_error(
+    rng: np.random.Generator, shape: tuple[int, ...], axis: int, granularity: Any
+) -> None:
+    """The factors of least squares in float64, for one scale of an output and for several."""
+    w = jnp.asarray(rng.normal(size=shape), F32)
+    count = w.size // shape[axis]
+    x = rng.normal(size=(4 * count, count))
+    hessian = jnp.asarray(x.T @ x, F32)[None]
+    q = jq.quantize(w, jq.QuantSpec("int4", granularity))
+    refitted = refit_scale(w, q, hessian, axis)
+    assert refitted is not None
+
+    def list_outputs(array: Any) -> np.ndarray:
+        """Return an array with one row for each output; blocks are repeated."""
+        array = np.asarray(array, np.float64)
+        for a, length in enumerate(shape):
+            array = np.repeat(array, length // array.shape[a], a)
+        return np.moveaxis(array, axis, 0).reshape(shape[axis], -1)
+
+    blocks = list_outputs(np.arange(q.scale.size).reshape(q.scale.shape))
+    targets, values, actual = (list_outputs(array) for array in (w, q.dequantize(), refitted.scale / q.scale))
+    for block, target, value, factors in zip(blocks, targets, values, actual, strict=True):
+        names, place = np.unique(block, return_inverse=True)
+        parts = x @ (value[:, None] * (place[:, None] == np.arange(len(names))))
+        expected = np.linalg.lstsq(parts, x @ target, rcond=None)[0]
+        np.testing.assert_allclose(factors, expected[place], rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -159,6 +159,32 @@ def test_measured_biases(rng: np.random.Generator, recipe: str) -> None:
 
 
 @pytest.mark.slow
+def test_measured_biases_of_many_layers(rng: np.random.Generator) -> None:
+    """The biases of an oracle that corrects one layer after the other, although a pass corrects all of them."""
+    size, depth = 16, 8
+    params = {f"w{n}": jnp.asarray(rng.normal(size=(size, size)) / size**0.5, F32) for n in range(depth)}
+    params |= {f"b{n}": jnp.asarray(rng.normal(0, 0.3, (1, size)), F32) for n in range(depth)}
+    x = jnp.asarray(rng.normal(0.5, 1, (64, size)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for n in range(depth):
+            x = x + jnp.tanh(x @ params[f"w{n}"] + params[f"b{n}"])
+        return x
+
+    prepared = jq.prepare(apply, params, x[:32], rules=RULES)
+    qparams = prepared.convert(params)
+    corrected, notes = ptq.correct_bias(prepared, params, qparams, [x[:32], x[32:]])
+    z = y = np.asarray(x, np.float64)
+    for n in range(depth):
+        w, q, b = (np.asarray(v, np.float64) for v in (params[f"w{n}"], qparams[f"w{n}"].dequantize(), params[f"b{n}"]))
+        outputs, codes = z @ w + b, y @ q + b
+        shift = (outputs - codes).mean(0, keepdims=True)
+        np.testing.assert_allclose(corrected[f"b{n}"] - params[f"b{n}"], shift, rtol=0, atol=0.01 * np.abs(shift).max())
+        z, y = z + np.tanh(outputs), y + np.tanh(codes + shift)
+    assert all(note.after <= 1e-3 * note.before for note in notes)  # type: ignore[operator]
+
+
+@pytest.mark.slow
 def test_biases_that_belong_to_something_else_stay(rng: np.random.Generator) -> None:
     """One along the rows, in an array of the same length; one that two contractions share; and one of a reshape."""
     params = {name: jnp.asarray(rng.normal(size=(4, 4)), F32) for name in ("rows", "left", "right", "turned", "split")}

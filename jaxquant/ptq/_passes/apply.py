@@ -19,7 +19,7 @@ from ..methods import GPTQ, AdaRound, Method, Nearest, check_method, measure_err
 from ..moments import Moments
 from . import inputs
 from .collect import Statistics
-from .layerwise import run_layers
+from .layerwise import Drift, run_layers
 from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.apply"
@@ -52,6 +52,10 @@ def apply(
     E[(W^T x - Wq^T x)^2]. That is the same as quantizing
 
     W' = W + (E[x x^T] + damping)^-1 E[x (z - x)^T] W
+
+    Where an array of the same shape is added to the outputs, as in a residual network, the layer makes up for what has
+    changed in that array, too, as far as its inputs tell. With the array r, and s in the float function, the term
+    (E[x x^T] + damping)^-1 E[x (s - r)^T] is added to W'.
 
     A weight without inputs (a table that is looked up), and one whose axes the program splits, joins or slices before
     it is contracted, is rounded to nearest with the range of the method; the notes say so.
@@ -108,7 +112,7 @@ def apply(
     known = _read_state(prepared, state)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
 
-    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: jax.Array | None = None) -> jax.Array:
+    def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: Drift | None = None) -> jax.Array:
         """Quantize a parameter, note what was done, and return the floats of its codes."""
         path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
         with checks.prefix_errors(path):
@@ -178,7 +182,7 @@ def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.U
 
 
 def _quantize(
-    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, drift: jax.Array | None,
+    prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, drift: Drift | None,
     method: Method, known: QuantizedArray | None,
 ) -> tuple[QuantizedArray, Note]:  # fmt: skip
     """Return a quantized parameter, which may be known already, and what was done."""
@@ -201,18 +205,20 @@ def _quantize(
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))
-def _match_floats(w: jax.Array, hessian: jax.Array, drift: jax.Array, axis: Any) -> jax.Array:
-    """Return the weight whose outputs are nearest to those that the float function has.
+def _match_floats(w: jax.Array, hessian: jax.Array, drift: Drift, axis: Any) -> jax.Array:
+    """Return the weight whose outputs, with what is added to them, are nearest to those that the float function has.
 
     Args:
         w: the weight.
         hessian: E[x x^T], [groups, inputs, inputs], of the inputs x of the quantized function.
-        drift: E[x (z - x)^T], of the same shape, with the inputs z of the float function.
+        drift: how these inputs, and what is added to the outputs, differ from those of the float function.
         axis: the axes that are kept.
     """
     layout = _matrix.make_layout(_NAME, w.shape, axis, hessian.shape[0])
     rows = layout.arrange(w.astype(jnp.float32))
-    product = jnp.matmul(drift, rows, precision=jax.lax.Precision.HIGHEST)
+    product = jnp.matmul(drift.inputs, rows, precision=jax.lax.Precision.HIGHEST)
+    if drift.addend is not None:
+        product += drift.addend
     mean = jnp.trace(hessian, axis1=1, axis2=2)[:, None, None] / layout.inputs
     # Inputs that are always 0 would make the matrix singular.
     damped = hessian + jnp.eye(layout.inputs)[None] * (_DAMPING * mean + jnp.finfo(jnp.float32).tiny)

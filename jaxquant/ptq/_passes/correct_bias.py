@@ -27,6 +27,7 @@ from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.correct_bias"
 _MEASURE = "the largest mean error of an output, before and after"
+_SETTLED = 1e-3  # of the mean errors before the correction
 
 
 class _Target(NamedTuple):
@@ -56,9 +57,10 @@ def correct_bias(
     - `ptq.Statistics`: bias + E[x] (W - W_q), with the mean E[x] of the inputs. This is the error that the rounding of
       the weight causes for inputs in floats. It needs one matrix product for each weight;
     - batches: bias + E[y] - E[y_q], with the outputs y of the function in floats and y_q of the quantized one, with all
-      of its codes, those of activations included. The contractions are corrected in the order of the program, each on
-      inputs that come from the corrected ones before it. All batches are read once for each contraction on the longest
-      path through the program.
+      of its codes, those of activations included. Each contraction is corrected on inputs that come from the corrected
+      ones before it. One pass over all batches measures and corrects all contractions, and the next one corrects those
+      whose inputs have changed by that, until each mean error is a thousandth of what it was, or smaller. At most there
+      are as many passes as contractions on the longest path through the program.
 
     Args:
         prepared: the prepared function.
@@ -176,20 +178,35 @@ def _correct_by_batches(
     """Return the parameters with biases that make up for the measured means, and add the notes."""
     levels = graphs.find_levels(graphs.make_graph(call), [target.site for target in targets])
     expected = measure(None) if targets else {}
-    first: dict[str, np.ndarray] = {}
+    before: dict[str, float] = {}
+    taken = {name: np.float32(0) for name in expected}
+    after: dict[str, float] = {}
+    originals = [jnp.asarray(arrays[target.bias]) for target in targets]
     for level in sorted(set(levels.values())):
-        # Those of earlier levels are corrected, and do not change any more.
-        # Contractions of one level do not read each other, so that one pass over the batches measures all of them.
+        # The outputs are those before the bias is added, so that each error is that of the original bias.
         actual = measure(arrays)
-        first = first or actual
-        for leaf, _, site, bias in (target for target in targets if levels[target.site.name] == level):
-            shift, old = expected[site.name] - actual[site.name], jnp.asarray(arrays[bias])
-            arrays[bias] = _add_shift(old, shift)
-            # A bias of few digits takes only a part.
-            rest = shift - np.asarray(arrays[bias].astype(jnp.float32) - old.astype(jnp.float32)).ravel()
-            before, after = (float(np.abs(x).max()) for x in (expected[site.name] - first[site.name], rest))
-            notes[leaf] = Note(prepared.names[leaf], f"corrected in {prepared.names[bias]}", "", before, after)
+        errors = {name: expected[name] - actual[name] for name in expected}
+        before = before or _find_largest(errors)
+        after = _find_largest({name: errors[name] - taken[name] for name in errors})
+        if all(after[name] <= _SETTLED * before[name] for name in before):
+            break
+        # Contractions of earlier levels have inputs that do not change any more. Those of later levels are corrected
+        # again when the means of their inputs are right, and often they nearly are after a few passes.
+        for target, old in zip(targets, originals, strict=True):
+            name = target.site.name
+            if levels[name] >= level:
+                arrays[target.bias] = _add_shift(old, errors[name])
+                # A bias of few digits takes only a part.
+                taken[name] = np.asarray(arrays[target.bias].astype(jnp.float32) - old.astype(jnp.float32)).ravel()
+                after |= _find_largest({name: errors[name] - taken[name]})
+    for leaf, _, site, bias in targets:
+        action = f"corrected in {prepared.names[bias]}"
+        notes[leaf] = Note(prepared.names[leaf], action, "", before[site.name], after[site.name])
     return arrays
+
+
+def _find_largest(errors: dict[str, np.ndarray]) -> dict[str, float]:
+    return {name: float(np.abs(error).max()) for name, error in errors.items()}
 
 
 def _make_measure(

@@ -16,7 +16,9 @@ from ...transform._programs.sites import Address, Site
 
 # Operations that keep the place of each channel, if the last dimension keeps its length.
 _MOVES = ("reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "stop_gradient", "expand_dims")
-# Of these, the ones that change a shape.
+# Operations that keep each element where it is.
+_SAME = ("convert_element_type", "copy", "stop_gradient", "name")
+# Of the moves, the ones that change a shape.
 _RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims")
 # Operations that commute with a positive factor for each channel.
 # A pad by another number than 0 does not: the comparison of the results finds that, and drops the factors.
@@ -43,6 +45,7 @@ class Graph:
         readers: the operations that read each array.
         leaves: the place of the parameter that an array is.
         shapes: the shape of each array.
+        places: the equations that write each array, calls included, each with the place among its results.
         results: the arrays that the program returns.
     """
 
@@ -51,6 +54,7 @@ class Graph:
     readers: dict[int, list[Operation]] = dataclasses.field(default_factory=dict)
     leaves: dict[int, int] = dataclasses.field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    places: dict[int, list[tuple[Address, int]]] = dataclasses.field(default_factory=dict)
     results: frozenset[int] = frozenset()
 
     def find_leaf(self, array: int | None, size: int | None) -> int | None:
@@ -117,14 +121,22 @@ def _inline(graph: Graph, program: Any, known: dict[Any, Any], address: Address,
             _inline(graph, body, inner, (*here, 0), count)
             results = [None if jaxpr.is_literal(atom) else inner.get(atom) for atom in body.outvars]
             known |= {v: n for v, n in zip(equation.outvars, results, strict=True) if n is not None}
+            _add_places(graph, here, results)
             continue
         results = tuple(_add_array(graph, variable, count()) for variable in equation.outvars)
         known |= zip(equation.outvars, results, strict=True)
+        _add_places(graph, here, results)
         operation = Operation(name, operands, results, equation, here)
         graph.makers |= dict.fromkeys(results, operation)
         for operand in operands:
             if operand is not None:
                 graph.readers.setdefault(operand, []).append(operation)
+
+
+def _add_places(graph: Graph, address: Address, results: Iterable[int | None]) -> None:
+    for place, number in enumerate(results):
+        if number is not None:
+            graph.places.setdefault(number, []).append((address, place))
 
 
 class Source(NamedTuple):
@@ -225,6 +237,43 @@ def find_bias(graph: Graph, site: Site, dimensions: Sequence[int]) -> int | None
             return leaf if is_same else None
         array = reader.results[0] if reader.name in _MOVES else None
     return None
+
+
+def find_addend(graph: Graph, site: Site) -> int | None:
+    """Return the array of the same shape that is added to the outputs of a contraction, and known before it; or None.
+
+    In a residual network this is what goes around the contraction. A bias may be added first.
+    """
+    operation = find_operation(graph, site)
+    array = None if operation is None else operation.results[0]
+    while array is not None and array not in graph.results:
+        readers = graph.readers.get(array, [])
+        if len(readers) != 1 or readers[0].name not in (*_SAME, "add"):
+            return None
+        (reader,) = readers
+        if graph.shapes[reader.results[0]] != graph.shapes[array]:
+            return None
+        others = [operand for operand in reader.operands if operand not in (array, None)]
+        other = others[0] if reader.name == "add" and others else None
+        if other is not None and graph.shapes[other] == graph.shapes[array] and not _is_parameter(graph, other):
+            assert operation is not None
+            # The equations that write it have smaller addresses if they come first.
+            addresses = [address for address, _ in graph.places.get(other, ())]
+            return other if addresses and max(addresses) < operation.address else None
+        array = reader.results[0]
+    return None
+
+
+def _is_parameter(graph: Graph, array: int) -> bool:
+    """Return whether an array is a parameter, after moves of its elements."""
+    maker: Operation | None = None
+    number: int | None = array
+    while number is not None and number not in graph.leaves:
+        maker = graph.makers.get(number)
+        if maker is None or maker.name not in _MOVES:
+            return False
+        number = maker.operands[0]
+    return number is not None
 
 
 def move_indices(graph: Graph, array: int | None, source: int, indices: np.ndarray) -> np.ndarray | None:

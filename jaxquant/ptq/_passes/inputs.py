@@ -139,6 +139,22 @@ def read_vectors(site: Site, x: jax.Array) -> jax.Array:
     return x.transpose(*free, *batch, *summed).reshape(-1, groups, inputs)
 
 
+def read_outputs(site: Site, y: jax.Array) -> jax.Array:
+    """Return an array of the shape of a contraction's result as vectors: [number, groups, outputs].
+
+    The vectors are in the order of `read_vectors`.
+    """
+    outputs = list_output_dimensions(site)
+    others = [axis for axis in range(y.ndim) if axis not in outputs]
+    if site.operation == "conv_general_dilated":
+        spec = site.equation.params["dimension_numbers"].out_spec
+        others, groups = [spec[0], *spec[2:]], _count_groups(site)
+    else:
+        groups = math.prod(y.shape[: len(site.equation.params["dimension_numbers"][1][0])])
+    count = math.prod(y.shape[axis] for axis in outputs)
+    return y.transpose(*others, *outputs).reshape(-1, groups, count // groups)
+
+
 def _read_windows(site: Site, x: jax.Array) -> jax.Array:
     """Return the windows of a convolution; the inputs of a window are in the order (channel, window)."""
     parameters = site.equation.params

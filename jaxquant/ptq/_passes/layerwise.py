@@ -16,13 +16,29 @@ from ...transform._programs import jaxpr
 from ...transform._programs.interpret import Interpreter
 from ...transform._programs.sites import Address, Site
 from ..moments import Moments
+from . import graph as graphs
 from . import inputs
 from .collect import MOMENTS, finalize_moments, has_statistics, make_mode, make_states
 
 _NAME = "ptq.apply"
 _HIGHEST = jax.lax.Precision.HIGHEST
-# A parameter, the statistics of its inputs, and E[x (z - x)^T] of `run_layers`.
-Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "jax.Array | None"], jax.Array]
+
+
+class Drift(NamedTuple):
+    """What quantized layers have changed, in the terms of the inputs x of a later one; see `run_layers`.
+
+    Attributes:
+        inputs: E[x (z - x)^T], [groups, inputs, inputs], with the inputs z of the float function.
+        addend: E[x (s - r)^T], [groups, inputs, outputs], with the array r that is added to the outputs, and s in the
+            float function; None if there is no such array.
+    """
+
+    inputs: jax.Array
+    addend: jax.Array | None
+
+
+# A parameter, the statistics of its inputs, and what has changed.
+Quantize = Callable[[int, "tuple[inputs.Uses, Moments] | str", "Drift | None"], jax.Array]
 
 
 class Each(tuple):
@@ -95,8 +111,29 @@ class LayerInterpreter(Interpreter):
         self.quantize = quantize
         self.floats = floats  # the number of batches with float weights, which are the first ones
         self.quantized: set[int] = set()
+        # The arrays that are added to the outputs of a contraction, by the name of it, and where they are written.
+        self.addends: dict[str, Any] = {}
+        self.writers: dict[Address, list[tuple[int, str]]] = {}
+        self.waiting: set[str] = set()
+        if floats:
+            self._find_addends()
+
+    def _find_addends(self) -> None:
+        graph = graphs.make_graph(self.call)
+        for site in self.analysis.sites.values():
+            if has_statistics(self.call.plan, site):
+                array = graphs.find_addend(graph, site)
+                for address, place in () if array is None else graph.places[array]:
+                    self.writers.setdefault(address, []).append((place, site.name))
+                    self.waiting.add(site.name)
 
     def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+        results = self._evaluate_equation(equation, operands, address)
+        places = self.writers.get(address, ())
+        self.addends |= {name: results[place] for place, name in places if name in self.waiting}
+        return results
+
+    def _evaluate_equation(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
         site = self.analysis.sites.get(address)
         if site is not None and has_statistics(self.call.plan, site):
             with checks.prefix_errors(site.describe()):
@@ -123,6 +160,8 @@ class LayerInterpreter(Interpreter):
 
     def _visit(self, site: Site, operands: Sequence[Any]) -> None:
         """Quantize the parameter of a contraction, if this is its first one."""
+        self.waiting.discard(site.name)
+        addend = self.addends.pop(site.name, None)
         if all(view.leaf in self.quantized for view in site.views):
             return
         x = inputs.find_operand(site, operands)
@@ -134,8 +173,12 @@ class LayerInterpreter(Interpreter):
             state = MOMENTS.update(state, batch)
         moments, drift = MOMENTS.finalize(state), None
         if floats:
-            pairs = zip(vectors[floats:], vectors[:floats], strict=True)
-            drift = sum(_find_drift(y, x) for y, x in pairs) / moments.count  # type: ignore[operator]
+            outputs = [inputs.read_outputs(site, part) for part in addend] if isinstance(addend, Each) else None
+            changes = [
+                None if arrays is None else _sum_changes(vectors, arrays, floats) / moments.count
+                for arrays in (vectors, outputs)
+            ]
+            drift = Drift(*changes)  # type: ignore[arg-type]
         self._quantize_views(site, moments, drift)
 
     def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
@@ -158,25 +201,39 @@ class LayerInterpreter(Interpreter):
         for site in sites:
             self._quantize_views(site, finalize_moments(site.name, states[site.name]), None)
 
-    def _quantize_views(self, site: Site, moments: Moments, drift: jax.Array | None) -> None:
+    def _quantize_views(self, site: Site, moments: Moments, drift: Drift | None) -> None:
         for view in site.views:
             if view.leaf in self.quantized:
                 continue
             shape = self.call.parameters.arrays[view.leaf].shape
             use = inputs.describe_use(site, view, shape)
             found = inputs.combine_uses([use], {site.name: moments}, shape)
-            ordered = None if drift is None or use.reason else inputs.order_inputs(use, drift, shape, 2)
+            ordered = None if drift is None or use.reason else _order_drift(use, drift, shape)
             w, values = self.mode.weights[view.leaf], self.quantize(view.leaf, found, ordered)
             is_same = not self.floats
             self.mode.weights[view.leaf] = values if is_same else Each([w] * self.floats + [values] * self.floats)
             self.quantized.add(view.leaf)
 
 
+def _sum_changes(vectors: Sequence[jax.Array], arrays: Sequence[jax.Array], floats: int) -> Any:
+    """Return the sum of x (s - r)^T over all batches, with inputs x and arrays r; those of floats, s, come first."""
+    parts = zip(vectors[floats:], arrays[floats:], arrays[:floats], strict=True)
+    return sum(_multiply_changes(*part) for part in parts)
+
+
 @jax.jit
-def _find_drift(x: jax.Array, floats: jax.Array) -> jax.Array:
-    """Return the sum of x (floats - x)^T over some vectors [number, groups, inputs], for each group."""
-    x, floats = x.astype(jnp.float32), floats.astype(jnp.float32)
-    return jnp.einsum("ngi,ngj->gij", x, floats - x, precision=_HIGHEST)
+def _multiply_changes(x: jax.Array, array: jax.Array, expected: jax.Array) -> jax.Array:
+    """Return the sum of x (expected - array)^T over some vectors [number, groups, length], for each group."""
+    x, array, expected = (values.astype(jnp.float32) for values in (x, array, expected))
+    return jnp.einsum("ngi,ngj->gij", x, expected - array, precision=_HIGHEST)
+
+
+def _order_drift(use: inputs.Uses, drift: Drift, shape: Sequence[int]) -> Drift:
+    """Return what has changed, with the inputs in the order of the parameter's axes."""
+    addend = drift.addend
+    if addend is not None:
+        addend = jnp.swapaxes(inputs.order_inputs(use, jnp.swapaxes(addend, 1, 2), shape, 1), 1, 2)
+    return Drift(inputs.order_inputs(use, drift.inputs, shape, 2), addend)
 
 
 def _select(values: Sequence[Any], index: int) -> list[Any]:
@@ -195,8 +252,8 @@ def run_layers(
         params: its parameters, in floats.
         batches: the positional and the keyword arguments of each call; all calls have the same program.
         arguments: keyword arguments of every call.
-        quantize: a function of the place of a parameter, of the statistics of its inputs x, and of E[x (z - x)^T], with
-            the inputs z of the float function, or None. It returns the floats with which to go on.
+        quantize: a function of the place of a parameter, of the statistics of its inputs, and of a `Drift`, or None. It
+            returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
     groups: dict[str, list[Call]] = {}
