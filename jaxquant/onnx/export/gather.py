@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -62,7 +62,7 @@ def _gather_axis(
     """Return a gather along one axis."""
     (axis,) = numbers.start_index_map
     batch = len(index_shape) - 1
-    index = graph.add("Squeeze", [index, graph.ints(batch)])
+    index = _squeeze_last(graph, index, batch)
     is_collapsed = axis in numbers.collapsed_slice_dims
     others = [a for a in range(len(x_shape)) if a != axis]
     for a in others:
@@ -86,6 +86,18 @@ def _gather_axis(
     taken = {places[a] for a in window}
     rest = [i for i in range(batch + len(window)) if i not in taken]
     return graph.transpose(name, _place_window([places[a] for a in window], rest, numbers.offset_dims))
+
+
+def _squeeze_last(graph: Graph, index: str, axis: int) -> str:
+    """Return indices without their last dimension, of 1, which JAX has added to the indices of one axis."""
+    place = graph.ints(axis)
+    cast = graph.find_node(index)
+    if cast is not None and cast.op_type == "Cast":
+        inner = graph.find_node(cast.input[0])
+        # Both nodes would stay in the model, and a pair of them would be added by each load and export.
+        if inner is not None and inner.op_type == "Unsqueeze" and inner.input[1] == place:
+            return graph.cast(inner.input[0], np.int64)
+    return graph.add("Squeeze", [index, place])
 
 
 def _place_window(window: Sequence[int], batch: Sequence[int], offsets: Sequence[int]) -> list[int]:
@@ -130,9 +142,8 @@ def _gather_windows(
     """Return many slices, by the index of each of their entries."""
     batching, gone = numbers.operand_batching_dims, numbers.collapsed_slice_dims
     lengths = {axis: n for axis, n in enumerate(sizes) if axis not in (*batching, *gone)}
-    axes, index = _spread_indices(
-        graph, index, index_shape, x_shape, numbers.start_index_map, batching, numbers.start_indices_batching_dims, lengths
-    )  # fmt: skip
+    windows = _Windows(numbers.start_index_map, batching, numbers.start_indices_batching_dims, lengths)
+    axes, index = _spread_indices(graph, index, index_shape, x_shape, windows)
     others = [axis for axis in range(len(x_shape)) if axis not in axes]
     name = graph.add("GatherND", [graph.transpose(x, [*axes, *others]), index])
     batch = len(index_shape) - 1
@@ -142,28 +153,27 @@ def _gather_windows(
     return graph.transpose(name, _place_window(places, list(range(batch)), numbers.offset_dims))
 
 
-def _spread_indices(
-    graph: Graph,
-    index: str,
-    index_shape: Shape,
-    x_shape: Shape,
-    named: Sequence[int],
-    batching: Sequence[int],
-    index_batching: Sequence[int],
-    lengths: dict[int, Any],
-) -> tuple[list[int], str]:
-    """Return the axes that need an index, and an index for each entry of windows along them.
+class _Windows(NamedTuple):
+    """The slices of an array that indices point to.
 
-    Args:
-        graph: the graph.
-        index: the first indices of the windows, whose last dimension counts the axes in `named`.
-        index_shape: its shape.
-        x_shape: the shape of the array of windows.
-        named: the axes that `index` has an entry of.
+    Attributes:
+        named: the axes that an index has an entry of.
         batching: the axes along which each index has its own part of the array.
         index_batching: the dimensions of the indices that count these parts.
-        lengths: the length of the windows, by axis; the other axes have none.
+        lengths: the length of the slices, by axis; the other axes have none.
     """
+
+    named: Sequence[int]
+    batching: Sequence[int]
+    index_batching: Sequence[int]
+    lengths: dict[int, Any]
+
+
+def _spread_indices(
+    graph: Graph, index: str, index_shape: Shape, x_shape: Shape, slices: _Windows
+) -> tuple[list[int], str]:  # fmt: skip
+    """Return the axes that need an index, and an index for each entry of slices whose first indices are given."""
+    named, batching, index_batching, lengths = slices
     rest = [axis for axis in range(len(x_shape)) if axis not in (*named, *batching)]
     short = [axis for axis in rest if axis not in lengths or not bool(lengths[axis] == x_shape[axis])]
     axes = [*batching, *named, *short]
@@ -172,14 +182,9 @@ def _spread_indices(
     if not values.is_static(tuple(lengths[axis] for axis in windows)):
         raise UnsupportedError("slices of symbolic length")
     if batching or short:
-        if not values.is_static(batch):
-            raise UnsupportedError("slices at a symbolic number of places")
-        counts = [np.arange(batch[d]).reshape(-1, *(1,) * (len(batch) - 1 - d)) for d in index_batching]
-        first = [np.broadcast_to(count, batch)[..., None] for count in counts]
-        parts = [graph.add_constant(part.astype(np.int64)) for part in first]
-        zeros = [graph.add_constant(np.zeros((*batch, len(short)), np.int64))] if short else []
-        parts = [*parts, *([index] if named else []), *zeros]
-        index = _join_last(graph, parts)
+        counts = [_count_places(graph, batch, d) for d in index_batching]
+        zeros = graph.store_full(values.make_known(np.zeros((1,) * (len(batch) + 1), np.int64)), (*batch, len(short)))
+        index = _join_last(graph, [*counts, *([index] if named else []), *([zeros] if short else [])])
     if windows:
         steps = np.zeros((*(lengths[axis] for axis in windows), len(axes)), np.int64)
         for d, axis in enumerate(windows):
@@ -187,6 +192,19 @@ def _spread_indices(
             steps[..., axes.index(axis)] = count
         index = _add_steps(graph, index, len(batch), steps)
     return axes, index
+
+
+def _count_places(graph: Graph, batch: Shape, dimension: int) -> str:
+    """Return for each place its index along a dimension of the places, in a last dimension of 1."""
+    line = tuple(-1 if d == dimension else 1 for d in range(len(batch) + 1))
+    length = batch[dimension]
+    if values.is_static((length,)):
+        known = values.make_known(np.arange(length, dtype=np.int64).reshape(line))
+        return graph.store_full(known, (*batch, 1))
+    limit = graph.add("Squeeze", [graph.add_dimension(length), graph.ints(0)])
+    zero, one = (graph.add_constant(np.int64(n)) for n in (0, 1))
+    count = graph.reshape(graph.add("Range", [zero, limit, one]), line)
+    return graph.add("Expand", [count, graph.add_shape((*batch, 1))])
 
 
 def _join_last(graph: Graph, parts: Sequence[str]) -> str:
@@ -261,9 +279,8 @@ def write_scatter(graph: Graph, call: Call) -> Value:
     mode = lax.GatherScatterMode.from_any(p["mode"])
     limits = [x_shape[axis] - lengths.get(axis, 1) for axis in named]
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
-    axes, index = _spread_indices(
-        graph, index, index_shape, x_shape, named, batching, numbers.scatter_indices_batching_dims, lengths
-    )
+    slices = _Windows(named, batching, numbers.scatter_indices_batching_dims, lengths)
+    axes, index = _spread_indices(graph, index, index_shape, x_shape, slices)
     if not axes:
         raise UnsupportedError("a scatter of a whole array")
     others = [axis for axis in range(len(x_shape)) if axis not in axes]

@@ -95,7 +95,9 @@ def write_slice(graph: Graph, call: Call) -> Value:
         if not is_whole and (not _is_one(x.shape[axis]) or _equals(call.outputs[0].shape[axis], 0)):
             axes.append(axis)
     # A dimension of 1 that stands for a longer one stays as it is, unless nothing is left of it.
-    shape = tuple(1 if _is_one(x.shape[axis]) and axis not in axes else n for axis, n in enumerate(call.outputs[0].shape))
+    shape = tuple(
+        1 if _is_one(x.shape[axis]) and axis not in axes else n for axis, n in enumerate(call.outputs[0].shape)
+    )
     if not axes:
         return x._replace(shape=shape)
     starts, limits = ([p[key][axis] for axis in axes] for key in ("start_indices", "limit_indices"))
