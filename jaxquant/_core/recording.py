@@ -80,13 +80,20 @@ class Mark:
 
     def evaluate(self, *operands: Any) -> list[Any]:
         """Return the results of known operands, computed as any other program computes them."""
+        # Not jnp.asarray: in a trace its result is traced.
+        arrays = [x if isinstance(x, jax.Array) else np.asarray(x) for x in operands]
+        arrays = [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) if isinstance(x, np.ndarray) else x for x in arrays]
         with pause():
-            return list(_evaluate(*operands, mark=self))
+            compiled = _compile(self, tuple((x.shape, x.dtype) for x in arrays))
+            return list(compiled(*arrays))
 
 
-@functools.partial(jax.jit, static_argnames=("mark",))
-def _evaluate(*operands: Any, mark: Mark) -> list[Any]:
-    return mark.run_arithmetic(*operands)
+# Compiled here and not in `evaluate`, whose caller may be in `jax.ensure_compile_time_eval`: JAX then folds constants of
+# the program as well, such as the condition that keeps XLA from replacing a division by a product.
+@functools.lru_cache(maxsize=1024)
+def _compile(mark: Mark, operands: tuple[tuple[Any, Any], ...]) -> Any:
+    specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    return jax.jit(mark.run_arithmetic).lower(*specs).compile()
 
 
 primitive = Primitive("jaxquant_mark")

@@ -79,9 +79,9 @@ def import_function(place: str) -> Callable[..., Any]:
 def read_arrays(path: str) -> dict[str, np.ndarray]:
     """Return the arrays of an .npz file by name, in their order; raise ModelError if it is damaged or another file."""
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.ndarray):
-            with file:
+        with open(path, "rb") as stream:  # numpy leaves a damaged file open
+            file = np.load(stream, allow_pickle=False)
+            if not isinstance(file, np.ndarray):
                 return {name: file[name] for name in file.files}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelError(f"{path}: expected a file of numpy.savez: {error}") from error

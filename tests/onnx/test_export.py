@@ -290,6 +290,18 @@ def test_outputs_that_no_node_computes() -> None:
         assert report.is_exact, str(report)
 
 
+def test_constants_are_quantized_as_in_any_other_program(rng: np.random.Generator) -> None:
+    """Quotients next to ties: a product with the reciprocal of the scale would round some of them to other codes."""
+    scale = np.float32(5) / np.float32(255)
+    steps = rng.integers(-100, 100, 400).astype(np.float32) + np.float32(0.5)
+    x = np.concatenate([steps * scale, np.float32([-2.5, 2.5])])
+    x = np.concatenate([x, np.nextafter(x, np.float32(9)), np.nextafter(x, np.float32(-9))])
+    expected = np.clip(np.rint(x / scale) + 128, 0, 255).astype(np.uint8)
+    model = jqonnx.export(lambda: jq.quantize_linear(x, scale, np.uint8(128)), [])
+    (codes,) = [onnx.numpy_helper.to_array(array) for array in model.graph.initializer]
+    np.testing.assert_array_equal(codes, expected)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_narrow_floats(dtype: Any, rng: np.random.Generator) -> None:
     weight = jnp.asarray(rng.normal(size=(8, 4)), dtype)
