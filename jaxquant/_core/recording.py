@@ -88,8 +88,8 @@ class Mark:
             return list(compiled(*arrays))
 
 
-# Compiled here and not in `evaluate`, whose caller may be in `jax.ensure_compile_time_eval`: JAX then folds constants of
-# the program as well, such as the condition that keeps XLA from replacing a division by a product.
+# In `jax.ensure_compile_time_eval` a jitted function would be traced with its constants folded, among them the condition
+# that keeps XLA from replacing a division by a product. So the caller runs a program that is compiled already.
 @functools.lru_cache(maxsize=1024)
 def _compile(mark: Mark, operands: tuple[tuple[Any, Any], ...]) -> Any:
     specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
