@@ -80,13 +80,26 @@ class Mark:
 
     def evaluate(self, *operands: Any) -> list[Any]:
         """Return the results of known operands, computed as any other program computes them."""
+        arrays = [_read_known(x) for x in operands]
         with pause():
-            return list(_evaluate(*operands, mark=self))
+            compiled = _compile(self, tuple((x.shape, x.dtype) for x in arrays))
+            return list(compiled(*arrays))
 
 
-@functools.partial(jax.jit, static_argnames=("mark",))
-def _evaluate(*operands: Any, mark: Mark) -> list[Any]:
-    return mark.run_arithmetic(*operands)
+def _read_known(x: Any) -> Any:
+    """Return an array as numpy holds it, on no device, if it can; `jnp.asarray` would trace it within a trace."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    array = np.asarray(x)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+# In `jax.ensure_compile_time_eval` a jitted function would be traced with its constants folded, among them the
+# condition that keeps XLA from replacing a division by a product. So the program that runs is compiled already.
+@functools.lru_cache(maxsize=1024)
+def _compile(mark: Mark, operands: tuple[tuple[Any, Any], ...]) -> Any:
+    specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    return jax.jit(mark.run_arithmetic).lower(*specs).compile()
 
 
 primitive = Primitive("jaxquant_mark")

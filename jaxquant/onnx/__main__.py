@@ -11,10 +11,13 @@ The function takes the arrays of the file in their order. It is imported, so its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +27,19 @@ from .._core import checks
 from . import Limits, ModelError, export, load, save, verify
 
 
+@contextlib.contextmanager
+def name_file(path: str) -> Iterator[None]:
+    """Put the name of the model's file in front of what is wrong with it: a shell may run many commands."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
 def inspect_model(arguments: argparse.Namespace) -> None:
     """Print the inputs, the outputs and the nodes of a model."""
-    fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
+    with name_file(arguments.model):
+        fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
     for x in fn.inputs:
         print(f"input {x.name}: {x.dtype}{'' if x.shape is None else list(x.shape)}")
     print(f"outputs {', '.join(fn.outputs)}")
@@ -35,10 +48,9 @@ def inspect_model(arguments: argparse.Namespace) -> None:
 
 def run_model(arguments: argparse.Namespace) -> None:
     """Run a model on the arrays of an .npz file, and print or store the outputs."""
-    fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
-    # A pickle in the file could run any code.
-    with np.load(arguments.inputs, allow_pickle=False) as file:
-        inputs = dict(file)
+    with name_file(arguments.model):
+        fn, params = load(arguments.model, limits=Limits(memory_bytes=arguments.memory))
+    inputs = read_arrays(arguments.inputs)
     # Inputs that decide about shapes must not be traced, so they are no arguments of the jitted function.
     known = {name: inputs.pop(name) for name in list(inputs) if name in fn.static_inputs}
     outputs: Any = jax.jit(lambda p, values: fn(p, **values, **known))(params, inputs)
@@ -65,15 +77,21 @@ def import_function(place: str) -> Callable[..., Any]:
     return function
 
 
-def read_arrays(path: str) -> list[np.ndarray]:
-    """Return the arrays of an .npz file, in their order."""
-    with np.load(path, allow_pickle=False) as file:
-        return [file[name] for name in file.files]
+def read_arrays(path: str) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file by name, in their order; raise ModelError if it is damaged or another file."""
+    try:
+        with open(path, "rb") as stream:  # numpy leaves a damaged file open
+            file = np.load(stream, allow_pickle=False)
+            if not isinstance(file, np.ndarray):
+                return {name: file[name] for name in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ModelError(f"{path}: expected a file of numpy.savez: {error}") from error
+    raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, whose array has no name")
 
 
 def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
-    function, inputs = import_function(arguments.function_place), read_arrays(arguments.inputs)
+    function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch")}
     model = export(function, inputs, **options)
     save(model, arguments.model)
@@ -82,8 +100,9 @@ def export_function(arguments: argparse.Namespace) -> None:
 
 def verify_model(arguments: argparse.Namespace) -> None:
     """Compare a model with the function that it was exported from; raise ModelError if they differ."""
-    function, inputs = import_function(arguments.function_place), read_arrays(arguments.inputs)
-    report = verify(arguments.model, function, [tuple(inputs)], level=arguments.level)
+    function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
+    with name_file(arguments.model):
+        report = verify(arguments.model, function, [tuple(inputs)], level=arguments.level)
     print(report)
     if not report.is_exact:
         raise ModelError("the model and the function differ")

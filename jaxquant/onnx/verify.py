@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnxruntime
-from onnx import ModelProto, helper
+from onnx import ModelProto, TensorProto, helper
 
-from .._core import checks
+from .._core import checks, dtypes
 from .errors import ModelError
 from .export import model as exports
 from .export import program, values
@@ -108,15 +109,16 @@ def verify(
             that the model accepts.
         params: the pytree that was passed to `export`, or None.
         level: ONNX Runtime's level of optimization: "disabled", "basic", "extended" or "all".
-        tolerance: the largest difference of floats that counts as none.
+        tolerance: the largest difference of floats that counts as none, in units of the largest magnitude if that is
+            above 1. The default is for float32; two libraries differ by 1e-3 in float16, and by 1e-2 in bfloat16.
 
     Returns:
         A `Report`.
 
     Raises:
         TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
-        ModelError: the file is damaged or unsafe, as `check` tells.
-        ValueError: the model was not exported from this function.
+        ModelError: the file is damaged or unsafe, or ONNX Runtime cannot run it.
+        ValueError: the model was not exported from this function, or a batch does not have the shapes of its inputs.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -144,16 +146,13 @@ def verify(
     outputs = [info.name for info in model.graph.output]
     for batch in batches:
         arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        feeds = _make_feeds(model, arguments)
         codes, results = _compute(function, arguments, params, rolled)
         holds = len(codes) == len(points) and len(results) == len(outputs)
         expected = f"{len(points)} quantize points and {len(outputs)} outputs, as the model has"
         checks.require(holds, _NAME, "function", expected, f"{len(codes)} and {len(results)}")
-        feeds = {
-            info.name: np.asarray(leaf).astype(values.find_container(np.asarray(leaf).dtype))
-            for info, leaf in zip(session.get_inputs(), jax.tree.leaves(arguments), strict=True)
-        }
         names = [name for name in dict.fromkeys([*points, *outputs]) if name]
-        fetched = dict(zip(names, session.run(names, feeds), strict=True))
+        fetched = dict(zip(names, _run_session(session, names, feeds), strict=True))
         pairs = [*zip(points, codes, strict=True), *zip(outputs, results, strict=True)]
         for i, (name, value) in enumerate(pairs):
             if not name:  # no output depends on these codes
@@ -171,6 +170,33 @@ def _read_model(model: Any) -> ModelProto:
     expected = "an onnx.ModelProto or the name of a file"
     checks.require_type(isinstance(model, str | os.PathLike), _NAME, "model", expected, checks.describe_value(model))
     return read_checked_model(os.fspath(model), Limits())  # the runtime must not see a file that was not checked
+
+
+def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return the inputs of the model by name; raise if they do not have the declared shapes."""
+    leaves, inputs = jax.tree.leaves(arguments), model.graph.input
+    expected = f"{len(inputs)} arrays, as the model has inputs"
+    checks.require(len(leaves) == len(inputs), _NAME, "batches", expected, f"{len(leaves)}")
+    feeds = {}
+    for info, leaf in zip(inputs, leaves, strict=True):
+        array = np.asarray(leaf)
+        kind = info.type.tensor_type
+        lengths = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
+        fits = len(lengths) == array.ndim and all(
+            isinstance(n, str) or n == length for n, length in zip(lengths, array.shape, strict=True)
+        )
+        checks.require(fits, _NAME, "batches", f"{info.name} of shape {lengths}", f"shape {list(array.shape)}")
+        # The dtype that JAX has for a number of Python or an array of numpy is that of the model.
+        array = array.astype(values.find_container(jax.dtypes.canonicalize_dtype(array.dtype)))
+        feeds[info.name] = array.astype(np.float32) if array.dtype == dtypes.BFLOAT16 else array
+    return feeds
+
+
+def _run_session(session: onnxruntime.InferenceSession, names: Sequence[str], feeds: dict[str, Any]) -> Sequence[Any]:
+    try:
+        return session.run(names, feeds)
+    except Exception as error:  # the runtime's own types, which it does not document
+        raise ModelError(f"ONNX Runtime cannot run the model: {error}") from error
 
 
 def _read_entries(model: ModelProto) -> dict[str, Any]:
@@ -207,8 +233,35 @@ def _open_session(
     options.graph_optimization_level = LEVELS[level]
     # Errors only: the warnings of ONNX Runtime would go to the caller's standard error.
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(copy.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    _widen_inputs(copy.graph)
+    _widen_outputs(copy.graph)
+    try:
+        data = copy.SerializeToString()
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the runtime's own types, which it does not document
+        raise ModelError(f"ONNX Runtime cannot load the model: {error}") from error
     return session, points
+
+
+# ONNX Runtime's Python interface takes no bfloat16 of numpy, so a session has such inputs and outputs as float32.
+
+
+def _widen_inputs(graph: Any) -> None:
+    narrow = [info for info in graph.input if info.type.tensor_type.elem_type == TensorProto.BFLOAT16]
+    for info in narrow:
+        inner = f"{info.name}/bfloat16"
+        exports.rename_tensors(graph.node, {info.name: inner})
+        graph.node.insert(0, helper.make_node("Cast", [info.name], [inner], to=TensorProto.BFLOAT16))
+        info.type.tensor_type.elem_type = TensorProto.FLOAT
+
+
+def _widen_outputs(graph: Any) -> None:
+    narrow = [info for info in graph.output if info.type.tensor_type.elem_type == TensorProto.BFLOAT16]
+    for info in narrow:
+        inner = f"{info.name}/bfloat16"
+        exports.rename_tensors(graph.node, {info.name: inner})
+        graph.node.append(helper.make_node("Cast", [inner], [info.name], to=TensorProto.FLOAT))
+        info.type.tensor_type.elem_type = TensorProto.FLOAT
 
 
 def _lift_point(graph: Any, point: Any, stacks: dict[str, str]) -> str:
@@ -269,7 +322,7 @@ def _compare(runtime: np.ndarray, value: np.ndarray, tolerance: float) -> tuple[
         return max(runtime.size, value.size), max(runtime.size, value.size), np.inf
     if not value.size:
         return 0, 0, 0.0
-    is_float = np.issubdtype(value.dtype, np.floating)
+    is_float = jnp.issubdtype(value.dtype, np.floating)
     a, b = runtime.astype(np.float64), value.astype(np.float64)
     with np.errstate(invalid="ignore"):
         # Equal infinities, whose difference is NaN, are equal, and so are two NaN.

@@ -1,6 +1,7 @@
 """onnx's backend node tests, run through `jaxquant.onnx.load`: `python -m tests.onnx.node_tests` prints how many pass.
 
-With arguments it runs the cases whose names contain one of them, and prints why each fails.
+With arguments it runs the cases whose names contain one of them, and prints why each fails. With `--export` it counts
+instead how many of the functions that `load` returns, and JAX can trace, are exported again.
 """
 
 from __future__ import annotations
@@ -108,10 +109,48 @@ def count_passed(cases: list[Any], verbose: bool = False) -> tuple[int, collecti
     return passed, failures
 
 
+def trace_case(case: Any) -> tuple[Any, dict[str, Any]] | None:
+    """Return the function of a case and its inputs by name; None if JAX cannot trace it."""
+    try:
+        fn, params = jqonnx.load(case.model)
+        values = {x.name: read_value(v) for x, v in zip(fn.inputs, case.data_sets[0][0], strict=True)}
+        known = {name: values.pop(name) for name in fn.static_inputs}
+
+        def function(inputs: dict[str, Any]) -> Any:
+            return fn(params, **known, **inputs)
+
+        jax.eval_shape(function, values)
+    except Exception:  # an operator that is not supported, or a shape that depends on data
+        return None
+    return function, values
+
+
+def count_exports(cases: list[Any]) -> tuple[int, collections.Counter[str]]:
+    """Return how many traced functions are exported, and how many are not for each reason."""
+    exported, failures = 0, collections.Counter[str]()
+    for i, case in enumerate(cases):
+        traced = None if case.model is None else trace_case(case)
+        if traced is not None:
+            try:
+                onnx.checker.check_model(jqonnx.export(traced[0], [traced[1]]), full_check=True)
+                exported += 1
+            except Exception as error:
+                failures[f"{case.name}: {' '.join(str(error).split())[:300]}"] += 1
+        if i % 100 == 99:
+            jax.clear_caches()
+    return exported, failures
+
+
 def main() -> None:
     """Run the cases and print the numbers."""
-    words = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != "--export"]
     cases = [case for case in collect_cases() if not words or any(word in case.name for word in words)]
+    if "--export" in sys.argv:
+        exported, failures = count_exports(cases)
+        print(*failures, sep="\n")
+        total = exported + len(failures)
+        print(f"{exported} of {total} functions of the node tests of onnx {onnx.__version__} are exported")
+        return
     passed, failures = count_passed(cases, verbose=True)
     for text, _ in failures.most_common():
         print(text)

@@ -39,3 +39,37 @@ def test_commands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert text in capsys.readouterr().err
     assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--opset", "9"]) == 1
     assert "opset: expected a number from 13 to 25, got 9" in capsys.readouterr().err
+
+
+def test_files_and_shapes_that_do_not_fit(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("other_layers_of_a_test.py").write_text(SOURCE)
+    place = "other_layers_of_a_test:layer"
+    np.savez("x.npz", x=np.ones((2, 2), np.float32))
+    np.savez("wide.npz", x=np.ones((2, 5), np.float32))
+    np.savez("named.npz", y=np.ones((2, 2), np.float32))
+    np.save("x.npy", np.ones((2, 2), np.float32))
+    pathlib.Path("text.npz").write_text("no array")
+    pathlib.Path("empty.npz").write_bytes(b"")
+    pathlib.Path("cut.npz").write_bytes(pathlib.Path("x.npz").read_bytes()[:100])
+    assert main(["export", place, "model.onnx", "--inputs", "x.npz"]) == 0
+    pathlib.Path("cut.onnx").write_bytes(pathlib.Path("model.onnx").read_bytes()[:100])
+    capsys.readouterr()
+    commands = (
+        *((["run", "model.onnx", "--inputs", name], "savez") for name in ("x.npy", "text.npz", "empty.npz", "cut.npz")),
+        (["run", "model.onnx", "--inputs", "none.npz"], "none.npz"),
+        (["run", "model.onnx", "--inputs", "named.npz"], r"expected each of ['x'] once, got ['y']"),
+        (["run", "model.onnx", "--inputs", "wide.npz"], "x: expected shape (2, 2), got shape (2, 5)"),
+        (["verify", place, "model.onnx", "--inputs", "wide.npz"], "expected x of shape [2, 2], got shape [2, 5]"),
+        (["verify", place, "none.onnx", "--inputs", "x.npz"], "none.onnx"),
+        (["export", place, "none/model.onnx", "--inputs", "x.npz"], "none/model.onnx"),
+        *(([name, "cut.onnx", *rest], "cut.onnx") for name, rest in (("inspect", []), ("run", ["--inputs", "x.npz"]))),
+        (["inspect", "x.npz"], "x.npz"),
+    )
+    for arguments, text in commands:
+        assert main(arguments) == 1, arguments
+        error = capsys.readouterr().err
+        assert error.startswith("error: "), arguments
+        assert text in error, (arguments, error)

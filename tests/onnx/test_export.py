@@ -245,11 +245,81 @@ def test_unsupported_operations_are_all_listed() -> None:
         ({"batch": "2b"}, "batch: expected a name or None"),
         ({"input_names": ["a", "a"]}, "input_names: expected 1 distinct names"),
         ({"output_names": []}, "output_names: expected 1 distinct names"),
+        ({"input_names": [""]}, "input_names: expected 1 distinct names, none of which is empty"),
+        ({"input_names": [3]}, "input_names: expected a sequence of strings"),
+        ({"output_names": "y"}, "output_names: expected a sequence of strings"),
     ],
 )
 def test_wrong_options(options, text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         jqonnx.export(lambda x: x + 1, [jnp.ones(3)], **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "text"),
+    [
+        (lambda x: (), jnp.ones(3), "function: expected a result of one array or more"),
+        (lambda x: x, "text", "example_args: expected arrays of numbers"),
+        (lambda x: x, jax.random.key(0), "example_args: expected arrays of numbers"),
+    ],
+)
+def test_functions_and_arguments_that_no_model_has(function, argument, text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        jqonnx.export(function, [argument])
+
+
+def test_names_are_kept_as_they_are() -> None:
+    model = jqonnx.export(lambda x: x + 1, [jnp.ones(3)], input_names=["a/b: ü"], output_names=["Relu.out 1"])
+    assert [info.name for info in (*model.graph.input, *model.graph.output)] == ["a/b: ü", "Relu.out 1"]
+    # The name of an input that a node would have got.
+    model = jqonnx.export(lambda x: jnp.exp(x) * 2, [jnp.ones(3)], input_names=["Exp.out"])
+    assert jqonnx.verify(model, lambda x: jnp.exp(x) * 2, [jnp.ones(3)]).is_exact
+
+
+def test_outputs_that_no_node_computes() -> None:
+    def function(x: jax.Array, n: Any) -> Any:
+        y = jnp.exp(x)
+        return x, x, jnp.arange(3), y, y, y * n, None, 3.0
+
+    x = jnp.zeros((0, 3))
+    model = jqonnx.export(function, [x, 2.0], batch="N")
+    onnx.checker.check_model(model, full_check=True)
+    # A number of Python has the dtype that JAX gives it.
+    for batch in ((x, 2.0), (jnp.ones((2, 3)), np.float64(3))):
+        report = jqonnx.verify(model, function, [batch])
+        assert report.is_exact, str(report)
+
+
+def test_constants_are_quantized_as_in_any_other_program(rng: np.random.Generator) -> None:
+    """Quotients next to ties: a product with the reciprocal of the scale would round some of them to other codes."""
+    scale = np.float32(5) / np.float32(255)
+    steps = rng.integers(-100, 100, 400).astype(np.float32) + np.float32(0.5)
+    x = np.concatenate([steps * scale, np.float32([-2.5, 2.5])])
+    x = np.concatenate([x, np.nextafter(x, np.float32(9)), np.nextafter(x, np.float32(-9))])
+    expected = np.clip(np.rint(x / scale) + 128, 0, 255).astype(np.uint8)
+    model = jqonnx.export(lambda: jq.quantize_linear(x, scale, np.uint8(128)), [])
+    (codes,) = [onnx.numpy_helper.to_array(array) for array in model.graph.initializer]
+    np.testing.assert_array_equal(codes, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_narrow_floats(dtype: Any, rng: np.random.Generator) -> None:
+    weight = jnp.asarray(rng.normal(size=(8, 4)), dtype)
+
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x @ weight), jq.quantize(x, UINT8, -2.0, 2.0).codes
+
+    x = jnp.asarray(rng.normal(size=(3, 8)), dtype)
+    report = jqonnx.verify(jqonnx.export(function, [x]), function, [x], tolerance=0.02)
+    assert report.is_exact, str(report)
+
+
+def test_verify_names_a_batch_of_another_shape() -> None:
+    model = jqonnx.export(lambda x: x + 1, [jnp.ones((2, 3))], batch="N", input_names=["x"])
+    with pytest.raises(ValueError, match=r"batches: expected x of shape \['N', 3\], got shape \[4, 5\]"):
+        jqonnx.verify(model, lambda x: x + 1, [jnp.ones((4, 5))])
+    with pytest.raises(ValueError, match="batches: expected 1 arrays, as the model has inputs, got 2"):
+        jqonnx.verify(model, lambda x: x + 1, [(jnp.ones((4, 3)), jnp.ones(3))])
 
 
 def test_verify_reports_a_difference(tmp_path: pathlib.Path) -> None:

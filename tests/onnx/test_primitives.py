@@ -5,10 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
 import pytest
 from jax import lax
 
 from jaxquant import onnx as jqonnx
+
+from ..cases.onnx_models import run_runtime
 
 
 def check(function, *arguments, opset: int = 21, tolerance: float = 2e-6) -> None:
@@ -54,6 +57,32 @@ def apply_arrangements(x: jax.Array, i: jax.Array) -> list[jax.Array]:
     ]
 
 
+def apply_sorts(x: jax.Array, i: jax.Array) -> list[jax.Array]:
+    ties, n = jnp.round(x), jnp.round(10 * x).astype(jnp.int32)
+    return [
+        *(jnp.argsort(ties, axis=0), jnp.argsort(ties, axis=1, descending=True), jnp.median(x, axis=1)),
+        *lax.sort((ties, x, n), dimension=1, num_keys=1),
+        *lax.sort((ties, n, x), dimension=1, num_keys=2),
+        *(jnp.sort(n.astype(jnp.int8)), jnp.lexsort((x[0], ties[0]))),
+    ]
+
+
+def apply_scatters(x: jax.Array, i: jax.Array) -> list[jax.Array]:
+    far, near = jnp.abs(jnp.round(9 * x)).astype(jnp.int32), jnp.abs(jnp.round(9 * x)).astype(jnp.int32) % 4
+    return [
+        *(x.at[i].set(7.0), x.at[i].add(1.0), x.at[i].subtract(2.0), x.at[i].multiply(2.0), x.at[i, 2].max(0.5)),
+        *(x.at[1:3].set(0.0), x.at[:, 2].set(1.0), x.at[1:3, 2:4].add(3.0), x.at[::2, 1].min(0.1)),
+        *(x.at[far[0]].set(1.0), x.at[far[0], far[1]].add(1.0), jnp.zeros(9).at[far.reshape(-1)].add(1.0)),
+        x.at[far[0]].get(mode="fill", fill_value=3.0),
+        jax.vmap(lambda row, place: row.at[place].set(5.0))(x, far),
+        jax.vmap(lambda row, place: row[place])(x, near),
+        jax.vmap(lambda row, place: lax.dynamic_slice(row, (place,), (3,)))(x, far[:, 0]),
+        jax.vmap(lambda row, place: lax.dynamic_update_slice(row, jnp.ones(2), (place,)))(x, far[:, 0]),
+        jax.vmap(lambda place: lax.dynamic_slice(x, (place[0], place[1]), (2, 3)))(far),
+        *(lax.dynamic_update_slice(x, jnp.ones((2, 3)), (far[0, 0], far[0, 1])), x[i, 1:4]),
+    ]
+
+
 def apply_contractions(x: jax.Array, image: jax.Array) -> list[jax.Array]:
     kernel = jnp.linspace(-1, 1, 3 * 3 * 2 * 4).reshape(3, 3, 2, 4)
     numbers = ("NHWC", "HWIO", "NHWC")
@@ -81,6 +110,52 @@ def test_elementwise(rng: np.random.Generator, opset: int) -> None:
 def test_arrangements(rng: np.random.Generator, opset: int) -> None:
     x = jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32)
     check(apply_arrangements, x, jnp.asarray([3, 0, 2], jnp.int32), opset=opset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [apply_sorts, apply_scatters])
+def test_sorts_and_scatters_also_of_a_loaded_model(rng: np.random.Generator, function) -> None:
+    x, i = jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32), jnp.asarray([3, 0, 2, 0], jnp.int32)
+    check(function, x, i)
+    loaded, params = jqonnx.load(jqonnx.export(function, [x, i]))
+    for actual, expected in zip(jax.jit(loaded)(params, x, i), jax.jit(function)(x, i), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    again = jqonnx.export(loaded, [x, i], params=params)
+    report = jqonnx.verify(again, lambda *inputs: loaded(params, *inputs), [(x, i)])
+    assert report.is_exact, str(report)
+    # One load may write an operator differently; those after it add no nodes.
+    loaded, params = jqonnx.load(again)
+    assert len(jqonnx.export(loaded, [x, i], params=params).graph.node) <= len(again.graph.node)
+
+
+@pytest.mark.slow
+def test_sorts_and_scatters_of_a_symbolic_batch(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        places = jnp.argmax(x, axis=1)
+        return [
+            *(jnp.argsort(x, axis=0), x.at[:, 2].set(1.0), x.at[0].set(1.0), x.at[:, 1:3].add(1.0)),
+            *(x.at[jnp.array([0, 2])].add(1.0), jax.vmap(lambda row, i: row.at[i].set(0.0))(x, places)),
+            jax.vmap(lambda row, i: lax.dynamic_slice(row, (i,), (2,)))(x, places),
+        ]
+
+    model = jqonnx.export(function, [x], batch="N")
+    report = jqonnx.verify(model, function, [x, x[:3], jnp.concatenate([x, x])])
+    assert report.is_exact, str(report)
+
+
+def test_zeros_of_both_signs_are_ties_in_a_loaded_top_k() -> None:
+    node = onnx.helper.make_node("TopK", ["x", "k"], ["values", "places"])
+    x, values = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [5]) for n in ("x", "values"))
+    places = onnx.helper.make_tensor_value_info("places", onnx.TensorProto.INT64, [5])
+    k = onnx.numpy_helper.from_array(np.array([5]), "k")
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [x], [values, places], [k]), ir_version=10)
+    fn, params = jqonnx.load(model)
+    numbers = np.array([-0.0, 0.0, -1.0, -0.0, 0.0], np.float32)
+    want = run_runtime(model, {"x": numbers})[1]
+    np.testing.assert_array_equal(want, [0, 1, 3, 4, 2])
+    np.testing.assert_array_equal(fn(params, numbers)[1], want)
 
 
 def test_contractions(rng: np.random.Generator) -> None:

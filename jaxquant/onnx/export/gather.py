@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -64,7 +64,7 @@ def _gather_axis(
     """Return a gather along one axis."""
     (axis,) = numbers.start_index_map
     batch = len(index_shape) - 1
-    index = graph.add("Squeeze", [index, graph.ints(batch)])
+    index = _squeeze_last(graph, index, batch)
     is_collapsed = axis in numbers.collapsed_slice_dims
     others = [a for a in range(len(x_shape)) if a != axis]
     for a in others:
@@ -90,6 +90,18 @@ def _gather_axis(
     return graph.transpose(name, _place_window([places[a] for a in window], rest, numbers.offset_dims))
 
 
+def _squeeze_last(graph: Graph, index: str, axis: int) -> str:
+    """Return indices without their last dimension, of 1, which JAX has added to the indices of one axis."""
+    place = graph.ints(axis)
+    cast = graph.find_node(index)
+    if cast is not None and cast.op_type == "Cast":
+        inner = graph.find_node(cast.input[0])
+        # Both nodes would stay in the model, and a pair of them would be added by each load and export.
+        if inner is not None and inner.op_type == "Unsqueeze" and inner.input[1] == place:
+            return graph.cast(inner.input[0], np.int64)
+    return graph.add("Squeeze", [index, place])
+
+
 def _place_window(window: Sequence[int], batch: Sequence[int], offsets: Sequence[int]) -> list[int]:
     """Return the permutation that puts the dimensions of the window at `offsets`, and the others in between."""
     order, windows, batches = [], iter(window), iter(batch)
@@ -103,13 +115,12 @@ def _gather_points(
 ) -> str:  # fmt: skip
     """Return a gather whose indices have an entry for each of several axes."""
     axes = list(numbers.start_index_map)
-    if any(axis not in numbers.collapsed_slice_dims for axis in axes):
-        if len(index_shape) == 1 and not values.is_static(x_shape):
-            raise UnsupportedError("a gather of slices along several axes")
-        return _gather_slices(graph, x, index, x_shape, index_shape, numbers, sizes)
     others = [axis for axis in range(len(x_shape)) if axis not in axes]
-    if not all(bool(sizes[axis] == x_shape[axis]) for axis in others):
-        raise UnsupportedError("a gather of slices along several axes")
+    is_whole = all(bool(sizes[axis] == x_shape[axis]) for axis in others)
+    if any(axis not in numbers.collapsed_slice_dims for axis in axes) or not is_whole:
+        if len(index_shape) == 1 and is_whole and values.is_static(x_shape):
+            return _gather_slices(graph, x, index, x_shape, index_shape, numbers, sizes)
+        return _gather_windows(graph, x, index, x_shape, index_shape, numbers, sizes)
     name = graph.add("GatherND", [graph.transpose(x, [*axes, *others]), index])
     batch = len(index_shape) - 1
     window = range(batch, batch + len(others))
@@ -120,13 +131,99 @@ def _gather_slices(
     graph: Graph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
 ) -> str:  # fmt: skip
     """Return one slice whose first indices are computed."""
-    if len(index_shape) != 1:
-        raise UnsupportedError("a gather of many slices along several axes")
     axes = graph.ints(*numbers.start_index_map)
     end = graph.add("Add", [index, graph.ints(*(sizes[axis] for axis in numbers.start_index_map))])
     name = graph.add("Slice", [x, index, end, axes])
     gone = numbers.collapsed_slice_dims
     return graph.add("Squeeze", [name, graph.ints(*gone)]) if gone else name
+
+
+def _gather_windows(
+    graph: Graph, x: str, index: str, x_shape: Shape, index_shape: Shape, numbers: Any, sizes: Sequence[int]
+) -> str:  # fmt: skip
+    """Return many slices, by the index of each of their entries."""
+    batching, gone = numbers.operand_batching_dims, numbers.collapsed_slice_dims
+    lengths = {axis: n for axis, n in enumerate(sizes) if axis not in (*batching, *gone)}
+    windows = _Windows(numbers.start_index_map, batching, numbers.start_indices_batching_dims, lengths)
+    axes, index = _spread_indices(graph, index, index_shape, x_shape, windows)
+    others = [axis for axis in range(len(x_shape)) if axis not in axes]
+    name = graph.add("GatherND", [graph.transpose(x, [*axes, *others]), index])
+    batch = len(index_shape) - 1
+    # GatherND returns the dimensions of the indices, then the windows along the indexed axes, then the other axes.
+    window = [axis for axis in (*axes, *others) if axis in lengths]
+    places = [batch + window.index(axis) for axis in sorted(window)]
+    return graph.transpose(name, _place_window(places, list(range(batch)), numbers.offset_dims))
+
+
+class _Windows(NamedTuple):
+    """The slices of an array that indices point to.
+
+    Attributes:
+        named: the axes that an index has an entry of.
+        batching: the axes along which each index has its own part of the array.
+        index_batching: the dimensions of the indices that count these parts.
+        lengths: the length of the slices, by axis; the other axes have none.
+    """
+
+    named: Sequence[int]
+    batching: Sequence[int]
+    index_batching: Sequence[int]
+    lengths: dict[int, Any]
+
+
+def _spread_indices(
+    graph: Graph, index: str, index_shape: Shape, x_shape: Shape, slices: _Windows
+) -> tuple[list[int], str]:  # fmt: skip
+    """Return the axes that need an index, and an index for each entry of slices whose first indices are given."""
+    named, batching, index_batching, lengths = slices
+    rest = [axis for axis in range(len(x_shape)) if axis not in (*named, *batching)]
+    short = [axis for axis in rest if axis not in lengths or not bool(lengths[axis] == x_shape[axis])]
+    axes = [*batching, *named, *short]
+    batch = tuple(index_shape[:-1])
+    windows = [axis for axis in axes if axis in lengths]
+    if not values.is_static(tuple(lengths[axis] for axis in windows)):
+        raise UnsupportedError("slices of symbolic length")
+    if batching or short:
+        counts = [_count_places(graph, batch, d) for d in index_batching]
+        zeros = graph.store_full(values.make_known(np.zeros((1,) * (len(batch) + 1), np.int64)), (*batch, len(short)))
+        index = _join_last(graph, [*counts, *([index] if named else []), *([zeros] if short else [])])
+    if windows:
+        steps = np.zeros((*(lengths[axis] for axis in windows), len(axes)), np.int64)
+        for d, axis in enumerate(windows):
+            count = np.arange(lengths[axis]).reshape(-1, *(1,) * (len(windows) - 1 - d))
+            steps[..., axes.index(axis)] = count
+        index = _add_steps(graph, index, len(batch), steps)
+    return axes, index
+
+
+def _count_places(graph: Graph, batch: Shape, dimension: int) -> str:
+    """Return for each place its index along a dimension of the places, in a last dimension of 1."""
+    line = tuple(-1 if d == dimension else 1 for d in range(len(batch) + 1))
+    length = batch[dimension]
+    if values.is_static((length,)):
+        known = values.make_known(np.arange(length, dtype=np.int64).reshape(line))
+        return graph.store_full(known, (*batch, 1))
+    limit = graph.add("Squeeze", [graph.add_dimension(length), graph.ints(0)])
+    zero, one = (graph.add_constant(np.int64(n)) for n in (0, 1))
+    count = graph.reshape(graph.add("Range", [zero, limit, one]), line)
+    return graph.add("Expand", [count, graph.add_shape((*batch, 1))])
+
+
+def _join_last(graph: Graph, parts: Sequence[str]) -> str:
+    """Return tensors joined along their last dimension, as a constant if all of them are."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(part in graph.arrays for part in parts):
+        return graph.add_constant(np.concatenate([graph.arrays[part] for part in parts], axis=-1))
+    return graph.add("Concat", parts, axis=-1)
+
+
+def _add_steps(graph: Graph, index: str, batch: int, steps: np.ndarray) -> str:
+    """Return the indices of all entries of windows, from their first ones."""
+    places = range(batch, batch + steps.ndim - 1)
+    if index in graph.arrays:
+        return graph.add_constant(np.expand_dims(graph.arrays[index], tuple(places)) + steps)
+    return graph.add("Add", [graph.add("Unsqueeze", [index, graph.ints(*places)]), graph.add_constant(steps)])
 
 
 def _gather_along(graph: Graph, x: str, index: str, call: Call) -> str:
@@ -135,8 +232,10 @@ def _gather_along(graph: Graph, x: str, index: str, call: Call) -> str:
     count = len(numbers.operand_batching_dims)
     x_shape, index_shape = call.parameters["input_shapes"]
     axes = [*numbers.operand_batching_dims, *numbers.start_index_map]
-    if any(axis not in numbers.collapsed_slice_dims for axis in numbers.start_index_map):
-        raise UnsupportedError("a batched gather of slices")
+    sizes = call.parameters["slice_sizes"]
+    is_whole = all(bool(sizes[axis] == n) for axis, n in enumerate(x_shape) if axis not in axes)
+    if any(axis not in numbers.collapsed_slice_dims for axis in numbers.start_index_map) or not is_whole:
+        return _gather_windows(graph, x, index, x_shape, index_shape, numbers, sizes)
     batch = len(index_shape) - 1
     first = list(numbers.start_indices_batching_dims)
     order = [*first, *(axis for axis in range(batch) if axis not in first)]
@@ -162,35 +261,63 @@ def _fill_outside(graph: Graph, result: Value, is_inside: str, numbers: Any, fil
     return elementwise.choose(graph, condition, result, values.make_known(np.asarray(fill, dtype)))
 
 
-@writes("scatter", "scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max")
+# The operators of updates that do not replace elements, and the opset that each of them needs.
+_REDUCTIONS = {"add": 16, "sub": 16, "mul": 16, "min": 18, "max": 18}
+
+
+@writes("scatter", *(f"scatter{sign}{kind}" for kind in _REDUCTIONS for sign in "-_"))
 def write_scatter(graph: Graph, call: Call) -> Value:
-    """Write a scatter of entries along the first axes that the indices count."""
+    """Write a scatter of entries, or of slices, as one of the index of each entry."""
     p = call.parameters
     numbers = p["dimension_numbers"]
     x_shape, index_shape, update_shape = p["input_shapes"]
-    axes = list(numbers.scatter_dims_to_operand_dims)
-    batch = len(index_shape) - 1
-    windows = list(numbers.update_window_dims)
-    others = [axis for axis in range(len(x_shape)) if axis not in axes]
-    is_plain = sorted(numbers.inserted_window_dims) == sorted(axes) and not numbers.operand_batching_dims
-    if not is_plain or not all(
-        bool(update_shape[w] == x_shape[axis]) for w, axis in zip(windows, others, strict=False)
-    ):
-        raise UnsupportedError("a scatter of slices")
     kind = call.name.replace("-", "_").removeprefix("scatter").removeprefix("_")
-    # The opset in which ScatterND got each reduction.
-    least = {"": 13, "add": 16, "mul": 16}.get(kind, 18)
-    if graph.opset < least:
-        raise UnsupportedError(f"a scatter with a reduction by {kind!r} needs opset {least}")
+    if graph.opset < _REDUCTIONS.get(kind, 13):
+        raise UnsupportedError(f"a scatter with a reduction needs opset {_REDUCTIONS[kind]}")
+    named, batching = numbers.scatter_dims_to_operand_dims, numbers.operand_batching_dims
+    kept = [axis for axis in range(len(x_shape)) if axis not in (*numbers.inserted_window_dims, *batching)]
+    windows = dict(zip(kept, numbers.update_window_dims, strict=True))
+    lengths = {axis: update_shape[d] for axis, d in windows.items()}
     mode = lax.GatherScatterMode.from_any(p["mode"])
-    limits = [x_shape[axis] - 1 for axis in axes]
+    limits = [x_shape[axis] - lengths.get(axis, 1) for axis in named]
     index, is_inside = _read_indices(graph, call.inputs[1], index_shape, limits, mode)
-    if is_inside is not None:
-        # JAX drops such updates; ScatterND has no way to, and the runtime raises.
-        raise UnsupportedError('a scatter whose indices may be out of range: use mode="promise_in_bounds" or "clip"')
+    slices = _Windows(named, batching, numbers.scatter_indices_batching_dims, lengths)
+    axes, index = _spread_indices(graph, index, index_shape, x_shape, slices)
+    if not axes:
+        raise UnsupportedError("a scatter of a whole array")
+    others = [axis for axis in range(len(x_shape)) if axis not in axes]
     x = graph.transpose(graph.store_full(call.inputs[0], x_shape), [*axes, *others])
-    update_order = [*(a for a in range(batch + len(windows)) if a not in windows), *windows]
+    batch = [d for d in range(len(update_shape)) if d not in windows.values()]
+    update_order = [*batch, *(windows[axis] for axis in (*axes, *others) if axis in windows)]
     update = graph.transpose(graph.store_full(call.inputs[2], update_shape), update_order)
+    if kind == "sub":
+        kind, update = "add", graph.add("Neg", [update])
+    length = x_shape[axes[0]]
+    if is_inside is not None:
+        count = len([axis for axis in axes if axis in windows])
+        x, index = _add_spare_row(graph, x, index, is_inside, length, (len(batch), count, len(axes)))
     name = graph.add("ScatterND", [x, index, update], reduction=kind or None)
-    inverse = np.argsort([*axes, *others])
-    return Value(tuple(x_shape), values.find_container(call.outputs[0].dtype), graph.transpose(name, list(inverse)))
+    if is_inside is not None:
+        name = graph.slice(name, [0], [length], [0], [1])
+    name = graph.transpose(name, [int(axis) for axis in np.argsort([*axes, *others])])
+    return Value(tuple(x_shape), values.find_container(call.outputs[0].dtype), name)
+
+
+def _add_spare_row(
+    graph: Graph, x: str, index: str, is_inside: str, length: Any, ranks: tuple[int, int, int]
+) -> tuple[str, str]:  # fmt: skip
+    """Return an array with one more row, and the indices, of which those outside are of this row.
+
+    JAX drops such an update. ONNX Runtime refuses an index that is out of range. `ranks` counts the dimensions of the
+    places, those of the windows, and the axes that are indexed.
+    """
+    batch, windows, count = ranks
+    spare = graph.add("Slice", [x, graph.ints(0), graph.ints(1), graph.ints(0)])
+    last = graph.ints(-1)
+    first = graph.add("Slice", [index, graph.ints(0), graph.ints(1), last])
+    mask = graph.add("Unsqueeze", [is_inside, graph.ints(*range(batch, batch + windows + 1))])
+    first = graph.add("Where", [mask, first, graph.add_shape((length,))])
+    if count > 1:
+        rest = graph.add("Slice", [index, graph.ints(1), graph.ints(count), last])
+        first = graph.add("Concat", [first, rest], axis=-1)
+    return graph.add("Concat", [x, spare], axis=0), first

@@ -67,6 +67,10 @@ class Graph:
         self._names[hint] = count + 1
         return hint if count == 0 else self.make_name(f"{hint}_{count}")
 
+    def reserve_names(self, names: Sequence[str]) -> None:
+        """Keep names that the caller has chosen, with whatever characters, for its inputs."""
+        self._names.update(dict.fromkeys(names, 1))
+
     def add(self, operator: str, inputs: Sequence[str], outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
         """Append a node, and return the name of its output, or a list of names if there are several."""
         prefix = f"{self.scope}/" if self.scope else ""

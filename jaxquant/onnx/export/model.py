@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 from jax import export as jax_export
@@ -77,7 +78,8 @@ def export(
 
     Raises:
         ValueError: the function contains operations that ONNX cannot express, all of which are listed with their places
-            in the source; or an argument has an unsupported value.
+            in the source; it has no result; or an argument has an unsupported value.
+        TypeError: an argument has an unsupported type, or one of `example_args` is not an array.
 
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
@@ -99,6 +101,9 @@ def export(
     specs = make_specs(leaves, batch)
     names = _find_names(function, arguments, params, input_names)
     graph = Graph(opset, form, scan)
+    if input_names is None:
+        names = [graph.make_name(hint) for hint in names]
+    graph.reserve_names(names)
     outputs = _write(graph, program.trace_call(function, params, structure, specs), specs, names)
     return _make_model(graph, specs, outputs, output_names, name)
 
@@ -118,6 +123,10 @@ def make_specs(leaves: Sequence[Any], batch: str | None) -> list[jax.ShapeDtypeS
     specs = []
     for leaf in leaves:
         shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+        is_array = not isinstance(leaf, str | bytes) and not (
+            dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
+        )
+        checks.require_type(is_array, _NAME, "example_args", "arrays of numbers", checks.describe_value(leaf))
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype if dtype is None else dtype)
         shape = (symbol, *shape[1:]) if symbol is not None and len(shape) else tuple(shape)
         specs.append(jax.ShapeDtypeStruct(shape, dtype))
@@ -129,10 +138,7 @@ def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Seq
     # The order of the leaves is that of the specs, which come from the same flattening.
     paths = jax.tree_util.tree_flatten_with_path(list(arguments))[0]
     if names is not None:
-        checks.require(
-            len(names) == len(set(names)) == len(paths), _NAME, "input_names", f"{len(paths)} distinct names", names
-        )
-        return list(names)
+        return _check_names("input_names", names, len(paths))
     positional = _list_positional(function)[0 if params is None else 1 :]
     found = []
     for path, _ in paths:
@@ -140,6 +146,15 @@ def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Seq
         first = positional[place] if place < len(positional) else f"input_{place}"
         found.append(".".join([first, *(program.read_key(key) for key in path[1:])]))
     return found
+
+
+def _check_names(argument: str, names: Any, count: int) -> list[str]:
+    """Return the names that the caller gives inputs or outputs, as a list."""
+    is_list = not isinstance(names, str | bytes) and all(isinstance(name, str) for name in names)
+    checks.require_type(is_list, _NAME, argument, "a sequence of strings", repr(names))
+    expected = f"{count} distinct names, none of which is empty"
+    checks.require(len(names) == len(set(names)) == count and all(names), _NAME, argument, expected, names)
+    return list(names)
 
 
 def _list_positional(function: Any) -> list[str]:
@@ -158,13 +173,14 @@ def _write(
 ) -> list[tuple[str, Any]]:  # fmt: skip
     """Write a traced function into the graph, and return the names and types of its results."""
     inputs = []
-    for spec, hint in zip(specs, names, strict=True):
-        name = graph.make_name(hint)
+    for spec, name in zip(specs, names, strict=True):
         inputs.append(Value(tuple(spec.shape), values.find_container(spec.dtype), name))
         for axis, n in enumerate(spec.shape):
             if not isinstance(n, int):
                 graph.dimensions.setdefault(str(n), (name, axis))
     trace = traced.trace
+    # ONNX Runtime does not load a model without outputs.
+    checks.require(bool(trace.program.outvars), _NAME, "function", "a result of one array or more", "none")
     graph.inputs = [x.name for x in inputs]
     constants = [values.make_known(constant) for constant in trace.constants]
     params = [values.make_known(array, hint) for array, hint in zip(traced.arrays, traced.names, strict=True)]
@@ -185,9 +201,7 @@ def _make_model(
     outputs = _rename_requested(graph, outputs)
     if output_names is None:
         output_names = _find_output_names(graph, [tensor for tensor, _ in outputs])
-    expected = f"{len(outputs)} distinct names"
-    is_valid = len(output_names) == len(set(output_names)) == len(outputs)
-    checks.require(is_valid, _NAME, "output_names", expected, output_names)
+    output_names = _check_names("output_names", output_names, len(outputs))
     # An output may be an input, an initializer, or twice the same tensor, so each of them has its own node.
     named = {tensor for (tensor, _), output in zip(outputs, output_names, strict=True) if tensor == output}
     is_free = not (_list_tensors(graph) - named).intersection(output_names)

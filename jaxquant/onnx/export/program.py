@@ -196,9 +196,7 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
 def _fold(backend: Backend, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     parameters, arrays = equation.params, [backend.read_known(x) for x in operands]
     if name == MARK:
-        with jax.ensure_compile_time_eval():
-            # Computed now, even if the export itself runs under a transformation.
-            results = parameters["mark"].evaluate(*arrays)
+        results = parameters["mark"].evaluate(*arrays)
         backend.skip_points(parameters["mark"], results)
     elif name == "broadcast_in_dim":  # a view: the graph holds one copy of what repeats
         view = _broadcast(arrays[0], parameters["shape"], parameters["broadcast_dimensions"])

@@ -92,10 +92,12 @@ def write_slice(graph: Graph, call: Call) -> Value:
     axes = []
     for axis, (start, limit, step) in enumerate(zip(p["start_indices"], p["limit_indices"], steps, strict=True)):
         is_whole = _equals(start, 0) and _equals(limit, lengths[axis]) and step == 1
-        if not is_whole and not _is_one(x.shape[axis]):
+        if not is_whole and (not _is_one(x.shape[axis]) or _equals(call.outputs[0].shape[axis], 0)):
             axes.append(axis)
-    # A dimension of 1 that stands for a longer one stays as it is.
-    shape = tuple(1 if _is_one(x.shape[axis]) else n for axis, n in enumerate(call.outputs[0].shape))
+    # A dimension of 1 that stands for a longer one stays as it is, unless nothing is left of it.
+    shape = tuple(
+        1 if _is_one(x.shape[axis]) and axis not in axes else n for axis, n in enumerate(call.outputs[0].shape)
+    )
     if not axes:
         return x._replace(shape=shape)
     starts, limits = ([p[key][axis] for axis in axes] for key in ("start_indices", "limit_indices"))
@@ -231,11 +233,12 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
     names = graph.store_full(x, shape), graph.store_full(update, sizes)
     if not axes:
         return Value(tuple(sizes), values.find_container(x.dtype), names[1])
-    if len(axes) > 1:
-        raise UnsupportedError("an update that is shorter along several dimensions")
-    axis = axes[0]
-    if not values.is_static((sizes[axis],)):
+    if not values.is_static(tuple(sizes[axis] for axis in axes)):
         raise UnsupportedError("an update of symbolic length")
+    if len(axes) > 1:
+        name = _update_block(graph, names, axes, shape, sizes, [starts[axis] for axis in axes])
+        return Value(tuple(shape), values.find_container(x.dtype), name)
+    axis = axes[0]
     begin = _join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
     # ONNX's operators that replace elements want the index of each of them.
     offsets = graph.ints(*range(sizes[axis]))
@@ -246,6 +249,18 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
         values.find_container(x.dtype),
         graph.add("ScatterElements", [names[0], index, names[1]], axis=axis),
     )
+
+
+def _update_block(
+    graph: Graph, names: Sequence[str], axes: Sequence[int], shape: Shape, sizes: Shape, starts: Sequence[Value]
+) -> str:  # fmt: skip
+    """Return an array with a block replaced that is shorter than the array along several axes."""
+    order = [*axes, *(axis for axis in range(len(shape)) if axis not in axes)]
+    begin = _join_starts(graph, starts, [shape[axis] - sizes[axis] for axis in axes])
+    steps = np.stack(np.indices([sizes[axis] for axis in axes]), axis=-1).astype(np.int64)
+    index = graph.add("Add", [begin, graph.add_constant(steps)])
+    x, update = (graph.transpose(name, order) for name in names)
+    return graph.transpose(graph.add("ScatterND", [x, index, update]), [int(axis) for axis in np.argsort(order)])
 
 
 @writes("cumsum")
@@ -261,23 +276,52 @@ def write_cumulative_sum(graph: Graph, call: Call) -> Value:
     return Value(call.outputs[0].shape, container, name)
 
 
-@writes("top_k", "sort")
+@writes("top_k")
+def write_top_k(graph: Graph, call: Call) -> list[Value]:
+    """Write the largest elements and their indices."""
+    (x,), spec = call.inputs, call.outputs[0]
+    axis = call.parameters.get("axis", len(spec.shape) - 1)
+    name = graph.store_full(x, call.parameters["input_shapes"][0])
+    ordered, index = _order(graph, name, x.dtype, spec.shape[axis], axis, largest=1)
+    return [Value(spec.shape, x.dtype, ordered), Value(spec.shape, np.dtype(np.int32), graph.cast(index, np.int32))]
+
+
+def _order(graph: Graph, name: str, dtype: Any, count: Any, axis: int, largest: int) -> list[str]:
+    """Return the largest or the smallest elements in their order, and their indices."""
+    wide, container = elementwise.find_compute_dtype(dtype), values.find_container(dtype)
+    name = name if wide == container else graph.cast(name, wide)
+    ordered, index = graph.add("TopK", [name, graph.add_shape((count,))], 2, axis=axis, largest=largest)
+    return [ordered if wide == container else graph.cast(ordered, container), index]
+
+
+@writes("sort")
 def write_sort(graph: Graph, call: Call) -> list[Value]:
-    """Write a sort of one array, or its largest elements with their indices."""
-    p, spec = call.parameters, call.outputs[0]
-    if call.name == "sort" and len(call.inputs) > 1:
-        raise UnsupportedError("a sort of several arrays")
-    x = call.inputs[0]
-    is_sort = call.name == "sort"
-    axis = p["dimension"] if is_sort else p.get("axis", len(spec.shape) - 1)
-    name = graph.store_full(x, p["input_shapes"][0])
-    count = graph.add_shape((spec.shape[axis],))
-    # ONNX has no sort. The largest or smallest of all elements come in order.
-    ordered, index = graph.add("TopK", [name, count], 2, axis=axis, largest=0 if is_sort else 1)
-    results = [Value(spec.shape, x.dtype, ordered)]
-    if not is_sort:
-        results.append(Value(spec.shape, np.dtype(np.int32), graph.cast(index, np.int32)))
+    """Write a sort by one key or more, with the other arrays in the same order."""
+    p = call.parameters
+    shape, axis, keys = call.outputs[0].shape, p["dimension"], p["num_keys"]
+    names = [graph.store_full(x, shape) for x in call.inputs]
+    # TopK is stable: an order by the last key, which is then ordered by the one before it, is one by both.
+    order, ordered = "", ""
+    for name, x in reversed([*zip(names[:keys], call.inputs, strict=False)]):
+        key = graph.add("GatherElements", [name, order], axis=axis) if order else name
+        ordered, index = _order(graph, key, x.dtype, shape[axis], axis, largest=0)
+        order = graph.add("GatherElements", [order, index], axis=axis) if order else index
+    results = [Value(shape, call.inputs[0].dtype, ordered)]
+    for name, x in zip(names[1:], call.inputs[1:], strict=True):
+        if _counts_along(x, axis):
+            results.append(Value(shape, x.dtype, graph.cast(order, x.dtype)))
+            continue
+        results.append(Value(shape, x.dtype, graph.add("GatherElements", [name, order], axis=axis)))
     return results
+
+
+def _counts_along(x: Value, axis: int) -> bool:
+    """Return whether an array holds the index of each element along an axis, as that of an argsort does."""
+    if not x.is_known or np.dtype(x.dtype).kind not in "iu":
+        return False
+    array = np.asarray(x.array)
+    count = np.arange(array.shape[axis]).reshape(*(-1 if a == axis else 1 for a in range(array.ndim)))
+    return bool(np.all(array == count))
 
 
 @writes("argmax", "argmin")

@@ -18,6 +18,11 @@ _QUANTIZED = (
     *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QGemm"),
     *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "QuantizeBias"),
 )
+# Operators that give elements of their first input.
+_ARRANGEMENTS = (
+    *("Concat", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Pad", "Reshape", "Slice", "Split", "Squeeze"),
+    *("Tile", "Transpose", "Unsqueeze"),
+)
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 
 
@@ -29,17 +34,21 @@ def describe_function(fn: LoadedFunction, params: Any) -> str:
         params: its parameters.
 
     Returns:
-        A line for each node: its name, its operator, "integer" if it computes with codes, "quantized" if it converts
-        between codes and floats or reads codes as floats, "float" otherwise, and the bytes of the constants it reads.
+        A line for each node: its name, its operator, "integer" if it computes with codes or moves them, "quantized" if
+        it converts between codes and floats or reads codes as floats, "float" otherwise, and the bytes of the constants
+        it reads.
         The last lines are totals.
     """
     sizes = {name: _count_bytes(value) for name, value in params.items()}
     sizes.update({name: _count_bytes(array) for name, array in fn._parameters.constants.items()})
     codes = {name for name, value in params.items() if any(x.dtype in _CODES for x in jax.tree.leaves(value))}
+    results: set[str] = set()  # tensors of codes that nodes compute
     rows = [("node", "operator", "kind", "bytes")]
     totals: dict[str, list[int]] = {}
     for label, node in _list_nodes(fn.graph, ""):
-        kind = _find_kind(node, codes)
+        kind = "integer" if _is_arrangement(node, results) else _find_kind(node, codes)
+        if kind == "integer" or node.op in ("QuantizeLinear", "DynamicQuantizeLinear"):
+            results.update(node.outputs if _is_arrangement(node, results) else _list_codes(node))
         # Removed, so that a constant counts for the first node that reads it only.
         size = sum(sizes.pop(name, 0) for name in dict.fromkeys(node.inputs))
         operator = f"{node.domain}.{node.op}" if node.domain else node.op
@@ -62,6 +71,18 @@ def _list_nodes(graph: Graph, prefix: str) -> list[tuple[str, Node]]:
             if isinstance(value, Graph):
                 result += _list_nodes(value, f"{label}/")
     return result
+
+
+def _is_arrangement(node: Node, results: set[str]) -> bool:
+    """Return whether a node moves codes: it is no computation with floats, though its operator has no Q."""
+    return node.op in _ARRANGEMENTS and bool(node.inputs) and node.inputs[0] in results
+
+
+def _list_codes(node: Node) -> tuple[str, ...]:
+    """Return the results of a node that are codes; QGemm without a zero point of the result returns floats."""
+    if node.op == "QGemm":
+        return tuple(node.outputs[:1]) if len(node.inputs) > 8 and node.inputs[8] else ()
+    return tuple(node.outputs[:1]) if node.op.startswith("QLinear") or node.op.endswith("QuantizeLinear") else ()
 
 
 def _find_kind(node: Node, codes: set[str]) -> str:

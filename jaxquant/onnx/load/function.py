@@ -58,8 +58,8 @@ class LoadedFunction:
         outputs: the names of the outputs.
         graph: the graph that is run, after fusing.
         limits: what a run may take.
-        is_exported: whether `export` wrote the model. Its float operators are then JAX's, so that it has the bits of
-            the function that was exported; those of other models are ONNX Runtime's, where their formulas are known.
+        is_exported: whether `export` wrote the model. Its float operators are then JAX's, as those of the
+            function that was exported; those of other models are ONNX Runtime's, where their formulas are known.
     """
 
     inputs: tuple[Input, ...]

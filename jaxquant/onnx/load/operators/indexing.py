@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ...errors import ModelError
 from ..registry import register
-from ..values import convert_to_jax, is_static, list_indices, list_ints, namespace, normalize_axis
+from ..values import convert_to_jax, is_static, list_indices, list_ints, make_lengths, namespace, normalize_axis
 
 
-def _wrap(index: Any, length: Any) -> Any:
-    """Return indices of which negative ones count from the back."""
+def _wrap(call: Any, index: Any, length: Any) -> Any:
+    """Return indices of which negative ones count from the back; `length` is one, or a vector of one for each column.
+
+    A model that `export` wrote has no negative index, and would grow with each load and export.
+    """
     index = convert_to_jax(index) if index.dtype == object else index
-    if isinstance(index, np.ndarray) and not is_static([length]):
-        if np.all(index >= 0):
-            return index
-        index = convert_to_jax(index)
-    if not is_static([length]):
-        index = index.astype(jnp.int32)
-        return jnp.where(index < 0, index + jnp.asarray(length).astype(jnp.int32), index)
-    index = index if isinstance(index, np.ndarray) else index.astype(jnp.int32)
-    return namespace(index).where(index < 0, index + np.asarray(length, index.dtype), index)
+    lengths = make_lengths(np.reshape(length, -1).tolist()).reshape(np.shape(length))
+    is_known = isinstance(index, np.ndarray)
+    if call.run.is_exported or (is_known and lengths.dtype == object and np.all(index >= 0)):
+        return index if is_known else index.astype(jnp.int32)
+    if lengths.dtype == object:
+        index = convert_to_jax(index).astype(jnp.int32)
+        return jnp.where(index < 0, index + convert_to_jax(lengths).astype(jnp.int32), index)
+    index = index if is_known else index.astype(jnp.int32)
+    return namespace(index).where(index < 0, index + lengths.astype(index.dtype), index)
 
 
 # Exporters write such a number for "to the end".
@@ -72,34 +77,46 @@ def gather(call: Any, x: Any, indices: Any) -> Any:
     """ONNX Gather."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     call.reserve((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]), x.dtype)
-    index = _wrap(indices, x.shape[axis])
-    # ONNX forbids indices out of range. JAX's default would return NaN, which spreads.
-    return np.take(x, index, axis) if namespace(x, index) is np else jnp.take(x, index, axis=axis, mode="clip")
+    index = _wrap(call, indices, x.shape[axis])
+    if namespace(x, index) is np:
+        return np.take(x, index, axis)
+    # XLA keeps an index within bounds. `export` writes one Gather again, without the nodes that would do so.
+    cut = (slice(None),) * axis
+    return convert_to_jax(x).at[(*cut, index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @register("GatherElements", folds=True)
 def gather_elements(call: Any, x: Any, indices: Any) -> Any:
     """ONNX GatherElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
-    xp, index = namespace(x, indices), _wrap(indices, x.shape[axis])
+    xp, index = namespace(x, indices), _wrap(call, indices, x.shape[axis])
     # The other dimensions of the indices may be shorter than those of x.
     cut = tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))
-    return xp.take_along_axis(x[cut], index, axis)
+    if xp is np:
+        return np.take_along_axis(x[cut], index, axis)
+    return jnp.take_along_axis(x[cut], index, axis, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @register("GatherND", folds=True)
 def gather_nd(call: Any, x: Any, indices: Any) -> Any:
     """ONNX GatherND."""
-    batch = call.get("batch_dims", 0)
-    index = tuple(
-        _wrap(indices[..., i], x.shape[batch + i]) for i in range(indices.shape[-1])
-    )  # one array for each indexed dimension
-    if batch == 0:
-        return x[index]
-    rest = indices.ndim - 1 - batch
-    # Indices of the batch dimensions that broadcast against those of the model.
-    grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in _make_grids(x.shape[:batch])]
-    return x[(*grids, *index)]
+    batch, count = call.get("batch_dims", 0), indices.shape[-1]
+    index = _wrap(call, indices, x.shape[batch : batch + count])
+    if namespace(x, index) is np:
+        # Indices of the batch dimensions that broadcast against those of the model.
+        rest = indices.ndim - 1 - batch
+        grids = [grid.reshape(*grid.shape, *(1,) * rest) for grid in _make_grids(x.shape[:batch])]
+        return x[(*grids, *np.moveaxis(index, -1, 0))]
+    x, index = convert_to_jax(x), convert_to_jax(index)
+    whole = x.shape[batch + count :]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(index.ndim - 1, index.ndim - 1 + len(whole))),
+        collapsed_slice_dims=tuple(range(batch, batch + count)),
+        start_index_map=tuple(range(batch, batch + count)),
+        operand_batching_dims=tuple(range(batch)),
+        start_indices_batching_dims=tuple(range(batch)),
+    )
+    return lax.gather(x, index, numbers, (1,) * (batch + count) + whole, mode="promise_in_bounds")
 
 
 def _make_grids(lengths: Any) -> list[Any]:
@@ -109,10 +126,16 @@ def _make_grids(lengths: Any) -> list[Any]:
 
 
 _REDUCTIONS = {"none": "set", "add": "add", "mul": "multiply", "max": "max", "min": "min"}
-
-
-def _update(call: Any, x: Any, index: tuple[Any, ...], updates: Any) -> Any:
-    return getattr(x.at[index], _REDUCTIONS[call.get("reduction", "none")])(updates)
+_SCATTERS: dict[str, Callable[..., jax.Array]] = {
+    "none": lax.scatter,
+    "add": lax.scatter_add,
+    "mul": lax.scatter_mul,
+    "max": lax.scatter_max,
+    "min": lax.scatter_min,
+}
+# ONNX has no index out of range. XLA drops such an update without being asked to, and the promise lets `export` write
+# one ScatterND again, without a row for what is dropped.
+_MODE = "promise_in_bounds"
 
 
 @register("ScatterElements", "Scatter")
@@ -120,15 +143,19 @@ def scatter_elements(call: Any, x: Any, indices: Any, updates: Any) -> Any:
     """ONNX ScatterElements."""
     axis = normalize_axis(call.get("axis", 0), x.ndim)
     grids = _make_grids(indices.shape)
-    index = tuple(_wrap(indices, x.shape[axis]) if i == axis else grid for i, grid in enumerate(grids))
-    return _update(call, x, index, updates)
+    index = tuple(_wrap(call, indices, x.shape[axis]) if i == axis else grid for i, grid in enumerate(grids))
+    update = getattr(x.at[index], _REDUCTIONS[call.get("reduction", "none")])
+    return update(updates, mode=_MODE, wrap_negative_indices=False)
 
 
 @register("ScatterND")
 def scatter_nd(call: Any, x: Any, indices: Any, updates: Any) -> Any:
     """ONNX ScatterND."""
-    index = tuple(_wrap(indices[..., i], x.shape[i]) for i in range(indices.shape[-1]))
-    return _update(call, x, index, updates)
+    count = indices.shape[-1]
+    index = convert_to_jax(_wrap(call, indices, x.shape[:count]))
+    windows = tuple(range(index.ndim - 1, updates.ndim))
+    numbers = lax.ScatterDimensionNumbers(windows, tuple(range(count)), tuple(range(count)))
+    return _SCATTERS[call.get("reduction", "none")](x, index, updates, numbers, mode=_MODE)
 
 
 @register("TensorScatter")
@@ -167,14 +194,15 @@ def find_largest(call: Any, x: Any, k: Any = None) -> Any:
     count = int(call.get("k") if k is None else np.asarray(k).reshape(-1)[0])
     if not 0 <= count <= x.shape[axis]:
         raise ModelError(f"expected k in [0, {x.shape[axis]}], got {count}")
-    is_largest = bool(call.get("largest", 1))
-    if is_largest or x.dtype.kind == "f":  # an operation that can be exported again
-        rows = jnp.moveaxis(x if is_largest else -x, axis, -1)
+    if call.get("largest", 1):
+        # lax.top_k puts 0 before -0, which are equal in ONNX.
+        rows = jnp.moveaxis(x if x.dtype.kind in "iu" else jnp.where(x == 0, jnp.zeros_like(x), x), axis, -1)
         values, index = (jnp.moveaxis(part, -1, axis) for part in lax.top_k(rows, count))
-        return values if is_largest else -values, index
-    order = jnp.argsort(x, axis=axis, stable=True, descending=False)
-    index = jnp.take(order, np.arange(count), axis=axis)
-    return jnp.take_along_axis(x, index, axis), index
+        return values, index
+    # Two arrays that are sorted by the first of them: `export` writes this as one TopK.
+    places = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    values, index = lax.sort((x, places), dimension=axis, is_stable=True)
+    return tuple(lax.slice_in_dim(part, 0, count, axis=axis) for part in (values, index))
 
 
 @register("Unique", static=(0,))
