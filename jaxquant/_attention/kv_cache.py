@@ -158,8 +158,8 @@ class KVCache:
         Raises:
             TypeError: k or v is not float32, float16 or bfloat16, or lengths is not int32.
             ValueError: a shape does not fit the cache; `lengths` is given although all rows share an index; an explicit
-                mesh axis cuts the tokens of the cache; or the cache is known to overflow, because the index is not traced or there are more tokens than the cache
-                holds, and it has no window.
+                mesh axis cuts the tokens of the cache; or the cache is known to overflow, because the index is not
+                traced or there are more tokens than the cache holds, and it has no window.
         """
         named = {"k": k, "v": v, "lengths": lengths}
         arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
