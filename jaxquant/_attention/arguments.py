@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes
+from .._core import checks, dtypes, sharding
 
 _BOOL = np.dtype(np.bool_)
 _BIASES = (*dtypes.FLOATS, *(np.dtype(name) for name in ("int32", "int16", "int8")))
@@ -66,6 +66,16 @@ def _expand_rank(function: str, argument: str, value: jax.Array, sizes: tuple[in
     expected = f"a shape that broadcasts against {sizes}: (batch, heads, queries, tokens)"
     checks.require(fits, function, argument, expected, f"shape {value.shape}")
     return jnp.reshape(value, (1,) * (4 - value.ndim) + value.shape)
+
+
+def check_tokens_whole(function: str, argument: str, x: Any, axis: int) -> None:
+    """Check that no explicit mesh axis cuts an array along its tokens.
+
+    Their contraction would need an `out_sharding`, which JAX's own error asks for, and attention does not take.
+    """
+    expected = "tokens that no explicit mesh axis cuts (use jax.sharding.AxisType.Auto, or jax.sharding.reshard)"
+    cut = sharding.find_partition(x)[axis]
+    checks.require(cut is None, function, argument, expected, f"tokens cut over {cut!r}")
 
 
 def ungroup_heads(y: jax.Array) -> jax.Array:

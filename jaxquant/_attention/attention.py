@@ -69,8 +69,9 @@ def attention(
 
     Raises:
         TypeError: an argument has a wrong type or dtype.
-        ValueError: shapes do not fit each other; the spec, the scale or the number of digits is not supported; or there
-            are more queries than the ring of a cache with a window has complete windows for.
+        ValueError: shapes do not fit each other; the spec, the scale or the number of digits is not supported; an
+            explicit mesh axis cuts the tokens of the cache; or there are more queries than the ring of a cache with a
+            window has complete windows for.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -126,6 +127,7 @@ def _check_queries(q: Any, cache: KVCache) -> None:
     fits = fits and (q.shape[2] % heads == 0 if heads else q.shape[2] == 0)
     expected = f"shape ({batch}, queries, a multiple of {heads}, {features}), because of the cache"
     checks.require(fits, _NAME, "q", expected, f"shape {q.shape}")
+    arguments.check_tokens_whole(_NAME, "cache", cache.key_scale, 2)
     if cache.window is not None:
         # The oldest query needs `window` tokens, and the later tokens took the places of as many older ones.
         most = length - cache.window + 1

@@ -81,7 +81,8 @@ def quantized_dot_product_attention(
 
     Raises:
         TypeError: an argument has a wrong type or dtype.
-        ValueError: shapes or specs do not fit; the scale is not positive; or `implementation` is not None.
+        ValueError: shapes or specs do not fit; the scale is not positive; an explicit mesh axis cuts the tokens; or
+            `implementation` is not None.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -202,6 +203,8 @@ def _check_operands(query: Any, key: Any, value: Any) -> None:
     expected = f"shape ({', '.join(map(str, batch))}{', ' if batch else ''}tokens, a divisor of {heads}, {features})"
     checks.require(fits, _NAME, "key", expected, f"shape {key.shape}")
     checks.check_shape(_NAME, "value", value, key.shape, "that of key")
+    for argument, x in (("key", key), ("value", value)):
+        arguments.check_tokens_whole(_NAME, argument, x, x.ndim - 3)
 
 
 def _find_score_sizes(query: Any, key: Any) -> tuple[int, int, int, int]:

@@ -17,7 +17,7 @@ from .._arrays.quantized_array import QuantizedArray, dequantize_checked
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, entry_point, known_values
 from .._core.granularity import PerToken
-from . import cache_layout
+from . import arguments, cache_layout
 from .cache_layout import KEY_AXES, VALUE_AXES
 
 _CREATE, _APPEND, _CHECK = "KVCache.create", "KVCache.append", "KVCache.check"
@@ -157,9 +157,9 @@ class KVCache:
 
         Raises:
             TypeError: k or v is not float32, float16 or bfloat16, or lengths is not int32.
-            ValueError: a shape does not fit the cache; `lengths` is given although all rows share an index; or the
-                cache is known to overflow, because the index is not traced or there are more tokens than the cache
-                holds, and it has no window.
+            ValueError: a shape does not fit the cache; `lengths` is given although all rows share an index; an explicit
+                mesh axis cuts the tokens of the cache; or the cache is known to overflow, because the index is not
+                traced or there are more tokens than the cache holds, and it has no window.
         """
         named = {"k": k, "v": v, "lengths": lengths}
         arrays = entry_point.convert_arrays(_APPEND, {name: entry_point.unwrap_array(x) for name, x in named.items()})
@@ -331,6 +331,7 @@ def _check_spec(argument: str, spec: Any) -> None:
 def _check_tokens(cache: KVCache, k: Any, v: Any, lengths: Any) -> None:
     """Check the arrays that are appended to a cache."""
     batch, _, heads, features = cache.shape
+    arguments.check_tokens_whole(_APPEND, "cache", cache.key_scale, 2)
     for argument, x in (("k", k), ("v", v)):
         checks.check_array(_APPEND, argument, x, dtypes.FLOATS)
         fits = x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (batch, heads, features) and x.shape == k.shape

@@ -12,6 +12,7 @@ from jax import lax
 from .._arrays.quantized_array import QuantizedArray
 from .._contractions.einsum import contract_operands
 from .._core import dtypes, small_floats
+from .._core.barriers import pin_layout
 
 # XLA:CPU contracts an operand of many rows with up to so many columns in up to half of the time that the transposed
 # product takes.
@@ -53,7 +54,10 @@ def find_scores(function: str, q: QuantizedArray, k: QuantizedArray) -> jax.Arra
     # A single column would miss the kernel: add one of zeros.
     wide = _pad_queries(q) if rows == 1 else q
     scores = contract_operands(function, "bksd,bkgtd->bkgts", (k, wide), None, dtypes.FLOAT32)
-    return lax.slice_in_dim(scores, 0, q.shape[3], axis=3)
+    scores = lax.slice_in_dim(scores, 0, q.shape[3], axis=3)
+    # The softmax reads the scores several times, and XLA:CPU would transpose the product of the codes in each of these
+    # loops. The scores of a single query are read in order anyway.
+    return scores if rows == 1 else pin_layout(scores)
 
 
 def _has_few_rows(rows: Any, q: QuantizedArray, k: QuantizedArray) -> bool:

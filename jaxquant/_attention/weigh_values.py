@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._core.barriers import round_result
 from ..integer.dot_general import Role, contract_roles
 from .scores import FEW_ROWS
 
@@ -69,7 +70,7 @@ def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits
     top = jnp.max(hide(scores, np.float32(-np.inf)), axis=-1, keepdims=True, initial=-np.inf)
     # In a row that sees no token the difference is infinite, and everything is hidden. In one that sees only scores of
     # -inf it is NaN, as in the softmax of floats.
-    exponentials = hide(jnp.exp(scores - top), _ZERO)
+    exponentials = hide(_exponentiate(scores - top), _ZERO)
     scaled = hide(exponentials * value_scale, _ZERO)
     total = _add_exponentials(exponentials, jnp.isnan(scaled))
     largest = jnp.max(scaled, axis=-1, keepdims=True, initial=0.0)
@@ -79,6 +80,16 @@ def find_weights(scores: jax.Array, value_scale: jax.Array, visible: Any, digits
     steps = lax.round(scaled * (np.float32(1) / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     codes = jnp.clip(steps, _ZERO, np.float32(most)).astype(jnp.int32)
     return Weights(exponentials, codes, step, total)
+
+
+def _exponentiate(differences: jax.Array) -> jax.Array:
+    """Return the exponentials, with the same bits in every program on a machine.
+
+    XLA:CPU computes the maximum of a long row, the differences from it and their exponentials in a call of a library,
+    which rounds a few exponentials differently than the code that XLA generates for a short row. It does so with
+    jax 0.12, and not where an integer operation is between these operations.
+    """
+    return round_result(jnp.exp(round_result(differences)))
 
 
 def _add_exponentials(exponentials: jax.Array, is_nan: jax.Array) -> jax.Array:

@@ -16,25 +16,44 @@ as int8), with a scale for each 128 elements. For decoding, weights and cache ar
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .._core import checks
 from ._plan.count import Plan, make_plan
 from ._plan.sizes import FORMATS, PRESETS, Sizes
 
+_NAME = "distributed.plan"
 _STEPS = {"train": True, "decode": False}
+_AXES = ("data", "model")
+
+
+class StoreOnce(argparse.Action):
+    """Store the value of an option, and report an option that is repeated, of which argparse keeps the last value."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Store the value."""
+        if self.dest in namespace.given:
+            raise argparse.ArgumentError(self, f"expected it once, got it again with {values!r}")
+        namespace.given = (*namespace.given, self.dest)
+        setattr(namespace, self.dest, values)
 
 
 def read_mesh(text: str) -> dict[str, int]:
     """Return the lengths of the axes of a mesh, such as "data=8,model=8"; an axis that is missing has length 1."""
-    mesh = {"data": 1, "model": 1}
+    mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, length = part.partition("=")
-        if name not in mesh or not length.isdecimal():
-            raise argparse.ArgumentTypeError(f"expected data=N,model=N, got {text!r}")
+        if name not in _AXES or not length.isdecimal() or int(length) == 0:
+            raise argparse.ArgumentTypeError(f"expected data=N,model=N with positive N, got {text!r}")
+        if name in mesh:
+            raise argparse.ArgumentTypeError(f"expected each axis once, got {name} twice in {text!r}")
         mesh[name] = int(length)
-    return mesh
+    return {name: mesh.get(name, 1) for name in _AXES}
 
 
 def read_presets(text: str) -> list[str]:
@@ -42,6 +61,8 @@ def read_presets(text: str) -> list[str]:
     names = text.split(",")
     if not set(names) <= set(PRESETS):
         raise argparse.ArgumentTypeError(f"expected presets among {', '.join(PRESETS)}, got {text!r}")
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"expected distinct presets, got {text!r}")
     return names
 
 
@@ -50,7 +71,8 @@ def read_formats(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         expected = f"formats among {', '.join(FORMATS)}"
-        checks.require(name in FORMATS, "distributed.plan", "formats", expected, name)
+        checks.require(name in FORMATS, _NAME, "formats", expected, repr(name))
+    checks.require(len(set(names)) == len(names), _NAME, "formats", "distinct formats", text)
     return names
 
 
@@ -59,10 +81,10 @@ def read_sizes(arguments: argparse.Namespace, preset: str | None) -> Sizes:
     start = PRESETS[preset] if preset else None
     values = {name: getattr(arguments, name) for name in Sizes._fields}
     if start is None:
-        missing = [name for name in ("layers", "width", "heads") if values[name] is None]
-        checks.require(
-            not missing, "distributed.plan", "sizes", "--preset, or --layers, --width and --heads", "neither"
-        )
+        given = [f"--{name}" for name in ("layers", "width", "heads") if values[name] is not None]
+        expected = "--preset, or --layers, --width and --heads"
+        got = f"only {' and '.join(given)}" if given else "neither"
+        checks.require(len(given) == 3, _NAME, "sizes", expected, got)
         start = Sizes(0, 0, 0, values["heads"], 4 * values["width"], 32000)
     return start._replace(**{name: value for name, value in values.items() if value is not None})
 
@@ -119,6 +141,9 @@ def print_plan(arguments: argparse.Namespace) -> None:
     """Print the plan of a step, or the totals of several plans."""
     formats = read_formats(arguments.formats)
     presets, meshes = arguments.preset or [None], arguments.mesh or [read_mesh("data=8")]
+    texts = [describe_mesh(mesh) for mesh in meshes]
+    # "data=8" and "data=8,model=1" are the same mesh, too.
+    checks.require(len(set(texts)) == len(texts), _NAME, "mesh", "distinct meshes", " and ".join(texts))
     named_sizes = [(preset or "", read_sizes(arguments, preset)) for preset in presets]
     rows = []
     for name, sizes in named_sizes:
@@ -150,18 +175,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan", help="print the bytes of a step on each device of a mesh")
-    plan.set_defaults(function=print_plan)
+    plan.set_defaults(function=print_plan, given=())
+    add = functools.partial(plan.add_argument, action=StoreOnce)
     names = ", ".join(PRESETS)
-    plan.add_argument("--preset", type=read_presets, help=f"sizes among {names}, which other options may replace")
+    add("--preset", type=read_presets, help=f"sizes among {names}, which other options may replace")
     for name in Sizes._fields:
-        plan.add_argument(f"--{name.replace('_', '-')}", type=int)
+        add(f"--{name.replace('_', '-')}", type=int)
     plan.add_argument(
         "--mesh", type=read_mesh, action="append", help="data=N,model=N, may be repeated (default data=8)"
     )
-    plan.add_argument("--step", choices=_STEPS, default="train", help="(default %(default)s)")
-    plan.add_argument("--batch", type=int, default=512, help="sequences on all devices (default %(default)s)")
-    plan.add_argument("--sequence", type=int, default=4096, help="tokens of each (default %(default)s)")
-    plan.add_argument("--formats", default=",".join(FORMATS), help="columns (default %(default)s)")
+    add("--step", choices=_STEPS, default="train", help="(default %(default)s)")
+    add("--batch", type=int, default=512, help="sequences on all devices (default %(default)s)")
+    add("--sequence", type=int, default=4096, help="tokens of each (default %(default)s)")
+    add("--formats", default=",".join(FORMATS), help="columns (default %(default)s)")
     return parser
 
 

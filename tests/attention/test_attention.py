@@ -234,6 +234,19 @@ def test_served_bits_are_those_of_training(name: str, rng: np.random.Generator) 
         np.testing.assert_array_equal(served, trained)
 
 
+def test_exponentials_of_long_rows_are_those_of_short_ones(rng: np.random.Generator) -> None:
+    """XLA:CPU computes those of long rows in a call of a library, if nothing prevents it (jax 0.12)."""
+    scores = np.full((32, 2048), -1e9, np.float32)
+    scores[:, :96] = 3 * sample(rng, 32, 96)
+
+    @jax.jit
+    def run(scores: jax.Array) -> jax.Array:
+        visible = jnp.arange(scores.shape[1])[None] < 96
+        return weigh_values.find_weights(scores, jnp.ones((1, 1)), visible, 2).exponentials
+
+    np.testing.assert_array_equal(run(scores)[:, :96], run(scores[:, :96]))
+
+
 @pytest.mark.slow
 def test_equals_dot_product_attention_bit_for_bit(rng: np.random.Generator) -> None:
     """What a cache serves is what trained, also called eagerly, each in a program of its own."""

@@ -49,7 +49,9 @@ def test_counts_are_those_of_eight_devices(name: str, is_training: bool) -> None
     compiled = jax.jit(step.map_over(mesh)).lower(*arguments).compile()
     sent = sum_by_kind(jqd.count_traffic(compiled))
     # XLA may keep the last matrix for the backward pass, which follows at once, instead of gathering it again.
-    last = SMALL.width * SMALL.vocabulary * np.dtype(form.dtype).itemsize // (AXES["data"] * AXES["model"])
+    elements = SMALL.width * SMALL.vocabulary // (AXES["data"] * AXES["model"])
+    # As codes it travels with a scale for each of its rows, which `data` cuts.
+    last = 4 * elements if form.weights is None else elements + 4 * SMALL.width // AXES["data"]
     assert plan.sent["all-gather"] - sent["all-gather"] in ({0, last} if is_training else {0})
     assert {**sent, "all-gather": 0} == {**{kind: n for kind, n in plan.sent.items() if n}, "all-gather": 0}
     results = compiled(*arguments)
@@ -150,16 +152,48 @@ def test_the_command_compares_plans(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ("--width 64 --heads 8", "sizes: expected --preset, or --layers, --width and --heads"),
+        ("--batch 8", "sizes: expected --preset, or --layers, --width and --heads, got neither"),
+        ("--width 64 --heads 8", "sizes: expected --preset, or --layers, --width and --heads, got only --width and --"),
         ("--preset 7B --mesh data=3", "width: expected a multiple of 96, got 4096"),
         ("--preset 70B --mesh model=16", "kv_heads: expected a multiple of 16, got 8"),
-        ("--preset 7B --formats int2", "formats: expected formats among float32, bfloat16, int8, int4, got int2"),
+        ("--preset 7B --formats int2", "formats: expected formats among float32, bfloat16, int8, int4, got 'int2'"),
+        ("--preset 7B --formats int8,", "formats: expected formats among float32, bfloat16, int8, int4, got ''"),
+        ("--preset 7B --formats int8,int4,int8", "formats: expected distinct formats, got int8,int4,int8"),
         ("--preset 7B --batch 4", "batch: expected a multiple of 8, the axis data, got 4"),
+        ("--preset 7B --mesh data=8 --mesh data=8,model=1", "mesh: expected distinct meshes, got data=8, model=1 and"),
+        ("--preset 7B --layers 0", "layers: expected a positive int, got 0"),
+        ("--preset 7B --heads=-8", "heads: expected a positive int, got -8"),
+        ("--preset 7B --kv-heads 0", "kv_heads: expected a positive int, got 0"),
+        ("--preset 7B --sequence 0", "sequence: expected a positive int, got 0"),
     ],
 )
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], options: str, text: str) -> None:
     assert command_line.main(["plan", *options.split()]) == 1
     assert f"jaxquant.distributed.plan: {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--mesh data=8,data=4", "--mesh: expected each axis once, got data twice in 'data=8,data=4'"),
+        ("--mesh data=0", "--mesh: expected data=N,model=N with positive N, got 'data=0'"),
+        ("--mesh data=-8", "--mesh: expected data=N,model=N with positive N, got 'data=-8'"),
+        ("--mesh data", "--mesh: expected data=N,model=N with positive N, got 'data'"),
+        ("--mesh pipe=8", "--mesh: expected data=N,model=N with positive N, got 'pipe=8'"),
+        ("--preset 13B", "--preset: expected presets among 7B, 70B, 400B, got '13B'"),
+        ("--preset 7B,7B", "--preset: expected distinct presets, got '7B,7B'"),
+        ("--preset 7B --preset 70B", "--preset: expected it once, got it again with ['70B']"),
+        ("--preset 7B --batch 8 --batch 16", "--batch: expected it once, got it again with 16"),
+        ("--preset 7B --step train --step decode", "--step: expected it once, got it again with 'decode'"),
+        ("--preset 7B --layers 2.5", "--layers: invalid int value: '2.5'"),
+        ("--preset 7B --step serve", "--step: invalid choice: 'serve'"),
+        ("--preset 7B --head-dim 64", "unrecognized arguments: --head-dim 64"),
+    ],
+)
+def test_errors_of_the_parser(capsys: pytest.CaptureFixture[str], options: str, text: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["plan", *options.split()])
+    assert text in capsys.readouterr().err
 
 
 # Texts of XLA that this machine's compiler does not print.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -228,6 +229,48 @@ def test_attention_with_explicit_shardings(rng: np.random.Generator) -> None:
         for a, b in zip(actual, expected, strict=True):
             assert a.sharding.spec[0] == "d"
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def cut_tokens(cache: jq.KVCache, mesh: Mesh) -> jq.KVCache:
+    """Return a cache that is cut along its tokens."""
+    tokens = NamedSharding(mesh, P(None, None, "d"))
+    values = jax.device_put(cache.values, NamedSharding(mesh, P(None, None, None, "d")))
+    keys, key_scale, value_scale = jax.device_put((cache.keys, cache.key_scale, cache.value_scale), tokens)
+    index = jax.device_put(cache.index, NamedSharding(mesh, P()))
+    return dataclasses.replace(
+        cache, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, index=index
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_attention_over_a_cache_that_is_cut_along_its_tokens(rng: np.random.Generator, dtype: str) -> None:
+    """The bits are those of one device, and no codes or scores travel, but their maxima and sums."""
+    spec, mesh = jq.QuantSpec(dtype, jq.PerToken()), make_mesh(AxisType.Auto)
+    query, key = rng.normal(size=(2, 3, 8, 16)).astype(np.float32), rng.normal(size=(2, 31, 2, 16)).astype(np.float32)
+    cache = jq.KVCache.create((2, 32, 2, 16), spec, spec).append(key, -key)
+    cut, attend = cut_tokens(cache, mesh), jax.jit(jq.attention)
+    np.testing.assert_array_equal(attend(query, cut), attend(query, cache))
+    assert {c.kind for c in jqd.count_traffic(attend.lower(query, cut).compile())} == {"all-reduce"}
+    one = key[:, :1]
+    for a, b in zip(jax.tree.leaves(cut.append(one, one)), jax.tree.leaves(cache.append(one, one)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_explicit_axes_that_cut_tokens_are_reported(rng: np.random.Generator) -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    x = rng.normal(size=(2, 8, 2, 16)).astype(np.float32)
+    cut = cut_tokens(jq.KVCache.create((2, 8, 2, 16)), mesh)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, P(None, "d")))
+        for name, call in (
+            ("attention: cache", lambda: jq.attention(x, cut)),
+            ("KVCache.append: cache", lambda: cut.append(x, x)),
+            ("quantized_dot_product_attention: key", lambda: jq.quantized_dot_product_attention(x, rows, x)),
+            ("quantized_dot_product_attention: value", lambda: jq.quantized_dot_product_attention(x, x, rows)),
+        ):
+            with pytest.raises(ValueError, match=f"{name}: expected tokens that no explicit mesh axis cuts .*over 'd'"):
+                call()
 
 
 @pytest.mark.slow
