@@ -199,7 +199,7 @@ def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dty
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("plan", "dtype"))
+@functools.partial(jax.jit, static_argnames=("plan", "dtype"))
 def _convolve_integers(
     lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: Plan, dtype: Any
 ) -> jax.Array:

@@ -48,6 +48,19 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     return decode_ends(*_find_slice_keys(x, shape, block_size))
 
 
+def find_magnitude_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
+    """Return the keys of -min(x, 0) and of max(x, 0) of each slice, in the given shape without its dimensions of 1.
+
+    The keys of floats that are not negative are their bits. The key of a slice with a NaN is one of a NaN on at least
+    one of the two sides; a slice without elements gives (0, 0). The arguments are those of `find_extremes`.
+    """
+    low, high = _find_slice_keys(x, shape, block_size)
+    kept = tuple(length for length in shape if not isinstance(length, int) or length != 1)
+    low, high = low.reshape(kept), high.reshape(kept)
+    # -1 is the key of -0, and the complement of a negative key is the key of the number with the other sign.
+    return lax.bitwise_not(lax.min(low, ~_ZERO)), lax.max(high, _ZERO)
+
+
 def _find_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
     return [(tuple(n for axis, n in enumerate(x.shape) if axis not in axes), jnp.float32)] * 2
 
