@@ -14,7 +14,7 @@ from .spec import QuantSpec
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _TINY, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-_TINY_KEY, _INFINITY_KEY = _TINY.view(np.int32), np.float32(np.inf).view(np.int32)
+_TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), np.float32(np.inf).view(np.int32)
 
 
 def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -160,18 +160,16 @@ def find_own_scale_and_zero_point(
     if spec.fixed_zero_point is not None or not scale_shape == point_shape == shape:
         low, high = min_max.find_extremes(x, shape, block_size)
         return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
-    # A range with 0 in it is two magnitudes. As keys they take few operations, and XLA compiles the loops without
-    # dimensions of 1 once for all arrays with as many ranges, whatever their rank.
-    low_key, high_key = min_max.find_magnitude_keys(x, shape, block_size)
-    largest = lax.max(low_key, high_key)
-    low, high = (lax.bitcast_convert_type(key, jnp.float32) for key in (low_key, high_key))
+    # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
+    # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
+    low, high, bits = min_max.find_signed_extremes(x, shape, block_size)
     qmin, qmax = spec.bounds
     half = np.float32(0.5)
-    scale = _divide_by_number(lax.add(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
-    scale = lax.select(lax.lt(largest, _TINY_KEY), lax.full_like(scale, 1), lax.max(scale, _TINY))
-    scale = lax.select(lax.gt(largest, _INFINITY_KEY), lax.full_like(scale, np.nan), scale)
+    scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
+    scale = lax.select(lax.lt(bits, _TINY_BITS), lax.full_like(scale, 1), lax.max(scale, _TINY))
+    scale = lax.select(lax.gt(bits, _INFINITY_BITS), lax.full_like(scale, np.nan), scale)
     scale = _round_scale_up(spec, scale)
-    point = _find_zero_point(spec, lax.neg(low), small_floats.scale_as_float32(scale))
+    point = _find_zero_point(spec, low, small_floats.scale_as_float32(scale))
     scale, point = barriers.compute_once((scale, point))
     return scale.reshape(shape), point.reshape(shape)
 

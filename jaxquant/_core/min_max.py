@@ -48,17 +48,21 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     return decode_ends(*_find_slice_keys(x, shape, block_size))
 
 
-def find_magnitude_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> tuple[jax.Array, jax.Array]:
-    """Return the keys of -min(x, 0) and of max(x, 0) of each slice, in the given shape without its dimensions of 1.
+def find_signed_extremes(
+    x: jax.Array, shape: tuple[int, ...], block_size: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (min(x, -0), max(x, 0), bits) of each slice, in the given shape without its dimensions of 1.
 
-    The keys of floats that are not negative are their bits. The key of a slice with a NaN is one of a NaN on at least
-    one of the two sides; a slice without elements gives (0, 0). The arguments are those of `find_extremes`.
+    The bits are those of the larger magnitude of the two, as int32. If a slice has a NaN, they are those of a NaN, and
+    at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are those of
+    `find_extremes`.
     """
     low, high = _find_slice_keys(x, shape, block_size)
     kept = tuple(length for length in shape if not isinstance(length, int) or length != 1)
-    low, high = low.reshape(kept), high.reshape(kept)
-    # -1 is the key of -0, and the complement of a negative key is the key of the number with the other sign.
-    return lax.bitwise_not(lax.min(low, ~_ZERO)), lax.max(high, _ZERO)
+    # The key of -0 is -1. A negative key has the bits of its magnitude as its complement.
+    low, high = lax.min(low.reshape(kept), ~_ZERO), lax.max(high.reshape(kept), _ZERO)
+    bits = lax.max(lax.bitwise_not(low), high)
+    return *(lax.bitcast_convert_type(b, jnp.float32) for b in (lax.bitwise_xor(low, _MAGNITUDE), high)), bits
 
 
 def _find_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
@@ -227,4 +231,6 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
     low, high = (keys.reshape(before, joined, after) for keys in ends)
     low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
     slice_shape, outer_axes = (*outer, after), axes[:-1]
-    return lax.reduce_min(low.reshape(slice_shape), outer_axes), lax.reduce_max(high.reshape(slice_shape), outer_axes)
+    low, high = lax.reduce_min(low.reshape(slice_shape), outer_axes), lax.reduce_max(high.reshape(slice_shape), outer_axes)
+    # XLA would merge a reduction with the loop of its only reader, which would then be split over threads.
+    return lax.optimization_barrier((low, high))
