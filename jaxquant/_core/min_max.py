@@ -62,7 +62,8 @@ def find_signed_extremes(
     # The key of -0 is -1. A negative key has the bits of its magnitude as its complement.
     low, high = lax.min(low.reshape(kept), ~_ZERO), lax.max(high.reshape(kept), _ZERO)
     bits = lax.max(lax.bitwise_not(low), high)
-    return *(lax.bitcast_convert_type(b, jnp.float32) for b in (lax.bitwise_xor(low, _MAGNITUDE), high)), bits
+    low, high = (lax.bitcast_convert_type(end, jnp.float32) for end in (lax.bitwise_xor(low, _MAGNITUDE), high))
+    return low, high, bits
 
 
 def _find_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
@@ -231,6 +232,6 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
     low, high = (keys.reshape(before, joined, after) for keys in ends)
     low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
     slice_shape, outer_axes = (*outer, after), axes[:-1]
-    low, high = lax.reduce_min(low.reshape(slice_shape), outer_axes), lax.reduce_max(high.reshape(slice_shape), outer_axes)
+    low, high = low.reshape(slice_shape), high.reshape(slice_shape)
     # XLA would merge a reduction with the loop of its only reader, which would then be split over threads.
-    return lax.optimization_barrier((low, high))
+    return lax.optimization_barrier((lax.reduce_min(low, outer_axes), lax.reduce_max(high, outer_axes)))
