@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._core import barriers, checks, division, dtypes, min_max, rounding, sharding, small_floats
+from .._core import barriers, checks, division, dtypes, min_max, recording, rounding, sharding, small_floats
 from .._core import granularity as granularities
 from .spec import QuantSpec
 
@@ -157,7 +157,9 @@ def find_own_scale_and_zero_point(
         scale_shape: Static. The shape of the scale.
         point_shape: Static. The shape of the zero point.
     """
-    if spec.fixed_zero_point is not None or not scale_shape == point_shape == shape:
+    # An exporter has operators for the extremes, and none for bits.
+    is_general = spec.fixed_zero_point is not None or not scale_shape == point_shape == shape
+    if is_general or recording.is_recording():
         low, high = min_max.find_extremes(x, shape, block_size)
         return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
