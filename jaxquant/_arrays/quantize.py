@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,14 +168,15 @@ def _list_parameters(spec: QuantSpec, scale_shape: Any, point_shape: Any, **_: A
     return [(scale_shape, spec.scale_dtype), (point_shape, spec.carrier)]
 
 
+# A jit whose trace JAX keeps, as for `quantize_affine`.
 @recording.mark("own_range", _list_parameters)
+@functools.partial(jax.jit, static_argnames=("spec", "shape", "block_size", "scale_shape", "point_shape"))
 def _find_own_parameters(
     x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
     point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     """Return the scale and the zero point for the range of x, of a spec whose zero point is not fixed."""
-    low, high = min_max.find_extremes(x, shape, block_size)
-    return scale_from_range.find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
+    return scale_from_range.find_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
 
 
 def _broadcast_end(argument: str, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:

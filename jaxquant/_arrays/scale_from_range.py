@@ -8,12 +8,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from .._core import barriers, checks, division, dtypes, rounding, sharding, small_floats
+from .._core import barriers, checks, division, dtypes, min_max, recording, rounding, sharding, small_floats
 from .._core import granularity as granularities
 from .spec import QuantSpec
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _TINY, _LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+_TINY_BITS, _INFINITY_BITS = _TINY.view(np.int32), np.float32(np.inf).view(np.int32)
 
 
 def find_shapes(function: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -138,6 +139,41 @@ def _find_scale_and_zero_point(
     scale = _round_scale_up(spec, wide)
     wide = small_floats.scale_as_float32(scale)
     return scale, _find_zero_point(spec, low, _spread_like(wide, low))
+
+
+def find_own_scale_and_zero_point(
+    spec: QuantSpec, x: jax.Array, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
+    point_shape: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Return the scale and the zero point of the ranges of x; the arguments have been checked.
+
+    The result is that of `find_scale_and_zero_point` for `min_max.find_extremes`.
+
+    Args:
+        spec: Static. The spec of the scale and the zero point.
+        x: float32, float16 or bfloat16.
+        shape: Static. The shape of the ranges, the finer of the two shapes.
+        block_size: Static. The length of a block, or None.
+        scale_shape: Static. The shape of the scale.
+        point_shape: Static. The shape of the zero point.
+    """
+    # An exporter has operators for the extremes, and none for bits.
+    is_general = spec.fixed_zero_point is not None or not scale_shape == point_shape == shape
+    if is_general or recording.is_recording():
+        low, high = min_max.find_extremes(x, shape, block_size)
+        return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
+    # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
+    # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
+    low, high, bits = min_max.find_signed_extremes(x, shape, block_size)
+    qmin, qmax = spec.bounds
+    half = np.float32(0.5)
+    scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
+    scale = lax.select(lax.lt(bits, _TINY_BITS), lax.full_like(scale, 1), lax.max(scale, _TINY))
+    scale = lax.select(lax.gt(bits, _INFINITY_BITS), lax.full_like(scale, np.nan), scale)
+    scale = _round_scale_up(spec, scale)
+    point = _find_zero_point(spec, low, small_floats.scale_as_float32(scale))
+    scale, point = barriers.compute_once((scale, point))
+    return scale.reshape(shape), point.reshape(shape)
 
 
 def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray, dequantize_checked
-from .._core import barriers, checks, dtypes, granularity, rounding, sharding, small_floats
-from ..integer import _operands, _scaling
+from .._core import barriers, checks, dtypes, granularity, recording, rounding, sharding, small_floats
+from ..integer import _dot_kernel, _operands, _scaling
 from ..integer._conv_geometry import Plan, plan_convolution
 from ..integer.conv_general_dilated import arrange_layout
 from . import dot_integer
@@ -199,7 +199,7 @@ def _convolve_weight_only(lhs: Any, rhs: Any, *, plan: Plan, precision: Any, dty
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("plan", "dtype"))
+@functools.partial(jax.jit, static_argnames=("plan", "dtype"))
 def _convolve_integers(
     lhs: QuantizedArray, rhs: QuantizedArray, epilogue: Epilogue | None, *, plan: Plan, dtype: Any
 ) -> jax.Array:
@@ -257,24 +257,52 @@ def _move_zero_points(
     for axis, (low, high), step in zip(spatial, geometry.padding, geometry.lhs_dilation, strict=True):
         pads[axis] = (low, high, step - 1)
     if any(pad != (0, 0, 0) for pad in pads):
-        own = lax.broadcast_in_dim(points, (codes.shape[image],), (0,))
-        shape = tuple(1 if axis not in spatial else n for axis, n in enumerate(codes.shape))
-        inside = lax.pad(jnp.ones(shape, bool), np.False_, pads)
-        codes = lax.pad(codes, np.zeros((), codes.dtype), pads)
-        fill = lax.broadcast_in_dim(own.astype(codes.dtype), codes.shape, (image,))
-        inside = lax.broadcast_in_dim(inside, codes.shape, range(codes.ndim))
-        codes = jnp.where(*(sharding.place_like(part, codes) for part in (inside, codes, fill)))
+        codes = _pad_with_zero_points(codes, points, image, pads)
         ones = (1,) * len(spatial)
         plan = plan._replace(geometry=geometry._replace(padding=((0, 0),) * len(spatial), lhs_dilation=ones))
     # The kernel subtracts 128 from uint8 codes in any case.
     middle = 128 if lhs.codes.dtype == jnp.uint8 else 0
     feature = plan.numbers.rhs_spec[0]
-    kernel = jnp.moveaxis(rhs.codes, feature, 0).astype(jnp.int32).reshape(rhs.shape[feature], -1)
-    sums = kernel.sum(1, dtype=jnp.int32)
+    sums = _sum_kernels(rhs.codes, feature)
     if rhs_point is not None:
-        sums = sums - rhs_point.astype(jnp.int32) * np.int32(kernel.shape[1])
+        sums = sums - rhs_point.astype(jnp.int32) * np.int32(math.prod(rhs.shape) // max(rhs.shape[feature], 1))
     correction = (points.astype(jnp.int32) - np.int32(middle)).reshape(-1, 1) * sums.reshape(1, -1)
     return codes, jnp.full((1,), middle, lhs.codes.dtype) if middle else None, correction, plan
+
+
+def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads: Sequence[Any]) -> jax.Array:
+    """Return images padded with their own zero points, of which `points` has one for each."""
+    own = lax.broadcast_in_dim(points.astype(codes.dtype), (codes.shape[image],), (0,))
+    zero = np.zeros((), codes.dtype)
+
+    def spread(like: jax.Array) -> jax.Array:
+        return sharding.place_like(lax.broadcast_in_dim(own, like.shape, (image,)), like)
+
+    if codes.dtype in _operands.EIGHT_BITS and not recording.is_recording():
+        # The difference and the sum wrap around, so that together they change no code, and XLA needs no mask.
+        padded = lax.pad(lax.sub(codes, spread(codes)), zero, pads)
+        return lax.add(padded, spread(padded))
+    shape = tuple(1 if pad == (0, 0, 0) else n for n, pad in zip(codes.shape, pads, strict=True))
+    inside = lax.pad(jnp.ones(shape, bool), np.False_, pads)
+    padded = lax.pad(codes, zero, pads)
+    inside = sharding.place_like(lax.broadcast_in_dim(inside, padded.shape, range(padded.ndim)), padded)
+    return jnp.where(inside, padded, spread(padded))
+
+
+def _sum_kernels(codes: jax.Array, feature: int) -> jax.Array:
+    """Return the sum of the codes of each output feature, int32."""
+    features = codes.shape[feature]
+    length = math.prod(codes.shape) // max(features, 1)
+    if recording.is_recording() or sharding.is_placed(codes):
+        return jnp.moveaxis(codes, feature, 0).astype(jnp.int32).reshape(features, -1).sum(1, dtype=jnp.int32)
+    # A contraction with ones: XLA:CPU has a kernel for it, but compiles three loops for a reduction of int8.
+    signed, is_last = _operands.convert_to_signed(codes), feature == codes.ndim - 1
+    moved = signed if is_last else jnp.moveaxis(signed, feature, 0)
+    kernels = moved.reshape((1, length, features) if is_last else (1, features, length))
+    sums = _dot_kernel.contract_integers(
+        _dot_kernel.make_ones(1, length), kernels, None, None, transposed=not is_last
+    )[0, 0]  # fmt: skip
+    return sums + np.int32(length * _operands.find_offset(codes.dtype))
 
 
 def _read_entries(q: QuantizedArray, part: jax.Array, axis: int) -> jax.Array:

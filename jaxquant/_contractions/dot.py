@@ -128,7 +128,7 @@ def contract_checked(
 
 # A plain jit is enough: the operands have been checked, and a QuantizedArray is a pytree.
 @functools.partial(
-    jax.jit, inline=True,
+    jax.jit,
     static_argnames=("function", "numbers", "precision", "preferred", "out_sharding", "caller_axes"),
 )  # fmt: skip
 def _contract(

@@ -60,7 +60,7 @@ def _batch_dequantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granular
 
 # A jit whose trace JAX keeps: another layer with activations of the same shape is traced in a fraction of the time.
 @recording.mark("quantize", lambda x, dtype, **_: (x.shape, dtype), _batch_quantize)
-@functools.partial(jax.jit, inline=True, static_argnames=("granularity", "dtype", "precision", "saturate", "bounds"))
+@functools.partial(jax.jit, static_argnames=("granularity", "dtype", "precision", "saturate", "bounds"))
 def quantize_affine(
     x: jax.Array,
     scale: jax.Array,

@@ -48,6 +48,24 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     return decode_ends(*_find_slice_keys(x, shape, block_size))
 
 
+def find_signed_extremes(
+    x: jax.Array, shape: tuple[int, ...], block_size: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (min(x, -0), max(x, 0), bits) of each slice, in the given shape without its dimensions of 1.
+
+    The bits are those of the larger magnitude of the two, as int32. If a slice has a NaN, they are those of a NaN, and
+    at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are those of
+    `find_extremes`.
+    """
+    low, high = _find_slice_keys(x, shape, block_size)
+    kept = tuple(length for length in shape if not isinstance(length, int) or length != 1)
+    # The key of -0 is -1. A negative key has the bits of its magnitude as its complement.
+    low, high = lax.min(low.reshape(kept), ~_ZERO), lax.max(high.reshape(kept), _ZERO)
+    bits = lax.max(lax.bitwise_not(low), high)
+    low, high = (lax.bitcast_convert_type(end, jnp.float32) for end in (lax.bitwise_xor(low, _MAGNITUDE), high))
+    return low, high, bits
+
+
 def _find_kept_lengths(x: jax.Array, axes: tuple[int, ...]) -> list[Any]:
     return [(tuple(n for axis, n in enumerate(x.shape) if axis not in axes), jnp.float32)] * 2
 
@@ -214,4 +232,6 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
     low, high = (keys.reshape(before, joined, after) for keys in ends)
     low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
     slice_shape, outer_axes = (*outer, after), axes[:-1]
-    return lax.reduce_min(low.reshape(slice_shape), outer_axes), lax.reduce_max(high.reshape(slice_shape), outer_axes)
+    low, high = low.reshape(slice_shape), high.reshape(slice_shape)
+    # XLA would merge a reduction with the loop of its only reader, which would then be split over threads.
+    return lax.optimization_barrier((lax.reduce_min(low, outer_axes), lax.reduce_max(high, outer_axes)))

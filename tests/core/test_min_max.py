@@ -80,11 +80,28 @@ def assert_same_bits(result: jax.Array, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_extremes_have_the_bits_of_numpys(name: str) -> None:
     shape, ranges, block = CASES[name]
-    find = jax.jit(lambda x: min_max.find_extremes(x, ranges, block))
+    find = jax.jit(lambda x: (min_max.find_extremes(x, ranges, block), min_max.find_signed_extremes(x, ranges, block)))
     for seed in range(3):
         x = spoil(shape, seed)
-        for actual, expected in zip(find(x), expect(x, ranges, block), strict=True):
+        ends, signed = find(x)
+        for actual, expected in zip(ends, expect(x, ranges, block), strict=True):
             assert_same_bits(actual, expected)
+        check_signed_extremes(signed, *expect(x, ranges, block))
+
+
+def check_signed_extremes(signed: tuple[jax.Array, ...], low: np.ndarray, high: np.ndarray) -> None:
+    """Check the extremes of each slice and of -0 and 0, and the bits of the larger magnitude."""
+    kept = tuple(n for n in low.shape if n != 1)
+    low, high, bits = low.reshape(kept), high.reshape(kept), np.asarray(signed[2])
+    assert all(part.shape == kept for part in signed)
+    is_number = ~np.isnan(low)
+    assert (bits[~is_number] > F32(np.inf).view(np.int32)).all()
+    least = np.where(order(low) < -1, low, F32(-0.0))[is_number]
+    most = np.where(order(high) > 0, high, F32(0))[is_number]
+    for actual, expected in zip(signed, (least, most), strict=False):
+        np.testing.assert_array_equal(np.asarray(actual)[is_number].view(np.int32), expected.view(np.int32))
+    magnitudes = np.maximum(np.abs(least).view(np.int32), most.view(np.int32))
+    np.testing.assert_array_equal(bits[is_number], magnitudes)
 
 
 @pytest.mark.parametrize("special", SPECIAL)
