@@ -294,7 +294,7 @@ def test_constants_are_quantized_as_in_any_other_program(rng: np.random.Generato
     """Quotients next to ties: a product with the reciprocal of the scale would round some of them to other codes."""
     scale = np.float32(5) / np.float32(255)
     steps = rng.integers(-100, 100, 400).astype(np.float32) + np.float32(0.5)
-    x = np.concatenate([steps * scale, np.float32([-2.5, 2.5])])
+    x = np.concatenate([steps * scale, np.array([-2.5, 2.5], np.float32)])
     x = np.concatenate([x, np.nextafter(x, np.float32(9)), np.nextafter(x, np.float32(-9))])
     expected = np.clip(np.rint(x / scale) + 128, 0, 255).astype(np.uint8)
     model = jqonnx.export(lambda: jq.quantize_linear(x, scale, np.uint8(128)), [])

@@ -150,11 +150,11 @@ def _find_names(function: Any, arguments: Sequence[Any], params: Any, names: Seq
 
 def _check_names(argument: str, names: Any, count: int) -> list[str]:
     """Return the names that the caller gives inputs or outputs, as a list."""
-    is_list = not isinstance(names, str | bytes) and all(isinstance(name, str) for name in names)
+    is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
     checks.require_type(is_list, _NAME, argument, "a sequence of strings", repr(names))
     expected = f"{count} distinct names, none of which is empty"
     checks.require(len(names) == len(set(names)) == count and all(names), _NAME, argument, expected, names)
-    return list(names)
+    return [str(name) for name in names]
 
 
 def _list_positional(function: Any) -> list[str]:

@@ -257,7 +257,7 @@ def _update_block(
     """Return an array with a block replaced that is shorter than the array along several axes."""
     order = [*axes, *(axis for axis in range(len(shape)) if axis not in axes)]
     begin = _join_starts(graph, starts, [shape[axis] - sizes[axis] for axis in axes])
-    steps = np.stack(np.indices([sizes[axis] for axis in axes]), axis=-1).astype(np.int64)
+    steps = np.moveaxis(np.indices([sizes[axis] for axis in axes]), 0, -1).astype(np.int64)
     index = graph.add("Add", [begin, graph.add_constant(steps)])
     x, update = (graph.transpose(name, order) for name in names)
     return graph.transpose(graph.add("ScatterND", [x, index, update]), [int(axis) for axis in np.argsort(order)])

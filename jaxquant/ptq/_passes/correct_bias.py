@@ -179,7 +179,7 @@ def _correct_by_batches(
     levels = graphs.find_levels(graphs.make_graph(call), [target.site for target in targets])
     expected = measure(None) if targets else {}
     before: dict[str, float] = {}
-    taken = {name: np.float32(0) for name in expected}
+    taken = {name: np.zeros_like(mean) for name, mean in expected.items()}
     after: dict[str, float] = {}
     originals = [jnp.asarray(arrays[target.bias]) for target in targets]
     for level in sorted(set(levels.values())):
