@@ -42,7 +42,7 @@ def train(images: jax.Array, labels: jax.Array) -> Any:
         return optax.apply_updates(params, updates), state
 
     params = NETWORK.init(jax.random.key(0), images)
-    return jax.lax.fori_loop(0, 100, step, (params, OPTIMIZER.init(params)))[0]
+    return jax.lax.fori_loop(0, 50, step, (params, OPTIMIZER.init(params)))[0]
 
 
 def quantize_kernel(kernel: jax.Array) -> Quantized:
@@ -158,13 +158,13 @@ def report_speed(params: Any, quantized: list[Quantized], biases: list[jax.Array
     for count in (1, 64, 4096):
         x = jnp.resize(images, (count, images.shape[1]))
         seconds: list[list[float]] = []
-        for _ in range(60):
+        for _ in range(25):
             seconds.append([])
             for network in (lambda x: float32(params, x), int8):
                 start = time.perf_counter()
                 jax.block_until_ready(network(x))
                 seconds[-1].append(time.perf_counter() - start)
-        medians = np.median(seconds[10:], axis=0) * 1e3
+        medians = np.median(seconds[5:], axis=0) * 1e3
         print(f"{f'{count} images, ms':28}{medians[0]:10.3f}{medians[1]:11.3f}")
     print()
 

@@ -52,11 +52,11 @@ def train(apply: Callable[..., Any], trainable: Any, images: jax.Array, labels: 
 def measure_milliseconds(predict: Callable[[jax.Array], Any], images: jax.Array) -> float:
     """Return the median time of a call."""
     seconds = []
-    for _ in range(60):
+    for _ in range(25):
         start = time.perf_counter()
         jax.block_until_ready(predict(images))
         seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds[10:])) * 1e3
+    return float(np.median(seconds[5:])) * 1e3
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
     print(f"Handwritten digits: {len(train_x)} images to train, {len(test_x)} to test\n")
 
     network = Network()
-    (params,) = train(network.apply, (network.init(jax.random.key(0), train_x),), train_x, train_y, 100)
+    (params,) = train(network.apply, (network.init(jax.random.key(0), train_x),), train_x, train_y, 60)
 
     int8 = jq.prepare(network.apply, params, train_x, rules=jq.recipes.w8a8_static(), strict=True)
     int4 = jq.prepare(network.apply, params, train_x, rules=INT4, strict=True)
@@ -76,7 +76,7 @@ def main() -> int:
     batches = jnp.array_split(train_x, 10)
     ranges = {prepared: prepared.calibrate(params, batches) for prepared in (int8, int4)}
     # Scales of weights and activations become parameters, and the training goes on with int4 weights.
-    trained = train(int4.fake_apply, (params, int4.learned(params, ranges[int4])), train_x, train_y, 100)
+    trained = train(int4.fake_apply, (params, int4.learned(params, ranges[int4])), train_x, train_y, 60)
 
     models = {
         "int8": (int8, params, ranges[int8]),

@@ -236,6 +236,7 @@ def test_other_operators_where_an_operand_is_cut(rng: np.random.Generator, kind:
         check_equal(jax.jit(jq.take)(table, shard(index, 0, kind)), rows[index])
 
 
+@pytest.mark.slow
 @KINDS
 def test_convolutions_of_cut_images(rng: np.random.Generator, kind: AxisType) -> None:
     x = jq.quantize(rng.normal(size=(8, 4, 4, 8)).astype(F32), QuantSpec("uint8"))

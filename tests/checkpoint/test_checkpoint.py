@@ -146,6 +146,7 @@ def test_arrays_that_every_library_knows(rng: np.random.Generator) -> None:
     assert checkpoint.to_arrays({"x": 3, "y": None}) == {"x": 3, "y": None}
 
 
+@pytest.mark.slow
 def test_packing_under_jit(rng: np.random.Generator) -> None:
     q = arrays(rng)["uint4"]
     stored = jax.jit(checkpoint.to_arrays)(q)

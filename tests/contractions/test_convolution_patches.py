@@ -86,6 +86,7 @@ def test_patches_are_stacked_in_two_steps_and_the_kernel_is_not_copied() -> None
     assert len(stacks) == 2
 
 
+@pytest.mark.slow
 def test_few_pixels_of_many_features(rng: np.random.Generator) -> None:
     """The patches are contracted with OIHW weights as they are."""
     x = rng.integers(0, 256, (1, 20, 5, 6)).astype(np.uint8)

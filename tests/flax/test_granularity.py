@@ -121,6 +121,7 @@ def test_tables_have_a_scale_for_each_row() -> None:
     assert table.scale.shape == (6, 1)
 
 
+@pytest.mark.slow
 def test_a_scale_per_token_at_any_rank() -> None:
     layer = qnn.Dense(3, weight_spec=W, activation_spec=TOKENS, activation_range=Dynamic())
     variables = layer.init(jax.random.key(0), draw(2, 4))

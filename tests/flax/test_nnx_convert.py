@@ -230,6 +230,7 @@ def test_what_serves_is_saved(tmp_path: Any, name: str) -> None:
     np.testing.assert_array_equal(empty(TOKENS), serving(TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["orbax", "pickle"])
 def test_what_trains_is_saved(tmp_path: Any, name: str) -> None:
     model, serving = mixed()

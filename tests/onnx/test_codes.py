@@ -184,6 +184,7 @@ def test_activations_of_prepared_networks(rng: np.random.Generator) -> None:
         assert report.is_exact, str(report)
 
 
+@pytest.mark.slow
 def test_codes_without_a_fused_kernel(rng: np.random.Generator) -> None:
     """Between int8 and uint8 ONNX Runtime has no integer kernel, and in the form "qdq" it would run a float one."""
     w = jq.quantize(jnp.asarray(rng.normal(0, 0.2, (8, 4)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))

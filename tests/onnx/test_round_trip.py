@@ -37,6 +37,7 @@ def test_a_loaded_export_gives_the_bits_of_the_function(name: str) -> None:
         loaded, params = jqonnx.load(exported)
 
 
+@pytest.mark.slow
 def test_another_batch_size_of_a_loaded_export() -> None:
     function, x = convert_network("linen mlp", "static")
     loaded, params = jqonnx.load(jqonnx.export(function, [x], batch="N"))

@@ -55,4 +55,4 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     ["cnn_int4", "integer_network", "linen_serving", "minilm_4bit", "nnx_serving", "onnx_export", "operators"],
 )
 def test_an_example_is_short(name: str) -> None:
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) <= 60

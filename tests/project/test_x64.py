@@ -127,6 +127,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_same_bits_and_dtypes(name: str) -> None:

@@ -152,6 +152,7 @@ def test_what_cannot_be_quantized_with_inputs_is_noted(rng: np.random.Generator)
             assert note.reason
 
 
+@pytest.mark.slow
 def test_singular_moments_and_dead_inputs_are_noted(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(12, 5)), F32)}
     x = jnp.asarray(rng.normal(size=(4, 12)), F32).at[:, 3].set(0)

@@ -39,6 +39,7 @@ def find_sqnr(x: Any, y: Any) -> float:
     return float(10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["dynamic", "static"])
 def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, capsys: Any) -> None:

@@ -1,5 +1,7 @@
 """What two processes of four devices do in tests/distributed/test_processes.py, and one process with one device.
 
+It has a few operators only, because compiling them in three processes takes long; process_families.py has the others.
+
     python -m tests.support.process_scenario INDEX COUNT PORT FOLDER
 
 Each of the processes runs `main`. The first one writes the results to FOLDER/results.npz.
@@ -75,19 +77,15 @@ def compute_integers(x: jax.Array, w: jax.Array) -> dict[str, Any]:
         "w scale": qw.scale,
         "dynamic": whole.y,
         "dynamic scale": whole.y_scale,
-        "linear": codes,
-        "onednn": jq.onednn.quantize(x, np.float32(0.037), np.int32(3)),
         "conv_integer": jq.conv_integer(images, kernel, np.uint8(3), pads=(1, 1, 1, 1)),
-        "matmul_integer": jq.matmul_integer(codes, channels.codes, np.uint8(3)),
         "accumulator": jq.integer.dot_general(qx.codes, channels.codes, (((1,), (0,)), ((), ()))),
-        "transposed": jq.integer.dot_general(qx.codes, qx.codes, (((0,), (0,)), ((), ()))),
         "product": jq.matmul(qx, channels),
         "added": jq.qlinear_add(codes, 0.037, np.uint8(3), codes, 0.02, np.uint8(9), 0.05, np.uint8(1)),
     }
 
 
 def calibrate(data: Any, observe: Any) -> dict[str, Any]:
-    """Return ranges of two calibrators and of a prepared network, and the codes of its converted weights.
+    """Return ranges of a calibrator and of a prepared network, and the codes of its converted weights.
 
     Args:
         data: the inputs.
@@ -95,10 +93,9 @@ def calibrate(data: Any, observe: Any) -> dict[str, Any]:
     """
     params = {name: data[name] for name in ("first", "second")}
     results: dict[str, Any] = {}
-    for calibrator in (jq.minmax(jq.QuantSpec(jnp.uint8)), jq.percentile(jq.QuantSpec(jnp.int8), 99.0)):
-        state = observe(calibrator.all_reduce, lambda x, c=calibrator: c.update(c.init(x), x))
-        for end, value in calibrator.finalize(state)._asdict().items():
-            results[f"{len(results)} {end}"] = value
+    minmax = jq.minmax(jq.QuantSpec(jnp.uint8))
+    state = observe(minmax.all_reduce, lambda x: minmax.update(minmax.init(x), x))
+    results |= minmax.finalize(state)._asdict()
     prepared = jq.prepare(apply, params, data["x"][0], rules=jq.recipes.w8a8_static())
     state = observe(prepared.all_reduce, lambda x: prepared.observe(prepared.init(), params, x))
     ranges = jax.tree.map(np.asarray, prepared.finalize(state))  # of all devices: now of this one

@@ -209,6 +209,7 @@ def mesh(kind: AxisType) -> Any:
     return jax.make_mesh((8,), ("batch",), axis_types=(kind,))
 
 
+@pytest.mark.slow
 def test_a_batch_on_eight_devices(rng: np.random.Generator) -> None:
     """A sharded jit: masks and codes stay where the batch is, and the weights' gradient is all that is exchanged."""
     x, w, g = problem(rng)

@@ -193,6 +193,7 @@ def prepare(name: str, rng: np.random.Generator, points: bool = False) -> tuple[
     return prepared, variables, find_ranges(prepared, variables, x), x + F(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(NETWORKS))
 @pytest.mark.sample(1)
 def test_codes_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) -> None:

@@ -299,6 +299,7 @@ def test_apply_refuses_a_gradient_that_rounding_makes_zero(params: Any, batches:
     assert jax.grad(lambda x: weights.apply(weights.convert(params), None, x).sum())(x).any()
 
 
+@pytest.mark.slow
 def test_pact_trains_activations_only(params: Any, batches: Any) -> None:
     x = [np.abs(batch) for batch in batches]
     prepared = jq.prepare(apply, params, x[0], rules=STATIC)
