@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+
+import jaxquant as jq
 
 from ..support.matrix import mark_others_full
 
@@ -48,6 +54,21 @@ def test_an_example_runs(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert OUTPUTS[path.stem] in run.stdout
     if path.stem == "cnn_int4":
         assert (tmp_path / "cnn_int4.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_printed_coverage_is_the_documented_one() -> None:
+    """The quickstart prepares a network of these shapes with these recipes."""
+    module: Any = runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
+    x = jax.ShapeDtypeStruct((1347, 64), np.float32)
+    network = module["Network"]()
+    params = jax.eval_shape(network.init, jax.random.key(0), x)
+    prepared = jq.prepare(network.apply, params, x, rules=jq.recipes.w8a8_static(), strict=True)
+    printed = str(prepared.coverage).splitlines()
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    documented = page[page.rindex("\nname   ") + 1 : page.rindex("3 integer") + len("3 integer")].splitlines()
+    assert len(documented) == len(printed) == 5
+    for line, expected in zip(printed, documented, strict=True):
+        assert line.startswith(expected.removesuffix("...").rstrip())
 
 
 @pytest.mark.parametrize(
