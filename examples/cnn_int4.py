@@ -46,7 +46,7 @@ batches, (test_x, test_y) = [(x[i : i + 64], y[i : i + 64]) for i in range(0, 14
 trainable = CNN().init(jax.random.key(0), x[:64])  # gradients train "params" and "scales"; calls update "ranges"
 carry, losses, accuracies = (trainable, {"ranges": trainable.pop("ranges")}, OPTIMIZER.init(trainable)), [], []
 for _ in range(25):
-    for batch in batches:  # not jax.lax.scan, in which XLA:CPU takes some 20 times as long for a convolution
+    for batch in batches:  # not jax.lax.scan, in which XLA:CPU takes 20 times as long for gradients
         carry, loss = step(carry, batch)
     serving = jqf.convert(CNN(), {**carry[0], **carry[1]})  # integers, as they would be deployed after this epoch
     losses.append(float(loss))

@@ -47,7 +47,7 @@ x, y = jnp.asarray(images, jnp.float32).reshape(-1, 8, 8, 1)[order] / 16, jnp.as
 batches, (test_x, test_y) = [(x[i : i + 64], y[i : i + 64]) for i in range(0, 1408, 64)], (x[1408:], y[1408:])
 start = jax.jit(CNN().init)(jax.random.key(0), x[:64])
 carry = (start["params"], {"ranges": start["ranges"]}, OPTIMIZER.init(start["params"]))
-for batch in 15 * batches:  # not jax.lax.scan, in which XLA:CPU takes some 20 times as long for a convolution
+for batch in 15 * batches:  # not jax.lax.scan, in which XLA:CPU takes 20 times as long for gradients
     carry, loss = step(carry, batch)
 trained = {"params": carry[0], **carry[1]}
 serving = jq.flax.convert(CNN(), trained)

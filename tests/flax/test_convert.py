@@ -103,7 +103,7 @@ def trained(module: Any, epochs: int) -> dict[str, Any]:
     batches = [(x[i : i + 128], labels[i : i + 128]) for i in range(0, len(x), 128)]
     with jax.numpy_dtype_promotion("standard"):  # optax counts its steps in int32
         carry = (learned, rest, optimizer.init(learned))
-        # A loop of calls and not a scan, in which XLA:CPU takes some 20 times as long for a convolution.
+        # A loop of calls and not a scan, in which XLA:CPU takes 20 times as long for the gradients.
         for batch in epochs * batches:
             carry = step(carry, batch)
     learned, rest, _ = carry
