@@ -21,7 +21,7 @@ from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
 from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
-from ._programs.interpret import Records
+from ._programs.interpret import Records, Shared
 from ._programs.sites import Address, Site
 from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
@@ -61,7 +61,9 @@ class ObserveMode(_PlannedMode):
         has_range = any(operand.calibrator is not None for operand in self.plan.sites[site.name].activations)
         return has_range or self.plan.regions.find_point(site) is not None
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(
+        self, site: Site, operands: Sequence[Any], records: Records, shared: Sequence[Shared]
+    ) -> tuple[Any, Records]:
         """Return the float result, and the states updated by the activations."""
         plan, arrivals = self.plan.sites[site.name], self.plan.regions.arrivals.get(site.name, ())
         for operand in plan.activations:
@@ -183,7 +185,9 @@ class IntegerMode(_CodesMode):
         """Return whether the contraction runs on codes."""
         return self.plan.sites[site.name].is_replaced
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(
+        self, site: Site, operands: Sequence[Any], records: Records, shared: Sequence[Shared]
+    ) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
         operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
         assert site.weight is None or self.is_parameter(operands[site.weight])
@@ -194,10 +198,13 @@ class IntegerMode(_CodesMode):
             place = int(operand.place)
             if isinstance(operands[place], Codes):
                 continue
-            x = operations.refuse_gradient(operands[place])
             part = None if operand.calibrator is None else records[plan.record][str(place)]
-            scale, zero_point = find_scale(operand.spec, x, part)
-            codes[place] = make_array(Config(operand.spec), x, scale, zero_point, None)
+            if part is not None or operand.spec not in shared[place]:
+                x = operations.refuse_gradient(operands[place])
+                scale, zero_point = find_scale(operand.spec, x, part)
+                codes[place] = make_array(Config(operand.spec), x, scale, zero_point, None)
+            else: codes[place] = shared[place][operand.spec]
+            if part is None: shared[place][operand.spec] = codes[place]
         if self.plan.regions.find_point(site) is not None:
             return self.finish_contraction(site, codes, records), records
         return operations.make_operation(site.equation).contract_quantized(*codes), records
@@ -270,7 +277,9 @@ class TrainMode(_CodesMode):
         """Return whether the contraction runs on codes."""
         return self.plan.sites[site.name].is_replaced
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(
+        self, site: Site, operands: Sequence[Any], records: Records, shared: Sequence[Shared]
+    ) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""
         operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
         assert site.weight is None or self.is_parameter(operands[site.weight])
