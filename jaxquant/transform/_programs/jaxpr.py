@@ -80,6 +80,13 @@ def open_body(program: Any) -> Body:
     return Body(inner, tuple(getattr(program, "consts", ())))
 
 
+def holds_tracers(body: Body) -> bool:
+    """Return whether a tracer is among the arrays that a program, or one inside of it, closes over."""
+    if any(isinstance(value, jax.core.Tracer) for value in body.constants):
+        return True
+    return any(holds_tracers(inner) for equation in body.program.eqns for inner in find_bodies(equation))
+
+
 def is_program(value: Any) -> bool:
     """Return whether a parameter of an equation is a program."""
     return isinstance(getattr(value, "jaxpr", value), core.Jaxpr)
