@@ -42,8 +42,8 @@ def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:
     return correct_quotient(_divide(x, scale), x, scale)
 
 
-# JAX traces an inlined function once for all divisions of the same shapes. Each division is traced in this form, even for
-# a CPU.
+# JAX traces an inlined function once for all divisions of the same shape. Each division is traced in this form, even
+# for a CPU.
 @functools.partial(jax.jit, inline=True)
 def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the correctly rounded quotient x / scale, given an approximate one that is a few ulp off.

@@ -19,7 +19,6 @@ from ._regions.folding import bind_parameters
 from ._regions.statics import StaticValues
 from .rules import Rule
 
-
 # The number of functions that `TracedFunctions` keeps: a static argument may be a counter.
 _MOST_KEPT = 32
 

@@ -92,7 +92,9 @@ def prepare(
     if strict:
         _coverage.check_strict(_NAME, coverage)
     ranges = _ranges.list_ranges(call.analysis, call.plan)
-    prepared = Prepared(function, rules, bool(strict), names, call.plan.leaves, coverage, ranges, call.plan.regions, traced)
+    prepared = Prepared(
+        function, rules, bool(strict), names, call.plan.leaves, coverage, ranges, call.plan.regions, traced
+    )
     _check_specs(prepared, params, args, kwargs)
     return prepared
 

@@ -13,6 +13,8 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import core, source_info_util
 
+from ..._core import checks
+
 Equation = Any
 Program = Any
 
@@ -82,7 +84,7 @@ def open_body(program: Any) -> Body:
 
 def holds_tracers(body: Body) -> bool:
     """Return whether a tracer is among the arrays that a program, or one inside of it, closes over."""
-    if any(isinstance(value, jax.core.Tracer) for value in body.constants):
+    if any(checks.is_traced(value) for value in body.constants):
         return True
     return any(holds_tracers(inner) for equation in body.program.eqns for inner in find_bodies(equation))
 
