@@ -203,7 +203,8 @@ class QuantizedArray(RefusedOperators):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of `codes`."""
-        stored = tuple(jnp.shape(self._stored))
+        stored = getattr(self._stored, "shape", None)  # each eager call asks several times, and `jnp.shape` is slow
+        stored = tuple(jnp.shape(self._stored)) if stored is None else tuple(stored)
         return stored if self._order is None else parts.find_logical_shape(_NAME, "self", stored, self._order)
 
     @property

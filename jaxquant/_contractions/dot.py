@@ -183,7 +183,7 @@ def check_operands(function: str, lhs: Any, rhs: Any) -> tuple[Any, Any]:
 def check_operand(function: str, argument: str, x: Any) -> Any:
     """Check that an operand is a QuantizedArray or a float array, and return it."""
     # A flax.nnx.Param may hold a QuantizedArray, which JAX could not convert.
-    if not isinstance(x, jax.Array | QuantizedArray) and hasattr(x, "__jax_array__"):
+    if not isinstance(x, QuantizedArray) and not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):
         x = x.__jax_array__()
     if isinstance(x, QuantizedArray):
         return quantized_array.check_array(function, argument, x)

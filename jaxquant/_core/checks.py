@@ -128,13 +128,18 @@ def check_integer(function: str, argument: str, value: Any) -> None:
     require_type(holds, function, argument, "an int", describe_value(value))
 
 
+_INT = frozenset((int,))
+
+
 def check_integers(function: str, argument: str, value: Any) -> Any:
     """Return a value with its lists converted to tuples; raise if a number in it, at any depth, is not an integer.
 
     This check must run before the value becomes a key of the cache of compiled programs. True, 1.0 and 1 are equal
     keys: a call with True would run the program that was compiled for 1.
     """
-    if type(value) is int:
+    # The usual cases come first, because eager calls check several values: isinstance with an abstract class is slow.
+    kind = type(value)
+    if kind is int or kind is str or value is None or (kind is tuple and _INT.issuperset(map(type, value))):
         return value
     if isinstance(value, (list, tuple)):
         return tuple([check_integers(function, argument, entry) for entry in value])

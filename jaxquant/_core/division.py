@@ -42,6 +42,9 @@ def _divide_and_correct(x: jax.Array, scale: jax.Array) -> jax.Array:
     return correct_quotient(_divide(x, scale), x, scale)
 
 
+# JAX traces an inlined function once for all divisions of the same shape. Each division is traced in this form, even
+# for a CPU.
+@functools.partial(jax.jit, inline=True)
 def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the correctly rounded quotient x / scale, given an approximate one that is a few ulp off.
 
@@ -65,7 +68,7 @@ def correct_quotient(approximate: jax.Array, x: jax.Array, scale: jax.Array) -> 
     return lax.select(ordinary, result, approximate)
 
 
-# JAX traces an inlined function once for the three calls. Each division is traced in this form, even for a CPU.
+# As above, for the three calls.
 @functools.partial(jax.jit, inline=True)
 def _step_to_quotient(
     result: jax.Array, mantissa_x: jax.Array, mantissa_s: jax.Array, distance: jax.Array

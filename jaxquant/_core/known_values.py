@@ -88,8 +88,11 @@ def check_codes(function: str, argument: str, zero_point: Any, bounds: tuple[int
 
 def check_float_zero_point(function: str, argument: str, zero_point: Any) -> None:
     """Raise ContractValueError if a zero point of a small float dtype is known and not zero."""
-    is_array = isinstance(zero_point, jax.Array | np.ndarray | np.generic)
-    if not is_array or zero_point.dtype not in dtypes.SMALL_FLOATS or checks.is_traced(zero_point):
+    # Integers are the usual case, and each eager call pays for this check.
+    dtype = getattr(zero_point, "dtype", None)
+    if dtype is None or getattr(dtype, "kind", None) in ("i", "u") or dtype not in dtypes.SMALL_FLOATS:
+        return
+    if not isinstance(zero_point, jax.Array | np.ndarray | np.generic) or checks.is_traced(zero_point):
         return
     values = np.asarray(zero_point).astype(np.float32)
     if np.any(values):

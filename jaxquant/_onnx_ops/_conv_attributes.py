@@ -27,11 +27,16 @@ class Attributes(NamedTuple):
 def check_attributes(function: str, **attributes: Any) -> Attributes:
     """Check that the attributes are hashable and their numbers integers, and return them as one static argument."""
     # Check before jit, whose cache of compiled programs cannot tell True, 1 and 1.0 apart.
-    checked = {}
     for name, value in attributes.items():
-        checked[name] = value if name == "auto_pad" else checks.check_integers(function, name, value)
-        checks.check_hashable(function, name, checked[name])
-    return Attributes(**checked)
+        if name != "auto_pad":
+            attributes[name] = checks.check_integers(function, name, value)
+    checked = Attributes(**attributes)
+    try:
+        hash(checked)
+    except TypeError:
+        for name, value in attributes.items():
+            checks.check_hashable(function, name, value)
+    return checked
 
 
 def find_geometry(function: str, x: jax.Array, w: jax.Array, attributes: Attributes) -> Geometry:

@@ -27,6 +27,8 @@ from jax.custom_batching import custom_vmap
 _TERMS = 16
 # From this number of elements of rhs on, a single row is padded to four rows instead of two.
 _FOUR_ROWS = 2**22
+# From this number of rows of lhs on, no row of ones is appended to it.
+_MANY_ROWS = 2**10
 # The number of rows that the kernel multiplies with rhs to sum its columns: it needs several rows.
 _ROWS = 8
 # Up to this number of elements, such rows are a constant of the program.
@@ -82,8 +84,10 @@ def _contract_on_cpu(
     # to lhs, so that one contraction gives them too and reads rhs only once. If lhs is the larger one, the copy that
     # appends the row would cost more than a second contraction. With the row, both contractions below use the longer
     # lhs: if one of them used the original, XLA would run the operation that produces lhs, for example a quantization,
-    # twice. Symbolic sizes cannot be compared, so the row is not appended for them.
-    appends_ones = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns)) and columns > rows
+    # twice. With many rows a second contraction takes a hundredth of the first, and XLA compiles the operation that
+    # produces lhs once for all contractions. Symbolic sizes cannot be compared, so the row is not appended for them.
+    appends_ones = lhs_steps is not None and all(isinstance(n, int) for n in (rows, columns))
+    appends_ones = appends_ones and rows < min(columns, _MANY_ROWS)
     if appends_ones:
         lhs = lax.concatenate([lhs, jnp.ones((batch, 1, depth), jnp.int8)], 1)
     acc = _multiply(lhs, rhs, transposed)

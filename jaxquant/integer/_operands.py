@@ -61,12 +61,13 @@ def is_centred(zero_point: Any, dtype: Any) -> bool:
         return False
     if zero_point is None:
         return find_offset(dtype) == 0
-    if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
-        return False
     if getattr(zero_point, "dtype", None) != dtype:
         return False  # a later check rejects the zero point
-    equal = np.asarray(zero_point) == find_offset(dtype)
-    return bool(equal if equal.ndim == 0 else equal.all())
+    if checks.is_traced(zero_point) or (isinstance(zero_point, jax.Array) and not zero_point.is_fully_addressable):
+        return False
+    # numpy holds each code in one byte. Each eager call pays for this, and a comparison of arrays takes longer.
+    values = np.asarray(zero_point)
+    return values.tobytes() == bytes((find_offset(dtype),)) * values.size
 
 
 def convert_steps(zero_point: jax.Array | None, dtype: np.dtype, centred: bool) -> jax.Array | None:
@@ -97,5 +98,5 @@ def convert_zero_point_number(function: str, argument: str, value: Any, operand:
 
 def find_centred(operands: tuple[Any, Any], zero_points: tuple[Any, Any]) -> tuple[bool, bool]:
     """Return for each of two operands whether its zero point is known to be 0 after the shift to int8."""
-    left, right = (is_centred(z, getattr(x, "dtype", None)) for x, z in zip(operands, zero_points, strict=True))
-    return left, right
+    (left, right), (left_point, right_point) = operands, zero_points
+    return is_centred(left_point, getattr(left, "dtype", None)), is_centred(right_point, getattr(right, "dtype", None))

@@ -33,17 +33,22 @@ def _batch_scaled(mapped: dict[str, bool], acc: jax.Array, a_scale: jax.Array, b
 @recording.mark("scale", lambda acc, **_: (acc.shape, jnp.float32), _batch_scaled)
 def scale_by_both(acc: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
     """Return float32(acc) * float32(a_scale * b_scale), with scales that broadcast against each other and acc."""
-    return scale_product(acc, multiply_scales(a_scale, b_scale))
+    # XLA merges a product with an addition, but not with another product, so the product of the scales is not hidden.
+    return scale_product(acc, _multiply_scales(a_scale, b_scale))
 
 
 def multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
     """Return a_scale * b_scale, broadcast and always rounded to float32 before the operation that follows."""
+    return barriers.round_result(_multiply_scales(a_scale, b_scale))
+
+
+def _multiply_scales(a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
     rank = max(a_scale.ndim, b_scale.ndim)
     # lax multiplies only equal shapes. jnp broadcasts, but refuses different ranks if the user has forbidden that.
     a, b = (lax.expand_dims(s, range(rank - s.ndim)) if s.ndim < rank else s for s in (a_scale, b_scale))
     shape = lax.broadcast_shapes(a.shape, b.shape)
     a, b = (s if s.shape == shape else lax.broadcast_in_dim(s, shape, range(rank)) for s in (a, b))
-    return barriers.round_result(lax.mul(a, b))
+    return lax.mul(a, b)
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -19,6 +19,9 @@ from ._regions.folding import bind_parameters
 from ._regions.statics import StaticValues
 from .rules import Rule
 
+# The number of functions that `TracedFunctions` keeps: a static argument may be a counter.
+_MOST_KEPT = 32
+
 
 def is_quantized(value: Any) -> bool:
     """Return whether a leaf is a quantized array."""
@@ -32,29 +35,94 @@ def is_array(value: Any) -> bool:
     return (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, float | complex)
 
 
+class Structure:
+    """What a tree of arguments has besides its arrays.
+
+    Args:
+        tree: the structure of the tree.
+        leaves: its leaves, with None in place of the arrays.
+        places: the places of the arrays among the leaves.
+        module: the structure of the NNX module whose state the tree is, or None.
+    """
+
+    def __init__(self, tree: Any, leaves: Sequence[Any], places: Sequence[int], module: Any) -> None:
+        self._tree, self._leaves, self._places, self._module = tree, leaves, places, module
+
+    @property
+    def key(self) -> Any:
+        """What decides on the program of a function, apart from the arrays; it is not always hashable."""
+        # True == 1, and a function may tell them apart.
+        return self._tree, tuple((type(leaf), leaf) for leaf in self._leaves), self._module
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """Return the tree with these arrays."""
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, arrays, strict=True):
+            leaves[place] = array
+        tree = jax.tree.unflatten(self._tree, leaves)
+        return tree if self._module is None else sys.modules["flax.nnx"].merge(self._module, tree)
+
+
 class Signature:
     """A tree of arguments, taken apart: its arrays, and what stays the same while a function is traced.
 
     Attributes:
         arrays: the leaves that are arrays; a quantized array is one leaf.
         names: the path of each of them.
+        structure: the rest.
     """
 
     def __init__(self, tree: Any) -> None:
-        tree, self._module = _split_module(tree)
-        paths, self._structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
-        self._places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
-        self._leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
-        self.arrays = [paths[place][1] for place in self._places]
-        self.names = _name_paths([paths[place][0] for place in self._places])
+        tree, module = _split_module(tree)
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+        places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
+        leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
+        self.arrays = [paths[place][1] for place in places]
+        self.names = _name_paths([paths[place][0] for place in places])
+        self.structure = Structure(structure, leaves, places, module)
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Return the tree with other arrays."""
-        leaves = list(self._leaves)
-        for place, array in zip(self._places, arrays, strict=True):
-            leaves[place] = array
-        tree = jax.tree.unflatten(self._structure, leaves)
-        return tree if self._module is None else sys.modules["flax.nnx"].merge(self._module, tree)
+        return self.structure.rebuild(arrays)
+
+
+class TracedFunctions:
+    """A function of arrays for each structure of arguments, which JAX traces once for each of their shapes and dtypes.
+
+    JAX keeps the trace of a function as long as the function exists, and uses it where its own configuration, the mesh
+    and the named axes are the same. So the arrays of the arguments must not be part of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._kept: dict[Any, Callable[..., Any]] = {}
+
+    def trace(self, parameters: Signature, arguments: Signature, described: Sequence[Any]) -> jaxpr.Trace:
+        """Return the program for these arguments.
+
+        Args:
+            parameters: the parameters of the function.
+            arguments: its other arguments.
+            described: the arrays of the parameters, or what stands for them.
+        """
+        first, second = parameters.structure, arguments.structure
+
+        def call(values: Sequence[Any], others: Sequence[Any]) -> Any:
+            positional, named = second.rebuild(others)
+            return self._function(first.rebuild(values), *positional, **named)
+
+        key = (first.key, second.key)
+        try:
+            kept = self._kept.get(key, call)
+        except TypeError:  # an argument cannot be hashed
+            return jaxpr.trace(call, described, arguments.arrays)
+        trace = jaxpr.trace(kept, described, arguments.arrays)
+        # Tracers among the constants of a program belong to a `jax.jit` around this call, and are of no use after it.
+        if not jaxpr.holds_tracers(jaxpr.Body(trace.program, trace.constants)):
+            if kept is call and len(self._kept) == _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = kept
+        return trace
 
 
 def _split_module(tree: Any) -> tuple[Any, Any]:
@@ -131,7 +199,7 @@ class Call:
 
 
 def trace_call(
-    function: Callable[..., Any], rules: Sequence[Rule], params: Any, args: Any, kwargs: Any, planned: Set[int]
+    function: TracedFunctions, rules: Sequence[Rule], params: Any, args: Any, kwargs: Any, planned: Set[int]
 ) -> Call:
     """Trace, analyze and plan a call.
 
@@ -147,21 +215,14 @@ def trace_call(
     Raises:
         ContractTypeError: the function cannot be traced.
     """
-    # Each call is traced again. Programs are not kept, because their constants may be tracers of a `jax.jit` around the
-    # call, which are of no use after it.
     parameters, arguments = Signature(params), Signature((args, kwargs))
-
-    def call(values: Sequence[Any], others: Sequence[Any]) -> Any:
-        positional, named = arguments.rebuild(others)
-        return function(parameters.rebuild(values), *positional, **named)
-
     # Floats in place of codes give the program that `prepare` saw.
     described = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if place in planned and is_quantized(x) else x
         for place, x in enumerate(parameters.arrays)
     ]
     try:
-        trace = jaxpr.trace(call, described, arguments.arrays)
+        trace = function.trace(parameters, arguments, described)
     except (
         jax.errors.ConcretizationTypeError,
         jax.errors.NonConcreteBooleanIndexError,

@@ -21,7 +21,7 @@ from .._training.rounding_vjp import Config, make_array, quantize_and_dequantize
 from ._learned import LearnedScale, read_learned
 from ._plan import OperandPlan, Plan
 from ._programs import jaxpr, operations, restructure
-from ._programs.interpret import Records
+from ._programs.interpret import Records, Stores
 from ._programs.sites import Address, Site
 from ._ranges import StaticRanges
 from ._regions.folding import find_factor_and_bias
@@ -61,7 +61,7 @@ class ObserveMode(_PlannedMode):
         has_range = any(operand.calibrator is not None for operand in self.plan.sites[site.name].activations)
         return has_range or self.plan.regions.find_point(site) is not None
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the float result, and the states updated by the activations."""
         plan, arrivals = self.plan.sites[site.name], self.plan.regions.arrivals.get(site.name, ())
         for operand in plan.activations:
@@ -183,21 +183,22 @@ class IntegerMode(_CodesMode):
         """Return whether the contraction runs on codes."""
         return self.plan.sites[site.name].is_replaced
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes."""
         operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
         assert site.weight is None or self.is_parameter(operands[site.weight])
         if site.operation == "take":
             return operations.look_up(site.equation, *operands), records
         plan, codes = self.plan.sites[site.name], [x.array if isinstance(x, Codes) else x for x in operands]
-        for operand in plan.activations:
+        for operand in [entry for entry in plan.activations if not isinstance(operands[int(entry.place)], Codes)]:
             place = int(operand.place)
-            if isinstance(operands[place], Codes):
-                continue
-            x = operations.refuse_gradient(operands[place])
             part = None if operand.calibrator is None else records[plan.record][str(place)]
-            scale, zero_point = find_scale(operand.spec, x, part)
-            codes[place] = make_array(Config(operand.spec), x, scale, zero_point, None)
+            # A dynamic range is that of the value, whichever contraction reads it.
+            store = stores[place] if part is None else {}
+            if operand.spec not in store:
+                x = operations.refuse_gradient(operands[place])
+                store[operand.spec] = make_array(Config(operand.spec), x, *find_scale(operand.spec, x, part), None)
+            codes[place] = store[operand.spec]
         if self.plan.regions.find_point(site) is not None:
             return self.finish_contraction(site, codes, records), records
         return operations.make_operation(site.equation).contract_quantized(*codes), records
@@ -270,7 +271,7 @@ class TrainMode(_CodesMode):
         """Return whether the contraction runs on codes."""
         return self.plan.sites[site.name].is_replaced
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of the contraction of codes, with its gradient."""
         operands = dequantize_codes(operands, self.plan.regions.arrivals.get(site.name, ()))
         assert site.weight is None or self.is_parameter(operands[site.weight])
@@ -369,8 +370,7 @@ def find_scale(spec: QuantSpec, x: Any, part: Any) -> tuple[jax.Array, jax.Array
     if isinstance(part, LearnedScale):
         return read_learned(_NAME, part, x, spec)
     lo, hi = (None, None) if part is None else part
-    # Of a shape, nothing is read but the rank.
-    # The gradient of a rounding is that at a fixed scale, also where the scale is found in x itself.
+    # The gradient of a rounding is that at a fixed scale, also where the scale is found in x. A shape has only a rank.
     fixed = x if isinstance(x, jax.ShapeDtypeStruct) else lax.stop_gradient(x)
     return find_parameters(_NAME, fixed, spec, lo, hi)[:2]
 
@@ -381,11 +381,10 @@ def make_finder(ranges: StaticRanges, records: Mapping[str, Any]) -> Callable[[s
     def find(name: str, place: str) -> Any:
         for entry in ranges.get(name, ()):
             if entry.place == place:
-                like = jax.ShapeDtypeStruct(entry.shape, jnp.float32)
-                part = records[name][place]
-                return find_scale(
-                    entry.operand.spec, jnp.zeros(like.shape) if isinstance(part, LearnedScale) else like, part
-                )[0]
+                part, shape = records[name][place], entry.shape
+                is_learned = isinstance(part, LearnedScale)
+                like = jnp.zeros(shape) if is_learned else jax.ShapeDtypeStruct(shape, jnp.float32)
+                return find_scale(entry.operand.spec, like, part)[0]
         return None
 
     return find

@@ -10,7 +10,7 @@ import jax
 from .._arrays.scale_from_range import find_block_size
 from .._core import checks, dtypes
 from . import _coverage, _ranges
-from ._calls import Signature, trace_call
+from ._calls import Signature, TracedFunctions, trace_call
 from ._prepared import Prepared
 from ._programs.sites import Site
 from .rules import Rule
@@ -74,7 +74,8 @@ def prepare(
     rules = _read_rules(rules)
     checks.check_flag(_NAME, "strict", strict)
     # No parameter is planned yet, so that the function itself reads all codes among the parameters.
-    call = trace_call(function, rules, params, args, kwargs, frozenset())
+    traced = TracedFunctions(function)
+    call = trace_call(traced, rules, params, args, kwargs, frozenset())
     names = call.parameters.names
     has_floats = any(getattr(x, "dtype", None) in dtypes.FLOATS for x in call.parameters.arrays)
     dtype_names = [
@@ -91,7 +92,9 @@ def prepare(
     if strict:
         _coverage.check_strict(_NAME, coverage)
     ranges = _ranges.list_ranges(call.analysis, call.plan)
-    prepared = Prepared(function, rules, bool(strict), names, call.plan.leaves, coverage, ranges, call.plan.regions)
+    prepared = Prepared(
+        function, rules, bool(strict), names, call.plan.leaves, coverage, ranges, call.plan.regions, traced
+    )
     _check_specs(prepared, params, args, kwargs)
     return prepared
 

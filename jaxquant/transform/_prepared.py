@@ -17,7 +17,7 @@ from .._training.rounding_vjp import Config, make_array
 from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
-from ._calls import Call, Signature, check_leaves, check_names, is_quantized, trace_call
+from ._calls import Call, Signature, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
 from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned, read_part
 from ._plan import LeafPlan
 from ._programs import jaxpr
@@ -32,9 +32,10 @@ from .rules import Rule
 class Prepared:
     """A function whose contractions are planned to run on codes; made by `prepare`.
 
-    All methods take the function's own arguments: the parameters, then whatever else it takes. They trace the function
-    again, so wrap them in `jax.jit` where they are called often. Arguments that are not arrays are static, as in
-    `prepare`.
+    All methods take the function's own arguments: the parameters, then whatever else it takes. They interpret its
+    program in each call, so wrap them in `jax.jit` where they are called often. Arguments that are not arrays are
+    static, as in `prepare`. As by `jax.jit`, the function is traced once for all arguments of the same structure, shapes
+    and dtypes. It is traced in each call if an argument cannot be hashed, or if it closes over tracers.
 
     Attributes:
         function: the function.
@@ -45,6 +46,7 @@ class Prepared:
         coverage: what becomes of each contraction at the arguments of `prepare`.
         regions: what stays in codes between contractions, for the use of this class.
         static_ranges: the activations whose range calibration finds, by name.
+        traced: the function as JAX traces it, for the use of this class.
     """
 
     function: Callable[..., Any]
@@ -55,6 +57,7 @@ class Prepared:
     coverage: _coverage.Coverage
     static_ranges: _ranges.StaticRanges
     regions: Regions
+    traced: TracedFunctions
 
     def __repr__(self) -> str:
         """Return the function, and how many of its contractions are in each form."""
@@ -299,7 +302,7 @@ class Prepared:
         function = f"Prepared.{method}"
         # Before the function is traced, which may read a path that is missing.
         check_names(function, self.names, Signature(params).names)
-        call = trace_call(self.function, self.rules, params, args, kwargs, self.leaves.keys())
+        call = trace_call(self.traced, self.rules, params, args, kwargs, self.leaves.keys())
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
         check_leaves(function, self.names, self.leaves, call.plan.leaves)

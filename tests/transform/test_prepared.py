@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pathlib
+import weakref
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxquant as jq
-from jaxquant.transform import _prepared
+from jaxquant.transform import _calls, _prepared
 
 F32 = np.float32
 STATIC = jq.recipes.w8a8_static()
@@ -377,6 +379,107 @@ def test_quantized_parameters_are_left_alone(params: Any, batches: Any) -> None:
     assert qparams["first"]["kernel"] is given["first"]["kernel"]
     y = jax.jit(prepared.apply)(qparams, None, x)
     np.testing.assert_array_equal(y, jax.jit(prepared.fake_apply)(given, None, x))
+
+
+def test_function_is_traced_once_for_each_structure_and_shape(params: Any, batches: Any) -> None:
+    traces = []
+
+    def count(params: Any, x: jax.Array, scale: float, double: Any = False) -> jax.Array:
+        traces.append((x.shape, double))
+        return apply(params, x, scale=scale, double=bool(double))
+
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(count, params, x, 1.0, rules=DYNAMIC)
+    qparams = prepared.convert(params)
+
+    def call(x: jax.Array, *options: Any) -> None:
+        jax.eval_shape(lambda q, x: prepared.apply(q, None, x, 2.0, *options), qparams, x)
+
+    call(x)
+    jax.eval_shape(prepared.fake_apply, params, None, x, 3.0)
+    assert traces == [((6, 12), False)]
+    call(x[:2])
+    call(x, True)
+    call(x, 1)  # 1 == True, and is another argument
+    call(x, True)
+    assert traces[1:] == [((2, 12), False), ((6, 12), True), ((6, 12), 1)]
+    assert [type(double) for _, double in traces] == [bool, bool, bool, int]
+    # JAX's configuration is part of what it keeps a trace for.
+    with jax.default_matmul_precision("highest"):
+        call(x)
+    assert len(traces) == 5
+
+
+def test_function_of_an_unhashable_argument_is_traced_in_each_call(params: Any, batches: Any) -> None:
+    class Options:
+        __hash__ = None  # type: ignore[assignment]
+        double = False
+
+    options, x = Options(), jnp.asarray(batches[0])
+
+    def read(params: Any, x: jax.Array, options: Options) -> jax.Array:
+        h = apply(params, x, double=options.double)
+        return jnp.concatenate([h, h]) if options.double else h
+
+    prepared = jq.prepare(read, params, x, options, rules=DYNAMIC)
+    options.double = True
+    y = jax.eval_shape(lambda p, x: prepared.fake_apply(p, None, x, options), params, x)
+    assert y.shape == (12, 5)
+
+
+def test_kept_functions_do_not_keep_the_arrays_of_their_arguments(params: Any, batches: Any) -> None:
+    x = jnp.asarray(batches[0]) + 1
+    prepared = jq.prepare(apply, params, x, rules=DYNAMIC)
+    reference = weakref.ref(x)
+    del x
+    gc.collect()
+    assert reference() is None
+    assert prepared.coverage.rows
+
+
+def test_no_more_functions_are_kept_than_the_limit(params: Any, batches: Any) -> None:
+    like = jax.ShapeDtypeStruct((6, 12), F32)
+    prepared = jq.prepare(lambda p, x, step: x @ p["first"]["kernel"] * step, params, like, 0, rules=DYNAMIC)
+    for step in range(_calls._MOST_KEPT + 2):
+        prepared.check(params, like, step)
+    assert len(prepared.traced._kept) == _calls._MOST_KEPT
+
+
+def test_activation_of_several_contractions_is_quantized_once(params: Any, batches: Any) -> None:
+    """Contractions of one value have its codes in common, also where only one of them is in a loop."""
+    kernel = params["first"]["kernel"]
+    given = {"a": kernel, "b": kernel * 2, "c": jnp.stack([kernel, -kernel])}
+
+    def project(p: Any, x: jax.Array) -> Any:
+        looped = jax.lax.scan(lambda y, w: (y + x @ w, None), jnp.zeros((6, 16)), p["c"])[0]
+        return x @ p["a"], x @ p["b"], jax.jit(lambda x: x @ p["a"])(x * 2), looped
+
+    x = jnp.asarray(batches[0])
+    prepared = jq.prepare(project, given, x, rules=DYNAMIC, strict=True)
+    qparams = prepared.convert(given)
+    program = str(jax.make_jaxpr(prepared.apply)(qparams, None, x))
+    # That of x and that of x * 2, and in the loop that of x again.
+    assert program.count("name=quantize_affine") == 3
+    y = jax.jit(prepared.apply)(qparams, None, x)
+    assert equal(y, jax.jit(prepared.fake_apply)(given, None, x))
+
+
+def test_trace_with_closed_over_tracers_is_not_kept(params: Any, batches: Any) -> None:
+    x, cell = jnp.asarray(batches[0]), {}
+
+    def prepare_inside(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:
+        cell["offset"] = offset
+        # The inner function makes the tracer a constant of a body.
+        add = jax.jit(lambda y: y + cell["offset"])
+        cell["prepared"] = jq.prepare(lambda p, x: add(apply(p, x)), params, x, rules=DYNAMIC)
+        return x
+
+    def call_inside(params: Any, x: jax.Array, offset: jax.Array) -> jax.Array:
+        cell["offset"] = offset
+        return cell["prepared"].fake_apply(params, None, x)
+
+    jax.eval_shape(prepare_inside, params, x, jnp.float32(0))
+    assert jax.eval_shape(call_inside, params, x, jnp.float32(1)).shape == (6, 5)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ bodies. So vectorization, differentiation and sharding are JAX's, and no equatio
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from .sites import Address, Site
 
 # A value for each site, or for several that share one, by name: the state of a calibrator, or a scale.
 Records = dict[str, Any]
+# For each operand, what a mode has computed of its value, for other contractions of the value.
+Stores = Sequence[dict[Any, Any]]
 
 
 class Mode(Protocol):
@@ -33,7 +36,7 @@ class Mode(Protocol):
         """Return whether a contraction is replaced."""
         ...
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return the result of a contraction, and the records of its site."""
         ...
 
@@ -107,23 +110,27 @@ class Interpreter:
 
         live = sorted(find_live(program))
         last_uses = _find_last_uses(program, live)
+        # Of this evaluation alone, because a body may be evaluated more than once, with other values.
+        computed: collections.defaultdict[Any, dict[Any, Any]] = collections.defaultdict(dict)
         for index in live:
             equation = program.eqns[index]
             operands = [read(atom) for atom in equation.invars]
-            results = self._evaluate(equation, operands, (*address, index))
+            stores = [{} if jaxpr.is_literal(atom) else computed[atom] for atom in equation.invars]
+            results = self._evaluate(equation, operands, (*address, index), stores)
             known |= zip(equation.outvars, results, strict=True)
             # Outside of jax.jit the arrays that no later equation reads would stay in memory.
             for variable in last_uses.get(index, ()):
                 del known[variable]
+                computed.pop(variable, None)
         return [read(atom) for atom in program.outvars]
 
-    def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+    def _evaluate(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
             scope = jaxpr.find_scope(equation) or site.operation
             # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
-                result, self.records = self.mode.contract(site, operands, self.records)
+                result, self.records = self.mode.contract(site, operands, self.records, stores)
             return [result]
         action = self.mode.find_action(address)
         if action is not None:

@@ -13,6 +13,8 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import core, source_info_util
 
+from ..._core import checks
+
 Equation = Any
 Program = Any
 
@@ -78,6 +80,13 @@ def open_body(program: Any) -> Body:
     """Return a program and its constants. Newer versions of JAX keep the constants in the program itself."""
     inner = getattr(program, "jaxpr", program)
     return Body(inner, tuple(getattr(program, "consts", ())))
+
+
+def holds_tracers(body: Body) -> bool:
+    """Return whether a tracer is among the arrays that a program, or one inside of it, closes over."""
+    if any(checks.is_traced(value) for value in body.constants):
+        return True
+    return any(holds_tracers(inner) for equation in body.program.eqns for inner in find_bodies(equation))
 
 
 def is_program(value: Any) -> bool:
