@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
@@ -32,8 +33,33 @@ def is_array(value: Any) -> bool:
     return (hasattr(value, "shape") and hasattr(value, "dtype")) or isinstance(value, float | complex)
 
 
+class _Frame:
+    """What stays the same while a function is traced: the structure of a tree, and its leaves that are not arrays."""
+
+    def __init__(self, structure: Any, places: Sequence[int], leaves: Sequence[Any], names: Sequence[str], module: Any):
+        self.structure = structure
+        self.places = tuple(places)  # of the arrays
+        self.leaves = tuple(leaves)  # None in place of an array
+        self.names = tuple(names)
+        self.module = module
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Frame) or (self.structure, self.places) != (other.structure, other.places):
+            return False
+        # True equals 1, and yet a function may return something else for it.
+        pairs = zip((*self.leaves, self.module), (*other.leaves, other.module), strict=True)
+        return all(a is b or (type(a) is type(b) and a == b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        # The values themselves may have no hash.
+        return hash((self.structure.num_leaves, self.places, tuple(map(type, self.leaves))))
+
+
+@jax.tree_util.register_pytree_node_class
 class Signature:
     """A tree of arguments, taken apart: its arrays, and what stays the same while a function is traced.
+
+    It is a pytree of its arrays. As an argument of `jax.jit` it gives each set of static arguments a program.
 
     Attributes:
         arrays: the leaves that are arrays; a quantized array is one leaf.
@@ -41,20 +67,52 @@ class Signature:
     """
 
     def __init__(self, tree: Any) -> None:
-        tree, self._module = _split_module(tree)
-        paths, self._structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
-        self._places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
-        self._leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
-        self.arrays = [paths[place][1] for place in self._places]
-        self.names = _name_paths([paths[place][0] for place in self._places])
+        tree, module = _split_module(tree)
+        paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
+        places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
+        leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
+        self.arrays = [paths[place][1] for place in places]
+        self._frame = _Frame(structure, places, leaves, _name_paths([paths[place][0] for place in places]), module)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The path of each array."""
+        return self._frame.names
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Return the tree with other arrays."""
-        leaves = list(self._leaves)
-        for place, array in zip(self._places, arrays, strict=True):
+        frame = self._frame
+        leaves = list(frame.leaves)
+        for place, array in zip(frame.places, arrays, strict=True):
             leaves[place] = array
-        tree = jax.tree.unflatten(self._structure, leaves)
-        return tree if self._module is None else sys.modules["flax.nnx"].merge(self._module, tree)
+        tree = jax.tree.unflatten(frame.structure, leaves)
+        return tree if frame.module is None else sys.modules["flax.nnx"].merge(frame.module, tree)
+
+    def tree_flatten(self) -> tuple[list[Any], _Frame]:
+        """Return the arrays, and what is static."""
+        return self.arrays, self._frame
+
+    @classmethod
+    def tree_unflatten(cls, frame: _Frame, arrays: Sequence[Any]) -> Signature:
+        """Return the signature with these arrays, which may be any objects."""
+        signature = object.__new__(cls)
+        signature.arrays, signature._frame = list(arrays), frame
+        return signature
+
+
+def find_programs(signatures: Sequence[Signature]) -> list[Signature]:
+    """Return the first of each run of signatures that may have a program of their own.
+
+    These are those with other static values, shapes or dtypes.
+    """
+    firsts: dict[Any, Signature] = {}
+    for signature in signatures:
+        leaves, structure = jax.tree.flatten(signature)
+        # A Python float takes the dtype of the array that it meets.
+        weak = [getattr(x, "weak_type", isinstance(x, float | complex)) for x in leaves]
+        shapes = tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
+        firsts.setdefault((structure, shapes, tuple(weak)), signature)
+    return list(firsts.values())
 
 
 def _split_module(tree: Any) -> tuple[Any, Any]:

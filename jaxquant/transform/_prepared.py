@@ -151,14 +151,15 @@ class Prepared:
             return {}
 
         @jax.jit
-        def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, jax.Array]:
+        def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, jax.Array]:
+            args, kwargs = batch.rebuild(batch.arrays)
             updated = self.observe(state, signature.rebuild(arrays), *args, **kwargs, **arguments)
             return updated, is_finite_state(updated)
 
         # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the
         # program.
         step = loop.Step(
-            "Prepared.calibrate", lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
+            "Prepared.calibrate", lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
             lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
         )  # fmt: skip

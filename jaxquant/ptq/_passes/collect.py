@@ -91,9 +91,8 @@ def make_states(call: Call, names: Container[str] | None = None) -> dict[str, Mo
     return states
 
 
-def update_states(prepared: Prepared, states: Any, params: Any, args: Any, kwargs: Any) -> Any:
+def update_states(prepared: Prepared, states: Any, call: Call) -> Any:
     """Return the states after one call of the function in floats."""
-    call = prepared._trace("collect", params, args, kwargs)
     prepared._check_floats("collect", call.parameters)
     return prepared._interpret(make_mode(call.plan, states), call, call.parameters.arrays, states)[1]
 
@@ -149,14 +148,21 @@ def collect(
     uses: Uses = ()
 
     @jax.jit
-    def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, jax.Array]]:
-        updated = update_states(prepared, state, signature.rebuild(arrays), args, {**kwargs, **arguments})
+    def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
+        args, kwargs = batch.rebuild(batch.arrays)
+        current = prepared._trace("collect", signature.rebuild(arrays), args, {**kwargs, **arguments})
+        # The states, and how each weight is read, are those of the first batch.
+        sites = current.analysis.sites.values()
+        added = sorted({site.name for site in sites if has_statistics(current.plan, site)} - set(shapes))
+        expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
+        checks.require(not added, _NAME, "batches", expected, got)
+        updated = update_states(prepared, state, current)
         # Looked at after each batch, so that the error names the first batch with a NaN.
         return updated, _are_finite(updated)
 
     # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
     step = loop.Step(
-        _NAME, lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
+        _NAME, lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
         functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
         lambda state: "\n".join(f"{name} {x.largest.shape}" for name, x in state.items()), frozenset(arguments),
     )  # fmt: skip
