@@ -144,9 +144,7 @@ def compare(
     measured, activations = _measure_calls(prepared, signature, codes, records, others)
     result = _measure_result(prepared, params, qparams, ranges, others)
     weights = _count_weights(prepared, signature, codes)
-    rows = tuple(
-        _make_row(prepared, row, measured.get(row.name, {}), signature, codes, weights) for row in prepared.coverage
-    )
+    rows = tuple(_make_row(prepared, row, measured.get(row.name, {}), signature, codes) for row in prepared.coverage)
     histograms = {
         prepared.names[leaf]: _make_histogram(signature.arrays[leaf], codes.arrays[leaf]) for leaf in prepared.leaves
     }
@@ -176,9 +174,7 @@ def _measure_calls(
         return {name: {key: record[key] for key in _RESULTS} for name, record in final.items()}
 
     def run_all(edges: Mapping[str, jax.Array]) -> list[dict[str, Any]]:
-        return [
-            jax.tree.map(np.asarray, run_sites(signature.arrays, codes.arrays, edges, other)) for other in others
-        ]
+        return [jax.tree.map(np.asarray, run_sites(signature.arrays, codes.arrays, edges, other)) for other in others]
 
     # Edges that are apart; the counts of the first time are not used.
     unit = {name: jnp.arange(2, dtype=jnp.float32) for name in names}
@@ -236,9 +232,7 @@ def _make_records(call: Call, ranges: Any, edges: Mapping[str, jax.Array]) -> di
     return records
 
 
-def _measure_result(
-    prepared: Prepared, params: Any, qparams: Any, ranges: Any, others: Sequence[Signature]
-) -> float:
+def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, others: Sequence[Signature]) -> float:
     """Return the ratio of the result of the function, in decibels."""
     totals = np.zeros(2)
     floats, codes = Signature(params), Signature(qparams)
@@ -288,9 +282,7 @@ def _count_bytes(x: Any) -> int:
     return int(x.nbytes) if is_quantized(x) else parts.count_stored_bytes(x)
 
 
-def _make_row(
-    prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature, sizes: Mapping[str, Any]
-) -> SiteRow:
+def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature) -> SiteRow:
     places = [place for place, name in enumerate(prepared.names) if name in row.paths]
     is_converted = row.form != "float"
     weights = [
@@ -306,7 +298,7 @@ def _make_row(
         max((float(error.saturated) for error in errors), default=None),
         sums["saturated"] / sums["elements"] if sums.get("elements") else None,
         max((float(error.used_codes) for error in errors), default=None),
-        *(sum(sizes[prepared.names[place]][kind] for place in places) for kind in (0, 1)),
+        *(sum(_count_bytes(x.arrays[place]) for place in places) for x in (signature, codes)),
     )  # fmt: skip
 
 

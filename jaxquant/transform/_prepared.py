@@ -129,7 +129,7 @@ class Prepared:
         Args:
             params: the parameters of the function, in floats.
             batches: an iterable of batches: an array is one argument, a tuple holds positional arguments, a mapping
-                keyword arguments. If no range is static, none is read.
+                keyword arguments. Ints and bools in them are static. If no range is static, none is read.
             state: the states to start from, as `init` or `observe` returns them.
             checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute.
             progress: whether to show a progress bar, with the package rich. None shows it on a terminal if rich is

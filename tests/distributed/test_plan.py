@@ -136,15 +136,20 @@ def test_a_plan_as_json_is_a_layout(capsys: pytest.CaptureFixture[str], step: st
             assert set(values) == {"stored", "sent", "arrays"}
 
 
-def list_commands() -> list[tuple[str, str]]:
-    """Return the commands that the documentation prints, and their outputs."""
+def list_commands() -> list[Any]:
+    """Return the commands that the documentation prints, and their outputs; those with many plans take a minute."""
     blocks = [part for part in DOCS.read_text().split("```text\n")[1:] if part.startswith("$ python")]
     texts = [text for block in blocks for text in block.split("```")[0].split("$ ")[1:]]
     pairs = [text.replace("\\\n", " ").split("\n", 1) for text in texts]
-    return [(command.split("jaxquant.distributed ")[1], output.strip()) for command, output in pairs]
+    return [
+        pytest.param(
+            command.split("jaxquant.distributed ")[1], output.strip(),
+            marks=pytest.mark.full if output.count("\n") > 15 else pytest.mark.slow,
+        )
+        for command, output in pairs
+    ]  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("command", "output"), list_commands())
 def test_the_tables_of_the_documentation(capsys: pytest.CaptureFixture[str], command: str, output: str) -> None:
     assert command_line.main(command.split()) == 0

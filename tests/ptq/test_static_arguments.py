@@ -42,7 +42,7 @@ def test_each_batch_has_its_own_program(rng: np.random.Generator) -> None:
     # Biases: the means over both batches are right.
     corrected, _ = ptq.correct_bias(prepared, params, qparams, batches)
     actual = [prepared.apply(corrected, None, *batch) for batch in batches]
-    size = jnp.abs(jnp.concatenate(results)).max()
+    size = float(jnp.abs(jnp.concatenate(results)).max())
     np.testing.assert_allclose(jnp.concatenate(actual).mean(0) - jnp.concatenate(results).mean(0), 0, atol=1e-4 * size)
     # The damage of a weight.
     plan = ptq.allocate_bits(prepared, params, batches, budget=10**6, dtypes=("int4",))
@@ -56,7 +56,7 @@ def test_each_batch_has_its_own_program(rng: np.random.Generator) -> None:
     noise = sum(float(jnp.sum((x - y) ** 2)) for x, y in zip(coded, results, strict=True))
     np.testing.assert_allclose(report.result_sqnr, 10 * np.log10(totals[0] / noise), atol=0.02)
     # The error that is minimized: the mean of both batches.
-    _, notes = ptq.tune(prepared, params, qparams, batches, rounds=1, progress=False)
+    notes: Any = ptq.tune(prepared, params, qparams, batches, rounds=1, progress=False).notes
     parts = [float(jnp.sum((x - y) ** 2) / jnp.sum(y**2)) for x, y in zip(coded, results, strict=True)]
     np.testing.assert_allclose(notes["head"].before, np.mean(parts), rtol=1e-3)
 

@@ -240,8 +240,9 @@ def _list_replaced(prepared: Prepared, call: Call) -> set[str]:
 def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of a prepared function, with another dtype for each weight in front."""
     changed = []
-    for call, site in ((call, site) for call in calls for site in call.analysis.sites.values()):
-        if not call.plan.sites[site.name].is_replaced:
+    pairs = [(call.plan, site) for call in calls for site in call.analysis.sites.values()]
+    for plan, site in pairs:
+        if not plan.sites[site.name].is_replaced:
             continue
         view = describe_site(site, prepared.names)
         rule = next((rule for rule in prepared.rules if rule.matches(view)), None)

@@ -126,8 +126,9 @@ def collect(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there is no batch, a batch is not finite, a contraction has seen no data, the state of a contraction
-            exceeds the limit, or the file was written for another function or other parameters.
+        ValueError: there is no batch, a batch is not finite or has contractions that the first one has not, a
+            contraction has seen no data, the state of a contraction exceeds the limit, or the file was written for
+            another function or other parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
