@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -166,10 +166,7 @@ def _measure_calls(
             for place, x in enumerate(call.parameters.arrays)
         ]
         records = _make_records(call, ranges, edges)
-        # The report has a row for each contraction of the arguments of `prepare`, and no other.
-        added = sorted(set(records) - names)
-        expected, got = "batches whose calls have the contractions that prepare saw", f"also {', '.join(added[:4])}"
-        checks.require(not added, _NAME, "batches", expected, got)
+        _check_contractions(records, names)
         final = prepared._interpret(_make_mode(call.plan), call, parameters, records)[1]
         return {name: {key: record[key] for key in _RESULTS} for name, record in final.items()}
 
@@ -197,6 +194,13 @@ def _measure_calls(
             counts = sum(row["counts"].reshape(-1, _BINS).sum(0, dtype=np.int64) for row in rows)
             histograms[name] = _make_activation_histogram(counts, edge, rows[0]["ends"])
     return totals, histograms
+
+
+def _check_contractions(names: Iterable[str], known: Set[str]) -> None:
+    """Raise unless a call has the contractions of `prepare` only, each of which has a row of the report."""
+    added = sorted(set(names) - known)
+    expected, got = "batches whose calls have the contractions that prepare saw", f"also {', '.join(added[:4])}"
+    checks.require(not added, _NAME, "batches", expected, got)
 
 
 def _find_edges(extremes: Sequence[np.ndarray]) -> np.ndarray | None:

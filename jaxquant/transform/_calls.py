@@ -55,7 +55,6 @@ class _Frame:
         return hash((self.structure.num_leaves, self.places, tuple(map(type, self.leaves))))
 
 
-@jax.tree_util.register_pytree_node_class
 class Signature:
     """A tree of arguments, taken apart: its arrays, and what stays the same while a function is traced.
 
@@ -88,16 +87,15 @@ class Signature:
         tree = jax.tree.unflatten(frame.structure, leaves)
         return tree if frame.module is None else sys.modules["flax.nnx"].merge(frame.module, tree)
 
-    def tree_flatten(self) -> tuple[list[Any], _Frame]:
-        """Return the arrays, and what is static."""
-        return self.arrays, self._frame
 
-    @classmethod
-    def tree_unflatten(cls, frame: _Frame, arrays: Sequence[Any]) -> Signature:
-        """Return the signature with these arrays, which may be any objects."""
-        signature = object.__new__(cls)
-        signature.arrays, signature._frame = list(arrays), frame
-        return signature
+def _restore_signature(frame: _Frame, arrays: Any) -> Signature:
+    """Return the signature with these arrays, which may be any objects."""
+    signature = object.__new__(Signature)
+    signature.arrays, signature._frame = list(arrays), frame
+    return signature
+
+
+jax.tree_util.register_pytree_node(Signature, lambda x: (x.arrays, x._frame), _restore_signature)
 
 
 def find_programs(signatures: Sequence[Signature]) -> list[Signature]:

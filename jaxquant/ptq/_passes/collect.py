@@ -152,11 +152,7 @@ def collect(
     def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
         args, kwargs = batch.rebuild(batch.arrays)
         current = prepared._trace("collect", signature.rebuild(arrays), args, {**kwargs, **arguments})
-        # The states, and how each weight is read, are those of the first batch.
-        sites = current.analysis.sites.values()
-        added = sorted({site.name for site in sites if has_statistics(current.plan, site)} - set(shapes))
-        expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
-        checks.require(not added, _NAME, "batches", expected, got)
+        _check_contractions(current, shapes)
         updated = update_states(prepared, state, current)
         # Looked at after each batch, so that the error names the first batch with a NaN.
         return updated, _are_finite(updated)
@@ -180,16 +176,18 @@ def collect(
     moments: dict[str, Moments] = {}
     for index, names in enumerate(passes):
         path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
-        final = loop.run_loop(
-            step,
-            {} if call is None else make_states(call, names),
-            again,
-            checkpoint=path,
-            progress=progress,
-            inspect=lambda state: None,
-        )
+        start = {} if call is None else make_states(call, names)
+        final = loop.run_loop(step, start, again, checkpoint=path, progress=progress, inspect=lambda state: None)
         moments |= {name: finalize_moments(name, state) for name, state in final.items()}
     return Statistics(moments, uses)
+
+
+def _check_contractions(call: Call, known: Container[str]) -> None:
+    """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
+    names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
+    added = [name for name in names if name not in known]
+    expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
+    checks.require(not added, _NAME, "batches", expected, got)
 
 
 def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:
