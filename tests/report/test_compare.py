@@ -114,6 +114,7 @@ def test_functions_that_return_no_floats() -> None:
     assert "result: nan dB" in report.summary
 
 
+@pytest.mark.slow
 def test_weights_count_once(rng: np.random.Generator, capsys: Any) -> None:
     """A path may look like the second use of another parameter, and like a style of rich."""
     names = ("a", "a#1", "b[red]")
