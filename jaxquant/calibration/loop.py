@@ -173,7 +173,8 @@ def _iterate_positions(
         arguments = split_arguments(step, index, batch)
         # The first batch gives the shapes with which the file is compared.
         if index == 0 and path is not None and path.exists():
-            target = jax.eval_shape(step.run, start.state, *arguments)[0]
+            # The arguments are not traced, because some of them may be static.
+            target = jax.eval_shape(lambda state, given=arguments: step.run(state, *given), start.state)[0]
             position = _load(path, step, target)
             batch_count = position.batches
         # The batches that the file already counts are read and ignored, so that an iterator advances past them.

@@ -4,7 +4,8 @@
     python -m jaxquant.distributed plan --layers 24 --width 2048 --heads 16 --mesh data=8 --step decode
     python -m jaxquant.distributed plan --preset 7B,70B --mesh data=8 --mesh data=8,model=8
 
-With several presets or meshes it prints their totals side by side.
+With several presets or meshes it prints their totals side by side. With --json it prints the bytes of all plans, and
+the shape of each stored array with the axis that cuts each dimension, for NamedSharding(mesh, PartitionSpec(*axes)).
 
 It traces a step with abstract shapes and prints, for one device, the bytes of what it stores, and of what it sends in a
 step by collective. Matrices are cut by `data` (FSDP, in training) and `model` (tensor parallelism). In training the
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +30,10 @@ from ._plan.sizes import FORMATS, PRESETS, Sizes
 _NAME = "distributed.plan"
 _STEPS = {"train": True, "decode": False}
 _AXES = ("data", "model")
+
+
+# The name of the sizes, the sizes, the mesh, and the plan in each format.
+Row = tuple[str, Sizes, dict[str, int], dict[str, Plan]]
 
 
 class StoreOnce(argparse.Action):
@@ -101,15 +107,11 @@ def format_table(columns: dict[str, Plan]) -> str:
     return _align_rows(rows, 1)
 
 
-def format_summary(rows: list[tuple[str, dict[str, int], dict[str, Plan]]]) -> str:
-    """Return a table of the totals of several plans, in GB of 10**9 bytes.
-
-    Args:
-        rows: for each plan the name of the sizes, the mesh, and the plan in each format.
-    """
-    formats = list(rows[0][2])
+def format_summary(rows: list[Row]) -> str:
+    """Return a table of the totals of several plans, in GB of 10**9 bytes."""
+    formats = list(rows[0][3])
     table = [["sizes", "devices", "GB on each device", *formats]]
-    for name, mesh, columns in rows:
+    for name, _, mesh, columns in rows:
         devices = f"{mesh['data'] * mesh['model']} ({describe_mesh(mesh)})"
         stored = [_format_bytes(sum(plan.stored.values())) for plan in columns.values()]
         sent = [_format_bytes(sum(plan.sent.values())) for plan in columns.values()]
@@ -145,7 +147,7 @@ def print_plan(arguments: argparse.Namespace) -> None:
     # "data=8" and "data=8,model=1" are the same mesh, too.
     checks.require(len(set(texts)) == len(texts), _NAME, "mesh", "distinct meshes", " and ".join(texts))
     named_sizes = [(preset or "", read_sizes(arguments, preset)) for preset in presets]
-    rows = []
+    rows: list[Row] = []
     for name, sizes in named_sizes:
         for mesh in meshes:
             columns = {
@@ -155,17 +157,31 @@ def print_plan(arguments: argparse.Namespace) -> None:
                 )
                 for form in formats
             }  # fmt: skip
-            rows.append((name, mesh, columns))
+            rows.append((name, sizes, mesh, columns))
+    if arguments.json:
+        print(json.dumps([_describe_plans(arguments, *row) for row in rows], indent=1))
+        return
     tokens = f"{arguments.batch} x {arguments.sequence} tokens"
     if len(rows) > 1:
         print(f"{arguments.step}: {tokens}\n\n{format_summary(rows)}")
         return
-    mesh, columns = rows[0][1:]
-    lengths = named_sizes[0][1]._asdict()
-    print(f"{arguments.step}: {', '.join(f'{name} {value:,}' for name, value in lengths.items())}")
+    _, sizes, mesh, columns = rows[0]
+    print(f"{arguments.step}: {', '.join(f'{name} {value:,}' for name, value in sizes._asdict().items())}")
     print(f"{mesh['data'] * mesh['model']} devices ({describe_mesh(mesh)}), {tokens}")
     print()
     print(format_table(columns))
+
+
+def _describe_plans(
+    arguments: argparse.Namespace, name: str, sizes: Sizes, mesh: dict[str, int], columns: dict[str, Plan]
+) -> dict[str, Any]:
+    """Return the plans of all formats for one mesh, as JSON has them."""
+    formats = {
+        form: {**plan._asdict(), "arrays": {path: array._asdict() for path, array in plan.arrays.items()}}
+        for form, plan in columns.items()
+    }
+    names = {"step": arguments.step, "preset": name or None, "sizes": sizes._asdict(), "mesh": mesh}
+    return {**names, "batch": arguments.batch, "sequence": arguments.sequence, "formats": formats}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -188,6 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=512, help="sequences on all devices (default %(default)s)")
     add("--sequence", type=int, default=4096, help="tokens of each (default %(default)s)")
     add("--formats", default=",".join(FORMATS), help="columns (default %(default)s)")
+    plan.add_argument("--json", action="store_true", help="print JSON: bytes, and the axes that cut each array")
     return parser
 
 

@@ -84,10 +84,10 @@ def attend_to_cache(
     return y.reshape(query.shape), cache
 
 
-def make_cache(options: AttentionOptions, shape: tuple[int, ...]) -> KVCache:
-    """Return an empty cache for keys [batch..., length, kv_heads, head_dim] of a shape."""
+def make_cache(options: AttentionOptions, shape: tuple[int, ...], window: int | None = None) -> KVCache:
+    """Return an empty cache for keys [batch..., length, kv_heads, head_dim] of a shape; with a window it is a ring."""
     sizes: Any = (math.prod(shape[:-3]), *shape[-3:])
-    return KVCache.create(sizes, options.key_spec, options.value_spec)
+    return KVCache.create(sizes, options.key_spec, options.value_spec, window=window)
 
 
 def _merge_batch(x: jax.Array) -> jax.Array:

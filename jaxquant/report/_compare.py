@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from .._arrays.error_metrics import quantization_error
 from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared
-from ..transform._calls import Call, Signature
+from ..transform._calls import Call, Signature, is_quantized
 from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
 from ..transform._modes import Twin
 from ..transform._programs import jaxpr
@@ -76,8 +76,9 @@ def _add(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 def _sum_squares(x: jax.Array, y: jax.Array, name: str) -> dict[str, jax.Array]:
     wide, other = x.astype(jnp.float32), y.astype(jnp.float32)
-    # An entry of a table may be NaN where the index is out of range, in both.
-    wide, other = (jnp.where(jnp.isnan(wide) & jnp.isnan(other), 0, v) for v in (wide, other))
+    # An entry of a table may be NaN where the index is out of range, in both, and a masked result is an infinity.
+    is_same = (jnp.isnan(wide) & jnp.isnan(other)) | (jnp.isinf(wide) & (wide == other))
+    wide, other = (jnp.where(is_same, 0, v) for v in (wide, other))
     return {name: jnp.sum(wide**2), f"{name}_error": jnp.sum((wide - other) ** 2)}
 
 
@@ -114,7 +115,8 @@ def compare(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there is no batch, or the parameters or ranges are not those of the function.
+        ValueError: there is no batch; a batch has other contractions than `prepare` saw, or results with a NaN; or the
+            parameters or ranges are not those of the function.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -138,58 +140,67 @@ def compare(
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     calls = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
     checks.require(bool(calls), _NAME, "batches", "at least one batch", "none")
-    calls = [(args, {**kwargs, **arguments}) for args, kwargs in calls]
-    measured, activations = _measure_calls(prepared, signature, codes, records, calls)
-    result = _measure_result(prepared, params, qparams, ranges, calls)
+    others = [Signature((args, {**kwargs, **arguments})) for args, kwargs in calls]
+    measured, activations = _measure_calls(prepared, signature, codes, records, others)
+    result = _measure_result(prepared, params, qparams, ranges, others)
+    weights = _count_weights(prepared, signature, codes)
     rows = tuple(_make_row(prepared, row, measured.get(row.name, {}), signature, codes) for row in prepared.coverage)
     histograms = {
         prepared.names[leaf]: _make_histogram(signature.arrays[leaf], codes.arrays[leaf]) for leaf in prepared.leaves
     }
-    return Report(rows, result, histograms, activations)
+    return Report(rows, result, histograms, activations, weights)
 
 
 def _measure_calls(
-    prepared: Prepared, signature: Signature, codes: Signature, ranges: Any, calls: Sequence[tuple[Any, Any]]
+    prepared: Prepared, signature: Signature, codes: Signature, ranges: Any, others: Sequence[Signature]
 ) -> tuple[dict[str, dict[str, float]], dict[str, Histogram]]:
     """Return the sums of each contraction over all calls and all iterations of loops, and histograms of activations."""
-    others = [Signature(call) for call in calls]
+    names = {row.name for row in prepared.coverage if row.form != "float"}
 
     @jax.jit
-    def run_sites(arrays: Any, quantized: Any, edges: Any, rest: Any) -> Any:
-        positional, named = others[0].rebuild(rest)
+    def run_sites(arrays: Any, quantized: Any, edges: Any, other: Signature) -> Any:
+        positional, named = other.rebuild(other.arrays)
         call = prepared._trace("compare", signature.rebuild(arrays), positional, named)
         parameters = [
             Twin(x, quantized[place]) if place in prepared.leaves else x
             for place, x in enumerate(call.parameters.arrays)
         ]
         records = _make_records(call, ranges, edges)
+        _check_contractions(records, names)
         final = prepared._interpret(_make_mode(call.plan), call, parameters, records)[1]
         return {name: {key: record[key] for key in _RESULTS} for name, record in final.items()}
 
     def run_all(edges: Mapping[str, jax.Array]) -> list[dict[str, Any]]:
-        return [
-            jax.tree.map(np.asarray, run_sites(signature.arrays, codes.arrays, edges, other.arrays)) for other in others
-        ]
+        return [jax.tree.map(np.asarray, run_sites(signature.arrays, codes.arrays, edges, other)) for other in others]
 
-    names = {row.name for row in prepared.coverage if row.form != "float"}
     # Edges that are apart; the counts of the first time are not used.
     unit = {name: jnp.arange(2, dtype=jnp.float32) for name in names}
     totals: dict[str, dict[str, float]] = {}
     # The first time for the extremes, which are the edges of the histograms, the second time for the counts.
     first = run_all(unit)
-    edges = {name: _find_edges([result[name]["extremes"] for result in first]) for name in names & set(first[0])}
+    # A batch with other static arguments may be without some of the contractions.
+    found = dict.fromkeys(name for result in first for name in result)
+    edges = {name: _find_edges([result[name]["extremes"] for result in first if name in result]) for name in found}
     second = run_all(
         {**unit, **{name: jnp.asarray(edge, jnp.float32) for name, edge in edges.items() if edge is not None}}
     )
     histograms = {}
-    for name in first[0]:
-        for result in first:
+    for name in found:
+        for result in (result for result in first if name in result):
             totals[name] = _add(totals.get(name, {}), {key: float(x.sum()) for key, x in result[name]["sums"].items()})
-        edge = edges.get(name)
+        edge = edges[name]
         if edge is not None:
-            counts = sum(result[name]["counts"].reshape(-1, _BINS).sum(0, dtype=np.int64) for result in second)
-            histograms[name] = _make_activation_histogram(counts, edge, second[0][name]["ends"])
+            rows = [result[name] for result in second if name in result]
+            counts = sum(row["counts"].reshape(-1, _BINS).sum(0, dtype=np.int64) for row in rows)
+            histograms[name] = _make_activation_histogram(counts, edge, rows[0]["ends"])
     return totals, histograms
+
+
+def _check_contractions(names: Iterable[str], known: Set[str]) -> None:
+    """Raise unless a call has the contractions of `prepare` only, each of which has a row of the report."""
+    added = sorted(set(names) - known)
+    expected, got = "batches whose calls have the contractions that prepare saw", f"also {', '.join(added[:4])}"
+    checks.require(not added, _NAME, "batches", expected, got)
 
 
 def _find_edges(extremes: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -225,29 +236,30 @@ def _make_records(call: Call, ranges: Any, edges: Mapping[str, jax.Array]) -> di
     return records
 
 
-def _measure_result(
-    prepared: Prepared, params: Any, qparams: Any, ranges: Any, calls: Sequence[tuple[Any, Any]]
-) -> float:
+def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, others: Sequence[Signature]) -> float:
     """Return the ratio of the result of the function, in decibels."""
     totals = np.zeros(2)
     floats, codes = Signature(params), Signature(qparams)
-    others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run_results(arrays: Any, quantized: Any, rest: Any) -> Any:
-        positional, named = others[0].rebuild(rest)
+    def run_results(arrays: Any, quantized: Any, other: Signature) -> tuple[jax.Array, jax.Array]:
+        positional, named = other.rebuild(other.arrays)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
         actual = prepared.apply(codes.rebuild(quantized), ranges, *positional, **named)
         pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
-        sums = [
-            list(_sum_squares(x, y, "x").values()) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        ]
+        results = [(x, y) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        sums = [list(_sum_squares(x, y, "x").values()) for x, y in results]
         # Without floats there is no ratio, and two sums of 0 would stand for an exact result.
-        return jnp.asarray(sums or [[np.nan, np.nan]], jnp.float32).sum(0)
+        totals = jnp.asarray(sums or [[np.nan, np.nan]], jnp.float32).sum(0)
+        return totals, jnp.array([jnp.isnan(x).any() for x, _ in results], bool).any()
 
-    for other in others:
+    for index, other in enumerate(others):
+        sums, has_nan = run_results(floats.arrays, codes.arrays, other)
+        # The sums leave out what is NaN in floats and in codes, so that the ratio would not tell of it.
+        expected, got = "batches whose results in floats are numbers", f"a NaN in those of batches[{index}]"
+        checks.require(not has_nan, _NAME, "batches", expected, got)
         # In float64, so that the sums of many batches keep their digits.
-        totals += np.asarray(run_results(floats.arrays, codes.arrays, other.arrays), np.float64)
+        totals += np.asarray(sums, np.float64)
     return _find_ratio(*totals)
 
 
@@ -260,6 +272,20 @@ def _find_ratio(signal: float, noise: float) -> float:
     return float(10 * np.log10(signal / noise)) if signal > 0 else float("-inf")
 
 
+def _count_weights(prepared: Prepared, signature: Signature, codes: Signature) -> dict[str, tuple[int, int]]:
+    """Return the bytes of each parameter that is contracted or looked up, in floats and as it is, by its path."""
+    read = {path for row in prepared.coverage for path in row.paths}
+    return {
+        path: (_count_bytes(signature.arrays[place]), _count_bytes(codes.arrays[place]))
+        for place, path in enumerate(prepared.names)
+        if path in read
+    }
+
+
+def _count_bytes(x: Any) -> int:
+    return int(x.nbytes) if is_quantized(x) else parts.count_stored_bytes(x)
+
+
 def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: Signature, codes: Signature) -> SiteRow:
     places = [place for place, name in enumerate(prepared.names) if name in row.paths]
     is_converted = row.form != "float"
@@ -267,7 +293,6 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
         (signature.arrays[place], codes.arrays[place]) for place in places if is_converted and place in prepared.leaves
     ]
     errors = [quantization_error(jnp.asarray(w), q) for w, q in weights]
-    sizes = [parts.count_stored_bytes(signature.arrays[place]) for place in places]
     return SiteRow(
         row.name, row.operation, row.form, row.reason,
         # Of several parameters in one contraction the worst.
@@ -277,7 +302,7 @@ def _make_row(prepared: Prepared, row: Any, sums: dict[str, float], signature: S
         max((float(error.saturated) for error in errors), default=None),
         sums["saturated"] / sums["elements"] if sums.get("elements") else None,
         max((float(error.used_codes) for error in errors), default=None),
-        sum(sizes), sum(int(q.nbytes) for _, q in weights) if weights else sum(sizes),
+        *(sum(_count_bytes(x.arrays[place]) for place in places) for x in (signature, codes)),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._core import checks
-from ..ptq import BitPlan, Notes
+from ..ptq import BitPlan, Note, Notes
 from ..ptq._passes.allocate import solve_plan
 from ._report import import_plot
 
@@ -18,6 +19,9 @@ _POINTS = 40
 
 def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the measure of a pass for each weight, before and after it, on a logarithmic scale.
+
+    A measure of 0, such as that of `correct_bias` with statistics, is at 0, where the scale is linear. What is NaN or
+    infinite is not drawn, but named below the axis.
 
     Args:
         notes: the notes of a pass, or those of several by a name for each: for example of `ptq.apply` with several
@@ -29,7 +33,7 @@ def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] 
 
     Raises:
         TypeError: notes has a wrong type.
-        ValueError: no note has a measure.
+        ValueError: no note has a finite measure before and after.
         ModuleNotFoundError: matplotlib is not installed.
 
     Example:
@@ -46,9 +50,14 @@ def plot_notes(notes: Notes | Mapping[str, Notes], path: str | os.PathLike[str] 
     groups = {"the pass": notes} if isinstance(notes, Notes) else notes
     is_notes = isinstance(groups, Mapping) and all(isinstance(rows, Notes) for rows in groups.values())
     checks.require_type(is_notes, name, "notes", "a ptq.Notes, or a dict of them", checks.describe_value(notes))
-    has_measure = any(note.before is not None for rows in groups.values() for note in rows)
-    checks.require(has_measure, name, "notes", "a row with a measure before and after", "none")
+    has_measure = any(is_measured(note) for rows in groups.values() for note in rows)
+    checks.require(has_measure, name, "notes", "a row with a measure before and after, both finite", "none")
     return _write(import_plot().draw_notes(dict(groups)), path)
+
+
+def is_measured(note: Note) -> bool:
+    """Return whether a note has finite measures before and after the algorithm."""
+    return all(value is not None and math.isfinite(value) for value in (note.before, note.after))
 
 
 def plot_plan(plan: BitPlan, path: str | os.PathLike[str] | None = None) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 # A figure of its own: one of pyplot would stay in memory, and might need a display.
 from matplotlib.figure import Figure
 
+from ._pictures import is_measured
 from ._report import Report
 
 # Of Okabe and Ito's palette, which color-blind readers can tell apart.
@@ -52,8 +53,14 @@ def _draw_bars(axes: Any, rows: list[Any]) -> None:
         places = [place + offset for place, value in enumerate(values) if value is not None]
         if not places:
             continue
-        sizes = [min(max(value, 0.0), _TOP) for value in values if value is not None]
+        ratios = [value for value in values if value is not None]
+        # A NaN has no bar, and neither has an error that is as large as the signal.
+        sizes = [0.0 if math.isnan(value) else min(max(value, 0.0), _TOP) for value in ratios]
         axes.barh(places, sizes, 0.25, color=color, label=name)
+        for place, size, value in zip(places, sizes, ratios, strict=True):
+            if size != value:
+                label = "no error" if value == math.inf else f"{value:.1f}"
+                axes.annotate(label, (size, place), textcoords="offset points", xytext=(3, -2.5), fontsize=6)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlabel("signal over error, dB (more is better; 6 dB are one bit)")
@@ -102,21 +109,17 @@ def draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, floa
     """Return a figure of damage against bytes: the best plans, those with one dtype, and the chosen one."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes: Any = figure.subplots()
-    # A plan in floats has no damage, and no place on a logarithmic scale.
-    points = [(size, damage) for size, damage in front if damage > 0]
-    axes.plot(*zip(*points, strict=True), color=_COLORS["weight"], marker=".", drawstyle="steps-post",
+    axes.plot(*zip(*front, strict=True), color=_COLORS["weight"], marker=".", drawstyle="steps-post",
               label="the best plans")  # fmt: skip
     for index, (name, (size, damage)) in enumerate(uniform.items()):
-        if damage > 0:
-            label = "one dtype for all" if not index else None
-            axes.plot(size, damage, color=_COLORS["activation"], marker="s", linestyle="none", label=label)
-            axes.annotate(name, (size, damage), textcoords="offset points", xytext=(7, 4), fontsize=9)
-    if chosen[1] > 0:
-        axes.plot(*chosen, color=_RANGE_COLOR, marker="*", markersize=16, linestyle="none", label="the chosen plan")
-    else:
-        axes.axvline(chosen[0], color=_RANGE_COLOR, linestyle="--", label="the chosen plan, without damage")
+        label = "one dtype for all" if not index else None
+        axes.plot(size, damage, color=_COLORS["activation"], marker="s", linestyle="none", label=label, clip_on=False)
+        axes.annotate(name, (size, damage), textcoords="offset points", xytext=(7, 4), fontsize=9)
+    axes.plot(*chosen, color=_RANGE_COLOR, marker="*", markersize=16, linestyle="none", label="the chosen plan",
+              clip_on=False)  # fmt: skip
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    # A plan in floats has no damage.
+    _set_scale(axes, "y", [damage for _, damage in (*front, *uniform.values(), chosen)])
     axes.set_xlabel("bytes of all weights")
     axes.set_ylabel("damage: squared error of the results,\nrelative to their squares")
     _label_axes(axes)
@@ -125,28 +128,48 @@ def draw_plan(front: list[tuple[int, float]], uniform: dict[str, tuple[int, floa
 
 def draw_notes(notes: dict[str, Any]) -> Any:
     """Return a figure: for each weight the measure before and after each algorithm, joined by a line."""
-    paths = list(dict.fromkeys(note.path for rows in notes.values() for note in rows if note.before is not None))
+    measured = {name: [note for note in rows if is_measured(note)] for name, rows in notes.items()}
+    paths = list(dict.fromkeys(note.path for rows in measured.values() for note in rows))
     figure = Figure(figsize=(8, 1.4 + 0.22 * len(paths) * max(len(notes), 1)), layout="constrained")
     axes: Any = figure.subplots()
     styles = itertools.cycle(zip((*_COLORS.values(), "#CC79A7", "#56B4E9", _RANGE_COLOR), "os^Dv>", strict=True))
     # There may be more algorithms than colors.
-    for index, ((name, rows), (color, marker)) in enumerate(zip(notes.items(), styles, strict=False)):
+    for index, ((name, rows), (color, marker)) in enumerate(zip(measured.items(), styles, strict=False)):
         offset = 0.7 * ((index + 0.5) / len(notes) - 0.5)
         for note in rows:
-            if note.before is not None and note.after is not None:
-                place = paths.index(note.path) + offset
-                axes.plot([note.before, note.after], [place, place], color=_GRAY, linewidth=1, zorder=1)
-                axes.plot(note.before, place, marker=marker, color="white", markeredgecolor=color, markersize=6)
-                axes.plot(note.after, place, marker=marker, color=color, markersize=6)
+            place = paths.index(note.path) + offset
+            axes.plot([note.before, note.after], [place, place], color=_GRAY, linewidth=1, zorder=1)
+            # Without a clip, because a marker at 0 is on the edge.
+            options = {"marker": marker, "markersize": 6, "clip_on": False}
+            axes.plot(note.before, place, color="white", markeredgecolor=color, **options)
+            axes.plot(note.after, place, color=color, **options)
         axes.plot([], [], marker=marker, color=color, linestyle="none", label=f"after {name}")
     axes.plot([], [], marker="o", color="white", markeredgecolor=_GRAY, linestyle="none", label="before")
     axes.set_yticks(range(len(paths)), _shorten_names(paths), fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    measures = {rows.measure for rows in notes.values()}
-    axes.set_xlabel("\n".join(sorted(measures)), fontsize=9)
+    _set_scale(axes, "x", [value for rows in measured.values() for note in rows for value in (note.before, note.after)])
+    texts = sorted({rows.measure for rows in notes.values()})
+    hidden = [
+        f"{note.path} ({name}: {note.before:.4g}, {note.after:.4g})"
+        for name, rows in notes.items()
+        for note in rows
+        if note.before is not None and note.after is not None and not is_measured(note)
+    ]
+    texts += [f"not finite, and not drawn: {', '.join(hidden)}"] if hidden else []
+    axes.set_xlabel("\n".join(texts), fontsize=9)
     _label_axes(axes)
     return figure
+
+
+def _set_scale(axes: Any, name: str, values: list[float]) -> None:
+    """Make an axis logarithmic; with zeros among the values, linear from 0 to the least positive one."""
+    positive = [value for value in values if value > 0]
+    set_scale, set_limits = (getattr(axes, f"set_{name}{what}") for what in ("scale", "lim"))
+    if min(values) > 0:
+        set_scale("log")
+        return
+    set_scale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))) if positive else 1.0)
+    set_limits(min(values))
 
 
 def _label_axes(axes: Any) -> None:

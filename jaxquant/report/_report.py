@@ -38,7 +38,7 @@ class SiteRow(NamedTuple):
         activation_saturated: that of its activations, or None.
         used_codes: the fraction of the codes of the weight's dtype that occur, or None.
         float_bytes: the bytes of its weight in floats.
-        bytes: the bytes of its weight as it is.
+        bytes: the bytes of its weight as it is stored.
     """
 
     name: str
@@ -81,12 +81,14 @@ class Report:
             floats.
         histograms: the distribution of each quantized weight, by its path.
         activations: the distribution of the quantized activations of each contraction, by its name.
+        weights: the bytes of each parameter of these rows, in floats and as it is stored, by its path.
     """
 
     rows: tuple[SiteRow, ...]
     result_sqnr: float
     histograms: Mapping[str, Histogram]
     activations: Mapping[str, Histogram] = dataclasses.field(default_factory=dict)
+    weights: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> Iterator[SiteRow]:
         """Return an iterator over the rows."""
@@ -94,13 +96,10 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The ratio of the result, and the bytes of all weights of contractions."""
-        before, after = (sum(getattr(row, name) for row in self._list_weights()) for name in ("float_bytes", "bytes"))
+        """The ratio of the result, and the bytes of all weights of contractions, of which each counts once."""
+        # Several rows may read one weight, so that the sums of the rows may be larger.
+        before, after = (sum(sizes[kind] for sizes in self.weights.values()) for kind in (0, 1))
         return f"result: {_show(self.result_sqnr)} dB; weights: {after:,} bytes, of {before:,} in floats"
-
-    def _list_weights(self) -> list[SiteRow]:
-        """Return the rows without further uses of a weight, which has its bytes once."""
-        return [row for row in self.rows if "#" not in row.name]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows by name, for JSON."""
@@ -120,18 +119,20 @@ class Report:
             print(self)
             return
         # rich is optional, and slow to import.
-        from rich import console, table
+        from rich import console, table, text
 
         grid = table.Table(title="Errors of contractions", caption=self.summary)
         for name in _HEADER:
             grid.add_column(name, justify="left" if name in _HEADER[:3] else "right", overflow="fold")
         for row in self.rows:
-            grid.add_row(*_list_cells(row), style="yellow" if row.form == "float" else None)
+            # Plain text: rich reads brackets, such as those of a path or of a shape, as styles.
+            cells = [text.Text(cell) for cell in _list_cells(row)]
+            grid.add_row(*cells, style="yellow" if row.form == "float" else None)
         output = console.Console()
         output.print(grid)
         for row in self.rows:
             if row.reason:
-                output.print(f"{row.name}: {row.reason}", highlight=False)
+                output.print(f"{row.name}: {row.reason}", highlight=False, markup=False)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return a figure of matplotlib: the errors of each contraction, and distributions of weights and activations.

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._arrays.quantized_array import QuantizedArray
 from .._core import checks, dtypes
@@ -36,23 +37,35 @@ def is_array(value: Any) -> bool:
 
 
 class Structure:
-    """What a tree of arguments has besides its arrays.
+    """What a tree of arguments has besides its arrays: what stays the same while a function is traced.
 
     Args:
         tree: the structure of the tree.
         leaves: its leaves, with None in place of the arrays.
         places: the places of the arrays among the leaves.
+        names: the path of each array.
         module: the structure of the NNX module whose state the tree is, or None.
     """
 
-    def __init__(self, tree: Any, leaves: Sequence[Any], places: Sequence[int], module: Any) -> None:
-        self._tree, self._leaves, self._places, self._module = tree, leaves, places, module
+    def __init__(self, tree: Any, leaves: Sequence[Any], places: Sequence[int], names: Sequence[str], module: Any):
+        self._tree, self._leaves, self._places, self._module = tree, tuple(leaves), tuple(places), module
+        self.names = tuple(names)
 
     @property
     def key(self) -> Any:
         """What decides on the program of a function, apart from the arrays; it is not always hashable."""
-        # True == 1, and a function may tell them apart.
-        return self._tree, tuple((type(leaf), leaf) for leaf in self._leaves), self._module
+        # True equals 1, and yet a function may return something else for it.
+        return self._tree, self._places, tuple((type(leaf), leaf) for leaf in self._leaves), self._module
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure) or (self._tree, self._places) != (other._tree, other._places):
+            return False
+        pairs = zip((*self._leaves, self._module), (*other._leaves, other._module), strict=True)
+        return all(a is b or (type(a) is type(b) and a == b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        # The values themselves may have no hash.
+        return hash((self._tree.num_leaves, self._places, tuple(map(type, self._leaves))))
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Return the tree with these arrays."""
@@ -66,9 +79,10 @@ class Structure:
 class Signature:
     """A tree of arguments, taken apart: its arrays, and what stays the same while a function is traced.
 
+    It is a pytree of its arrays. As an argument of `jax.jit` it gives each set of static arguments a program.
+
     Attributes:
         arrays: the leaves that are arrays; a quantized array is one leaf.
-        names: the path of each of them.
         structure: the rest.
     """
 
@@ -77,13 +91,43 @@ class Signature:
         paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)
         places = [place for place, (_, leaf) in enumerate(paths) if is_array(leaf)]
         leaves = [None if is_array(leaf) else leaf for _, leaf in paths]
+        names = _name_paths([paths[place][0] for place in places])
         self.arrays = [paths[place][1] for place in places]
-        self.names = _name_paths([paths[place][0] for place in places])
-        self.structure = Structure(structure, leaves, places, module)
+        self.structure = Structure(structure, leaves, places, names, module)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The path of each array."""
+        return self.structure.names
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Return the tree with other arrays."""
         return self.structure.rebuild(arrays)
+
+
+def _restore_signature(structure: Structure, arrays: Any) -> Signature:
+    """Return the signature with these arrays, which may be any objects."""
+    signature = object.__new__(Signature)
+    signature.arrays, signature.structure = list(arrays), structure
+    return signature
+
+
+jax.tree_util.register_pytree_node(Signature, lambda x: (x.arrays, x.structure), _restore_signature)
+
+
+def find_programs(signatures: Sequence[Signature]) -> list[Signature]:
+    """Return the first of each run of signatures that may have a program of their own.
+
+    These are those with other static values, shapes or dtypes.
+    """
+    firsts: dict[Any, Signature] = {}
+    for signature in signatures:
+        leaves, structure = jax.tree.flatten(signature)
+        # A Python float takes the dtype of the array that it meets.
+        weak = [getattr(x, "weak_type", isinstance(x, float | complex)) for x in leaves]
+        shapes = tuple((np.shape(x), jnp.result_type(x)) for x in leaves)
+        firsts.setdefault((structure, shapes, tuple(weak)), signature)
+    return list(firsts.values())
 
 
 class TracedFunctions:

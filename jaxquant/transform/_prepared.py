@@ -132,7 +132,7 @@ class Prepared:
         Args:
             params: the parameters of the function, in floats.
             batches: an iterable of batches: an array is one argument, a tuple holds positional arguments, a mapping
-                keyword arguments. If no range is static, none is read.
+                keyword arguments. Ints and bools in them are static. If no range is static, none is read.
             state: the states to start from, as `init` or `observe` returns them.
             checkpoint: the path of a file from which an interrupted loop goes on, and which it writes every minute.
             progress: whether to show a progress bar, with the package rich. None shows it on a terminal if rich is
@@ -154,14 +154,15 @@ class Prepared:
             return {}
 
         @jax.jit
-        def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, jax.Array]:
+        def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, jax.Array]:
+            args, kwargs = batch.rebuild(batch.arrays)
             updated = self.observe(state, signature.rebuild(arrays), *args, **kwargs, **arguments)
             return updated, is_finite_state(updated)
 
         # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the
         # program.
         step = loop.Step(
-            "Prepared.calibrate", lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
+            "Prepared.calibrate", lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
             functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
             lambda state: _ranges.describe(self.static_ranges), frozenset(arguments),
         )  # fmt: skip

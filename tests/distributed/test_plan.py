@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -111,15 +112,44 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def list_commands() -> list[tuple[str, str]]:
-    """Return the commands that the documentation prints, and their outputs."""
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["train", "decode"])
+def test_a_plan_as_json_is_a_layout(capsys: pytest.CaptureFixture[str], step: str) -> None:
+    """Arrays that are placed on eight devices as the plan says take the bytes that it counts on each of them."""
+    options = "--layers 2 --width 64 --heads 8 --kv-heads 4 --hidden 160 --vocabulary 96 --batch 8 --sequence 32"
+    options += f" --mesh data=2,model=4 --mesh data=8 --formats float32,int8 --step {step} --json"
+    assert command_line.main(["plan", *options.split()]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [plan["mesh"] for plan in plans] == [{"data": 2, "model": 4}, {"data": 8, "model": 1}]
+    assert plans[0]["sizes"]["hidden"] == 160
+    for plan in plans:
+        devices = np.array(jax.devices()[:8]).reshape(list(plan["mesh"].values()))
+        mesh = Mesh(devices, tuple(plan["mesh"]))
+        for values in plan["formats"].values():
+            held = dict.fromkeys(("weights", "KV cache"), 0)
+            for path, (shape, dtype, axes) in ((path, array.values()) for path, array in values["arrays"].items()):
+                array = jax.device_put(np.zeros(shape, dtype), NamedSharding(mesh, PartitionSpec(*axes)))
+                held[path.split("/")[0]] += array.addressable_shards[0].data.nbytes
+            assert {name: count for name, count in held.items() if count} == {
+                name: values["stored"][name] for name in held if name in values["stored"]
+            }
+            assert set(values) == {"stored", "sent", "arrays"}
+
+
+def list_commands() -> list[Any]:
+    """Return the commands that the documentation prints, and their outputs; those with many plans take a minute."""
     blocks = [part for part in DOCS.read_text().split("```text\n")[1:] if part.startswith("$ python")]
     texts = [text for block in blocks for text in block.split("```")[0].split("$ ")[1:]]
     pairs = [text.replace("\\\n", " ").split("\n", 1) for text in texts]
-    return [(command.split("jaxquant.distributed ")[1], output.strip()) for command, output in pairs]
+    return [
+        pytest.param(
+            command.split("jaxquant.distributed ")[1], output.strip(),
+            marks=pytest.mark.full if output.count("\n") > 15 else pytest.mark.slow,
+        )
+        for command, output in pairs
+    ]  # fmt: skip
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("command", "output"), list_commands())
 def test_the_tables_of_the_documentation(capsys: pytest.CaptureFixture[str], command: str, output: str) -> None:
     assert command_line.main(command.split()) == 0

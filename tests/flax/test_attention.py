@@ -126,6 +126,32 @@ def test_nnx_decodes_with_shared_heads(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+def test_nnx_decodes_into_a_ring(rng: np.random.Generator) -> None:
+    """Long after the ring is full, the results are those of a cache of all tokens with a banded mask."""
+    x, window = sample(rng, 2, 11, 8), 3
+    specs: Any = {**SPECS, "key_spec": jq.QuantSpec("int4", jq.PerToken())}
+    model = qnnx.MultiHeadAttention(4, 8, num_kv_heads=2, **specs, decode=True, rngs=nnx.Rngs(0))
+    nnx.view(model, batch_size=2, max_length=5, window=window)
+    with pytest.raises(ValueError, match=r"create: window: expected an int in \[1, 2\]"):
+        model.init_cache((2, 2, 8), window=window)
+    whole, ring = nnx.clone(model), model
+    whole.init_cache((2, 11, 8))
+    ring.init_cache((2, 5, 8), window=window)
+    assert ring.kv_cache.get_value().window == window
+
+    @nnx.jit
+    def decode(model: Any, x: Any, mask: Any = None) -> Any:
+        return model(x, mask=mask)
+
+    places = jnp.arange(11)
+    for start, count in ((0, 3), *((i, 1) for i in range(3, 11))):
+        queries = start + jnp.arange(count)[:, None]
+        expected = decode(whole, x[:, start : start + count], (places[None] > queries - window)[None, None])
+        np.testing.assert_array_equal(decode(ring, x[:, start : start + count]), expected)
+    assert int(ring.kv_cache.get_value().index) == 11
+
+
+@pytest.mark.slow
 def test_scales_of_tokens(rng: np.random.Generator) -> None:
     """With `PerToken()` the heads of a token share a scale in `out`: a large token does not coarsen the others."""
     x = sample(rng, 2, 4, 8)

@@ -197,6 +197,49 @@ def test_checkpoints(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
         jax.tree.map(np.testing.assert_array_equal, update(gradients, restored, gradients), expected)
 
 
+def split_parameters(wrap: Any) -> Any:
+    """A transformation for each group of parameters, each with a state of its own."""
+    schedule = optax.linear_schedule(1e-2, 1e-3, 6)
+    parts: Any = {"fast": wrap(optax.adamw(schedule)), "slow": wrap(optax.sgd(schedule, momentum=0.9))}
+    return optax.multi_transform(parts, {"dense": "fast", "embed": "slow"})
+
+
+WRAPPERS: dict[str, Any] = {
+    "around multi_transform": lambda: _quantize(split_parameters(lambda tx: tx), seed=3),
+    "inside of multi_transform": lambda: split_parameters(functools.partial(_quantize, seed=3)),
+    "around MultiSteps": lambda: _quantize(optax.MultiSteps(optax.adamw(1e-3), 3), seed=3),
+    "inside of MultiSteps": lambda: optax.MultiSteps(_quantize(optax.adamw(1e-3), seed=3), 3),
+    "around both": lambda: _quantize(optax.MultiSteps(split_parameters(lambda tx: tx), 3), seed=3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_training_that_is_resumed_ends_with_the_same_bits(
+    name: str, rng: np.random.Generator, tmp_path: pathlib.Path
+) -> None:
+    """A checkpoint of Orbax after four of seven steps, in the middle of a sum of gradients."""
+    tx = WRAPPERS[name]()
+    gradients = [jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape), F32), PARAMS) for _ in range(7)]
+
+    @jax.jit
+    def step(params: Any, state: Any, gradient: Any) -> Any:
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    states = [(PARAMS, tx.init(PARAMS))]
+    for gradient in gradients:
+        states.append(step(*states[-1], gradient))
+    assert "dynamic" in str(jq.optim.describe_state(states[-1][1]))
+    checkpoint.save_orbax(tmp_path / "state", states[4])
+    restored = checkpoint.load_orbax(tmp_path / "state", jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS))))
+    assert jax.tree.structure(restored) == jax.tree.structure(states[4])
+    for gradient in gradients[4:]:
+        restored = step(*restored, gradient)
+    jax.tree.map(np.testing.assert_array_equal, restored, states[-1])
+
+
 @pytest.mark.slow
 def test_stochastic_rounding_depends_on_seed_and_step() -> None:
     gradients = {"w": jax.random.normal(jax.random.key(1), (64, 64))}

@@ -115,6 +115,43 @@ def test_functions_that_return_no_floats() -> None:
     assert "result: nan dB" in report.summary
 
 
+@pytest.mark.slow
+def test_weights_count_once(rng: np.random.Generator, capsys: Any) -> None:
+    """A path may look like the second use of another parameter, and like a style of rich."""
+    names = ("a", "a#1", "b[red]")
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), F32) for name in names}
+    x = jnp.asarray(rng.normal(size=(4, 8)), F32)
+
+    def multiply(params: Any, x: jax.Array) -> jax.Array:
+        a, other, last = (params[name] for name in names)
+        return (jnp.tanh(((x @ a) @ a) @ other) @ (other + last)) @ last
+
+    prepared = jq.prepare(multiply, params, x, rules=jq.recipes.w8a8_static())
+    assert [row.name for row in prepared.coverage] == ["a", "a#2", "a#1", "a#1+b[red]", "b[red]"]
+    ranges, qparams = prepared.calibrate(params, [x], progress=False), prepared.convert(params)
+    # Each contraction has a range of its own.
+    np.testing.assert_allclose(ranges["a#1"]["0"][1].squeeze(), (x @ params["a"] @ params["a"]).max(), rtol=1e-5)
+    np.testing.assert_allclose(ranges["a#2"]["0"][1].squeeze(), (x @ params["a"]).max(), rtol=1e-5)
+    report = jq.report.compare(prepared, params, qparams, [x], ranges=ranges)
+    assert report.weights == {name: (256, qparams[name].nbytes) for name in names}
+    assert f"weights: {3 * qparams['a'].nbytes} bytes, of 768 in floats" in report.summary
+    # The sum of two weights stays in floats, and yet both are stored as codes.
+    assert {row.name: row.bytes for row in report}["a#1+b[red]"] == 2 * qparams["a"].nbytes
+    report.show()
+    assert "a#1+b[red]: computed by add" in capsys.readouterr().out
+
+
+def test_masked_results() -> None:
+    """What is minus infinity in floats and in codes has no error."""
+    params, x = {"w": jnp.eye(4)}, jnp.array([[1.0, -0.5, 0.25, 0.0]])
+    prepared = jq.prepare(
+        lambda p, x: jnp.where(jnp.arange(4)[None] > 2, -jnp.inf, x @ p["w"]), params, x,
+        rules=jq.recipes.weight_only_int8(),
+    )  # fmt: skip
+    report = jq.report.compare(prepared, params, prepared.convert(params), [x])
+    assert report.result_sqnr > 40
+
+
 def test_errors(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = jq.prepare(apply, params, *batches[0], rules=jq.recipes.w8a8_dynamic())

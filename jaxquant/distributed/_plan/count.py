@@ -31,6 +31,20 @@ _KINDS = {
 }
 
 
+class StoredArray(NamedTuple):
+    """An array that is stored between steps.
+
+    Attributes:
+        shape: its shape on all devices together.
+        dtype: its dtype.
+        axes: for each dimension the axis of the mesh that cuts it, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+
+
 class Plan(NamedTuple):
     """The bytes of one step on one device.
 
@@ -38,10 +52,12 @@ class Plan(NamedTuple):
         stored: the bytes of "weights", "optimizer state", "saved activations" and "KV cache", of those that the step
             has.
         sent: the bytes that the device sends, by kind of collective.
+        arrays: the arrays of the weights and of the cache, by their path.
     """
 
     stored: dict[str, int]
     sent: dict[str, int]
+    arrays: dict[str, StoredArray]
 
 
 class Step(NamedTuple):
@@ -132,7 +148,24 @@ def make_plan(
     sent: dict[str, int] = collections.defaultdict(int)
     for collective in list_collectives(jaxpr.jaxpr, mesh):
         sent[collective.kind] += collective.sent_bytes
-    return Plan(stored, dict(sorted(sent.items())))
+    return Plan(stored, dict(sorted(sent.items())), list_arrays(step))
+
+
+def list_arrays(step: Step) -> dict[str, StoredArray]:
+    """Return the arrays that a step stores; those of a quantized array are its codes and its scale."""
+    arrays = {}
+    for name, place in step.stored.items():
+        specs, structure = jax.tree_util.tree_flatten_with_path(step.in_specs[place], is_leaf=_is_spec)
+        for (path, spec), node in zip(specs, structure.flatten_up_to(step.arguments[place]), strict=True):
+            for rest, leaf in jax.tree_util.tree_leaves_with_path(node):
+                key = jax.tree_util.keystr((*path, *rest), simple=True, separator="/")
+                axes = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
+                arrays[f"{name}/{key}"] = StoredArray(tuple(leaf.shape), str(leaf.dtype), axes)
+    return arrays
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
 
 
 # Bytes of arrays.
@@ -150,7 +183,7 @@ def local_shapes(tree: Any, specs: Any, mesh: Mapping[str, int]) -> Any:
     def cut(spec: PartitionSpec, node: Any) -> Any:
         return jax.tree.map(lambda leaf: _cut_shape(leaf, spec, mesh), node)
 
-    return jax.tree.map(cut, specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return jax.tree.map(cut, specs, tree, is_leaf=_is_spec)
 
 
 def _cut_shape(leaf: Any, spec: PartitionSpec, mesh: Mapping[str, int]) -> jax.ShapeDtypeStruct:

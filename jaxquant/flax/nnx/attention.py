@@ -204,20 +204,24 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             y = _attention_call.attend_to_tokens(self.options, query, key, value, mask, is_causal)
         return self.out(y)
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> None:  # type: ignore[override]
+    def init_cache(  # type: ignore[override]
+        self, input_shape: tuple[int, ...], dtype: Any = None, *, window: int | None = None
+    ) -> None:
         """Make an empty cache.
 
         Args:
             input_shape: Static. (batch..., length, features), with the number of tokens that the cache holds.
             dtype: Not used: the codes have the dtypes of key_spec and value_spec.
+            window: Static. The number of tokens that a query attends to in decode mode, itself included. The cache is
+                then a ring, as that of `jq.KVCache.create`. None keeps all tokens.
         """
         del dtype
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
-        self.kv_cache = nnx.Cache(_attention_call.make_cache(self.options, shape))
+        self.kv_cache = nnx.Cache(_attention_call.make_cache(self.options, shape, window))
 
     def set_view(
         self, deterministic: bool | None = None, decode: bool | None = None, batch_size: Any = None,
-        max_length: int | None = None,
+        max_length: int | None = None, window: int | None = None,
     ) -> None:  # fmt: skip
         """Set the modes of the layer, for `nnx.view`.
 
@@ -226,9 +230,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             decode: Whether to use the cache; None leaves it.
             batch_size: The batch dimensions of a new cache, an int or a tuple.
             max_length: The number of tokens that a new cache holds.
+            window: The number of tokens that a query attends to with a new cache, which is then a ring; None for all.
         """
         self.deterministic = self.deterministic if deterministic is None else deterministic
         self.decode = self.decode if decode is None else decode
         if batch_size is not None and max_length is not None:
             batch = batch_size if isinstance(batch_size, tuple) else (batch_size,)
-            self.init_cache((*batch, max_length, self.in_features))
+            self.init_cache((*batch, max_length, self.in_features), window=window)

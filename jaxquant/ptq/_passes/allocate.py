@@ -16,7 +16,7 @@ from ..._arrays import parts
 from ..._arrays.quantized_array import QuantizedArray
 from ..._core import checks
 from ...transform import Prepared, Rule
-from ...transform._calls import Call, Signature
+from ...transform._calls import Call, Signature, find_programs
 from ...transform._inspect import check_prepared
 from ...transform._plan import describe_site
 from ..methods import Nearest
@@ -82,7 +82,8 @@ def allocate_bits(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: both or none of budget and most_damage are given; no plan meets them: the error says what the least
-            is; the function returns no floats; or the package scipy is not installed.
+            is; no batch reaches a weight; the function returns no floats, or a NaN or an infinity; or the package scipy
+            is not installed.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -105,7 +106,15 @@ def allocate_bits(
     checks.require(bool(names), _NAME, "dtypes", "one or more dtypes", "none")
     signature = prepared._read_parameters("convert", params)
     calls = [(args, {**kwargs, **arguments}) for args, kwargs in _read_batches(batches, arguments)]
-    measure = _make_measure(prepared, signature, calls)
+    others = [Signature(call) for call in calls]
+    measure = _make_measure(prepared, signature, others)
+    # Each batch may have a program of its own, if it has other static arguments.
+    traced = [prepared._trace("check", params, *other.rebuild(other.arrays)) for other in find_programs(others)]
+    read = {path for call in traced for path in _list_replaced(prepared, call)}
+    missing = [prepared.names[leaf] for leaf in prepared.leaves if prepared.names[leaf] not in read]
+    # No damage would be measured for it, and the least dtype would be the best one.
+    expected, got = "batches that reach each weight that the rules quantize", f"none for {', '.join(missing[:4])}"
+    checks.require(not missing, _NAME, "batches", expected, got)
     table: dict[str, dict[str, tuple[int, float]]] = {}
     for leaf, plan in prepared.leaves.items():
         w, row = jnp.asarray(signature.arrays[leaf]), {}
@@ -121,7 +130,7 @@ def allocate_bits(
     chosen = [table[path][name] for path, name in choices.items()]
     return BitPlan(
         choices, sum(size for size, _ in chosen), float(sum(damage for _, damage in chosen)), table,
-        _make_rules(prepared, prepared._trace("check", params, *calls[0]), choices),
+        _make_rules(prepared, traced, choices),
     )  # fmt: skip
 
 
@@ -134,26 +143,29 @@ def _round_leaf(w: jax.Array, spec: Any) -> QuantizedArray:
     return Nearest("searched").quantize(w, None, spec, -1)
 
 
-def _make_measure(prepared: Prepared, signature: Signature, calls: Sequence[tuple[Any, Any]]) -> Any:
+def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Signature]) -> Any:
     """Return a function of a parameter and its replacement, which returns the damage."""
-    others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run_function(arrays: Any, rest: Any) -> jax.Array:
-        positional, named = others[0].rebuild(rest)
+    def run_function(arrays: Any, other: Signature) -> jax.Array:
+        positional, named = other.rebuild(other.arrays)
         results = jax.tree.leaves(prepared.function(signature.rebuild(arrays), *positional, **named))
         floats = [x for x in results if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
         return jnp.concatenate([x.astype(jnp.float32).ravel() for x in floats])
 
-    expected = [np.asarray(run_function(signature.arrays, other.arrays), np.float64) for other in others]
+    expected = [np.asarray(run_function(signature.arrays, other), np.float64) for other in others]
+    for index, result in enumerate(expected):
+        # The damage of every dtype would be NaN.
+        wanted, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
+        checks.require(bool(np.isfinite(result).all()), _NAME, "batches", wanted, got)
     total = sum(float(np.sum(x**2)) for x in expected)
 
     def measure_damage(leaf: int, values: jax.Array) -> float:
         arrays = [values if place == leaf else x for place, x in enumerate(signature.arrays)]
         pairs = zip(others, expected, strict=True)
         # In float64, in which a sum over many elements keeps the small squares that 8 bits leave.
-        squares = [np.sum((np.asarray(run_function(arrays, other.arrays), np.float64) - x) ** 2) for other, x in pairs]
+        squares = [np.sum((np.asarray(run_function(arrays, other), np.float64) - x) ** 2) for other, x in pairs]
         return float(np.sum(squares)) / max(total, np.finfo(np.float64).tiny)
 
     return measure_damage
@@ -219,11 +231,18 @@ def _solve_once(optimize: Any, goal: np.ndarray, rows: np.ndarray, is_allowed: n
     return None if result.x is None else result.x.reshape(weights, candidates).argmax(1)
 
 
-def _make_rules(prepared: Prepared, call: Call, choices: Mapping[str, str]) -> tuple[Rule, ...]:
+def _list_replaced(prepared: Prepared, call: Call) -> set[str]:
+    """Return the paths of the weights that contractions of a call get as codes."""
+    sites = [site for site in call.analysis.sites.values() if call.plan.sites[site.name].is_replaced]
+    return {path for site in sites for path in describe_site(site, prepared.names).paths}
+
+
+def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of a prepared function, with another dtype for each weight in front."""
     changed = []
-    for site in call.analysis.sites.values():
-        if not call.plan.sites[site.name].is_replaced:
+    pairs = [(call.plan, site) for call in calls for site in call.analysis.sites.values()]
+    for plan, site in pairs:
+        if not plan.sites[site.name].is_replaced:
             continue
         view = describe_site(site, prepared.names)
         rule = next((rule for rule in prepared.rules if rule.matches(view)), None)

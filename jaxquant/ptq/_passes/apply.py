@@ -80,9 +80,10 @@ def apply(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
-            a weight; the method needs data, and there are none; the state has other weights; or, with the name of the
-            weight in front, the weight or its inputs have a NaN or an infinity.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; the batches differ in shapes,
+            dtypes or static arguments; the statistics have no entry for a weight; the method needs data, and there are
+            none; the state has other weights; or, with the name of the weight in front, the weight or its inputs have a
+            NaN or an infinity.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

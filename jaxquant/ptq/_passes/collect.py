@@ -91,9 +91,8 @@ def make_states(call: Call, names: Container[str] | None = None) -> dict[str, Mo
     return states
 
 
-def update_states(prepared: Prepared, states: Any, params: Any, args: Any, kwargs: Any) -> Any:
+def update_states(prepared: Prepared, states: Any, call: Call) -> Any:
     """Return the states after one call of the function in floats."""
-    call = prepared._trace("collect", params, args, kwargs)
     prepared._check_floats("collect", call.parameters)
     return prepared._interpret(make_mode(call.plan, states), call, call.parameters.arrays, states)[1]
 
@@ -127,8 +126,9 @@ def collect(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: there is no batch, a batch is not finite, a contraction has seen no data, the state of a contraction
-            exceeds the limit, or the file was written for another function or other parameters.
+        ValueError: there is no batch, a batch is not finite or has contractions that the first one has not, a
+            contraction has seen no data, the state of a contraction exceeds the limit, or the file was written for
+            another function or other parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -149,14 +149,17 @@ def collect(
     uses: Uses = ()
 
     @jax.jit
-    def observe_batch(state: Any, arrays: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, jax.Array]]:
-        updated = update_states(prepared, state, signature.rebuild(arrays), args, {**kwargs, **arguments})
+    def observe_batch(state: Any, arrays: Any, batch: Signature) -> tuple[Any, dict[str, jax.Array]]:
+        args, kwargs = batch.rebuild(batch.arrays)
+        current = prepared._trace("collect", signature.rebuild(arrays), args, {**kwargs, **arguments})
+        _check_contractions(current, shapes)
+        updated = update_states(prepared, state, current)
         # Looked at after each batch, so that the error names the first batch with a NaN.
         return updated, _are_finite(updated)
 
     # The parameters are arguments of the jitted function: arrays that it closes over would be copied into the program.
     step = loop.Step(
-        _NAME, lambda state, args, kwargs: observe_batch(state, signature.arrays, args, kwargs),
+        _NAME, lambda state, *batch: observe_batch(state, signature.arrays, Signature(batch)),
         functools.cache(lambda: loop.find_fingerprint(dict(zip(signature.names, signature.arrays, strict=True)))),
         lambda state: "\n".join(f"{name} {x.largest.shape}" for name, x in state.items()), frozenset(arguments),
     )  # fmt: skip
@@ -173,16 +176,18 @@ def collect(
     moments: dict[str, Moments] = {}
     for index, names in enumerate(passes):
         path = checkpoint if index == 0 or checkpoint is None else f"{os.fspath(checkpoint)}.{index}"
-        final = loop.run_loop(
-            step,
-            {} if call is None else make_states(call, names),
-            again,
-            checkpoint=path,
-            progress=progress,
-            inspect=lambda state: None,
-        )
+        start = {} if call is None else make_states(call, names)
+        final = loop.run_loop(step, start, again, checkpoint=path, progress=progress, inspect=lambda state: None)
         moments |= {name: finalize_moments(name, state) for name, state in final.items()}
     return Statistics(moments, uses)
+
+
+def _check_contractions(call: Call, known: Container[str]) -> None:
+    """Raise unless a call has the contractions of the first batch only, which says how each weight is read."""
+    names = [site.name for site in call.analysis.sites.values() if has_statistics(call.plan, site)]
+    added = [name for name in names if name not in known]
+    expected, got = "batches whose calls have the contractions of the first one", f"also {', '.join(added[:4])}"
+    checks.require(not added, _NAME, "batches", expected, got)
 
 
 def _plan_passes(states: Mapping[str, Any], limit: int | None) -> list[list[str]]:

@@ -14,7 +14,7 @@ import numpy as np
 from ..._core import checks
 from ...calibration import loop
 from ...transform import Prepared
-from ...transform._calls import Call, Signature, is_quantized
+from ...transform._calls import Call, Signature, find_programs, is_quantized
 from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
 from ...transform._modes import Twin
 from ...transform._programs import jaxpr
@@ -78,7 +78,8 @@ def correct_bias(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the parameters have other paths or shapes than those of `prepare`; the statistics have no entry for
-            a weight; there is no batch; or a mean is not finite.
+            a weight; there is no batch; a static argument of a batch leads to other contractions with biases; or a mean
+            is not finite.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -113,7 +114,11 @@ def correct_bias(
         arrays = _correct_by_statistics(prepared, signature, codes, data, targets, notes)
     else:
         records = prepared._read_records("apply", "ranges", ranges)
-        measure = _make_measure(prepared, signature, targets, records, calls)
+        others = [Signature(arguments) for arguments in calls]
+        for other in find_programs(others):
+            again = prepared._trace("apply", params, *other.rebuild(other.arrays))
+            _check_targets(targets, _find_targets(prepared, again, codes)[0])
+        measure = _make_measure(prepared, signature, targets, records, others)
         arrays = _correct_by_batches(prepared, call, targets, notes, list(codes.arrays), measure)
     return Outcome(codes.rebuild(arrays), Notes(tuple(notes[leaf] for leaf in prepared.leaves), _MEASURE))
 
@@ -132,7 +137,7 @@ def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[lis
     graph, targets, notes = graphs.make_graph(call), [], {}
     for leaf in prepared.leaves:
         uses = inputs.list_uses(call, leaf)
-        reason = next((use.reason for use in uses if use.reason), "" if uses else "a lookup has no inputs")
+        reason = next((use.reason for use in uses if use.reason), "" if uses else _explain_missing(prepared, leaf))
         # One shift cannot make up for the errors of uses whose inputs have different means.
         reason = reason or ("a weight with several uses" if len(uses) > 1 else "")
         if not reason:
@@ -145,6 +150,22 @@ def _find_targets(prepared: Prepared, call: Call, codes: Signature) -> tuple[lis
             reason = "its contraction has no bias of its own"
         notes[leaf] = Note(prepared.names[leaf], "unchanged", reason)
     return targets, notes
+
+
+def _explain_missing(prepared: Prepared, leaf: int) -> str:
+    """Return why no contraction with inputs reads a parameter."""
+    forms = {row.form for row in prepared.coverage if prepared.names[leaf] in row.paths}
+    return "a lookup has no inputs" if "lookup" in forms else "the batches do not reach its contraction"
+
+
+def _check_targets(targets: Sequence[_Target], others: Sequence[_Target]) -> None:
+    """Raise unless another batch has contractions with biases as the first batch has them."""
+    names, other_names = ({target.site.name: (target.use, target.bias) for target in x} for x in (targets, others))
+    differing = sorted(name for name in {**names, **other_names} if names.get(name) != other_names.get(name))
+    # A mean of one batch would be the target for all of them, and a bias of one program may be in no other.
+    expected = "batches whose calls all have the same contractions with biases"
+    got = f"others at {', '.join(differing[:4])} (a static argument, or a shape that decides on the program?)"
+    checks.require(not differing, _NAME, "data", expected, got)
 
 
 def _correct_by_statistics(
@@ -210,18 +231,17 @@ def _find_largest(errors: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _make_measure(
-    prepared: Prepared, signature: Signature, targets: Sequence[_Target], ranges: Any, calls: Sequence[tuple[Any, Any]]
+    prepared: Prepared, signature: Signature, targets: Sequence[_Target], ranges: Any, others: Sequence[Signature]
 ) -> Callable[[Sequence[Any] | None], dict[str, np.ndarray]]:
     """Return a function of the converted parameters that returns the mean outputs of each contraction over all calls.
 
     It takes None for the float parameters.
     """
     sites = {target.site.name for target in targets}
-    others = [Signature(call) for call in calls]
 
     @jax.jit
-    def run_program(arrays: Any, rest: Any) -> dict[str, Any]:
-        positional, named = others[0].rebuild(rest)
+    def run_program(arrays: Any, other: Signature) -> dict[str, Any]:
+        positional, named = other.rebuild(other.arrays)
         call = prepared._trace("correct_bias", signature.rebuild(signature.arrays), positional, named)
         records: dict[str, Any] = {name: {"ranges": part} for name, part in find_ranges(call, ranges).items()}
         for site in call.analysis.sites.values():
@@ -241,17 +261,16 @@ def _make_measure(
     def measure(arrays: Sequence[Any] | None) -> dict[str, np.ndarray]:
         totals, counts = dict.fromkeys(sites, np.zeros(())), dict.fromkeys(sites, 0.0)
         for other in others:
-            for name, (mean, count) in run_program(
-                signature.arrays if arrays is None else arrays, other.arrays
-            ).items():
+            means = run_program(signature.arrays if arrays is None else arrays, other)
+            for name, (mean, count) in means.items():
                 # In float64 on the host: JAX has none by default, and the shifts are small differences of these means.
                 totals[name] = totals[name] + np.asarray(mean, np.float64) * float(count)
                 counts[name] += float(count)
-        means = {name: totals[name] / counts[name] for name in sites}
-        for name, mean in means.items():
+        averages = {name: totals[name] / counts[name] for name in sites}
+        for name, mean in averages.items():
             expected, got = "batches with finite outputs", f"a NaN or an infinity in the outputs of {name}"
             checks.require(bool(np.isfinite(mean).all()), _NAME, "data", expected, got)
-        return means
+        return averages
 
     return measure
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._core import checks
 from ...transform import Prepared
-from ...transform._calls import Call
+from ...transform._calls import Call, find_programs
 from ...transform._inspect import InspectMode
 from ...transform._programs import jaxpr
 from ...transform._programs.interpret import Interpreter
@@ -256,15 +256,13 @@ def run_layers(
             returns the floats with which to go on.
         has_floats: whether to evaluate the program with float weights, too, beside the quantized ones.
     """
-    groups: dict[str, list[Call]] = {}
-    for args, kwargs in batches:
-        call = prepared._trace("apply", params, args, {**kwargs, **arguments})
+    calls = [prepared._trace("apply", params, args, {**kwargs, **arguments}) for args, kwargs in batches]
+    for call in calls:
         prepared._check_floats("apply", call.parameters)
-        # The text tells batches apart whose static arguments make another program, too.
-        groups.setdefault(str(call.trace.program), []).append(call)
-    expected = "batches of one shape and dtype, because they go through one program together"
-    checks.require(len(groups) == 1, _NAME, "data", expected, f"{len(groups)} programs")
-    (calls,) = groups.values()
+    # The constants of two programs may differ, too, and are not part of their text.
+    count = len(find_programs([call.arguments for call in calls]))
+    expected = "batches of one shape, dtype and static arguments, because they go through one program together"
+    checks.require(count == 1, _NAME, "data", expected, f"{count} kinds of batches")
     first = calls[0]
     places = range(len(first.parameters.arrays))
     mode = LayerMode(first.plan, dict(enumerate(first.parameters.arrays)))

@@ -36,9 +36,9 @@ class _Adam(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The arrays of a batch, and the results in floats."""
+    """A batch, and the results in floats."""
 
-    arguments: list[Any]
+    arguments: Signature
     expected: list[jax.Array]
 
 
@@ -134,8 +134,8 @@ def _read_calls(
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     others = [Signature(loop.split_arguments(step, index, batch)) for index, batch in enumerate(batches)]
     checks.require(bool(others), _NAME, "batches", "at least one batch", "none")
-    run_function = _make_function(prepared, signature, others[0], arguments)
-    calls = [_Call(other.arrays, run_function(signature.arrays, other.arrays)) for other in others]
+    run_function = _make_function(prepared, signature, arguments)
+    calls = [_Call(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
         is_finite = all(bool(jnp.isfinite(y).all()) for y in call.expected)
         expected, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
@@ -157,13 +157,13 @@ def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
 
 
 def _make_function(
-    prepared: Prepared, signature: Signature, other: Signature, arguments: dict[str, Any]
-) -> Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]:
-    """Return the float function, as one of the arrays of the parameters and of those of a batch."""
+    prepared: Prepared, signature: Signature, arguments: dict[str, Any]
+) -> Callable[[Sequence[Any], Signature], list[jax.Array]]:
+    """Return the float function, as one of the arrays of the parameters and of a batch."""
 
     @jax.jit
-    def run_function(arrays: Sequence[Any], rest: Sequence[Any]) -> list[jax.Array]:
-        args, kwargs = other.rebuild(rest)
+    def run_function(arrays: Sequence[Any], other: Signature) -> list[jax.Array]:
+        args, kwargs = other.rebuild(other.arrays)
         results = prepared.function(signature.rebuild(arrays), *args, **kwargs, **arguments)
         # Integers among the results, such as a count of steps, have no gradient.
         floats = [y for y in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]

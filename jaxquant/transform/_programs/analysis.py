@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,16 +106,21 @@ def analyze_program(trace: jaxpr.Trace, origins: Sequence[Origin], names: Sequen
 
 def _name_sites(sites: Sequence[Site], names: Sequence[str]) -> list[Site]:
     """Return the sites with their names: the parameters, and the number of the use of these parameters."""
-    uses: collections.Counter[str] = collections.Counter()
-    named = []
-    for site in sites:
-        # Without a parameter, the name scope is what a user recognizes.
-        stem = "+".join(names[leaf] for leaf in site.leaves) or site.name
-        # An unused result does not count, so that the other names do not depend on it.
-        if site.reason == UNUSED:
-            stem = f"{stem} (unused)"
-        named.append(dataclasses.replace(site, name=f"{stem}#{uses[stem]}" if uses[stem] else stem))
-        uses[stem] += 1
+    # Without a parameter, the name scope is what a user recognizes.
+    stems = ["+".join(names[leaf] for leaf in site.leaves) or site.name for site in sites]
+    # An unused result does not count, so that the other names do not depend on it.
+    stems = [f"{stem} (unused)" if site.reason == UNUSED else stem for stem, site in zip(stems, sites, strict=True)]
+    counts: collections.Counter[str] = collections.Counter()
+    taken, named = set(stems), []
+    for stem, site in zip(stems, sites, strict=True):
+        name = stem
+        if counts[stem]:
+            # The path of a parameter may be the name of a further use of another one.
+            numbered = (f"{stem}#{number}" for number in itertools.count(counts[stem]))
+            name = next(name for name in numbered if name not in taken)
+            taken.add(name)
+        counts[stem] += 1
+        named.append(dataclasses.replace(site, name=name))
     return named
 
 
