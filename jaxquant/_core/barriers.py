@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
 from . import recording, sharding
@@ -36,7 +37,12 @@ def make_false(like: jax.Array) -> jax.Array:
     for axis in axes:
         index = lax.broadcasted_iota(jnp.int32, like.shape, axis)
         total = index if axis == axes[0] else lax.add(total, index)
-    zero = lax.broadcast_in_dim(lax.optimization_barrier(np.int32(0)), like.shape, ())
+    number = lax.optimization_barrier(np.int32(0))
+    if isinstance(like, Tracer) and not isinstance(number, Tracer):
+        # In `jax.ensure_compile_time_eval` JAX computes at once what depends on no traced array, and the compiler would
+        # know the number. Not so next to a traced array.
+        number, _ = lax.optimization_barrier((np.int32(0), like))
+    zero = lax.broadcast_in_dim(number, like.shape, ())
     return sharding.place_like(lax.lt(total, zero), like)
 
 

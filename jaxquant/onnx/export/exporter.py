@@ -14,6 +14,7 @@ from ...transform._programs import jaxpr as programs
 from . import (
     codes,
     contractions,
+    conversions,
     elementwise,
     gather,
     integers,
@@ -29,7 +30,7 @@ from .registry import MARKS, PRIMITIVES, Call
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (codes, contractions, elementwise, gather, integers, packed_weights, quantized, shapes)
+WRITERS = (codes, contractions, conversions, elementwise, gather, integers, packed_weights, quantized, shapes)
 
 
 # The folders of the modules that a user did not write.
@@ -84,7 +85,9 @@ class Exporter:
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             results = PRIMITIVES[name](self.graph, Call(name, operands, parameters, specs))
-            return [results] if isinstance(results, Value) else results
+            results = [results] if isinstance(results, Value) else results
+            pairs = zip(results, specs, strict=True)
+            return [conversions.keep_bits(self.graph, name, result, spec.dtype) for result, spec in pairs]
         except UnsupportedError as error:
             text = name if name != program.MARK else equation.params["mark"].name
             return self._note_unsupported(text, error, equation, specs)

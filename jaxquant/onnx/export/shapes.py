@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from . import elementwise, values
+from . import elementwise, ranges, values
 from .graph import Graph
 from .registry import Call, writes, writes_mark
 from .values import Shape, UnsupportedError, Value
@@ -355,11 +356,22 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     shape = call.parameters["input_shapes"][0]
     stored = tuple(shape[axis] if axis in axes else x.shape[axis] for axis in range(len(shape)))
     name = graph.store_full(x, stored)
+    if operator == "ReduceSum" and wide == np.int32 and not _fits_sum(graph, x, [shape[axis] for axis in axes]):
+        # ONNX Runtime's sum of int32 saturates, and JAX's keeps the low bits, as a cast does.
+        wide = np.dtype(np.int64)
     name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
     name = graph.reduce(operator, name, axes)
     target = values.find_container(output.dtype)
     name = name if wide == target else graph.cast(name, target)
     return Value(tuple(n for axis, n in enumerate(stored) if axis not in axes), target, name)
+
+
+def _fits_sum(graph: Graph, x: Value, lengths: Sequence[Any]) -> bool:
+    """Return whether int32 holds each sum over dimensions of these lengths."""
+    if not values.is_static(tuple(lengths)):
+        return False
+    found, count = ranges.find_range(graph, x), math.prod(lengths)
+    return -(2**31) <= count * found.low and count * found.high < 2**31
 
 
 @writes_mark("sum_last")
