@@ -79,7 +79,23 @@ def test_casts_of_numbers_in_range_are_one_node(rng: np.random.Generator) -> Non
     assert clip == ["Max", "Min", "IsNaN", "Where", "Cast"]
     # The largest int32 is a float of 2**31, which int32 does not hold.
     back = list_operators(lambda i: i.astype(jnp.float32).astype(jnp.int32), codes.astype(jnp.int32))
-    assert back == ["Cast", "Cast", "Clip", "Cast"]
+    assert back == ["Cast", "Clip", "Cast", "GreaterOrEqual", "Where"]
+
+
+def test_casts_of_a_loaded_model_are_not_guarded_again(rng: np.random.Generator) -> None:
+    x = jnp.asarray([np.nan, np.inf, -np.inf, 2.0**31, *rng.uniform(-3e9, 3e9, 4)], jnp.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        return [x.astype(jnp.int32), x.astype(jnp.int8), widen(x.astype(jnp.int4))]
+
+    model, counts = jqonnx.export(function, [x]), []
+    for _ in range(3):
+        counts.append(len(model.graph.node))
+        loaded, params = jqonnx.load(model)
+        for actual, expected in zip(loaded(params, x), function(x), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+        model = jqonnx.export(loaded, [x], params=params)
+    assert counts[1] >= counts[2]
 
 
 def test_codes_of_few_bits_wrap_around(rng: np.random.Generator) -> None:

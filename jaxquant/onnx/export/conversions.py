@@ -93,13 +93,12 @@ def _truncate(number: float) -> int:
 
 def _clip(graph: Graph, x: Value, dtype: np.dtype, bounds: tuple[int, int]) -> Value:
     """Return floats that are numbers as integers within bounds."""
-    # The bounds are numbers of the float dtype, too: float32 does not hold those of 32 bits.
-    x = x if dtype.itemsize < 4 else cast_value(graph, x, np.float64)
     low, high = (make_scalar(bound, x.dtype) for bound in bounds)
-    if dtype.itemsize < 8:
-        return cast_value(graph, write_operator(graph, "Clip", [x, low, high], x.dtype), dtype)
-    # float64 does not hold the largest integer of 64 bits: `high` is the power of two above it.
+    is_held = int(high.array) == bounds[1]
+    # A float dtype may lack the largest integer: the float next to it is a power of two, which is one too many.
+    most = high if is_held else make_scalar(np.nextafter(high.array, low.array), x.dtype)
+    inside = cast_value(graph, write_operator(graph, "Clip", [x, low, most], x.dtype), dtype)
+    if is_held:
+        return inside
     is_above = write_operator(graph, "GreaterOrEqual", [x, high], np.bool_)
-    below = make_scalar(np.nextafter(np.float64(high.array), 0), x.dtype)
-    inside = cast_value(graph, write_operator(graph, "Clip", [x, low, below], x.dtype), dtype)
     return choose(graph, is_above, make_scalar(bounds[1], dtype), inside)

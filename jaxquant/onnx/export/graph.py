@@ -86,7 +86,8 @@ class Graph:
         array = np.asarray(array)
         key = None
         if array.nbytes <= _SHARED:
-            key = (array.dtype, array.shape, array.tobytes())
+            # Parameters that are equal now need not be so after training, so each with a name has a tensor of its own.
+            key = (array.dtype, array.shape, array.tobytes(), hint)
             if key in self._shared:
                 return self._shared[key]
         name = self.make_name(hint or "constant")

@@ -86,6 +86,8 @@ def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
     if node.op_type not in (*_SAME, *_MONOTONE, *_ARITHMETIC, *_SELECTIONS):
         return _ANY
     operands = [_find_tensor_range(graph, name, depth) for name in node.input]
+    if node.op_type == "Where" and _replaces_nan(graph, node):
+        operands[2] = operands[2]._replace(is_number=True)
     if node.op_type in _SAME:
         return operands[0]
     if node.op_type in _MONOTONE:
@@ -94,6 +96,15 @@ def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
     if node.op_type in _ARITHMETIC:
         return _combine(node.op_type, operands)
     return _select_range(node.op_type, operands)
+
+
+def _replaces_nan(graph: Graph, node: NodeProto) -> bool:
+    """Return whether a Where chooses its last operand only if that is no NaN, which alone differs from itself."""
+    condition, x = graph.find_node(node.input[0]), node.input[2]
+    if condition is None or condition.op_type == "IsNaN":
+        return condition is not None and condition.input[0] == x
+    equal = graph.find_node(condition.input[0]) if condition.op_type == "Not" else None
+    return equal is not None and equal.op_type == "Equal" and [*equal.input] == [x, x]
 
 
 def _select_range(operator: str, operands: Sequence[Range]) -> Range:

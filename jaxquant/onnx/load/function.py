@@ -24,6 +24,7 @@ from .read_file import Source
 from .registry import find_operator
 from .tensors import find_onnx_dtype
 from .trainable import make_trainable, quantize_constants
+from .unfold import Unfolded, unfold_products
 from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 
 _NAME = "onnx.load"
@@ -70,7 +71,7 @@ class LoadedFunction:
     _static: frozenset[str]
     is_exported: bool = False
     _examined: set[Any] = dataclasses.field(default_factory=set)
-    _source: Graph | None = None
+    _source: Unfolded | None = None
 
     @property
     def static_inputs(self) -> frozenset[str]:
@@ -129,11 +130,12 @@ class LoadedFunction:
         checks.require(source is not None, "onnx", "convert", "a function loaded with trainable=True", repr(self))
         assert source is not None
         # Training moves scales freely, but the codes of a scale of 0 or below mean nothing.
-        scales = {name for node in source.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
+        scales = {name for node in source.graph.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
         for name in scales & set(params):
             positive = bool(np.all(np.asarray(params[name]) > 0))
             checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
-        return _make_function(quantize_constants(source, params), self.inputs, self.limits, self.is_exported)
+        graph = source.fold(quantize_constants(source.graph, params))
+        return _make_function(graph, self.inputs, self.limits, self.is_exported)
 
     def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
         # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
@@ -244,12 +246,13 @@ def _build_function(
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
-        return _make_function(make_trainable(graph), inputs, limits, is_exported, graph)
+        source = unfold_products(graph)
+        return _make_function(make_trainable(source.graph), inputs, limits, is_exported, source)
     return _make_function(graph, inputs, limits, is_exported)
 
 
 def _make_function(
-    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, source: Graph | None = None
+    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, source: Unfolded | None = None
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
     parameters = split_constants(graph)
