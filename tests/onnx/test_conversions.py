@@ -164,3 +164,17 @@ def test_angles_of_zeros_and_infinities() -> None:
         (got,) = run_runtime(model, feeds, level)
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-35)
         np.testing.assert_array_equal(np.signbit(got)[~np.isnan(want)], np.signbit(want)[~np.isnan(want)])
+
+
+@pytest.mark.slow
+def test_shifts_by_numbers_that_are_computed(rng: np.random.Generator) -> None:
+    ends = np.iinfo(np.int32)
+    x = jnp.asarray([5, -5, ends.max, ends.min, -1, 2**30, *rng.integers(ends.min, ends.max, 6)] * 12, jnp.int32)
+    steps = jnp.asarray(np.repeat([0, 1, 2, 7, 8, 15, 16, 31, 32, 33, -1, ends.min], 12), jnp.int32)
+
+    def function(x: jax.Array, steps: jax.Array) -> list[jax.Array]:
+        shifts = (lax.shift_left, lax.shift_right_logical, lax.shift_right_arithmetic)
+        arrays = [x.astype(dtype) for dtype in INTEGERS]
+        return [shift(y, steps.astype(y.dtype)) for y in arrays for shift in shifts]
+
+    compare(function, x, steps)

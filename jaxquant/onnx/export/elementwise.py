@@ -89,9 +89,9 @@ def write_binary(graph: Graph, call: Call) -> Value:
     return apply_operator(graph, _BINARY[call.name], (x, y))
 
 
-def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any) -> Value:
+def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any, **attributes: Any) -> Value:
     """Return the result of an operator that broadcasts, in the operands' own dtypes."""
-    name = graph.add(operator, [graph.store(x) for x in inputs])
+    name = graph.add(operator, [graph.store(x) for x in inputs], **attributes)
     return Value(values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
 
 
@@ -258,19 +258,45 @@ def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
 
 @writes("shift_left", "shift_right_logical", "shift_right_arithmetic")
 def write_shift(graph: Graph, call: Call) -> Value:
-    """Write a shift of bits; a shift of a signed integer is a multiplication or a division by a power of two."""
+    """Write a shift of bits; of signed integers by known numbers, as a multiplication or a division."""
     x, steps = call.inputs
-    direction = "LEFT" if call.name == "shift_left" else "RIGHT"
     dtype = np.dtype(x.dtype)
-    if dtype.kind == "u":
-        name = graph.add("BitShift", [graph.store(v) for v in (x, steps)], direction=direction)
-        return Value(values.broadcast_shapes(x.shape, steps.shape), dtype, name)
-    if call.name == "shift_right_arithmetic" and steps.is_known:
+    is_known = steps.is_known and dtype.kind == "i"
+    if is_known and call.name == "shift_right_arithmetic":
         return _shift_right(graph, x, np.asarray(steps.array))
-    if call.name == "shift_left" and steps.is_known:
+    bits = 8 * dtype.itemsize
+    if is_known and call.name == "shift_left" and not np.any((steps.array < 0) | (steps.array >= bits)):
         power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
         return apply_operator(graph, "Mul", [x, power])
-    raise UnsupportedError(f"a shift of {dtype}")
+    return _shift_unsigned(graph, call.name, x, steps, bits)
+
+
+def _shift_unsigned(graph: Graph, name: str, x: Value, steps: Value, bits: int) -> Value:
+    """Return integers shifted by numbers that the model computes, as the unsigned integers of their bits."""
+    dtype, is_left = np.dtype(x.dtype), name == "shift_left"
+    if name == "shift_right_arithmetic" and dtype.kind == "u":
+        # It copies the highest bit, which is a sign in an integer of the same bits.
+        signed = [cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, steps)]
+        return cast_value(graph, _shift_unsigned(graph, name, *signed, bits), dtype)
+    # ONNX Runtime shifts integers of 32 and of 64 bits, and keeps the low bits of one that is cast.
+    unsigned = np.dtype(f"u{dtype.name.removeprefix('u')}")
+    wide = np.dtype(np.uint64 if bits == 64 else np.uint32)
+
+    def shift(x: Value) -> Value:
+        operands = [cast_value(graph, cast_value(graph, v, unsigned), wide) for v in (x, inside)]
+        moved = write_operator(graph, "BitShift", operands, wide, direction="LEFT" if is_left else "RIGHT")
+        return cast_value(graph, moved, dtype)
+
+    zero, last = make_scalar(0, dtype), make_scalar(bits - 1, dtype)
+    outside = [apply_operator(graph, o, [steps, end], np.bool_) for o, end in (("Less", zero), ("Greater", last))]
+    is_outside = write_operator(graph, "Or", outside, np.bool_)
+    inside = choose(graph, is_outside, last, steps)
+    if name != "shift_right_arithmetic":
+        return choose(graph, is_outside, zero, shift(x))
+    # The bits of a negative number are the opposites of those of -1 - x, and so are the ones that a shift brings in.
+    is_negative, minus = apply_operator(graph, "Less", [x, zero], np.bool_), make_scalar(-1, dtype)
+    size = shift(choose(graph, is_negative, apply_operator(graph, "Sub", [minus, x]), x))
+    return choose(graph, is_negative, apply_operator(graph, "Sub", [minus, size]), size)
 
 
 def _shift_right(graph: Graph, x: Value, steps: np.ndarray) -> Value:

@@ -18,7 +18,7 @@ from onnx import ModelProto, helper
 
 from ..._core import checks
 from ..load import LoadedFunction
-from ..load.function import FLOATS
+from ..load.function import FLOATS, FORMULAS
 from . import program, scans, values
 from .exporter import Exporter
 from .graph import MICROSOFT, Graph
@@ -220,6 +220,7 @@ def _make_model(
     model.ir_version = max(helper.find_min_ir_version_for(domains, True), 8)
     stored = {POINTS: json.dumps(points), SCANS: json.dumps(graph.rolled), "jaxquant.form": graph.form}
     stored[FLOATS] = graph.floats
+    stored[FORMULAS] = json.dumps([name for name in graph.formulas if name in graph.arrays])
     helper.set_model_props(model, stored)
     for text in graph.warnings:
         warnings.warn(text, stacklevel=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
 _NAME = "onnx.load"
 # The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
 FLOATS = "jaxquant.floats"
+# The entry that lists its scalars without a name of the user's, the constants of formulas.
+FORMULAS = "jaxquant.formula_constants"
 _LINEAR = ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -77,6 +80,13 @@ class LoadedFunction:
     def static_inputs(self) -> frozenset[str]:
         """The inputs that decide about shapes, and must be numpy arrays when the function is traced."""
         return self._static
+
+    @property
+    def scales(self) -> frozenset[str]:
+        """The parameters that are scales, which must stay positive in training; none without trainable=True."""
+        if self._source is None:
+            return frozenset()
+        return _list_scales(self._source.graph) & set(self._parameters.params)
 
     def __repr__(self) -> str:
         names = ", ".join(x.name for x in self.inputs)
@@ -130,8 +140,7 @@ class LoadedFunction:
         checks.require(source is not None, "onnx", "convert", "a function loaded with trainable=True", repr(self))
         assert source is not None
         # Training moves scales freely, but the codes of a scale of 0 or below mean nothing.
-        scales = {name for node in source.graph.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
-        for name in scales & set(params):
+        for name in sorted(_list_scales(source.graph) & set(params)):
             positive = bool(np.all(np.asarray(params[name]) > 0))
             checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
         graph = source.fold(quantize_constants(source.graph, params))
@@ -224,7 +233,7 @@ def load(
         >>> fn(params, np.array([[1.0, 4.0]], np.float32))
         Array([[4.]], dtype=float32)
 
-    Source: ONNX opsets 7 to 28; com.microsoft operators of ONNX Runtime 1.31.
+    Source: ONNX opsets 7 to 28; com.microsoft operators of ONNX Runtime 1.31 and 1.32.
     """
     limits = Limits() if limits is None else limits
     checks.check_flag(_NAME, "trainable", trainable)
@@ -243,6 +252,8 @@ def _build_function(
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     graph = convert_model(proto, limits)
     _check_operators(graph)
+    # A function that trains must not move a 0.5 of its formulas.
+    graph = dataclasses.replace(graph, literals=graph.literals | _read_formula_constants(proto))
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
@@ -267,6 +278,25 @@ def _make_function(
     fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, is_exported, _source=source)
     _trace_declared(fn, parameters.params)
     return fn, dict(parameters.params)
+
+
+def _list_scales(graph: Graph) -> frozenset[str]:
+    return frozenset(name for node in graph.nodes if node.op in _LINEAR for name in node.inputs[1:2])
+
+
+def _read_formula_constants(proto: onnx.ModelProto) -> frozenset[str]:
+    """Return the names of constants that `export` lists as those of formulas."""
+    names: list[Any] = []
+    for entry in proto.metadata_props:
+        if entry.key == FORMULAS:
+            try:
+                names = json.loads(entry.value)
+            except ValueError as error:
+                raise ModelError(f"the metadata of the model is damaged: {error}") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError("the metadata of the model is damaged: expected a list of names")
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    return frozenset(name for name in names if name in initializers)
 
 
 def _check_operators(graph: Graph) -> None:
