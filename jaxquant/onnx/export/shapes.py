@@ -371,7 +371,7 @@ def _fits_sum(graph: Graph, x: Value, lengths: Sequence[Any]) -> bool:
     if not values.is_static(tuple(lengths)):
         return False
     found, count = ranges.find_range(graph, x), math.prod(lengths)
-    return -(2**31) <= count * found.low and count * found.high < 2**31
+    return count * found.low >= -(2**31) and count * found.high < 2**31
 
 
 @writes_mark("sum_last")

@@ -207,14 +207,16 @@ def load(
     Args:
         model: the path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
         limits: Static. What the model may take; None means Limits().
-        trainable: Static. For a model in QDQ form: whether the function is fake-quantized instead, in floats, with
-            straight-through gradients. The parameters are then floats: the dequantized weights and biases, and the
-            scales of weights and of activations. `fn.convert(params)` returns the integer function of trained ones.
+        trainable: Static. For a model in QDQ form, or one that `export` wrote with static ranges and float results:
+            whether the function is fake-quantized instead, in floats, with straight-through gradients. The parameters
+            are then floats: the dequantized weights and biases, and the scales of weights and of activations, which
+            `fn.scales` names. `fn.convert(params)` returns the integer function of trained ones.
 
     Returns:
         fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
         params: the parameters by name: floats as arrays; constant codes with their scale and zero point as
-            QuantizedArray, other codes as arrays. Shapes, and the scales of activations, stay inside the function.
+            QuantizedArray, other codes as arrays. Shapes, the scales of activations, and the numbers of formulas in
+            models that `export` wrote, stay inside the function.
 
     Raises:
         ModelError: the model is damaged, unsafe, needs more than its limits, or has operators that are not supported,
