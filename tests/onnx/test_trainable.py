@@ -70,7 +70,7 @@ def make_attention_weights(rng: np.random.Generator) -> dict[str, Any]:
     draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)  # noqa: E731
     return {
         "split": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.int8, jq.PerAxis((1, 2)))),
-        "other": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.int8)),
+        "other": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.uint8)),  # with a zero point
         "merge": jq.quantize(draw(2, 4, 6), jq.QuantSpec(jnp.int8, jq.PerAxis(2))),
         "first": jnp.zeros(6),
         "second": jnp.zeros(6),

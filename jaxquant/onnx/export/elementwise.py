@@ -276,8 +276,8 @@ def _shift_unsigned(graph: Graph, name: str, x: Value, steps: Value, bits: int) 
     dtype, is_left = np.dtype(x.dtype), name == "shift_left"
     if name == "shift_right_arithmetic" and dtype.kind == "u":
         # It copies the highest bit, which is a sign in an integer of the same bits.
-        signed = [cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, steps)]
-        return cast_value(graph, _shift_unsigned(graph, name, *signed, bits), dtype)
+        x, steps = (cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, steps))
+        return cast_value(graph, _shift_unsigned(graph, name, x, steps, bits), dtype)
     # ONNX Runtime shifts integers of 32 and of 64 bits, and keeps the low bits of one that is cast.
     unsigned = np.dtype(f"u{dtype.name.removeprefix('u')}")
     wide = np.dtype(np.uint64 if bits == 64 else np.uint32)

@@ -123,6 +123,10 @@ def _read_product(
     factor = names[0] if len(names) == 1 else ""
     if not factor or not _is_by_column(graph, graph.constants[factor], weights.shape[1], between):
         return None
+    # A scale for all columns, with a zero point for each, has no form in DequantizeLinear.
+    own = graph.constants.get("".join(node.inputs[3:4]))
+    if len(node.inputs) > 3 and (own is None or own.size > graph.constants[factor].size):
+        return None
     # The constant of the product becomes that of the scale, unless other nodes read it.
     scale = factor if len(readers[factor]) == 1 else f"{b}.scale"
     return Product(node, chain, scaling, scale, factor)
@@ -164,9 +168,8 @@ def _is_by_column(graph: Graph, factor: np.ndarray, columns: int, between: tuple
     """Return whether a factor has one element, or one for each column of the sums, also after a reshape of these."""
     if factor.size == 1:
         return True
-    shape = factor.shape
-    while shape and shape[0] == 1:
-        shape = shape[1:]
+    leading = next(axis for axis, n in enumerate(factor.shape) if n != 1)
+    shape = factor.shape[leading:]
     targets = [graph.constants.get(node.inputs[1]) for node in between if node.op == "Reshape"]
     if any(target is None for target in targets):
         return False
@@ -198,10 +201,10 @@ def _multiply(product: Product, constants: dict[str, np.ndarray]) -> list[Node]:
     """Return the product of floats; add the zero point of the weights to the constants, in the form of their scale."""
     node, weights = product.node, product.node.inputs[1]
     operands = [weights, product.scale]
-    point = constants.get(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
+    point = constants.get("".join(node.inputs[3:4]))
     if point is not None:
         name = f"{weights}.zero_point"
-        constants[name] = np.broadcast_to(point.reshape(-1), (max(point.size, constants[product.factor].size),))
+        constants[name] = np.broadcast_to(point.reshape(-1), (constants[product.factor].size,))
         operands.append(name)
     dequantize: dict[str, Any] = {"op": "DequantizeLinear", "attributes": {"axis": 1}}
     floats = dataclasses.replace(node, inputs=tuple(operands), outputs=(_name(weights),), **dequantize)
@@ -211,7 +214,7 @@ def _multiply(product: Product, constants: dict[str, np.ndarray]) -> list[Node]:
 
 def _find_weight_scale(constants: Mapping[str, np.ndarray], product: Product) -> np.ndarray:
     """Return the scale of the weights, whose product with that of the activations is the constant of the graph."""
-    left = np.float32(constants[product.chain[0].inputs[1]].reshape(()))
+    left = np.float32(constants[product.chain[0].inputs[1]].item())
     factor = constants[product.factor].reshape(-1).astype(np.float32)
     quotient = (factor.astype(np.float64) / np.float64(left)).astype(np.float32)
     # Not every quotient gives back the product, but a float next to it does, because the product is one.
