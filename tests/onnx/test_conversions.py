@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
 import pytest
 from jax import lax
 
@@ -179,3 +180,38 @@ def test_shifts_by_numbers_that_are_computed(rng: np.random.Generator) -> None:
         return [shift(y, steps.astype(y.dtype)) for y in arrays for shift in shifts]
 
     compare(function, x, steps)
+
+
+def test_arrays_without_elements(rng: np.random.Generator) -> None:
+    x, empty = jnp.asarray(rng.normal(0, 1, (1, 3, 2)), jnp.float32), jnp.zeros((2, 0, 3))
+
+    def function(x: jax.Array, empty: jax.Array) -> list[jax.Array]:
+        flags = empty > 0
+        return [
+            jnp.pad(x, ((0, 0), (1, 1), (0, 2)), mode="edge"),
+            *(reduce(empty, 1) for reduce in (jnp.sum, jnp.prod)),
+            *(reduce(flags, 1) for reduce in (jnp.any, jnp.all)),
+            *(reduce(flags, (1,)) for reduce in (lax.reduce_or, lax.reduce_and, lax.reduce_max, lax.reduce_min)),
+            *(f(empty.astype(jnp.int32), (1,)) for f in (lax.reduce_max, lax.reduce_min, lax.reduce_sum)),
+            *(f(empty, (1,)) for f in (lax.reduce_max, lax.reduce_min)),
+        ]
+
+    compare(function, x, empty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"])
+def test_float8_inputs_and_results_are_verified(rng: np.random.Generator, name: str) -> None:
+    """`verify` passes float8 to ONNX Runtime, and a loaded model that saturates is exported as a Cast."""
+    x = jnp.asarray([np.nan, 0.0, 1e-9, 449.0, 1e6, -1e6, *rng.normal(0, 20, 8)], jnp.float32)
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(name))
+    nodes = [onnx.helper.make_node("Cast", ["x"], ["y"], to=kind)]
+    info, dims = onnx.helper.make_tensor_value_info, [x.size]
+    graph = onnx.helper.make_graph(nodes, "g", [info("x", 1, dims)], [info("y", kind, dims)])
+    loaded, params = jqonnx.load(onnx.helper.make_model(graph, ir_version=10))
+    model = jqonnx.export(loaded, [x], params=params)
+    assert [node.op_type for node in model.graph.node] == ["Cast"]
+    assert jqonnx.verify(model, lambda x: loaded(params, x), [x]).is_exact
+    narrow = loaded(params, x)
+    widen = lambda x: x.astype(jnp.float32) * 2  # noqa: E731
+    assert jqonnx.verify(jqonnx.export(widen, [narrow]), widen, [narrow]).is_exact

@@ -16,8 +16,8 @@ from . import values
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
 from .graph import Graph
 from .ranges import find_range
-from .registry import Call, writes
-from .values import Value
+from .registry import Call, writes, writes_mark
+from .values import UnsupportedError, Value
 
 # Primitives of integers whose results may need more bits than their operands; scatters are spelled "-" or "_".
 _OVERFLOWING = (
@@ -31,6 +31,17 @@ _OVERFLOWING = (
 def write_cast(graph: Graph, call: Call) -> Value:
     """Write a conversion."""
     return convert(graph, call.inputs[0], call.parameters["new_dtype"])
+
+
+@writes_mark("encode_small_float")
+def write_small_float(graph: Graph, call: Call) -> Value:
+    """Write a conversion of float32 to a float of 8 bits."""
+    p = call.parameters
+    dtype = np.dtype(p["dtype"])
+    if dtype not in dtypes.FLOAT8 or graph.opset < 19:
+        raise UnsupportedError(f"{dtype} needs a later opset")
+    x, to = graph.store(p["value"]), values.find_element_type(dtype)
+    return Value(p["value"].shape, dtype, graph.add("Cast", [x], to=to, saturate=int(p["saturate"])))
 
 
 def convert(graph: Graph, x: Value, dtype: Any) -> Value:

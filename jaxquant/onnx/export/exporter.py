@@ -48,6 +48,11 @@ def _locate(equation: Any) -> str:
     return programs.locate(equation)
 
 
+def _is_empty(spec: Spec) -> bool:
+    is_plain = isinstance(spec.dtype, np.dtype)  # and no key of random numbers
+    return is_plain and values.is_static(spec.shape) and 0 in spec.shape
+
+
 class Exporter:
     """A backend that writes the equations of a program into a graph.
 
@@ -81,6 +86,9 @@ class Exporter:
         try:
             if name == program.MARK:
                 return self._write_mark(equation.params["mark"], operands, specs, avals)
+            if all(_is_empty(spec) for spec in specs):
+                # ONNX Runtime's Expand does not shorten a dimension of 1 to 0.
+                return [values.make_known(np.zeros(spec.shape, values.find_container(spec.dtype))) for spec in specs]
             if name not in PRIMITIVES:
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
