@@ -140,7 +140,9 @@ def count_exports(cases: list[Any]) -> tuple[collections.Counter[str], list[str]
                 onnx.checker.check_model(model, full_check=True)
                 reached = "exported"
                 counts[reached] += 1
-                report = jqonnx.verify(model, traced[0], [(traced[1],)], tolerance=max(case.rtol, 1e-3))
+                # Two libraries differ by the last digits of bfloat16.
+                tolerance = 1e-2 if "bf16" in case.name else max(case.rtol, 1e-3)
+                report = jqonnx.verify(model, traced[0], [(traced[1],)], tolerance=tolerance)
                 reached = "run"
                 counts[reached] += 1
                 assert report.is_exact, str(report)

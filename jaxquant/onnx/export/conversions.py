@@ -7,15 +7,17 @@ graph holds codes of 2 and 4 bits in 8.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from onnx import NodeProto, helper
 
 from ..._core import dtypes
 from . import values
 from .elementwise import apply_operator, cast_value, choose, make_scalar, write_operator
 from .graph import Graph
-from .ranges import find_range
 from .registry import Call, writes, writes_mark
 from .values import UnsupportedError, Value
 
@@ -25,6 +27,12 @@ _OVERFLOWING = (
     "cumsum", "reduce_sum", "reduce_prod", "reduce_window_sum", "dot_general", "conv_general_dilated",
     "scatter_add", "scatter_mul", "scatter_sub",
 )  # fmt: skip
+# Nodes that are followed back from a tensor. Longer chains are taken for unknown numbers, which costs a few nodes.
+_DEPTH = 12
+_SAME = ("Identity", "Reshape", "Transpose", "Expand", "Slice", "Squeeze", "Unsqueeze", "Gather", "GatherElements")
+_MONOTONE = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
+_SELECTIONS = ("Clip", "Max", "Min", "Where", "Concat", "Neg", "Abs")
+_ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
 
 
 @writes("convert_element_type")
@@ -113,3 +121,153 @@ def _clip(graph: Graph, x: Value, dtype: np.dtype, bounds: tuple[int, int]) -> V
         return inside
     is_above = write_operator(graph, "GreaterOrEqual", [x, high], np.bool_)
     return choose(graph, is_above, make_scalar(bounds[1], dtype), inside)
+
+
+# What the graph tells of the numbers in a tensor: their least and largest value, and whether one may be NaN.
+
+
+class Range(NamedTuple):
+    """The numbers that a tensor may hold.
+
+    Attributes:
+        low: the least, or -inf.
+        high: the largest, or inf.
+        is_number: whether no element is NaN.
+    """
+
+    low: float
+    high: float
+    is_number: bool
+
+
+_ANY = Range(-math.inf, math.inf, False)
+_INT32 = Range(-(2.0**31), 2.0**31 - 1, True)
+
+
+def find_range(graph: Graph, x: Value) -> Range:
+    """Return bounds of the elements of a value."""
+    if x.is_known:
+        return _find_array_range(np.asarray(x.array))
+    found = _find_tensor_range(graph, graph.store(x), _DEPTH)
+    return _intersect(found, _find_dtype_range(x.dtype))
+
+
+def fits_sum(graph: Graph, x: Value, lengths: Sequence[Any]) -> bool:
+    """Return whether int32 holds each sum over dimensions of these lengths."""
+    if not values.is_static(tuple(lengths)):
+        return False
+    found, count = find_range(graph, x), math.prod(lengths)
+    return count * found.low >= -(2**31) and count * found.high < 2**31
+
+
+def _find_array_range(array: np.ndarray) -> Range:
+    if not array.size:
+        return Range(0, 0, True)
+    wide = array.astype(np.float64)
+    has_nan = bool(np.isnan(wide).any())
+    return _ANY if has_nan else Range(float(wide.min()), float(wide.max()), True)
+
+
+def _find_dtype_range(dtype: Any) -> Range:
+    if np.dtype(dtype) == np.bool_:
+        return Range(0, 1, True)
+    if np.dtype(dtype) in dtypes.INTEGERS or np.dtype(dtype).kind in "iu":
+        low, high = dtypes.find_bounds(dtype)
+        return Range(float(low), float(high), True)
+    return _ANY
+
+
+def _intersect(x: Range, y: Range) -> Range:
+    return Range(max(x.low, y.low), min(x.high, y.high), x.is_number or y.is_number)
+
+
+def _find_tensor_range(graph: Graph, name: str, depth: int) -> Range:
+    if name in graph.arrays:
+        return _find_array_range(graph.arrays[name])
+    dtype = graph.find_dtype(name)
+    known = _ANY if dtype is None else _find_dtype_range(dtype)
+    node = graph.find_node(name) if depth else None
+    return known if node is None else _intersect(known, _find_node_range(graph, node, depth - 1))
+
+
+def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
+    """Return the range of the first result of a node from those of its operands."""
+    if node.op_type == "Cast":
+        to = helper.tensor_dtype_to_np_dtype(helper.get_node_attr_value(node, "to"))
+        return _round_range(_find_tensor_range(graph, node.input[0], depth), to)
+    if node.op_type not in (*_SAME, *_MONOTONE, *_ARITHMETIC, *_SELECTIONS):
+        return _ANY
+    operands = [_find_tensor_range(graph, name, depth) for name in node.input]
+    if node.op_type == "Where" and _replaces_nan(graph, node):
+        operands[2] = operands[2]._replace(is_number=True)
+    if node.op_type in _SAME:
+        return operands[0]
+    if node.op_type in _MONOTONE:
+        function = _MONOTONE[node.op_type]
+        return Range(float(function(operands[0].low)), float(function(operands[0].high)), operands[0].is_number)
+    if node.op_type in _ARITHMETIC:
+        return _combine(node.op_type, operands)
+    return _select_range(node.op_type, operands)
+
+
+def _replaces_nan(graph: Graph, node: NodeProto) -> bool:
+    """Return whether a Where chooses its last operand only if that is no NaN, which alone differs from itself."""
+    condition, x = graph.find_node(node.input[0]), node.input[2]
+    if condition is None or condition.op_type == "IsNaN":
+        return condition is not None and condition.input[0] == x
+    equal = graph.find_node(condition.input[0]) if condition.op_type == "Not" else None
+    return equal is not None and equal.op_type == "Equal" and [*equal.input] == [x, x]
+
+
+def _select_range(operator: str, operands: Sequence[Range]) -> Range:
+    """Return the range of a result whose elements are those of operands, or their opposites."""
+    x = operands[0]
+    if operator in ("Neg", "Abs"):
+        opposite = Range(-x.high, -x.low, x.is_number)
+        ends = Range(max(x.low, opposite.low, 0), max(x.high, opposite.high), x.is_number)
+        return _drop_overflow(opposite if operator == "Neg" else ends)
+    is_number = all(part.is_number for part in operands)
+    lows, highs = [part.low for part in operands], [part.high for part in operands]
+    if operator == "Max":
+        return Range(max(lows), max(highs), is_number)
+    if operator == "Min":
+        return Range(min(lows), min(highs), is_number)
+    if operator == "Clip":
+        bottom, top = operands[1], operands[2]
+        return Range(max(x.low, bottom.low), min(max(x.high, bottom.low), top.high), x.is_number)
+    # Where has a condition first; the operands of Concat are all alike.
+    parts = operands[1:] if operator == "Where" else operands
+    return Range(min(p.low for p in parts), max(p.high for p in parts), all(p.is_number for p in parts))
+
+
+def _combine(operator: str, operands: Sequence[Range]) -> Range:
+    """Return the range of a sum, a difference or a product: its ends are results of ends."""
+    x, y = operands
+    if not all(math.isfinite(end) for end in (x.low, x.high, y.low, y.high)):
+        return _ANY  # inf - inf is NaN
+    ends = [_ARITHMETIC[operator](a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
+    # One step outward, because the graph may round each result to float32.
+    low, high = (
+        np.nextafter(np.float32(end), np.float32(far))
+        for end, far in ((min(ends), -np.inf), (max(ends), np.inf))
+    )  # fmt: skip
+    return _drop_overflow(Range(float(low), float(high), x.is_number and y.is_number))
+
+
+def _drop_overflow(x: Range) -> Range:
+    # The narrowest integers in which the graph computes have 32 bits. Beyond these they may have wrapped around.
+    return x if x.low >= _INT32.low and x.high <= _INT32.high else _ANY
+
+
+def _round_range(x: Range, dtype: Any) -> Range:
+    """Return the range of numbers after a cast."""
+    dtype = np.dtype(dtype)
+    if values.find_container(dtype).kind in "iub":
+        held = _find_dtype_range(dtype)
+        # A cast to an integer dtype that does not hold all of them wraps around.
+        return Range(x.low, x.high, True) if held.low <= x.low and x.high <= held.high else held
+    if dtype not in (dtypes.FLOAT16, dtypes.BFLOAT16, dtypes.FLOAT32, np.float64):
+        return _ANY
+    with np.errstate(over="ignore"):
+        low, high = (float(np.asarray(end, np.float64).astype(dtype)) for end in (x.low, x.high))
+    return Range(low, high, x.is_number)

@@ -19,8 +19,8 @@ from onnx import ModelProto, helper
 from ..._core import checks
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
-from . import program, scans, values
-from .exporter import Exporter
+from . import program, values
+from .exporter import SCAN_CHOICES, Exporter
 from .graph import MICROSOFT, Graph
 from .values import Value
 
@@ -95,7 +95,7 @@ def export(
     Source: ONNX IR 10 and later; the operators of ONNX Runtime.
     """
     _check_options(form, opset, batch)
-    checks.check_option(_NAME, "scan", scan, scans.CHOICES)
+    checks.check_option(_NAME, "scan", scan, SCAN_CHOICES)
     arguments = list(example_args)
     leaves, structure = jax.tree.flatten(arguments)
     specs = make_specs(leaves, batch)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from . import elementwise, ranges, values
+from . import conversions, elementwise, values
 from .graph import Graph
 from .registry import Call, writes, writes_mark
 from .values import Shape, Spec, UnsupportedError, Value
@@ -359,7 +358,11 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     # A reduced dimension must have all of its elements; the others may stay short.
     stored = tuple(shape[axis] if axis in axes else x.shape[axis] for axis in range(len(shape)))
     name = graph.store_full(x, stored)
-    if operator == "ReduceSum" and wide == np.int32 and not _fits_sum(graph, x, [shape[axis] for axis in axes]):
+    if (
+        operator == "ReduceSum"
+        and wide == np.int32
+        and not conversions.fits_sum(graph, x, [shape[axis] for axis in axes])
+    ):
         # ONNX Runtime's sum of int32 saturates, and JAX's keeps the low bits, as a cast does.
         wide = np.dtype(np.int64)
     name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
@@ -379,14 +382,6 @@ def _make_empty_result(name: str, output: Spec) -> Value:
         low, high = (False, True) if dtype == np.bool_ else (low, high)
         numbers = {"reduce_max": low, "reduce_min": high}
     return values.make_known(np.full((1,) * len(output.shape), numbers[name], dtype))
-
-
-def _fits_sum(graph: Graph, x: Value, lengths: Sequence[Any]) -> bool:
-    """Return whether int32 holds each sum over dimensions of these lengths."""
-    if not values.is_static(tuple(lengths)):
-        return False
-    found, count = ranges.find_range(graph, x), math.prod(lengths)
-    return count * found.low >= -(2**31) and count * found.high < 2**31
 
 
 @writes_mark("sum_last")

@@ -23,10 +23,9 @@ from .limits import Limits
 from .parameters import Parameters, split_constants, spread_parameters
 from .read_file import Source
 from .registry import find_operator
-from .tensors import find_onnx_dtype
 from .trainable import make_trainable, quantize_constants
 from .unfold import Unfolded, unfold_products
-from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
+from .values import UnknownValueError, canonicalize_dtype, convert_to_jax, find_onnx_dtype
 
 _NAME = "onnx.load"
 # The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
