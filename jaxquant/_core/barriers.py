@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 
 from . import recording, sharding
@@ -30,18 +31,18 @@ def make_false(like: jax.Array) -> jax.Array:
     Args:
         like: any array; only its shape and its sharding matter. Pass one without a derivative.
     """
-    # The sum of the indices of an element is never negative. XLA does not fold the comparison, because an iota is no
-    # constant to it, and it knows only that a single iota is not less than 0. LLVM may see that it is False, which
-    # removes the selects from the loop; it does not replace divisions. Dimensions that fit into memory cannot overflow
-    # int32 here.
+    # The sum of the indices of an element is never negative, but the compiler does not know the number 0. A loop finds
+    # the sum while it runs, without an array of its own. Dimensions that fit into memory cannot overflow int32 here.
     axes = [axis for axis, length in enumerate(like.shape) if not isinstance(length, int) or length != 1]
-    if not axes:
-        # Without an iota, the comparison would be of two constants.
-        zero = lax.optimization_barrier(np.int32(0))
-        return sharding.place_like(lax.broadcast(lax.lt(zero, np.int32(0)), like.shape), like)
-    indices = (lax.broadcasted_iota(jnp.int32, like.shape, axis) for axis in axes)
-    total = functools.reduce(lax.add, indices)
-    return sharding.place_like(lax.lt(total, lax.full(like.shape, -1, jnp.int32)), like)
+    indices = [lax.broadcasted_iota(jnp.int32, like.shape, axis) for axis in axes]
+    total = functools.reduce(lax.add, indices) if indices else lax.full(like.shape, 0, jnp.int32)
+    number: Any = lax.optimization_barrier(np.int32(0))
+    if isinstance(like, Tracer) and not isinstance(number, Tracer):
+        # In `jax.ensure_compile_time_eval` JAX computes at once what depends on no traced array, and the compiler would
+        # know the number. Not so next to a traced array.
+        number, _ = lax.optimization_barrier((np.int32(0), like))
+    zero = lax.broadcast_in_dim(number, like.shape, ())
+    return sharding.place_like(lax.lt(total, zero), like)
 
 
 @make_false.def_vmap

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from . import recording
 from .barriers import make_false
@@ -34,7 +35,8 @@ def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     # Neither pattern matches if both operands are results of a select. The condition has to vary along all dimensions:
     # if the condition, x and the scale all repeat their elements, XLA selects before it repeats them, and then sees a
     # broadcast again.
-    never = make_false(lax.stop_gradient(x))
+    # In `jax.ensure_compile_time_eval` one of the operands may be known, and the condition is that of the other.
+    never = make_false(lax.stop_gradient(x if isinstance(x, Tracer) else scale))
     return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import dtypes
+from . import dtypes, recording
 
 # The floats between 2**23 and 2**24 are exactly the integers, so adding this to a small number rounds the number half
 # to even and leaves it in the low bits.
@@ -42,6 +42,7 @@ def find_overflow(value: jax.Array, dtype: np.dtype) -> jax.Array:
     return (encode_magnitude(value, dtype) > _find_largest_code(dtype)) & ~jnp.isnan(value)
 
 
+@recording.mark("encode_small_float", lambda value, dtype, **_: (value.shape, dtype), recording.map_elements)
 def encode_small_float(value: jax.Array, dtype: np.dtype, saturate: bool) -> jax.Array:
     """Return float32 values in a small float dtype, rounded half to even.
 

@@ -188,7 +188,7 @@ def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.nda
         checks.require(fits, _NAME, "batches", f"{info.name} of shape {lengths}", f"shape {list(array.shape)}")
         # The dtype that JAX has for a number of Python or an array of numpy is that of the model.
         array = array.astype(values.find_container(jax.dtypes.canonicalize_dtype(array.dtype)))
-        feeds[info.name] = array.astype(np.float32) if array.dtype == dtypes.BFLOAT16 else array
+        feeds[info.name] = array.astype(np.float32) if array.dtype in (dtypes.BFLOAT16, *dtypes.FLOAT8) else array
     return feeds
 
 
@@ -243,22 +243,23 @@ def _open_session(
     return session, points
 
 
-# ONNX Runtime's Python interface takes no bfloat16 of numpy, so a session has such inputs and outputs as float32.
+# ONNX Runtime's Python interface takes no bfloat16 or float8 of numpy, so a session has such inputs and outputs as
+# float32.
+_NARROW = (TensorProto.BFLOAT16, *(values.find_element_type(dtype) for dtype in dtypes.FLOAT8))
 
 
 def _widen_inputs(graph: Any) -> None:
-    narrow = [info for info in graph.input if info.type.tensor_type.elem_type == TensorProto.BFLOAT16]
-    for info in narrow:
-        inner = f"{info.name}/bfloat16"
+    for info in [info for info in graph.input if info.type.tensor_type.elem_type in _NARROW]:
+        kind = info.type.tensor_type
+        inner = f"{info.name}/narrow"
         exports.rename_tensors(graph.node, {info.name: inner})
-        graph.node.insert(0, helper.make_node("Cast", [info.name], [inner], to=TensorProto.BFLOAT16))
-        info.type.tensor_type.elem_type = TensorProto.FLOAT
+        graph.node.insert(0, helper.make_node("Cast", [info.name], [inner], to=kind.elem_type))
+        kind.elem_type = TensorProto.FLOAT
 
 
 def _widen_outputs(graph: Any) -> None:
-    narrow = [info for info in graph.output if info.type.tensor_type.elem_type == TensorProto.BFLOAT16]
-    for info in narrow:
-        inner = f"{info.name}/bfloat16"
+    for info in [info for info in graph.output if info.type.tensor_type.elem_type in _NARROW]:
+        inner = f"{info.name}/narrow"
         exports.rename_tensors(graph.node, {info.name: inner})
         graph.node.append(helper.make_node("Cast", [inner], [info.name], to=TensorProto.FLOAT))
         info.type.tensor_type.elem_type = TensorProto.FLOAT

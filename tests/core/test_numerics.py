@@ -80,6 +80,24 @@ def test_quotients_of_broadcast_operands(name: str, operands: tuple[np.ndarray, 
     same_bits(repeat_and_divide(x, divisors), want)
 
 
+@pytest.mark.parametrize("name", ["jit", "vmap", "known dividend", "eager"])
+def test_quotients_while_constants_are_folded(name: str, operands: tuple[np.ndarray, np.ndarray]) -> None:
+    """In `jax.ensure_compile_time_eval` the condition that hides the division must not become a constant."""
+    x, scale = operands[0][:4096].reshape(64, 64), np.float32(0.037)
+
+    def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+        with jax.ensure_compile_time_eval():
+            return division.divide(x, jnp.broadcast_to(scale, x.shape))
+
+    functions = {
+        "jit": lambda: jax.jit(divide)(x, scale),
+        "vmap": lambda: jax.jit(jax.vmap(divide, (0, None)))(x, scale),
+        "known dividend": lambda: jax.jit(lambda scale: divide(jnp.asarray(x), scale))(scale),
+        "eager": lambda: divide(jnp.asarray(x), jnp.asarray(scale)),
+    }
+    assert transforms.mismatches(functions[name](), x / scale) == 0
+
+
 def test_quotient_of_a_quotient(operands: tuple[np.ndarray, np.ndarray]) -> None:
     """XLA reassociates (a / b) / s and a / (b / c); the operands are shielded from both sides."""
     x, s = operands

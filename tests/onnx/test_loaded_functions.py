@@ -112,27 +112,51 @@ def test_resize_copies_large_integers() -> None:
     np.testing.assert_array_equal(fn(params, values), values.repeat(2, axis=1))
 
 
+def make_loop(count: int | None) -> onnx.ModelProto:
+    """Return a model that scales x, and adds to an integer, again and again; without a count it is an input."""
+    info = helper.make_tensor_value_info
+    states = [info("v", TensorProto.FLOAT, [4]), info("n", TensorProto.INT32, [])]
+    inner = [info("i", TensorProto.INT64, []), info("c", TensorProto.BOOL, []), *states]
+    nodes = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Mul", ["v", "s"], ["w"])]
+    nodes.append(helper.make_node("Add", ["n", "one"], ["o"]))
+    results = [info("d", TensorProto.BOOL, []), info("w", TensorProto.FLOAT, [4]), info("o", TensorProto.INT32, [])]
+    body = helper.make_graph(nodes, "b", inner, results)
+    loop = helper.make_node("Loop", ["m", "", "x", "one"], ["y", "k"], body=body)
+    constants = {"s": np.asarray(1.01, np.float32), "one": np.asarray(1, np.int32)}
+    inputs = [info("x", TensorProto.FLOAT, [4])]
+    if count is None:
+        inputs.append(info("m", TensorProto.INT64, []))
+    else:
+        constants["m"] = np.asarray(count)
+    tensors = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    outputs = [info("y", TensorProto.FLOAT, [4]), info("k", TensorProto.INT32, [])]
+    graph = helper.make_graph([loop], "g", inputs, outputs, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [3, 300])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_loop(count: int, is_known: bool, rng: np.random.Generator) -> None:
     """A loop is written out, is jax.lax.scan, or is jax.lax.while_loop, by what is known of its trip count."""
-    info = helper.make_tensor_value_info
-    inner = [info("i", TensorProto.INT64, []), info("c", TensorProto.BOOL, []), info("v", TensorProto.FLOAT, [4])]
-    nodes = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Mul", ["v", "s"], ["w"])]
-    body = helper.make_graph(nodes, "b", inner, [info("d", TensorProto.BOOL, []), info("w", TensorProto.FLOAT, [4])])
-    loop = helper.make_node("Loop", ["m", "", "x"], ["y"], body=body)
-    constants = [numpy_helper.from_array(np.asarray(1.01, np.float32), "s")]
-    inputs = [info("x", TensorProto.FLOAT, [4])]
-    inputs += [] if is_known else [info("m", TensorProto.INT64, [])]
-    constants += [numpy_helper.from_array(np.asarray(count), "m")] if is_known else []
-    graph = helper.make_graph([loop], "g", inputs, [info("y", TensorProto.FLOAT, [4])], constants)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = make_loop(count if is_known else None)
     fn, params = jqonnx.load(model)
     x = rng.normal(size=4).astype(np.float32)
     feeds = {"x": x} if is_known else {"x": x, "m": np.asarray(count)}
-    y = jax.jit(lambda p, v: fn(p, **v))(params, feeds)
-    np.testing.assert_allclose(y, run_runtime(model, feeds)[0], rtol=1e-5)
+    results = jax.jit(lambda p, v: fn(p, **v))(params, feeds)
+    for actual, expected in zip(results, run_runtime(model, feeds), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_a_loop_that_the_limit_cuts_short_has_no_numbers(rng: np.random.Generator) -> None:
+    model, x = make_loop(None), rng.normal(size=4).astype(np.float32)
+    fn, params = jqonnx.load(model, limits=jqonnx.Limits(iterations=5))
+    run = jax.jit(lambda m: fn(params, x, m))
+    for actual, expected in zip(run(np.asarray(5)), run_runtime(model, {"x": x, "m": np.asarray(5)}), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    y, k = run(np.asarray(6))
+    assert np.isnan(y).all()
+    assert k == np.iinfo(np.int32).min
 
 
 @pytest.mark.sample(1)

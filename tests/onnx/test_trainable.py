@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
+import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import MODELS, quantize_model, run_runtime
@@ -60,11 +62,84 @@ def test_training_lowers_a_loss_and_is_exported_again(
         assert sum(row.kind == "codes" for row in report.rows) >= 2
 
 
+UINT8 = jq.QuantSpec(jnp.uint8)
+
+
+def make_attention_weights(rng: np.random.Generator) -> dict[str, Any]:
+    """Return quantized weights whose columns are features of several heads, and two biases that are equal."""
+    draw = lambda *shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)  # noqa: E731
+    return {
+        "split": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.int8, jq.PerAxis((1, 2)))),
+        "other": jq.quantize(draw(6, 2, 4), jq.QuantSpec(jnp.uint8)),  # with a zero point
+        "merge": jq.quantize(draw(2, 4, 6), jq.QuantSpec(jnp.int8, jq.PerAxis(2))),
+        "first": jnp.zeros(6),
+        "second": jnp.zeros(6),
+    }
+
+
+def apply_heads(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Return contractions with float results, of codes that are reshaped before and after."""
+    x = x * 0.5 + params["first"][None]
+    q = jq.quantize(x, UINT8, -1.0, 2.0)
+    split, other = (jq.einsum("bi,ihd->bhd", q, params[name]) for name in ("split", "other"))
+    heads = jq.quantize(jnp.tanh(split) + other, UINT8, -1.5, 2.0)
+    return jq.einsum("bhd,hdo->bo", heads, params["merge"]) + params["second"][None]
+
+
+@pytest.mark.slow
+def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generator) -> None:
+    """The products of codes that `export` writes have gradients, and return to the same operators."""
+    weights, x = make_attention_weights(rng), jnp.asarray(rng.normal(0, 1, (5, 6)), jnp.float32)
+    model = jqonnx.export(apply_heads, [x], params=weights, batch="N")
+    served = jax.jit(lambda x: apply_heads(weights, x))(x)
+    fn, params = jqonnx.load(model, trainable=True)
+    names = {"first", "second", *(f"{n}.{part}" for n in ("split", "other", "merge") for part in ("codes", "scale"))}
+    # Besides, there are the scales of the activations, but not the 0.5 of the formula.
+    others = set(params) - names
+    assert names <= set(params)
+    assert len(others) == 2
+    assert fn.scales == {*others, *(name for name in names if name.endswith("scale"))}
+    np.testing.assert_allclose(jax.jit(fn)(params, x), served, atol=1e-5)
+    integer, codes = fn.convert(params)
+    np.testing.assert_array_equal(jax.jit(integer)(codes, x), served)
+    assert "MatMulInteger" in {node.op for node in integer.graph.nodes}
+
+    target = jnp.asarray(rng.normal(0, 1, served.shape), jnp.float32)
+    find_loss = jax.jit(lambda p: jnp.mean((fn(p, x) - target) ** 2))
+    rates = {name: 1e-5 if name in fn.scales else 1e-2 for name in params}
+    step = jax.jit(lambda p: jax.tree.map(lambda v, g, rate: v - rate * g, p, jax.grad(find_loss)(p), rates))
+    trained = params
+    for _ in range(20):
+        trained = step(trained)
+    assert find_loss(trained) < find_loss(params)
+    # Each parameter has a gradient of its own, also one that was equal to another.
+    assert all(bool(jnp.any(trained[name] != params[name])) for name in params)
+    assert bool(jnp.any(trained["first"] != trained["second"]))
+    integer, codes = fn.convert(trained)
+    np.testing.assert_allclose(jax.jit(integer)(codes, x), jax.jit(fn)(trained, x), atol=1e-5)
+    again = jqonnx.export(integer, [x], params=codes, batch="N")
+    assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
+    for level in ("disabled", "all"):
+        report = jqonnx.verify(again, integer, [x, x[:2]], params=codes, level=level)
+        assert report.is_exact, str(report)
+    np.testing.assert_allclose(run_runtime(again, {"x": np.asarray(x)})[0], jax.jit(fn)(trained, x), atol=1e-5)
+
+
+def test_damaged_metadata_is_an_error(rng: np.random.Generator) -> None:
+    model = jqonnx.export(lambda x: x * 0.5, [jnp.ones(3)])
+    assert not jqonnx.load(model)[1]
+    entry = next(entry for entry in model.metadata_props if entry.key == "jaxquant.formula_constants")
+    for text in ("{", "[1]", '"constant"'):
+        entry.value = text
+        with pytest.raises(jqonnx.ModelError, match="metadata of the model is damaged"):
+            jqonnx.load(model)
+
+
 def test_other_forms_are_refused(rng: np.random.Generator, tmp_path: pathlib.Path) -> None:
     make, shape = MODELS["mlp"]
     batches = [rng.normal(size=shape).astype(np.float32)]
     model = quantize_model(make(rng), batches, "operators", tmp_path)
-    with pytest.raises(jqonnx.ModelError, match="QDQ form; these operators have no derivative"):
+    with pytest.raises(jqonnx.ModelError, match="these operators have no derivative"):
         jqonnx.load(model, trainable=True)
     fn, params = jqonnx.load(model)
     with pytest.raises(ValueError, match="trainable=True"):

@@ -179,7 +179,11 @@ def write_pooling(graph: Graph, call: Call) -> Value:
         "pads": [*(int(pads[axis][0]) for axis in axes), *(int(pads[axis][1]) for axis in axes)],
         "dilations": [int(p["window_dilation"][axis]) for axis in axes],
     }
-    name = _pool(graph, call.name, name, x.dtype, config)
+    is_mean = call.name == "reduce_window_sum" and values.find_container(x.dtype) in dtypes.FLOATS
+    if is_mean or call.name != "reduce_window_sum":
+        name = _pool(graph, call.name, name, x.dtype, config)
+    else:
+        name = _sum_windows(graph, name, x.dtype, config)
     if len(others) != 2:
         positions = tuple(output.shape[axis] for axis in axes)
         name = graph.reshape(name, (*(shape[axis] for axis in others), *positions))
@@ -203,7 +207,7 @@ def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]
         # ONNX has no sums over windows. With the padding, each mean is of the same number of elements.
         name = graph.add("AveragePool", [name], count_include_pad=1, **config)
         name = graph.add("Mul", [name, graph.add_constant(np.float32(count))])
-        return name if is_float else graph.cast(graph.add("Round", [name]), container)
+        return name if is_float else graph.cast(name, container)
     is_direct = is_float or (container in (np.int8, np.uint8) and kind == "reduce_window_max")
     # Of integers, MaxPool has those of 8 bits, and Neg would overflow at the lowest. float64 holds those of 32 bits.
     wide = np.float32 if container in (dtypes.FLOAT16, dtypes.BFLOAT16) else np.float64
@@ -213,6 +217,42 @@ def _pool(graph: Graph, kind: str, name: str, dtype: Any, config: dict[str, Any]
     else:
         name = graph.add("MaxPool", [name], **config)
     return name if is_direct else graph.cast(name, container)
+
+
+def _sum_windows(graph: Graph, name: str, dtype: Any, config: dict[str, Any]) -> str:
+    """Return sums over windows of [N, C, *spatial] by additions: a mean in floats would round large integers."""
+    container, wide = values.find_container(dtype), elementwise.find_compute_dtype(dtype)
+    name = name if wide == container else graph.cast(name, wide)
+    count, end = len(config["kernel_shape"]), np.iinfo(np.int64).max
+    if any(config["pads"]):
+        pads = [0, 0, *config["pads"][:count], 0, 0, *config["pads"][count:]]
+        name = graph.add("Pad", [name, graph.ints(*pads), graph.add_constant(np.zeros((), wide))])
+
+    sizes = zip(config["kernel_shape"], config["dilations"], config["strides"], strict=True)
+    for axis, (size, step, stride) in enumerate(sizes, 2):
+        name = _sum_along(graph, name, axis, size, step)
+        name = name if stride == 1 else graph.slice(name, [0], [end], [axis], [stride])
+    return name if wide == container else graph.cast(name, container)
+
+
+def _sum_along(graph: Graph, name: str, axis: int, size: int, step: int) -> str:
+    """Return the sums of `size` elements each along an axis, which are `step` apart, for all places of the first."""
+    # Sums of 2, 4, 8, ... elements, added up as the bits of the size tell, take few nodes for a long window, too.
+    power, length, result, done = name, 1, "", 0
+    while True:
+        if size & length:
+            result = _join_sums(graph, (result, power), (done, length), axis, step) if done else power
+            done += length
+        if done == size:
+            return result
+        power, length = _join_sums(graph, (power, power), (length, length), axis, step), 2 * length
+
+
+def _join_sums(graph: Graph, names: tuple[str, str], lengths: tuple[int, int], axis: int, step: int) -> str:
+    """Return the sums of some elements, each with that of the elements that follow them."""
+    head = graph.slice(names[0], [0], [-lengths[1] * step], [axis], [1])
+    tail = graph.slice(names[1], [lengths[0] * step], [np.iinfo(np.int64).max], [axis], [1])
+    return graph.add("Add", [head, tail])
 
 
 @writes("reduce_window")

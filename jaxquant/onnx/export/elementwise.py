@@ -52,6 +52,8 @@ def apply_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: 
     """
     container = values.find_container(inputs[0].dtype)
     wide = find_compute_dtype(container)
+    for x in inputs:
+        graph.note_dtype(x.name, values.find_container(x.dtype))
     names = [graph.store(x) if wide == container else graph.cast(graph.store(x), wide) for x in inputs]
     name = graph.add(operator, names, **attributes)
     if dtype is None and wide != container:
@@ -87,9 +89,9 @@ def write_binary(graph: Graph, call: Call) -> Value:
     return apply_operator(graph, _BINARY[call.name], (x, y))
 
 
-def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any) -> Value:
+def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any, **attributes: Any) -> Value:
     """Return the result of an operator that broadcasts, in the operands' own dtypes."""
-    name = graph.add(operator, [graph.store(x) for x in inputs])
+    name = graph.add(operator, [graph.store(x) for x in inputs], **attributes)
     return Value(values.broadcast_shapes(*(_find_stored_shape(x) for x in inputs)), np.dtype(dtype), name)
 
 
@@ -114,19 +116,14 @@ def write_logic(graph: Graph, call: Call) -> Value:
     return write_operator(graph, "BitwiseNot" if call.name == "not" else _BITS[call.name], call.inputs, dtype)
 
 
-@writes("convert_element_type")
-def write_cast(graph: Graph, call: Call) -> Value:
-    """Write a conversion."""
-    return cast_value(graph, call.inputs[0], call.parameters["new_dtype"])
-
-
 def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
-    """Return a value in another dtype."""
+    """Return a value in another dtype, whose numbers the dtype must hold."""
     target, container = values.find_container(dtype), values.find_container(x.dtype)
     if x.is_known:
         return values.make_known(np.asarray(x.array).astype(target), x.hint)
     if target == container:
         return x._replace(dtype=target)
+    graph.note_dtype(x.name, container)
     if container in _NARROW and target == np.int32:
         # Noted, so that a cast back finds the codes, and not another chain of casts.
         return Value(x.shape, target, graph.widen(graph.store(x), container, target))
@@ -235,33 +232,71 @@ def _write_is_finite(graph: Graph, x: Value) -> Value:
 
 
 def _write_atan2(graph: Graph, y: Value, x: Value) -> Value:
-    zero, pi = make_scalar(0, x.dtype), make_scalar(np.pi, x.dtype)
-    # Atan knows the right half of the plane. The sign of a zero is not seen, because Less(-0, 0) is false.
-    ratio = apply_operator(graph, "Atan", [apply_operator(graph, "Div", [y, x])])
-    offset = choose(graph, apply_operator(graph, "Less", [y, zero], np.bool_), make_scalar(-np.pi, x.dtype), pi)
-    left = apply_operator(graph, "Less", [x, zero], np.bool_)
-    angle = choose(graph, left, apply_operator(graph, "Add", [ratio, offset]), ratio)
-    is_origin = write_operator(
-        graph, "And", [apply_operator(graph, "Equal", [v, zero], np.bool_) for v in (x, y)], np.bool_
-    )  # fmt: skip
-    return choose(graph, is_origin, zero, angle)
+    """Write the angle of a point by that of (abs(x), abs(y)), moved to the quadrant that the signs tell."""
+
+    def apply(operator: str, *operands: Value, dtype: Any = None) -> Value:
+        return apply_operator(graph, operator, operands, dtype)
+
+    zero, one = make_scalar(0, x.dtype), make_scalar(1, x.dtype)
+    sizes = [apply("Abs", v) for v in (y, x)]
+    # 0 / 0 and inf / inf are NaN, but points on an axis and on a diagonal.
+    is_infinite = apply("GreaterOrEqual", apply("Min", *sizes), make_scalar(np.inf, x.dtype), dtype=np.bool_)
+    is_origin = apply("LessOrEqual", apply("Max", *sizes), zero, dtype=np.bool_)
+    ratio = choose(graph, is_infinite, one, choose(graph, is_origin, zero, apply("Div", *sizes)))
+    angle = apply("Atan", ratio)
+    # Only the reciprocal of a zero tells its sign, and only that of an infinity does not tell it.
+    signs = [
+        write_operator(
+            graph, "Or", [apply("Less", part, zero, dtype=np.bool_) for part in (v, apply("Div", one, v))], np.bool_
+        )
+        for v in (y, x)
+    ]  # fmt: skip
+    angle = choose(graph, signs[1], apply("Sub", make_scalar(np.pi, x.dtype), angle), angle)
+    # A product, because ONNX Runtime's Where turns -0 into 0.
+    return apply("Mul", angle, choose(graph, signs[0], make_scalar(-1, x.dtype), one))
 
 
 @writes("shift_left", "shift_right_logical", "shift_right_arithmetic")
 def write_shift(graph: Graph, call: Call) -> Value:
-    """Write a shift of bits; a shift of a signed integer is a multiplication or a division by a power of two."""
+    """Write a shift of bits; of signed integers by known numbers, as a multiplication or a division."""
     x, steps = call.inputs
-    direction = "LEFT" if call.name == "shift_left" else "RIGHT"
     dtype = np.dtype(x.dtype)
-    if dtype.kind == "u":
-        name = graph.add("BitShift", [graph.store(v) for v in (x, steps)], direction=direction)
-        return Value(values.broadcast_shapes(x.shape, steps.shape), dtype, name)
-    if call.name == "shift_right_arithmetic" and steps.is_known:
+    is_known = steps.is_known and dtype.kind == "i"
+    if is_known and call.name == "shift_right_arithmetic":
         return _shift_right(graph, x, np.asarray(steps.array))
-    if call.name == "shift_left" and steps.is_known:
+    bits = 8 * dtype.itemsize
+    if is_known and call.name == "shift_left" and not np.any((steps.array < 0) | (steps.array >= bits)):
         power = values.make_known(np.left_shift(np.ones_like(np.asarray(steps.array)), np.asarray(steps.array)))
         return apply_operator(graph, "Mul", [x, power])
-    raise UnsupportedError(f"a shift of {dtype}")
+    return _shift_unsigned(graph, call.name, x, steps, bits)
+
+
+def _shift_unsigned(graph: Graph, name: str, x: Value, steps: Value, bits: int) -> Value:
+    """Return integers shifted by numbers that the model computes, as the unsigned integers of their bits."""
+    dtype, is_left = np.dtype(x.dtype), name == "shift_left"
+    if name == "shift_right_arithmetic" and dtype.kind == "u":
+        # It copies the highest bit, which is a sign in an integer of the same bits.
+        x, steps = (cast_value(graph, v, np.dtype(dtype.name[1:])) for v in (x, steps))
+        return cast_value(graph, _shift_unsigned(graph, name, x, steps, bits), dtype)
+    # ONNX Runtime shifts integers of 32 and of 64 bits, and keeps the low bits of one that is cast.
+    unsigned = np.dtype(f"u{dtype.name.removeprefix('u')}")
+    wide = np.dtype(np.uint64 if bits == 64 else np.uint32)
+
+    def shift(x: Value) -> Value:
+        operands = [cast_value(graph, cast_value(graph, v, unsigned), wide) for v in (x, inside)]
+        moved = write_operator(graph, "BitShift", operands, wide, direction="LEFT" if is_left else "RIGHT")
+        return cast_value(graph, moved, dtype)
+
+    zero, last = make_scalar(0, dtype), make_scalar(bits - 1, dtype)
+    outside = [apply_operator(graph, o, [steps, end], np.bool_) for o, end in (("Less", zero), ("Greater", last))]
+    is_outside = write_operator(graph, "Or", outside, np.bool_)
+    inside = choose(graph, is_outside, last, steps)
+    if name != "shift_right_arithmetic":
+        return choose(graph, is_outside, zero, shift(x))
+    # The bits of a negative number are the opposites of those of -1 - x, and so are the ones that a shift brings in.
+    is_negative, minus = apply_operator(graph, "Less", [x, zero], np.bool_), make_scalar(-1, dtype)
+    size = shift(choose(graph, is_negative, apply_operator(graph, "Sub", [minus, x]), x))
+    return choose(graph, is_negative, apply_operator(graph, "Sub", [minus, size]), size)
 
 
 def _shift_right(graph: Graph, x: Value, steps: np.ndarray) -> Value:
@@ -298,7 +333,8 @@ def choose(graph: Graph, condition: Value, chosen: Value, other: Value) -> Value
     dtype = values.find_container(chosen.dtype)
     # ONNX Runtime has no kernels of Where for the other floats and integers.
     wide = np.dtype(np.float32) if dtype in (dtypes.FLOAT16, dtypes.BFLOAT16) else dtype
-    wide = np.dtype(np.int32) if dtype.kind in "iub" and dtype not in (np.uint8, np.int32, np.int64) else wide
+    if dtype.kind in "iub" and dtype not in (np.uint8, np.int32, np.int64):
+        wide = np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
     cases = [x if wide == dtype else cast_value(graph, x, wide) for x in (chosen, other)]
     result = write_operator(graph, "Where", [condition, *cases], wide)
     return result if wide == dtype else cast_value(graph, result, dtype)

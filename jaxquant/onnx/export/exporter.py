@@ -8,19 +8,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from onnx import helper
 
 from ..._core import recording
 from ...transform._programs import jaxpr as programs
 from . import (
     codes,
     contractions,
+    conversions,
     elementwise,
     gather,
     integers,
     packed_weights,
     program,
     quantized,
-    scans,
     shapes,
     values,
 )
@@ -29,9 +30,12 @@ from .registry import MARKS, PRIMITIVES, Call
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (codes, contractions, elementwise, gather, integers, packed_weights, quantized, shapes)
+WRITERS = (codes, contractions, conversions, elementwise, gather, integers, packed_weights, quantized, shapes)
 
 
+SCAN_CHOICES = ("auto", "unroll", "loop")
+# With "auto", scans of more steps are loops. Layers of the same kind are scanned in fewer steps than a sequence.
+_MOST_UNROLLED = 64
 # The folders of the modules that a user did not write.
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep for path in (jax.__file__ or "", os.path.dirname(recording.__file__ or ""))
@@ -45,6 +49,11 @@ def _locate(equation: Any) -> str:
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{frame.file_name}:{frame.line_num}"
     return programs.locate(equation)
+
+
+def _is_empty(spec: Spec) -> bool:
+    is_plain = isinstance(spec.dtype, np.dtype)  # and no key of random numbers
+    return is_plain and values.is_static(spec.shape) and 0 in spec.shape
 
 
 class Exporter:
@@ -80,11 +89,16 @@ class Exporter:
         try:
             if name == program.MARK:
                 return self._write_mark(equation.params["mark"], operands, specs, avals)
+            if all(_is_empty(spec) for spec in specs):
+                # ONNX Runtime's Expand does not shorten a dimension of 1 to 0.
+                return [values.make_known(np.zeros(spec.shape, values.find_container(spec.dtype))) for spec in specs]
             if name not in PRIMITIVES:
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
             results = PRIMITIVES[name](self.graph, Call(name, operands, parameters, specs))
-            return [results] if isinstance(results, Value) else results
+            results = [results] if isinstance(results, Value) else results
+            pairs = zip(results, specs, strict=True)
+            return [conversions.keep_bits(self.graph, name, result, spec.dtype) for result, spec in pairs]
         except UnsupportedError as error:
             text = name if name != program.MARK else equation.params["mark"].name
             return self._note_unsupported(text, error, equation, specs)
@@ -133,9 +147,9 @@ class Exporter:
             return None
         scan = programs.read_scan(equation)
         try:
-            is_rolled = scans.is_rolled(self.graph.scan, scan, operands)
-            self.graph.rolled.append(is_rolled)
-            return scans.write_scan(self, scan, operands, specs) if is_rolled else None
+            is_loop = is_rolled(self.graph.scan, scan, operands)
+            self.graph.rolled.append(is_loop)
+            return write_scan(self, scan, operands, specs) if is_loop else None
         except UnsupportedError as error:
             return self._note_unsupported("scan", error, equation, specs)
 
@@ -173,3 +187,73 @@ class Exporter:
             )
             result = elementwise.choose(self.graph, is_place, branches[place], result)
         return result
+
+
+# Scans as ONNX's Scan: the body once, as a graph of its own.
+
+
+def is_rolled(choice: str, scan: Any, operands: Sequence[Value]) -> bool:
+    """Return whether a scan is a loop in the model."""
+    if not isinstance(scan.length, int):
+        if choice == "unroll":
+            raise UnsupportedError("a scan of symbolic length")
+        return True
+    # A scan of known operands is evaluated now, and a loop of no steps needs no node.
+    if scan.length == 0 or choice == "unroll" or all(x.is_known for x in operands):
+        return False
+    return choice == "loop" or scan.length > _MOST_UNROLLED
+
+
+def write_scan(exporter: Exporter, scan: Any, operands: Sequence[Value], outputs: Sequence[Spec]) -> list[Value]:
+    """Return the results of a scan, written as a node with a body.
+
+    Args:
+        exporter: what writes the equations of the body.
+        scan: the scan, as `read_scan` returns it.
+        operands: the constants of the loop, the carries, the stacked operands.
+        outputs: the shapes and dtypes of the results.
+    """
+    graph, first = exporter.graph, scan.constants + scan.carries
+    specs = [Spec(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in scan.body.program.invars]
+    pairs = list(zip(operands, specs, strict=True))
+    carried = [graph.store_full(x, spec.shape) for x, spec in pairs[scan.constants : first]]
+    stacks = [graph.store_full(x, (scan.length, *spec.shape)) for x, spec in pairs[first:]]
+    if not stacks:  # the operator counts the steps by an operand
+        if not isinstance(scan.length, int):
+            raise UnsupportedError("a scan of symbolic length without operands to scan")
+        stacks, specs = [graph.add_constant(np.zeros(scan.length, np.bool_))], [*specs, Spec((), np.dtype(np.bool_))]
+    body, points = _write_body(exporter, scan, operands, specs)
+    turns: dict[str, Any] = {"scan_input_directions": [1] * len(stacks)} if scan.reverse else {}
+    # onnx cannot make an attribute of an empty list.
+    if scan.reverse and len(outputs) > scan.carries:
+        turns["scan_output_directions"] = [1] * (len(outputs) - scan.carries)
+    names = graph.add("Scan", [*carried, *stacks], len(outputs), body=body, num_scan_inputs=len(stacks), **turns)
+    graph.points += [[graph.nodes[-1].name, point] if point else "" for point in points]
+    names = names if isinstance(names, list) else [names]
+    return [
+        Value(tuple(spec.shape), values.find_container(spec.dtype), name)
+        for name, spec in zip(names, outputs, strict=True)
+    ]
+
+
+def _write_body(
+    exporter: Exporter, scan: Any, operands: Sequence[Value], specs: Sequence[Spec]
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """Return the graph of one step, and its quantize points."""
+    graph = exporter.graph
+    outer = graph.open_body()
+    inputs = [
+        Value(tuple(spec.shape), spec.dtype, graph.make_name("state" if i < scan.carries else "entry"))
+        for i, spec in enumerate(specs[scan.constants :])
+    ]
+    count = len(scan.body.program.invars) - scan.constants
+    constants = [exporter.make_known(constant) for constant in scan.body.constants]
+    arguments = [*operands[: scan.constants], *inputs[:count]]
+    results = program.run_program(exporter, scan.body.program, constants, arguments)
+    types = [Spec(tuple(v.aval.shape), values.find_container(v.aval.dtype)) for v in scan.body.program.outvars]
+    # An output has to be the result of a node of the body, which nothing else is.
+    names = [graph.add("Identity", [graph.store_full(x, spec.shape)]) for x, spec in zip(results, types, strict=True)]
+    nodes, points = graph.close_body(outer, names)
+    before = [values.describe(graph.store(x), x.shape, x.dtype) for x in inputs]
+    after = [values.describe(name, spec.shape, spec.dtype) for name, spec in zip(names, types, strict=True)]
+    return helper.make_graph(nodes, graph.make_name("body"), before, after), points

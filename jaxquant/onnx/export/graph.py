@@ -32,6 +32,7 @@ class Graph:
             of the loop's node and the tensor.
         rolled: for each scan of the program whether it is a loop.
         floats: "jax", or "runtime" if the function has float operators with the bits of ONNX Runtime's.
+        formulas: the float constants of one element without a name of the user's.
         requests: names that the function asks for, by the tensors that get them.
         weights: tensors of dequantized constants of 4 bits, with their codes.
         codes: pairs of an array and its scale, with the codes that DynamicQuantizeLinear computed of them.
@@ -45,6 +46,7 @@ class Graph:
         self.rolled: list[bool] = []
         self.has_microsoft = False
         self.floats = "jax"
+        self.formulas: list[str] = []
         self.codes: dict[tuple[str, str], Value] = {}
         self.requests: dict[str, str] = {}
         self.weights: dict[str, Any] = {}
@@ -86,11 +88,14 @@ class Graph:
         array = np.asarray(array)
         key = None
         if array.nbytes <= _SHARED:
-            key = (array.dtype, array.shape, array.tobytes())
+            # Parameters that are equal now need not be so after training, so each with a name has a tensor of its own.
+            key = (array.dtype, array.shape, array.tobytes(), hint)
             if key in self._shared:
                 return self._shared[key]
         name = self.make_name(hint or "constant")
         self.arrays[name] = array
+        if hint is None and array.size == 1 and array.dtype.kind not in "iub":
+            self.formulas.append(name)
         if key is not None:
             self._shared[key] = name
         return name

@@ -18,9 +18,9 @@ from onnx import ModelProto, helper
 
 from ..._core import checks
 from ..load import LoadedFunction
-from ..load.function import FLOATS
-from . import program, scans, values
-from .exporter import Exporter
+from ..load.function import FLOATS, FORMULAS
+from . import program, values
+from .exporter import SCAN_CHOICES, Exporter
 from .graph import MICROSOFT, Graph
 from .values import Value
 
@@ -95,7 +95,7 @@ def export(
     Source: ONNX IR 10 and later; the operators of ONNX Runtime.
     """
     _check_options(form, opset, batch)
-    checks.check_option(_NAME, "scan", scan, scans.CHOICES)
+    checks.check_option(_NAME, "scan", scan, SCAN_CHOICES)
     arguments = list(example_args)
     leaves, structure = jax.tree.flatten(arguments)
     specs = make_specs(leaves, batch)
@@ -220,6 +220,7 @@ def _make_model(
     model.ir_version = max(helper.find_min_ir_version_for(domains, True), 8)
     stored = {POINTS: json.dumps(points), SCANS: json.dumps(graph.rolled), "jaxquant.form": graph.form}
     stored[FLOATS] = graph.floats
+    stored[FORMULAS] = json.dumps([name for name in graph.formulas if name in graph.arrays])
     helper.set_model_props(model, stored)
     for text in graph.warnings:
         warnings.warn(text, stacklevel=3)

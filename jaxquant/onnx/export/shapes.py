@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from . import elementwise, values
+from . import conversions, elementwise, values
 from .graph import Graph
 from .registry import Call, writes, writes_mark
-from .values import Shape, UnsupportedError, Value
+from .values import Shape, Spec, UnsupportedError, Value
 
 
 @writes("broadcast_in_dim")
@@ -348,18 +349,39 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     output = call.outputs[0]
     if not axes:
         return x
+    shape = call.parameters["input_shapes"][0]
     operator = _REDUCTIONS.get(call.name) or {"reduce_and": "ReduceMin", "reduce_or": "ReduceMax"}[call.name]
     # ReduceMin and ReduceMax take bools from opset 20 on only.
     wide = elementwise.find_compute_dtype(x.dtype)
+    if any(values.is_static((shape[axis],)) and shape[axis] == 0 for axis in axes):
+        return _make_empty_result(call.name, output)
     # A reduced dimension must have all of its elements; the others may stay short.
-    shape = call.parameters["input_shapes"][0]
     stored = tuple(shape[axis] if axis in axes else x.shape[axis] for axis in range(len(shape)))
     name = graph.store_full(x, stored)
+    if (
+        operator == "ReduceSum"
+        and wide == np.int32
+        and not conversions.fits_sum(graph, x, [shape[axis] for axis in axes])
+    ):
+        # ONNX Runtime's sum of int32 saturates, and JAX's keeps the low bits, as a cast does.
+        wide = np.dtype(np.int64)
     name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
     name = graph.reduce(operator, name, axes)
     target = values.find_container(output.dtype)
     name = name if wide == target else graph.cast(name, target)
     return Value(tuple(n for axis, n in enumerate(stored) if axis not in axes), target, name)
+
+
+def _make_empty_result(name: str, output: Spec) -> Value:
+    """Return the result of a reduction of no elements, of which ONNX Runtime's are those of a wider dtype."""
+    dtype = values.find_container(output.dtype)
+    numbers: dict[str, Any] = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
+    if name in ("reduce_max", "reduce_min"):
+        info = jnp.iinfo(output.dtype) if dtype.kind in "iu" else None
+        low, high = (-np.inf, np.inf) if info is None else (info.min, info.max)
+        low, high = (False, True) if dtype == np.bool_ else (low, high)
+        numbers = {"reduce_max": low, "reduce_min": high}
+    return values.make_known(np.full((1,) * len(output.shape), numbers[name], dtype))
 
 
 @writes_mark("sum_last")

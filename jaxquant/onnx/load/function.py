@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,15 @@ from .limits import Limits
 from .parameters import Parameters, split_constants, spread_parameters
 from .read_file import Source
 from .registry import find_operator
-from .tensors import find_onnx_dtype
 from .trainable import make_trainable, quantize_constants
-from .values import UnknownValueError, canonicalize_dtype, convert_to_jax
+from .unfold import Unfolded, unfold_products
+from .values import UnknownValueError, canonicalize_dtype, convert_to_jax, find_onnx_dtype
 
 _NAME = "onnx.load"
 # The entry of an exported model's metadata that tells whose float operators the function has, "jax" or "runtime".
 FLOATS = "jaxquant.floats"
+# The entry that lists its scalars without a name of the user's, the constants of formulas.
+FORMULAS = "jaxquant.formula_constants"
 _LINEAR = ("QuantizeLinear", "DequantizeLinear")
 
 
@@ -70,12 +73,19 @@ class LoadedFunction:
     _static: frozenset[str]
     is_exported: bool = False
     _examined: set[Any] = dataclasses.field(default_factory=set)
-    _source: Graph | None = None
+    _source: Unfolded | None = None
 
     @property
     def static_inputs(self) -> frozenset[str]:
         """The inputs that decide about shapes, and must be numpy arrays when the function is traced."""
         return self._static
+
+    @property
+    def scales(self) -> frozenset[str]:
+        """The parameters that are scales, which must stay positive in training; none without trainable=True."""
+        if self._source is None:
+            return frozenset()
+        return _list_scales(self._source.graph) & set(self._parameters.params)
 
     def __repr__(self) -> str:
         names = ", ".join(x.name for x in self.inputs)
@@ -129,11 +139,11 @@ class LoadedFunction:
         checks.require(source is not None, "onnx", "convert", "a function loaded with trainable=True", repr(self))
         assert source is not None
         # Training moves scales freely, but the codes of a scale of 0 or below mean nothing.
-        scales = {name for node in source.nodes if node.op in _LINEAR for name in node.inputs[1:2]}
-        for name in scales & set(params):
+        for name in sorted(_list_scales(source.graph) & set(params)):
             positive = bool(np.all(np.asarray(params[name]) > 0))
             checks.require(positive, "onnx.convert", name, "a positive scale", np.asarray(params[name]).min())
-        return _make_function(quantize_constants(source, params), self.inputs, self.limits, self.is_exported)
+        graph = source.fold(quantize_constants(source.graph, params))
+        return _make_function(graph, self.inputs, self.limits, self.is_exported)
 
     def _run(self, params: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Any, ...]:
         # A model is typed and broadcasts by numpy's rules, whatever the user has forbidden in code of their own.
@@ -196,14 +206,16 @@ def load(
     Args:
         model: the path of a file, its bytes, or an onnx.ModelProto, which may not have external data.
         limits: Static. What the model may take; None means Limits().
-        trainable: Static. For a model in QDQ form: whether the function is fake-quantized instead, in floats, with
-            straight-through gradients. The parameters are then floats: the dequantized weights and biases, and the
-            scales of weights and of activations. `fn.convert(params)` returns the integer function of trained ones.
+        trainable: Static. For a model in QDQ form, or one that `export` wrote with static ranges and float results:
+            whether the function is fake-quantized instead, in floats, with straight-through gradients. The parameters
+            are then floats: the dequantized weights and biases, and the scales of weights and of activations, which
+            `fn.scales` names. `fn.convert(params)` returns the integer function of trained ones.
 
     Returns:
         fn: a LoadedFunction, to which jax.jit, jax.vmap and jax.grad apply.
         params: the parameters by name: floats as arrays; constant codes with their scale and zero point as
-            QuantizedArray, other codes as arrays. Shapes, and the scales of activations, stay inside the function.
+            QuantizedArray, other codes as arrays. Shapes, the scales of activations, and the numbers of formulas in
+            models that `export` wrote, stay inside the function.
 
     Raises:
         ModelError: the model is damaged, unsafe, needs more than its limits, or has operators that are not supported,
@@ -222,7 +234,7 @@ def load(
         >>> fn(params, np.array([[1.0, 4.0]], np.float32))
         Array([[4.]], dtype=float32)
 
-    Source: ONNX opsets 7 to 28; com.microsoft operators of ONNX Runtime 1.31.
+    Source: ONNX opsets 7 to 28; com.microsoft operators of ONNX Runtime 1.31 and 1.32.
     """
     limits = Limits() if limits is None else limits
     checks.check_flag(_NAME, "trainable", trainable)
@@ -241,15 +253,18 @@ def _build_function(
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     graph = convert_model(proto, limits)
     _check_operators(graph)
+    # A function that trains must not move a 0.5 of its formulas.
+    graph = dataclasses.replace(graph, literals=graph.literals | _read_formula_constants(proto))
     inputs = tuple(_read_declaration(value) for value in proto.graph.input if value.name in set(graph.inputs))
     is_exported = any((entry.key, entry.value) == (FLOATS, "jax") for entry in proto.metadata_props)
     if trainable:
-        return _make_function(make_trainable(graph), inputs, limits, is_exported, graph)
+        source = unfold_products(graph)
+        return _make_function(make_trainable(source.graph), inputs, limits, is_exported, source)
     return _make_function(graph, inputs, limits, is_exported)
 
 
 def _make_function(
-    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, source: Graph | None = None
+    graph: Graph, inputs: tuple[Input, ...], limits: Limits, is_exported: bool, source: Unfolded | None = None
 ) -> tuple[LoadedFunction, dict[str, Any]]:  # fmt: skip
     """Return the function of a graph and its parameters; `source` is the graph that a trainable one was made of."""
     parameters = split_constants(graph)
@@ -264,6 +279,25 @@ def _make_function(
     fn = LoadedFunction(inputs, graph.outputs, bare, limits, parameters, static, is_exported, _source=source)
     _trace_declared(fn, parameters.params)
     return fn, dict(parameters.params)
+
+
+def _list_scales(graph: Graph) -> frozenset[str]:
+    return frozenset(name for node in graph.nodes if node.op in _LINEAR for name in node.inputs[1:2])
+
+
+def _read_formula_constants(proto: onnx.ModelProto) -> frozenset[str]:
+    """Return the names of constants that `export` lists as those of formulas."""
+    names: list[Any] = []
+    for entry in proto.metadata_props:
+        if entry.key == FORMULAS:
+            try:
+                names = json.loads(entry.value)
+            except ValueError as error:
+                raise ModelError(f"the metadata of the model is damaged: {error}") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError("the metadata of the model is damaged: expected a list of names")
+    initializers = {tensor.name for tensor in proto.graph.initializer}
+    return frozenset(name for name in names if name in initializers)
 
 
 def _check_operators(graph: Graph) -> None:

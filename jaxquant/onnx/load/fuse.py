@@ -26,8 +26,8 @@ _CLOSE = float(np.finfo(np.float32).eps)
 def fuse_graph(graph: Graph, is_exported: bool = False) -> Graph:
     """Return a graph, and its subgraphs, with the patterns that ONNX Runtime fuses as operators on codes.
 
-    The rules are those of ONNX Runtime 1.31 for x86-64 with all optimizations. What it leaves in floats stays in
-    floats.
+    The rules are those of ONNX Runtime 1.31 and 1.32 for x86-64 with all optimizations. What it leaves in floats stays
+    in floats.
     """
     nodes = []
     for node in graph.nodes:

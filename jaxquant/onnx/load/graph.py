@@ -12,7 +12,7 @@ import onnx
 from ..errors import ModelError
 from .check_file import find_function_key, list_opsets
 from .limits import Limits, check_memory
-from .tensors import read_tensor
+from .values import read_tensor
 
 _KIND = onnx.AttributeProto
 

@@ -24,7 +24,8 @@ class Limits:
             runs, as far as shapes tell.
         nodes: the nodes of the graph, with those of its subgraphs, those of functions once for each call, and those of
             loops that are written out once for each iteration.
-        iterations: the iterations of one Loop.
+        iterations: the iterations of one Loop. Where their number is known only when a compiled program runs, a Loop
+            that needs more ends there, and its results are NaN, and the lowest integers.
 
     Example:
         >>> from jaxquant import onnx as jqonnx

@@ -10,7 +10,7 @@ import onnx
 
 from ..errors import ModelError
 from .limits import Limits
-from .tensors import count_elements, count_stored_bytes, find_tensor_dtype
+from .values import count_elements, count_stored_bytes, find_tensor_dtype
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 

@@ -32,7 +32,10 @@ def make_trainable(graph: Graph) -> Graph:
     """
     blocking = {node.op for node in graph.nodes if node.op in _BLOCKING or node.op.startswith("QLinear")}
     if blocking:
-        text = f"trainable=True needs a model in QDQ form; these operators have no derivative: {sorted(blocking)}"
+        text = (
+            "trainable=True needs a model in QDQ form, or with products of codes as export writes those of static "
+            f"ranges and float results; these operators have no derivative: {sorted(blocking)}"
+        )
         raise ModelError(text)
     readers = _list_readers(graph)
     constants, nodes, scales = dict(graph.constants), [], set()

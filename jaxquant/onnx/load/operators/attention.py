@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 
 from ..registry import register
-from ..tensors import find_onnx_dtype
-from ..values import canonicalize_dtype
+from ..values import canonicalize_dtype, find_onnx_dtype
 
 _HIGHEST = lax.Precision.HIGHEST
 _WITH_BIAS, _AFTER_SOFTMAX = 2, 3

@@ -159,7 +159,6 @@ def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Seq
     first = jnp.asarray(True if condition is None else convert_to_jax(condition)).reshape(())
 
     def is_active(carry: Any) -> Any:
-        # A compiled loop cannot raise: it ends at the limit.
         return carry[1] & (carry[0] < jnp.minimum(most, limit))
 
     def advance(carry: Any) -> Any:
@@ -168,7 +167,19 @@ def _loop_by_while(call: Any, body: Any, trips: Any, condition: Any, states: Seq
         return (step + 1, outputs[0].reshape(()), *outputs[1:])
 
     initial = (jnp.int32(0), first, *(convert_to_jax(state) for state in states))
-    return lax.while_loop(is_active, advance, initial)[2:]
+    last, flag, *results = lax.while_loop(is_active, advance, initial)
+    is_cut = flag & (last >= limit) & ((most > limit) | (trips is None))
+    return tuple(_invalidate(x, is_cut) for x in results)
+
+
+def _invalidate(x: jax.Array, is_cut: jax.Array) -> jax.Array:
+    """Return a result of a loop that nobody takes for one, if the limit has cut the loop short."""
+    # A compiled program cannot raise an error, and a callback that does so would make it impossible to serialize.
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.where(is_cut, jnp.asarray(jnp.nan, x.dtype), x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.where(is_cut, jnp.asarray(jnp.iinfo(x.dtype).min, x.dtype), x)
+    return x
 
 
 @register("SequenceConstruct")

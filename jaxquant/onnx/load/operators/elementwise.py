@@ -13,8 +13,15 @@ from jax import core, lax
 from ...._core import barriers, dtypes, small_floats
 from .. import float_kernels
 from ..registry import register
-from ..tensors import find_onnx_dtype
-from ..values import broadcast_shapes, broadcast_to, canonicalize_dtype, convert_to_jax, namespace, wrap_result
+from ..values import (
+    broadcast_shapes,
+    broadcast_to,
+    canonicalize_dtype,
+    convert_to_jax,
+    find_onnx_dtype,
+    namespace,
+    wrap_result,
+)
 
 # Functions that numpy and jax.numpy have under one name.
 _UNARY = {

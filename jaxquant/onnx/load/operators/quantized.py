@@ -20,7 +20,7 @@ from ...._onnx_ops.qlinear_matmul import qlinear_matmul
 from ...._onnx_ops.quantize_linear import quantize_linear
 from ...._training.fake_quantize_linear import fake_quantize_linear
 from ..registry import register
-from ..tensors import find_onnx_dtype
+from ..values import find_onnx_dtype
 
 _CONV_ATTRIBUTES = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 

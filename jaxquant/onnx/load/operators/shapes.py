@@ -10,11 +10,11 @@ import numpy as np
 
 from ...errors import ModelError
 from ..registry import register
-from ..tensors import find_onnx_dtype
 from ..values import (
     broadcast_shapes,
     broadcast_to,
     canonicalize_dtype,
+    find_onnx_dtype,
     is_static,
     list_ints,
     make_lengths,

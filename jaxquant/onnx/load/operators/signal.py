@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..registry import register
-from ..tensors import find_onnx_dtype
-from ..values import canonicalize_dtype, list_ints, normalize_axis
+from ..values import canonicalize_dtype, find_onnx_dtype, list_ints, normalize_axis
 from .windows import check_kernel
 
 # The coefficients of the cosines of each window function.
