@@ -34,7 +34,7 @@ class Prepared:
 
     All methods take the function's own arguments: the parameters, then whatever else it takes. They interpret its
     program in each call, so wrap them in `jax.jit` where they are called often. Arguments that are not arrays are
-    static, as in `prepare`. As by `jax.jit`, the function is traced once for all arguments of the same structure, shapes
+    static, as in `prepare`. As by `jax.jit`, the function is traced once for arguments of the same structure, shapes
     and dtypes. It is traced in each call if an argument cannot be hashed, or if it closes over tracers.
 
     Attributes:
