@@ -16,7 +16,7 @@ from ._modes import TrainMode, Twin, find_scale
 from ._plan import OperandPlan, Plan
 from ._prepared import Prepared
 from ._programs import operations
-from ._programs.interpret import Records
+from ._programs.interpret import Records, Stores
 from ._programs.sites import Address, Site
 
 
@@ -52,8 +52,9 @@ class InspectMode(TrainMode):
         """Return whether the function looks at the contraction."""
         return self.wants(site)
 
-    def contract(self, site: Site, operands: Sequence[Any], records: Records) -> tuple[Any, Records]:
+    def contract(self, site: Site, operands: Sequence[Any], records: Records, stores: Stores) -> tuple[Any, Records]:
         """Return what the function returns for a contraction: the result, and the updated records."""
+        del stores
         return self.visit(site, operands, records)
 
     def find_record(self, site: Site) -> tuple[str, tuple[Address, ...]]:

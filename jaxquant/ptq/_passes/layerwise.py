@@ -13,7 +13,7 @@ from ...transform import Prepared
 from ...transform._calls import Call, find_programs
 from ...transform._inspect import InspectMode
 from ...transform._programs import jaxpr
-from ...transform._programs.interpret import Interpreter
+from ...transform._programs.interpret import Interpreter, Stores
 from ...transform._programs.sites import Address, Site
 from ..moments import Moments
 from . import graph as graphs
@@ -127,13 +127,13 @@ class LayerInterpreter(Interpreter):
                     self.writers.setdefault(address, []).append((place, site.name))
                     self.waiting.add(site.name)
 
-    def _evaluate(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
-        results = self._evaluate_equation(equation, operands, address)
+    def _evaluate(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
+        results = self._evaluate_equation(equation, operands, address, stores)
         places = self.writers.get(address, ())
         self.addends |= {name: results[place] for place, name in places if name in self.waiting}
         return results
 
-    def _evaluate_equation(self, equation: Any, operands: list[Any], address: Address) -> list[Any]:
+    def _evaluate_equation(self, equation: Any, operands: list[Any], address: Address, stores: Stores) -> list[Any]:
         site = self.analysis.sites.get(address)
         if site is not None and has_statistics(self.call.plan, site):
             with checks.prefix_errors(site.describe()):
@@ -146,7 +146,7 @@ class LayerInterpreter(Interpreter):
             return self.mode.move_elements(equation, operands)
         # Inside of a call parameters are still pending, and are quantized where they are contracted.
         if is_call:
-            return super()._evaluate(equation, operands, address)
+            return super()._evaluate(equation, operands, address, stores)
         if any(has_statistics(self.call.plan, site) for site in self.analysis.list_below(address)):
             self._visit_loop(equation, operands, address)
         return self._run_each(equation, operands)
@@ -193,7 +193,7 @@ class LayerInterpreter(Interpreter):
         @jax.jit
         def update_states(states: Any, values: Any) -> Any:
             inner = Interpreter(self.analysis, make_mode(self.call.plan, states), states)
-            inner._evaluate(equation, list(values), address)
+            inner._evaluate(equation, list(values), address, [{} for _ in values])
             return inner.records
 
         for index in range(self.floats if count > 1 else 0, count):
