@@ -47,7 +47,8 @@ def test_two_files(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
     session = onnxruntime.InferenceSession(path)
     expected = np.asarray(session.run(None, {"x": x})[0])
     loaded, arrays = jqonnx.load(path)
-    np.testing.assert_allclose(loaded(arrays, x), expected, rtol=1e-5, atol=1e-5)
+    # Sums of 96 products of some hundreds, in another order than that of the runtime.
+    np.testing.assert_allclose(loaded(arrays, x), expected, rtol=1e-5, atol=1e-3)
     assert jqonnx.verify(path, lambda x: function(params, x), [(x,)]).is_exact
 
 
@@ -57,7 +58,7 @@ def test_a_model_in_memory(rng: np.random.Generator) -> None:
     assert model_size.count_bytes(model) == pytest.approx(model.ByteSize(), rel=0.1)
     jqonnx.check(model)
     loaded, arrays = jqonnx.load(model)
-    np.testing.assert_allclose(loaded(arrays, x), function(params, x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(loaded(arrays, x), function(params, x), rtol=1e-5, atol=1e-3)
     assert jqonnx.verify(model, lambda x: function(params, x), [(x,)]).is_exact
 
 
