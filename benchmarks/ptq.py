@@ -21,16 +21,16 @@ JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of whic
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
 distribution among those with a 0 (the iteration of Max, IRE Transactions on Information Theory 6 (1960), with one level
 held at 0): 0.0359 of the variance, and 0.0345 without a 0. int4 has all its 16 codes, and int2 its 4; nf4 is a table of
-16 levels. AdaRound chooses between integers, and has no row for levels. In the columns "3 bits, blocks of 32", a float16 scale belongs to each 32
-inputs of an output; they are measured for the transformers only. A line above each table says how many bits a weight
-takes with its scales, if a code of eight levels takes 3.
+16 levels. AdaRound chooses between integers, and has no row for levels. In the columns "3 bits, blocks of 32", a float16
+scale belongs to each 32 inputs of an output; they are measured for the transformers only. A line above each table says
+how many bits a weight takes with its scales, if a code of eight levels takes 3.
 
 With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. Each row is
 printed on the error stream as soon as it is known. `--minutes N` stops a network after this time, with the rows that
 are known; the same command goes on.
 
-The exit status is 1 if, in the mean over the seeds, the stack keeps less than 99.5 % of float32's score at 4 bits, with
-int4 or nf4, whichever is better, or 98 % at 3 bits; or if, on MiniLM, GPTQ at 3 bits has more than half of round-to-nearest's error.
+The exit status is 1 if, in the mean over the seeds, the best stack keeps less than 99.5 % of float32's score at 4 bits,
+with int4 or nf4, or 98 % at 3 bits; or if, on MiniLM, GPTQ at 3 bits has more than half of round-to-nearest's error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ from .recipes import _find_error, _print_line
 
 _SEEDS = 5
 _FLOAT, _MATCHED = "float32", "GPTQ that matches floats"
-_STACK = f"stack: {_MATCHED}, learned scales"
+_WEIGHED = f"{_MATCHED}, gradients"
+# The algorithms with which the stacks begin.
+_STACKS = {f"stack: {name}, learned scales": name for name in (_MATCHED, _WEIGHED)}
 _BLOCKED = "3b32"
 _TARGETS = {("4", "nf4"): 0.995, ("3",): 0.98, (_BLOCKED,): 0.98}
 _MOST_ERROR = 0.5
@@ -88,25 +90,24 @@ _RULES: dict[str, Sequence[jq.Rule]] = {
 Quantize = Callable[[Any, Any, tuple[jax.Array, ...]], tuple[Any, Any]]
 
 
-def _match(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
-    return ptq.apply(prepared, params, [batch], ptq.GPTQ(sweeps=1, refits=1), match_floats=True)
+def _match(prepared: Any, params: Any, batch: Any, gradients: Any = None) -> tuple[Any, Any]:
+    method = ptq.GPTQ(sweeps=1, refits=1)
+    return ptq.apply(prepared, params, [batch], method, match_floats=True, gradients=gradients)
 
 
-def _stack(prepared: Any, params: Any, batch: Any, matched: Any = None, learning: Any = None) -> tuple[Any, Any]:
-    """Return the parameters of the algorithms together that leave the least error of the results.
+def _weigh(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+    parts = _split(batch)
+    return _match(
+        prepared, params, batch, ptq.collect_gradients(prepared, params, parts, key=jax.random.key(0), progress=False)
+    )
 
-    Args:
-        prepared: the prepared function.
-        params: its parameters.
-        batch: what the algorithms see.
-        matched: the result of `_match`, if it is known.
-        learning: what the last step learns from; None for `batch`.
-    """
-    qparams, notes = _match(prepared, params, batch) if matched is None else matched
-    if learning is None:
-        return _tune(prepared, params, qparams, batch), notes
-    kept, held_out = ([x[part] for x in learning] for part in (slice(_HELD_OUT, None), slice(_HELD_OUT)))
-    return _tune(prepared, params, qparams, kept, held_out=_split(held_out)), notes
+
+def _finish(prepared: Any, params: Any, qparams: Any, task: ptq_networks.Task) -> Any:
+    """Return the result of an algorithm with learned scales: from data that it has not seen, if there are such."""
+    if task.learning is None:
+        return _tune(prepared, params, qparams, task.calibration)
+    kept, held_out = ([x[part] for x in task.learning] for part in (slice(_HELD_OUT, None), slice(_HELD_OUT)))
+    return _tune(prepared, params, qparams, kept, held_out=_split(held_out))
 
 
 def _learn_scales(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
@@ -178,8 +179,8 @@ _ALGORITHMS: dict[str, Quantize] = {
     "GPTQ, inputs in floats": _apply(ptq.GPTQ(), "statistics"),
     "GPTQ": _apply(ptq.GPTQ()),
     _MATCHED: _match,
+    _WEIGHED: _weigh,
     "learned scales": _learn_scales,
-    _STACK: _stack,
 }  # fmt: skip
 
 
@@ -207,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(ptq_networks.NETWORKS)
     parser.add_argument("--networks", nargs="+", default=names, choices=names, help="default all")
     parser.add_argument("--rules", nargs="+", default=list(_RULES), choices=list(_RULES), help="default all")
-    parser.add_argument("--algorithms", nargs="+", default=list(_ALGORITHMS), metavar="NAME", help="default all")
+    rows = [*_ALGORITHMS, *_STACKS]
+    parser.add_argument("--algorithms", nargs="+", default=rows, choices=rows, metavar="NAME", help="default all")
     parser.add_argument("--results", type=pathlib.Path, metavar="FILE", help="a file to go on from")
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="for each network")
     parser.add_argument(
@@ -276,19 +278,20 @@ def _measure_seed(name: str, seed: int, rows: Sequence[tuple[str, str]]) -> Iter
     """Yield the figures of some rows on one trained network."""
     task = ptq_networks.load(name, seed)
     expected = jax.jit(task.apply)(task.params, *task.test)
-    matched: dict[str, Any] = {}
+    known: dict[tuple[str, str], Any] = {}
     for rules, algorithm in rows:
         if algorithm == _FLOAT:
             yield (rules, algorithm), Figure(task.score(expected, expected), float("inf"), None)
             continue
         prepared = jq.prepare(task.apply, task.params, *task.test, rules=_RULES[rules])
         arguments = (prepared, task.params, task.calibration)
-        if algorithm == _STACK:  # its first part may have been a row of its own
-            qparams, notes = _stack(*arguments, matched.get(rules), task.learning)
-        else:
-            qparams, notes = _ALGORITHMS[algorithm](*arguments)
-        if algorithm == _MATCHED:
-            matched = {rules: (qparams, notes)}
+        first = _STACKS.get(algorithm, algorithm)
+        # The first part of a stack may have been a row of its own.
+        qparams, notes = known.pop((rules, first), None) or _ALGORITHMS[first](*arguments)
+        if algorithm in _STACKS:
+            qparams = _finish(prepared, task.params, qparams, task)
+        elif algorithm in _STACKS.values():
+            known[rules, algorithm] = qparams, notes
         y = jax.jit(prepared.apply)(qparams, None, *task.test)
         ratios = [note.after / note.before for note in notes or () if note.before]
         ratio = float(np.median(ratios)) if ratios else None
@@ -369,9 +372,14 @@ def _list_faults(name: str, figures: Figures) -> list[str]:
     full = np.mean([figure.score for figure in figures.get(("", _FLOAT), [])] or [np.nan])
     faults = []
     for choices, target in _TARGETS.items():
-        scores = [[figure.score for figure in figures.get((rules, _STACK), [])] for rules in choices]
-        kept, best = max(((np.mean(part) / full, rules) for part, rules in zip(scores, choices) if part), default=(1, ""))
-        faults += [f"{name}, {_describe_rules(best)}: {100 * kept:.2f} % of float32"] if kept < target else []
+        scores = [
+            (float(np.mean([figure.score for figure in figures[rules, stack]]) / full), rules)
+            for rules in choices
+            for stack in _STACKS
+            if (rules, stack) in figures
+        ]
+        kept, rules = max(scores, default=(1.0, ""))
+        faults += [f"{name}, {_describe_rules(rules)}: {100 * kept:.2f} % of float32"] if kept < target else []
     ratios = [figure.ratio for figure in figures.get(("3", "GPTQ"), []) if figure.ratio is not None]
     if name == "MiniLM" and ratios and np.mean(ratios) > _MOST_ERROR:
         faults.append(f"{name}, GPTQ at 3 bits: {np.mean(ratios):.2f} of round-to-nearest's error")

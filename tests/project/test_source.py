@@ -73,6 +73,7 @@ LOOPS = (
     *(
         "ptq.correct_bias",
         "ptq.tune",
+        "ptq.collect_gradients",
         "ptq.rotate",
         "ptq.allocate_bits",
         "report.compare",
@@ -197,7 +198,8 @@ SIGNATURES = {
     "ptq.smoothquant": "w x_max alpha channel",
     "ptq.second_moments": "groups",
     "ptq.collect": "prepared params batches limit checkpoint progress arguments",
-    "ptq.apply": "prepared params data method match_floats state on_layer progress arguments",
+    "ptq.collect_gradients": "prepared params batches key progress arguments",
+    "ptq.apply": "prepared params data method match_floats gradients state on_layer progress arguments",
     "ptq.smooth": "prepared params stats batch method alpha arguments",
     "ptq.equalize": "prepared params batch arguments",
     "ptq.rotate": "prepared params batch key arguments",

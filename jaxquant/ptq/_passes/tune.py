@@ -116,7 +116,7 @@ def tune(
     for leaf in prepared.leaves:
         path, q = prepared.names[leaf], codes.arrays[leaf]
         checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
-    run_function = _make_function(prepared, signature, arguments)
+    run_function = make_function(_NAME, prepared, signature, arguments)
     calls = _read_calls(signature, run_function, "batches", batches, arguments)
     others = None if held_out is None else _read_calls(signature, run_function, "held_out", held_out, arguments)
     reasons = {leaf: _find_obstacle(prepared, leaf, x) for leaf, x in enumerate(codes.arrays)}
@@ -141,7 +141,7 @@ def _read_calls(
 
     Args:
         signature: the parameters, in floats.
-        run_function: the float function, as `_make_function` returns it.
+        run_function: the float function, as `make_function` returns it.
         name: the name of the argument that holds the batches.
         batches: the batches.
         arguments: keyword arguments of every call.
@@ -171,10 +171,17 @@ def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
     return "scales that are powers of two" if prepared.leaves[leaf].spec.power_of_two else ""
 
 
-def _make_function(
-    prepared: Prepared, signature: Signature, arguments: dict[str, Any]
+def make_function(
+    name: str, prepared: Prepared, signature: Signature, arguments: dict[str, Any]
 ) -> Callable[[Sequence[Any], Signature], list[jax.Array]]:
-    """Return the float function, as one of the arrays of the parameters and of a batch."""
+    """Return the float function, as one of the arrays of the parameters and of a batch.
+
+    Args:
+        name: the public function that errors name.
+        prepared: the prepared function.
+        signature: its parameters.
+        arguments: keyword arguments of every call.
+    """
 
     @jax.jit
     def run_function(arrays: Sequence[Any], other: Signature) -> list[jax.Array]:
@@ -182,7 +189,7 @@ def _make_function(
         results = prepared.function(signature.rebuild(arrays), *args, **kwargs, **arguments)
         # Integers among the results, such as a count of steps, have no gradient.
         floats = [y for y in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
-        checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
+        checks.require(bool(floats), name, "prepared", "a function that returns floats", "none")
         return [y.astype(jnp.float32) for y in floats]
 
     return run_function
