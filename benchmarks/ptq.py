@@ -21,9 +21,10 @@ JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of whic
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
 distribution among those with a 0 (the iteration of Max, IRE Transactions on Information Theory 6 (1960), with one level
 held at 0): 0.0359 of the variance, and 0.0345 without a 0. int4 has all its 16 codes, and int2 its 4; nf4 is a table of
-16 levels. AdaRound chooses between integers, and has no row for levels. In the columns "3 bits, blocks of 32", a float16
-scale belongs to each 32 inputs of an output; they are measured for the transformers only. A line above each table says
-how many bits a weight takes with its scales, if a code of eight levels takes 3.
+16 levels. AdaRound chooses between integers, and has no row for levels. In "3 bits, blocks of 32", a float16 scale
+belongs to each 32 inputs of an output; they are measured for the transformers only. A line above each table says
+how many bits a weight takes with its scales, if a code of eight levels takes 3. Second moments of gradients are those
+of 32 batches of 32.
 
 With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. Each row is
 printed on the error stream as soon as it is known. `--minutes N` stops a network after this time, with the rows that
@@ -65,6 +66,7 @@ _TARGETS = {("4", "nf4"): 0.995, ("3",): 0.98, (_BLOCKED,): 0.98}
 _MOST_ERROR = 0.5
 _BATCH, _STEPS, _RATE = 32, 48, 1e-3  # of the learned scales: no fewer steps than batches
 _HELD_OUT = 128  # of other data to learn from
+_GRADIENTS = 32
 _NEAR = 1e-6
 _LEVELS = (-2.0334, -1.1881, -0.5606, 0, 0.4436, 0.9188, 1.4764, 2.2547)
 _EIGHT = jq.Codebook("3 bits", tuple(level + near for level in _LEVELS for near in (0, _NEAR)))
@@ -96,10 +98,10 @@ def _match(prepared: Any, params: Any, batch: Any, gradients: Any = None) -> tup
 
 
 def _weigh(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
-    parts = _split(batch)
-    return _match(
-        prepared, params, batch, ptq.collect_gradients(prepared, params, parts, key=jax.random.key(0), progress=False)
-    )
+    # Each batch gives another gradient whenever it comes again.
+    parts = (_split(batch) * _GRADIENTS)[:_GRADIENTS]
+    gradients = ptq.collect_gradients(prepared, params, parts, key=jax.random.key(0), progress=False)
+    return _match(prepared, params, batch, gradients)
 
 
 def _finish(prepared: Any, params: Any, qparams: Any, task: ptq_networks.Task) -> Any:
