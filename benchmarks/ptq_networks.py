@@ -148,7 +148,7 @@ def load_minilm(seed: int) -> Task:
 
 
 def _shuffle(texts: Sequence[str], rng: np.random.Generator) -> list[str]:
-    return [texts[place] for place in rng.permutation(len(texts))]
+    return [texts[int(place)] for place in rng.permutation(len(texts))]
 
 
 def _read_paragraphs() -> list[str]:

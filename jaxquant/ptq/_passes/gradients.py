@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ def collect_gradients(
     layouts: dict[int, _matrix.Layout] = {}
     sums: dict[int, jax.Array] = {}
     add_batch, count = _make_step(run_function, layouts), 0
-    bar = loop.Bar("gradients", len(batches) if hasattr(batches, "__len__") else None, progress)
+    bar = loop.Bar("gradients", operator.length_hint(batches) or None, progress)
     try:
         for index, batch in enumerate(batches):
             args, kwargs = loop.split_arguments(step, index, batch)
