@@ -63,9 +63,8 @@ def tune(
     are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
 
     Call it last, after `apply` and `correct_bias`. The results of all batches together should have many times as many
-    elements as there are numbers to learn, or it fits the batches and nothing else. Batches that `apply` has not seen
-    teach it more: on those that it has seen, the codes have made the error smaller than it is elsewhere. With
-    `held_out`, the result is that of the round with the least error of these batches.
+    elements as there are numbers to learn, or it fits the batches and nothing else. With `held_out`, the result is that
+    of the round with the least error of these batches, which neither `apply` nor this function should have learned from.
 
     Args:
         prepared: the prepared function. It returns arrays of floats, and can be differentiated.
