@@ -64,7 +64,7 @@ def tune(
 
     Call it last, after `apply` and `correct_bias`. The results of all batches together should have many times as many
     elements as there are numbers to learn, or it fits the batches and nothing else. With `held_out`, the result is that
-    of the round with the least error of these batches, which neither `apply` nor this function should have learned from.
+    of the round with the least error of these batches, from which neither `apply` nor this function should learn.
 
     Args:
         prepared: the prepared function. It returns arrays of floats, and can be differentiated.
