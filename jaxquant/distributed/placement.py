@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from .._core.granularity import Aligned
 _NAME = "distributed.find_shardings"
 
 
-def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any) -> Any:
+def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any, *, whole_blocks: bool = False) -> Any:
     """Return the sharding of each array of a tree, with codes and scales cut as the floats that they stand for.
 
     The result is what `jax.device_put`, and `in_shardings` and `out_shardings` of `jax.jit`, take for the tree. Its
@@ -26,8 +27,8 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any) -> Any
 
     A scale, and a zero point, is cut along a dimension if each device then has the entries of its own codes, and no
     others. Otherwise all devices have all its entries along that dimension: where all codes share one, or where a
-    block lies on several devices. Such a layout is for `jax.jit` only: inside `jax.shard_map` a device would not know
-    which of the blocks are its own.
+    block lies on several devices. Such a layout is for `jax.jit` only, because inside `jax.shard_map` a device does not
+    know which of the blocks are its own: pass `whole_blocks=True` there.
 
     Args:
         tree: a pytree of arrays and QuantizedArrays, or of their shapes, as `jax.eval_shape` returns them: parameters,
@@ -36,14 +37,15 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any) -> Any
         partitions: Static. For each array the PartitionSpec of its logical shape: a pytree like `tree`, or one whose
             leaves stand for all arrays of a part of it; or a function of the path of an array, such as
             "layers/0/query", and of its shape.
+        whole_blocks: Static. Whether a block that lies on several devices is an error.
 
     Returns:
         A pytree like `tree`, with a NamedSharding for each array.
 
     Raises:
         TypeError: the mesh is no mesh, or a partition no PartitionSpec.
-        ValueError: the structures do not fit, or a PartitionSpec has more entries than the array has dimensions, or
-            names an axis that the mesh does not have.
+        ValueError: the structures do not fit; a PartitionSpec has more entries than the array has dimensions, or names
+            an axis that the mesh does not have; or, with `whole_blocks`, a block lies on several devices.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -53,15 +55,17 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any) -> Any
         >>> spec = jq.QuantSpec(jnp.int4, jq.Blocked(0, 32))
         >>> params = {"up": jq.quantize(jnp.ones((64, 256)), spec), "down": jq.quantize(jnp.ones((256, 64)), spec)}
         >>> shardings = jqd.find_shardings(params, mesh, {"up": P(None, "d"), "down": P("d")})
-        >>> shardings["up"].scale.spec, shardings["down"].scale.spec  # a block on each device
-        (PartitionSpec(None, 'd'), PartitionSpec('d', None))
-        >>> jqd.find_shardings(params, mesh, P("d"))["up"].scale.spec  # a block on four devices
-        PartitionSpec(None, None)
+        >>> tuple(shardings["up"].scale.spec), tuple(shardings["down"].scale.spec)
+        ((None, 'd'), ('d', None))
+        >>> tuple(jqd.find_shardings(params, mesh, P("d"))["up"].scale.spec)  # a block lies on four devices
+        (None, None)
     """
     is_mesh = isinstance(mesh, Mesh | AbstractMesh)
     checks.require_type(is_mesh, _NAME, "mesh", "a jax.sharding.Mesh", checks.describe_value(mesh))
+    checks.check_flag(_NAME, "whole_blocks", whole_blocks)
+    cut_leaf = functools.partial(_cut_leaf, mesh, whole_blocks)
     if callable(partitions):
-        return _map_arrays(tree, (), lambda path, leaf: _cut_leaf(mesh, partitions(path, _find_shape(leaf)), path, leaf))
+        return _map_arrays(tree, (), lambda path, leaf: cut_leaf(partitions(path, _find_shape(leaf)), path, leaf))
     entries, structure = jax.tree_util.tree_flatten_with_path(partitions, is_leaf=_is_partition)
     try:
         parts = structure.flatten_up_to(tree)
@@ -70,8 +74,7 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any) -> Any
         raise checks.ContractValueError(checks.format_message(_NAME, "partitions", expected, error)) from error
     results = []
     for (place, partition), part in zip(entries, parts, strict=True):
-        cut = lambda path, leaf, partition=partition: _cut_leaf(mesh, partition, path, leaf)  # noqa: E731
-        results.append(_map_arrays(part, place, cut))
+        results.append(_map_arrays(part, place, functools.partial(cut_leaf, partition)))
     return structure.unflatten(results)
 
 
@@ -90,34 +93,35 @@ def _map_arrays(tree: Any, place: tuple[Any, ...], function: Callable[[str, Any]
     return jax.tree_util.tree_map_with_path(replace, tree, is_leaf=_is_quantized)
 
 
-def _cut_leaf(mesh: Mesh | AbstractMesh, partition: Any, path: str, leaf: Any) -> Any:
+def _cut_leaf(mesh: Mesh | AbstractMesh, whole_blocks: bool, partition: Any, path: str, leaf: Any) -> Any:
     """Return the sharding of an array, or a QuantizedArray of the shardings of its parts."""
     shape, name = _find_shape(leaf), f"partitions of {path!r}" if path else "partitions"
     checks.require_type(_is_partition(partition), _NAME, name, "a PartitionSpec", checks.describe_value(partition))
     expected = f"at most {len(shape)} entries, one for each dimension of {shape}"
     checks.require(len(partition) <= len(shape), _NAME, name, expected, partition)
-    counts = [_count_devices(mesh, name, entry) for entry in partition]
+    axes = (*partition, *(None,) * (len(shape) - len(partition)))
+    counts = [_count_devices(mesh, name, axis) for axis in axes]
     if not isinstance(leaf, QuantizedArray):
         return NamedSharding(mesh, partition)
-    rest = len(shape) - len(partition)
-    axes, counts = (*partition, *(None,) * rest), (*counts, *(1,) * rest)
 
     def cut_part(part: Any) -> NamedSharding | None:
         if part is None:
             return None
         sizes = Aligned(leaf.block_size).sizes(tuple(part.shape), shape)
         checks.require(sizes is not None, _NAME, f"tree at {path!r}", "a scale that fits the codes", leaf)
-        assert sizes is not None
-        is_cut = (
-            entries > 1 and length % (count * size) == 0
-            for entries, length, count, size in zip(part.shape, shape, counts, sizes, strict=True)
-        )
-        return NamedSharding(mesh, PartitionSpec(*(a if cut else None for a, cut in zip(axes, is_cut, strict=True))))
+        entries = []
+        for axis, count, size, length, stored in zip(axes, counts, sizes or (), shape, part.shape, strict=True):
+            is_whole = length % (count * size) == 0
+            expected = f"whole blocks of {size} on each device"
+            got = f"a dimension of {length} on {count} devices"
+            checks.require(is_whole or stored == 1 or not whole_blocks, _NAME, name, expected, got)
+            entries.append(axis if is_whole and stored > 1 else None)
+        return NamedSharding(mesh, PartitionSpec(*entries))
 
     (_, scale, zero_point), static = leaf.tree_flatten()
     # JAX places the codes as they are stored, and a partition is that of the logical shape.
-    stored = PartitionSpec(*(axes[axis] for axis in find_permutation(leaf.stored_order, len(shape))))
-    children = (NamedSharding(mesh, stored), cut_part(scale), cut_part(zero_point))
+    order = PartitionSpec(*(axes[axis] for axis in find_permutation(leaf.stored_order, len(shape))))
+    children = (NamedSharding(mesh, order), cut_part(scale), cut_part(zero_point))
     return QuantizedArray.tree_unflatten(static, children)
 
 

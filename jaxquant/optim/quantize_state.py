@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from .._arrays.codebook import Codebook
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, check_array
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from . import blocks, ordering, roles
@@ -126,7 +126,8 @@ def quantize_state(
             checks.require(is_same, f"{_NAME}.update", "tx", expected, "another structure")
             return changes, _map_leaves(_quantize_again, new, leaves, keys)
 
-        quantized = [leaf for leaf in old if _is_quantized(leaf)]
+        # Inside jax.shard_map a device may have got a part of a block.
+        quantized = [check_array(f"{_NAME}.update", "state", leaf) for leaf in old if _is_quantized(leaf)]
         # Outside of a program each operation runs for itself, and memory is freed as soon as it can be.
         is_traced = any(checks.is_traced(leaf) for leaf in jax.tree.leaves(quantized))
         run = ordering.run_in_order if is_traced else lambda function, held: function(held)

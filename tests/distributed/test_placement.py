@@ -48,8 +48,12 @@ def test_scales_go_where_their_codes_are(
     assert q.zero_point is None or cut.zero_point == cut.scale
     padded = (*partition, *(None,) * (len(shape) - len(partition)))
     assert tuple(cut.stored_codes.spec) == padded
-    if all(a == b or n == 1 for a, b, n in zip(padded, expected, q.scale.shape, strict=True)):
-        # Each device has whole blocks: its part is an array of its own.
+    if any(a != b and n > 1 for a, b, n in zip(padded, expected, q.scale.shape, strict=True)):
+        with pytest.raises(ValueError, match=r"find_shardings: partitions: expected whole blocks of \d+ on each device"):
+            jqd.find_shardings(q, MESH, partition, whole_blocks=True)
+    else:
+        assert jax.tree.leaves(jqd.find_shardings(q, MESH, partition, whole_blocks=True)) == jax.tree.leaves(cut)
+        # The part of each device is an array of its own.
         local = jax.tree.map(lambda part, s: jax.ShapeDtypeStruct(s.shard_shape(part.shape), part.dtype), q, cut)
         part: Any = jax.eval_shape(jq.QuantizedArray.dequantize, local)
         assert part.shape == cut.stored_codes.shard_shape(shape)
@@ -96,15 +100,17 @@ def test_arrays_are_placed_and_restored_bits_stay(rng: np.random.Generator) -> N
 
     xs = {name: x.astype(np.float32) for name, (x, _, _) in floats.items()}
     expected = jax.jit(quantize)(xs)
-    shardings = jqd.find_shardings(expected, mesh, {name: partition for name, (_, _, partition) in floats.items()})
+    partitions = {name: partition for name, (_, _, partition) in floats.items()}
+    shardings = jqd.find_shardings(expected, mesh, partitions, whole_blocks=True)
     made = jax.jit(quantize, out_shardings=shardings)(xs)
     for tree in (jax.device_put(expected, shardings), made):
         jax.tree.map(np.testing.assert_array_equal, tree, expected)
-        assert jax.tree.map(lambda part: part.sharding, tree) == shardings
+        for part, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
+            assert part.sharding.is_equivalent_to(sharding, part.ndim)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     dequantize = jax.shard_map(
         lambda tree: {name: q.dequantize() for name, q in tree.items()}, mesh=mesh, in_specs=(specs,),
-        out_specs={name: partition for name, (_, _, partition) in floats.items()},
+        out_specs=partitions,
     )  # fmt: skip
     values = jax.jit(dequantize)(made)
     jax.tree.map(np.testing.assert_array_equal, values, {name: q.dequantize() for name, q in expected.items()})

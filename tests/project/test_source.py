@@ -232,7 +232,7 @@ SIGNATURES = {
     "distributed.compare_devices": "tree axis_name",
     "distributed.check_processes": "tree name",
     "distributed.count_traffic": "compiled",
-    "distributed.find_shardings": "tree mesh partitions",
+    "distributed.find_shardings": "tree mesh partitions whole_blocks",
     "flax.dot_general": LAYER,
     "flax.conv_general_dilated": LAYER,
     "flax.promote_dtype": "inputs kernel bias dtype inexact",
