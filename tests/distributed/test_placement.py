@@ -49,7 +49,7 @@ def test_scales_go_where_their_codes_are(
     padded = (*partition, *(None,) * (len(shape) - len(partition)))
     assert tuple(cut.stored_codes.spec) == padded
     if any(a != b and n > 1 for a, b, n in zip(padded, expected, q.scale.shape, strict=True)):
-        with pytest.raises(ValueError, match=r"find_shardings: partitions: expected whole blocks of \d+ on each device"):
+        with pytest.raises(ValueError, match=r"find_shardings: partitions: expected whole blocks of \d+ on each"):
             jqd.find_shardings(q, MESH, partition, whole_blocks=True)
     else:
         assert jax.tree.leaves(jqd.find_shardings(q, MESH, partition, whole_blocks=True)) == jax.tree.leaves(cut)
