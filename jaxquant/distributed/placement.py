@@ -59,6 +59,8 @@ def find_shardings(tree: Any, mesh: Mesh | AbstractMesh, partitions: Any, *, who
         ((None, 'd'), ('d', None))
         >>> tuple(jqd.find_shardings(params, mesh, P("d"))["up"].scale.spec)  # a block lies on four devices
         (None, None)
+
+    Source: Shoeybi et al., arXiv 1909.08053, section 3, and Zhao et al., arXiv 2304.11277, section 3, for the layouts.
     """
     is_mesh = isinstance(mesh, Mesh | AbstractMesh)
     checks.require_type(is_mesh, _NAME, "mesh", "a jax.sharding.Mesh", checks.describe_value(mesh))

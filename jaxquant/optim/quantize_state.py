@@ -109,10 +109,7 @@ def quantize_state(
         return QuantizedState(_map_leaves(_quantize_first, state, specs, keys), step)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, QuantizedState]:
-        expected = "the state that init returned, a QuantizedState"
-        is_state = isinstance(state, QuantizedState)
-        checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
-        old, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
+        old, structure = _flatten_state(state)
         step = None if seed is None else state.step + 1
         keys = _make_keys(seed, step, len(old))
 
@@ -126,8 +123,7 @@ def quantize_state(
             checks.require(is_same, f"{_NAME}.update", "tx", expected, "another structure")
             return changes, _map_leaves(_quantize_again, new, leaves, keys)
 
-        # Inside jax.shard_map a device may have got a part of a block.
-        quantized = [check_array(f"{_NAME}.update", "state", leaf) for leaf in old if _is_quantized(leaf)]
+        quantized = [leaf for leaf in old if _is_quantized(leaf)]
         # Outside of a program each operation runs for itself, and memory is freed as soon as it can be.
         is_traced = any(checks.is_traced(leaf) for leaf in jax.tree.leaves(quantized))
         run = ordering.run_in_order if is_traced else lambda function, held: function(held)
@@ -207,6 +203,17 @@ def _read_overrides(overrides: Any) -> tuple[tuple[re.Pattern[str], _Spec | None
             ) from error
         rules.append((pattern, None if spec is None else _read_spec(argument, spec)))
     return tuple(rules)
+
+
+def _flatten_state(state: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of the wrapped transformation's state, and their structure, after checking them."""
+    expected = "the state that init returned, a QuantizedState"
+    is_state = isinstance(state, QuantizedState)
+    checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
+    leaves, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
+    # Inside jax.shard_map a device may have got a part of a block.
+    checked = [check_array(f"{_NAME}.update", "state", leaf) if _is_quantized(leaf) else leaf for leaf in leaves]
+    return checked, structure
 
 
 def _make_keys(seed: int | None, step: Any, count: int) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxquant as jq
+from jaxquant import distributed as jqd
 
 COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)")
 
@@ -38,7 +39,8 @@ def test_shards_need_no_communication(rng: np.random.Generator) -> None:
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
     tx: Any = jq.optim.quantize_state(optax.scale_by_adam())
     update, expected_state = jax.jit(tx.update), tx.init(params)
-    state = jax.device_put(expected_state, place_like(expected_state, placed))
+    by_path = lambda path, _: specs.get(path.split("/")[-1], PartitionSpec())  # noqa: E731
+    state = jax.device_put(expected_state, jqd.find_shardings(expected_state, mesh, by_path))
     compiled = update.lower(placed, state).compile()
     assert not COLLECTIVE.findall(compiled.as_text() or "")
     expected, result = update(params, expected_state), compiled(placed, state)
@@ -64,13 +66,20 @@ def test_under_shard_map(rng: np.random.Generator) -> None:
     jax.tree.map(np.testing.assert_array_equal, result[1].inner.mu, expected[1].inner.mu)
 
 
-def place_like(state: Any, params: Any) -> Any:
-    """Shardings of codes and scales: those of the parameters."""
-    shardings = {name: x.sharding for name, x in params.items()}
+def test_parts_of_blocks_are_refused_under_shard_map() -> None:
+    """Of a matrix of 64 rows each device has 8, half of a block: the error says so, before and in the update."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    gradient = {"w": jnp.ones((64, 64))}
+    tx: Any = jq.optim.quantize_state(optax.scale_by_adam(), min_size=1)
+    state = jax.eval_shape(tx.init, gradient)
 
-    def place(path: Any, leaf: Any) -> Any:
-        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-        sharding = next(iter(shardings.values()))
-        return shardings[names[0]] if names and leaf.ndim else NamedSharding(sharding.mesh, PartitionSpec())
+    def choose(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return PartitionSpec("data") if shape else PartitionSpec()
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    with pytest.raises(ValueError, match=r"partitions of 'inner/mu/w': expected whole blocks of 16 on each device"):
+        jqd.find_shardings(state, mesh, choose, whole_blocks=True)
+    placement = jax.tree.map(lambda sharding: sharding.spec, jqd.find_shardings(state, mesh, choose))
+    spread = {"w": PartitionSpec("data")}
+    run = jax.shard_map(tx.update, mesh=mesh, in_specs=(spread, placement), out_specs=(spread, placement))
+    with pytest.raises(ValueError, match=r"quantize_state\.update: state\.scale: expected .* blocks of 16, got shape"):
+        jax.eval_shape(run, gradient, state)
