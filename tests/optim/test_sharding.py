@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant as jq
 from jaxquant import distributed as jqd
@@ -27,8 +27,9 @@ def _promote() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_shards_need_no_communication(rng: np.random.Generator) -> None:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_shards_need_no_communication(kind: AxisType, rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     specs = {
         "both": PartitionSpec("data", "model"),
         "columns": PartitionSpec(None, ("data", "model")),
@@ -52,9 +53,27 @@ def test_shards_need_no_communication(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 0])
+def test_explicit_axes_that_cut_blocks(seed: int | None, rng: np.random.Generator) -> None:
+    """Blocks that lie on several devices, short blocks and stochastic rounding: the codes are those of one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    shapes = {"rows": (24, 33), "columns": (20, 64), "vector": (104,)}
+    specs = {"rows": PartitionSpec("data"), "columns": PartitionSpec(None, "data"), "vector": PartitionSpec("data")}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    tx: Any = jq.optim.quantize_state(optax.trace(0.5), min_size=1, seed=seed)
+    expected, expected_state = jax.jit(tx.update)(params, tx.init(params))
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+        updates, state = jax.jit(tx.update)(placed, tx.init(placed))
+        for name, q in state.inner.trace.items():
+            assert q.codes.sharding.is_equivalent_to(placed[name].sharding, q.ndim), name
+        jax.tree.map(np.testing.assert_array_equal, (updates, state), (expected, expected_state))
+
+
+@pytest.mark.slow
 def test_under_shard_map(rng: np.random.Generator) -> None:
     """Each device updates its part of the state, which may be smaller than `min_size`."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     gradient = {"w": jnp.asarray(rng.normal(size=(256, 32)), jnp.float32)}
     tx: Any = jq.optim.quantize_state(optax.scale_by_adam())
     state = tx.init(gradient)
@@ -68,7 +87,7 @@ def test_under_shard_map(rng: np.random.Generator) -> None:
 
 def test_parts_of_blocks_are_refused_under_shard_map() -> None:
     """Of a matrix of 64 rows each device has 8, half of a block: the error says so, before and in the update."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     gradient = {"w": jnp.ones((64, 64))}
     tx: Any = jq.optim.quantize_state(optax.scale_by_adam(), min_size=1)
     state = jax.eval_shape(tx.init, gradient)
