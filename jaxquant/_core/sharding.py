@@ -53,7 +53,7 @@ def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
 def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     """Return `value` with each dimension split into runs: [counts[0], sizes[0], counts[1], ...].
 
-    With explicit mesh axes, JAX cannot infer the sharding. A dimension stays sharded if each device has whole runs of it.
+    With explicit mesh axes, JAX cannot infer the sharding. A dimension stays sharded where each device has whole runs.
 
     Args:
         value: an array whose dimensions are counts[i] * sizes[i].
