@@ -12,7 +12,7 @@ Set JAX_COMPILATION_CACHE_DIR to use another directory, or JAXQUANT_TEST_CACHE=0
 cannot be read or written makes the tests slower, but does not fail them.
 
 `pytest` runs a part of the largest matrices. Of a test with the marker `sample(n)` it runs n cases, which the seed
-chooses, and of the tests with the marker `slow` about one in sixteen. `pytest -m "full or not full"` runs everything.
+chooses, and of the tests with the marker `slow` about one in 32. `pytest -m "full or not full"` runs everything.
 """
 
 import collections
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sample") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
         # By the name, so that the choice does not depend on which other tests were collected.
-        if item.get_closest_marker("slow") and zlib.crc32(f"{SEED} {item.nodeid}".encode()) % 16:
+        if item.get_closest_marker("slow") and zlib.crc32(f"{SEED} {item.nodeid}".encode()) % 32:
             item.add_marker(pytest.mark.full)
     for name, group in cases.items():
         (count,) = group[0].get_closest_marker("sample").args

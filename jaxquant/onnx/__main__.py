@@ -25,6 +25,7 @@ import numpy as np
 
 from .._core import checks
 from . import Limits, ModelError, export, load, save, verify
+from .model_size import count_bytes
 
 
 @contextlib.contextmanager
@@ -95,7 +96,7 @@ def export_function(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch")}
     model = export(function, inputs, **options)
     save(model, arguments.model)
-    print(f"{arguments.model}: {len(model.graph.node)} nodes, {model.ByteSize():,} bytes")
+    print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_bytes(model):,} bytes")
 
 
 def verify_model(arguments: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper
 
 from .._core import checks, dtypes
+from . import model_size
 from .errors import ModelError
 from .export import model as exports
 from .export import program, values
@@ -236,11 +238,21 @@ def _open_session(
     _widen_inputs(copy.graph)
     _widen_outputs(copy.graph)
     try:
-        data = copy.SerializeToString()
-        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        session = _make_session(copy, options)
     except Exception as error:  # the runtime's own types, which it does not document
         raise ModelError(f"ONNX Runtime cannot load the model: {error}") from error
     return session, points
+
+
+def _make_session(model: ModelProto, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+    if not model_size.is_large(model):
+        data = model.SerializeToString()
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    # Files that are still open cannot be removed on every system.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = os.path.join(folder, "model.onnx")
+        exports.save(model, path)
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 # ONNX Runtime's Python interface takes no bfloat16 or float8 of numpy, so a session has such inputs and outputs as

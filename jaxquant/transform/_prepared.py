@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from .._arrays.quantize import quantize
 from .._core import checks
 from .._training.estimators import LSQ, StraightThrough
-from .._training.rounding_vjp import Config, make_array
 from ..calibration import loop
 from ..calibration.calibrator import is_finite_state
 from . import _coverage, _modes, _ranges
 from ._calls import Call, Signature, TracedFunctions, check_leaves, check_names, is_quantized, trace_call
-from ._learned import Estimator, LearnedScale, LearnedScales, make_scales, read_learned, read_part
+from ._learned import Estimator, LearnedScales, make_scales, read_part
 from ._plan import LeafPlan
 from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
 from ._regions.biases import check_biases
 from ._regions.point import Regions
+from ._weights import make_weight_twin, quantize_weight
 from .rules import Rule
 
 
@@ -202,7 +200,7 @@ class Prepared:
                 folded = plan.multiply(w, signature.arrays)
                 # Otherwise all weights are queued before the first float array can be deleted, and the memory holds all
                 # of them.
-                converted[place] = jax.block_until_ready(_quantize_weight(folded, plan, learned.get(name)))
+                converted[place] = jax.block_until_ready(quantize_weight(folded, plan, learned.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 w.delete()
@@ -289,7 +287,7 @@ class Prepared:
             name = self.names[place]
             with checks.prefix_errors(name):
                 w = plan.multiply(parameters[place], call.parameters.arrays)
-                parameters[place] = _make_twin(w, plan, learned.weights.get(name), learned.estimator)
+                parameters[place] = make_weight_twin(w, plan, learned.weights.get(name), learned.estimator)
         return self._interpret(mode, call, parameters, records)[0]
 
     def _interpret(self, mode: Mode, call: Call, parameters: Sequence[Any], records: Any) -> tuple[Any, Any]:
@@ -376,25 +374,3 @@ class Prepared:
             lengths, planned = (part[0].lengths for part in (entries, self.static_ranges[name]))
             expected = f"scans of lengths {planned} around {name}, as in prepare"
             checks.require(lengths == planned, f"Prepared.{method}", "args", expected, lengths)
-
-
-@functools.partial(jax.jit, static_argnames="plan")
-def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
-    scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
-    return make_array(Config(plan.spec), w, scale, zero_point, None)
-
-
-def _quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
-    """Return a parameter as codes, with a scale that was trained or the scale of its range."""
-    if part is None:
-        return quantize(w, plan.spec, stored_last=plan.stored_last or None)
-    q = _encode_learned(jnp.asarray(w), part, plan)
-    return q.store_last(*plan.stored_last) if plan.stored_last else q
-
-
-def _make_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> _modes.Twin:
-    twin = _modes.make_twin(plan.spec, jnp.asarray(w), part, StraightThrough() if part is None else rule)
-    codes = twin.codes.store_last(*plan.stored_last) if plan.stored_last else twin.codes
-    # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
-    # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
-    return _modes.Twin(twin.floats, jax.lax.optimization_barrier(codes))

@@ -189,13 +189,13 @@ def test_convert_frees_one_leaf_after_the_other(monkeypatch: pytest.MonkeyPatch)
     prepared = jq.prepare(
         lambda params, x: functools.reduce(jnp.matmul, params.values(), x), params, jnp.ones((2, 8)), rules=DYNAMIC
     )
-    deleted, quantize_weight = [], _prepared._quantize_weight
+    deleted, quantize_weight = [], _prepared.quantize_weight
 
     def watch(*args: Any) -> Any:
         deleted.append(sum(w.is_deleted() for w in params.values()))
         return quantize_weight(*args)
 
-    monkeypatch.setattr(_prepared, "_quantize_weight", watch)
+    monkeypatch.setattr(_prepared, "quantize_weight", watch)
     prepared.convert(params, delete=True)
     assert deleted == [0, 1, 2, 3]
 

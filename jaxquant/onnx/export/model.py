@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ from jax import export as jax_export
 from onnx import ModelProto, helper
 
 from ..._core import checks
+from .. import model_size
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
@@ -31,7 +33,6 @@ FORMS = ("operators", "qdq")
 POINTS = "jaxquant.quantize_points"
 # The entry that tells for each scan of the program whether it is a loop in the model.
 SCANS = "jaxquant.scans"
-_LARGEST_FILE = 2**31 - 2**20  # protobuf refuses 2 GB
 
 
 def export(
@@ -300,7 +301,8 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: what `export` returns, or any other model.
-        path: the name of the file. The second file has the same name with ".data" appended.
+        path: the name of the file. The second file has the same name with ".data" appended, and replaces a file of this
+            name.
 
     Returns:
         None.
@@ -324,9 +326,15 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
     got = checks.describe_value(model)
     checks.require_type(isinstance(model, ModelProto), "onnx.save", "model", "an onnx.ModelProto", got)
     path = os.fspath(path)
-    if model.ByteSize() < _LARGEST_FILE:
+    if not model_size.is_large(model):
         onnx.save_model(model, path)
         return
+    # onnx appends to a file that exists.
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{path}.data")
     copy = ModelProto()
     copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
-    onnx.save_model(copy, path, save_as_external_data=True, location=f"{os.path.basename(path)}.data")
+    onnx.save_model(
+        copy, path, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
+        size_threshold=model_size.LARGEST_INNER_ARRAY,
+    )  # fmt: skip

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import onnx
 
+from .. import model_size
 from ..errors import ModelError
 from .limits import Limits
 from .read_file import Source, find_folder, load_external_data, read_model
@@ -138,10 +142,13 @@ def _run_checker(model: onnx.ModelProto) -> None:
 def _make_checkable(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model without what the checker should not see, or the model itself.
 
-    The checker would look for external data itself; as inputs the tensors take no part in its checks of data. It also
-    refuses inputs and outputs without a shape, and outputs without a type, which ONNX Runtime accepts.
+    The checker would look for external data itself; as inputs the tensors take no part in its checks of data. So do the
+    arrays of a model that is too large for it. It also refuses inputs and outputs without a shape, and outputs without
+    a type, which ONNX Runtime accepts.
     """
-    external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    most = model_size.LARGEST_INNER_ARRAY if model_size.is_large(model) else np.inf
+    outside = [t.data_location == onnx.TensorProto.EXTERNAL or len(t.raw_data) > most for t in model.graph.initializer]
+    external = list(itertools.compress(model.graph.initializer, outside))
     values = (*model.graph.input, *model.graph.output)
     bare = [v for v in values if v.type.HasField("tensor_type") and not v.type.tensor_type.HasField("shape")]
     untyped = [v for v in model.graph.output if v.type.WhichOneof("value") is None]
@@ -156,7 +163,7 @@ def _make_checkable(model: onnx.ModelProto) -> onnx.ModelProto:
         if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape"):
             value.type.tensor_type.shape.SetInParent()
     if external:
-        inner = [t for t in model.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
+        inner = list(itertools.compress(model.graph.initializer, map(operator.not_, outside)))
         del copy.graph.initializer[:]
         copy.graph.initializer.extend(inner)
         names = {value.name for value in copy.graph.input}

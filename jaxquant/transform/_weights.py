@@ -1,0 +1,39 @@
+"""The conversion of one parameter: to codes, or to codes and the floats that are trained."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._arrays.quantize import quantize
+from .._training.estimators import StraightThrough
+from .._training.rounding_vjp import Config, make_array
+from ._learned import LearnedScale, read_learned
+from ._modes import Twin, make_twin
+from ._plan import LeafPlan
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _encode_learned(w: jax.Array, part: LearnedScale, plan: LeafPlan) -> Any:
+    scale, zero_point = read_learned("Prepared.convert", part, w, plan.spec)
+    return make_array(Config(plan.spec), w, scale, zero_point, None)
+
+
+def quantize_weight(w: Any, plan: LeafPlan, part: LearnedScale | None) -> Any:
+    """Return a parameter as codes, with a scale that was trained or the scale of its range."""
+    if part is None:
+        return quantize(w, plan.spec, stored_last=plan.stored_last or None)
+    q = _encode_learned(jnp.asarray(w), part, plan)
+    return q.store_last(*plan.stored_last) if plan.stored_last else q
+
+
+def make_weight_twin(w: Any, plan: LeafPlan, part: LearnedScale | None, rule: Any) -> Twin:
+    """Return a parameter as the floats that its codes stand for, with their gradient, and as codes."""
+    twin = make_twin(plan.spec, jnp.asarray(w), part, StraightThrough() if part is None else rule)
+    codes = twin.codes.store_last(*plan.stored_last) if plan.stored_last else twin.codes
+    # XLA must not fuse what finds the codes with what follows the contraction, which is float: the result of a tanh
+    # depends on the loop in which it is. After the barrier the codes are like those that `apply` gets as arguments.
+    return Twin(twin.floats, jax.lax.optimization_barrier(codes))
