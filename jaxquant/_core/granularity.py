@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 from . import checks, sharding
 
@@ -153,14 +154,21 @@ class Groups:
 
     def expand(self, scale: jax.Array, like: jax.Array) -> jax.Array:
         """Return `scale` with each entry repeated over its box, in the shape and sharding of `like`."""
-        scale = sharding.place_whole(scale)  # JAX cannot infer the sharding of the reshape below
         # A box may be longer than its dimension; repeating an entry beyond the dimension would only waste memory.
         sizes = tuple(min(size, max(length, 1)) for size, length in zip(self.sizes, like.shape, strict=True))
         # Broadcast [blocks, ...] to [blocks, size, ...], merge the pairs of dimensions, and cut off a short last box.
         interleaved = tuple(n for pair in zip(scale.shape, sizes, strict=True) for n in pair)
-        repeated = lax.broadcast_in_dim(scale, interleaved, tuple(range(0, 2 * scale.ndim, 2)))
         merged = tuple(length * size for length, size in zip(scale.shape, sizes, strict=True))
-        return sharding.place_like(lax.slice(repeated.reshape(merged), (0,) * like.ndim, like.shape), like)
+        places = tuple(range(0, 2 * scale.ndim, 2))
+        if not sharding.is_placed(like):
+            repeated = lax.broadcast_in_dim(sharding.place_whole(scale), interleaved, places).reshape(merged)
+            return lax.slice(repeated, (0,) * like.ndim, like.shape)
+        # JAX cannot infer the sharding of the reshape. Where each device has whole boxes, it stays that of `like`.
+        mesh, kept = jax.typeof(like).sharding.mesh, sharding.find_whole_runs(like, scale.shape, sizes)
+        scale = reshard(scale, NamedSharding(mesh, PartitionSpec(*kept)))
+        repeated = lax.broadcast_in_dim(scale, interleaved, places)
+        repeated = lax.reshape(repeated, merged, out_sharding=NamedSharding(mesh, PartitionSpec(*kept)))
+        return sharding.place_like(lax.slice(repeated, (0,) * like.ndim, like.shape), like)
 
 
 Granularity = PerTensor | PerAxis | Blocked | Groups | Aligned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,36 @@ def gather_axes(value: jax.Array, axes: Sequence[int]) -> jax.Array:
     mesh = jax.typeof(value).sharding.mesh
     places = (None if dimension in axes else place for dimension, place in enumerate(partition))
     return reshard(value, NamedSharding(mesh, PartitionSpec(*places)))
+
+
+def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+    """Return `value` with each dimension split into runs: [counts[0], sizes[0], counts[1], ...].
+
+    With explicit mesh axes, JAX cannot infer the sharding. A dimension stays sharded where each device has whole runs.
+
+    Args:
+        value: an array whose dimensions are counts[i] * sizes[i].
+        counts: the number of runs of each dimension.
+        sizes: their lengths.
+    """
+    shape = tuple(n for pair in zip(counts, sizes, strict=True) for n in pair)
+    if not is_placed(value):
+        return value.reshape(shape)
+    kept = find_whole_runs(value, counts, sizes)
+    value = gather_axes(value, [axis for axis, place in enumerate(kept) if place is None])
+    spec = PartitionSpec(*(entry for place in kept for entry in (place, None)))
+    return lax.reshape(value, shape, out_sharding=NamedSharding(jax.typeof(value).sharding.mesh, spec))
+
+
+def find_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return the mesh axes of each dimension of a placed array; None where a device has not whole runs of it."""
+    lengths = jax.typeof(like).sharding.mesh.shape
+    kept = []
+    for place, count, size, length in zip(find_partition(like), counts, sizes, like.shape, strict=True):
+        names = () if place is None else place if isinstance(place, tuple) else (place,)
+        is_whole = count * size == length and count % math.prod(lengths[name] for name in names) == 0
+        kept.append(place if is_whole else None)
+    return tuple(kept)
 
 
 def check_out_sharding(function: str, out_sharding: Any) -> None:

@@ -1,4 +1,4 @@
-"""Collectives whose arrays travel as codes, checks of what devices and processes share, and plans of large meshes.
+"""Collectives whose arrays travel as codes, layouts, checks of what devices share, and plans of large meshes.
 
 The collectives are those of `jax.lax`, for use inside `jax.shard_map`.
 """
@@ -6,6 +6,7 @@ The collectives are those of `jax.lax`, for use inside `jax.shard_map`.
 from .compare import check_processes, compare_devices
 from .error_feedback import psum_with_error_feedback
 from .gather import all_gather, all_to_all, ppermute
+from .placement import find_shardings
 from .reduce import pmean, psum, psum_scatter
 from .traffic import Collective, count_traffic
 
@@ -16,6 +17,7 @@ __all__ = [
     "check_processes",
     "compare_devices",
     "count_traffic",
+    "find_shardings",
     "pmean",
     "ppermute",
     "psum",

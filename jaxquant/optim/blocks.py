@@ -14,7 +14,7 @@ from .._arrays import scale_from_range
 from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._core import barriers, dtypes, rounding, small_floats
+from .._core import barriers, dtypes, rounding, sharding, small_floats
 from .._core.affine import divide_by_scale
 from .._core.granularity import Aligned, Blocked, PerTensor
 from .codebooks import read_levels, round_to_levels
@@ -111,9 +111,10 @@ def _find_largest(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     padding = [(0, n * size - length, 0) for n, size, length in zip(shape, sizes, x.shape, strict=True)]
     if any(high for _, high, _ in padding):
+        # With explicit mesh axes, JAX cannot infer how a padded dimension is sharded.
+        bits = sharding.gather_axes(bits, [axis for axis, (_, high, _) in enumerate(padding) if high])
         bits = lax.pad(bits, np.int32(0), padding)
-    pairs = tuple(n for pair in zip(shape, sizes, strict=True) for n in pair)
-    bits = bits.reshape(pairs)
+    bits = sharding.split_into_runs(bits, shape, sizes)
     # One axis after another: XLA:CPU uses vectors for the first ones only if they are reduced alone.
     for axis in range(1, x.ndim + 1):
         bits = jnp.max(bits, axis=axis, initial=0)

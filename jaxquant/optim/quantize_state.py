@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from .._arrays.codebook import Codebook
-from .._arrays.quantized_array import QuantizedArray
+from .._arrays.quantized_array import QuantizedArray, check_array
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from . import blocks, ordering, roles
@@ -109,10 +109,7 @@ def quantize_state(
         return QuantizedState(_map_leaves(_quantize_first, state, specs, keys), step)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, QuantizedState]:
-        expected = "the state that init returned, a QuantizedState"
-        is_state = isinstance(state, QuantizedState)
-        checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
-        old, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
+        old, structure = _flatten_state(state)
         step = None if seed is None else state.step + 1
         keys = _make_keys(seed, step, len(old))
 
@@ -206,6 +203,17 @@ def _read_overrides(overrides: Any) -> tuple[tuple[re.Pattern[str], _Spec | None
             ) from error
         rules.append((pattern, None if spec is None else _read_spec(argument, spec)))
     return tuple(rules)
+
+
+def _flatten_state(state: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of the wrapped transformation's state, and their structure, after checking them."""
+    expected = "the state that init returned, a QuantizedState"
+    is_state = isinstance(state, QuantizedState)
+    checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
+    leaves, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
+    # Inside jax.shard_map a device may have got a part of a block.
+    checked = [check_array(f"{_NAME}.update", "state", leaf) if _is_quantized(leaf) else leaf for leaf in leaves]
+    return checked, structure
 
 
 def _make_keys(seed: int | None, step: Any, count: int) -> list[Any]:

@@ -95,9 +95,9 @@ def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, 
     second = (folder / "messages.txt").read_text().splitlines()
     first = [str(message) for message in results["messages"]]
     start = "jaxquant.distributed.check_processes: settings['spec']"
-    assert len(first) == len(second) == 4
+    assert len(first) == len(second) == 5
     for index, messages in enumerate((first, second)):
-        spec, ends, structure, codebooks = messages
+        spec, ends, structure, codebooks, _ = messages
         assert spec.startswith(start.replace("spec", "other"))
         assert "those of process 0 and process 1 differ" in spec
         assert f"size={64 * (index + 1)}" in spec
@@ -106,6 +106,13 @@ def test_specs_that_differ_are_refused(folder: pathlib.Path, results: dict[str, 
         assert "the structure of settings" in structure
         assert "the codebooks of settings: expected the same in all processes" in codebooks
         assert f"got [(-1.0, 0.0, {0.25 * (index + 1)}, 1.0)] (list) in process {index}" in codebooks
+
+
+def test_a_nan_of_one_device_is_reported_by_all(folder: pathlib.Path, results: dict[str, np.ndarray]) -> None:
+    """A range of all devices has the NaN, and both processes raise, although one of them has only finite batches."""
+    for message in ((folder / "messages.txt").read_text().splitlines()[4], str(results["messages"][4])):
+        assert message.startswith("jaxquant.")
+        assert "a NaN" in message
 
 
 @pytest.mark.slow

@@ -152,6 +152,40 @@ def test_nnx_decodes_into_a_ring(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
+def test_linen_decodes_into_a_ring(rng: np.random.Generator) -> None:
+    """Linen's ring holds the bits of NNX's; the results are those of a cache of all tokens with a banded mask."""
+    x, window = sample(rng, 2, 11, 8), 3
+    specs: Any = {**DYNAMIC, "key_spec": jq.QuantSpec("int4", jq.PerToken())}
+    ring: Any = qnn.MultiHeadAttention(num_heads=2, decode=True, cache_window=window, **specs)
+    whole, twin = ring.clone(cache_window=None), qnnx.MultiHeadAttention(2, 8, **specs, decode=True, rngs=nnx.Rngs(0))
+    variables, all_tokens = ring.init(jax.random.key(0), x[:, :5]), whole.init(jax.random.key(0), x)
+    for name, parts in variables["params"].items():
+        for part, value in parts.items():
+            getattr(getattr(twin, name), part)[...] = value
+    twin.init_cache((2, 5, 8), window=window)
+    assert variables["cache"]["kv_cache"].window == window
+    with pytest.raises(ValueError, match=r"create: window: expected an int in \[1, 2\]"):
+        ring.init(jax.random.key(0), x[:, :2])
+
+    @nnx.jit
+    def decode_all(caches: Any, twin: Any, x: Any, band: Any) -> Any:
+        kept = {name: value for name, value in variables.items() if name != "cache"}
+        y, state = ring.apply({**kept, "cache": caches[0]}, x, mutable=["cache"])
+        expected, all_tokens = whole.apply({**kept, "cache": caches[1]}, x, mask=band, mutable=["cache"])
+        return (y, expected, twin(x)), (state["cache"], all_tokens["cache"])
+
+    caches, places = (variables["cache"], all_tokens["cache"]), jnp.arange(11)
+    for start, count in ((0, 3), *((i, 1) for i in range(3, 11))):
+        queries = start + jnp.arange(count)[:, None]
+        band = (places[None] > queries - window)[None, None]
+        (y, expected, other), caches = decode_all(caches, twin, x[:, start : start + count], band)
+        np.testing.assert_array_equal(y, expected)
+        np.testing.assert_array_equal(y, other)
+        check_equal(caches[0]["kv_cache"], twin.kv_cache.get_value())
+    assert int(caches[0]["kv_cache"].index) == 11
+
+
+@pytest.mark.slow
 def test_scales_of_tokens(rng: np.random.Generator) -> None:
     """With `PerToken()` the heads of a token share a scale in `out`: a large token does not coarsen the others."""
     x = sample(rng, 2, 4, 8)

@@ -81,6 +81,7 @@ LOOPS = (
         "onnx.verify",
     ),
     *("optim.quantize_state", "distributed.check_processes", "distributed.count_traffic"),
+    "distributed.find_shardings",
 )
 # A function that replaces one of JAX has JAX's argument order, static arguments included; zero points come last.
 LIKE_JAX = (
@@ -233,6 +234,7 @@ SIGNATURES = {
     "distributed.compare_devices": "tree axis_name",
     "distributed.check_processes": "tree name",
     "distributed.count_traffic": "compiled",
+    "distributed.find_shardings": "tree mesh partitions whole_blocks",
     "flax.dot_general": LAYER,
     "flax.conv_general_dilated": LAYER,
     "flax.promote_dtype": "inputs kernel bias dtype inexact",

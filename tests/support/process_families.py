@@ -7,6 +7,7 @@ Each of the two processes runs `main`. The first one writes the results to FOLDE
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from typing import Any
@@ -24,6 +25,8 @@ from jaxquant import distributed as jqd
 from ..cases import operator_families
 
 P = PartitionSpec
+# The processes inherit the environment of the tests, and with it their seed.
+SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 INT8 = jq.QuantSpec(jnp.int8, jq.Blocked(-1, 128))
 CALIBRATORS = {
     "minmax": jq.minmax(jq.QuantSpec(jnp.uint8, jq.PerAxis(1))),
@@ -45,7 +48,7 @@ RECIPES = {
 
 def make_inputs() -> dict[str, np.ndarray]:
     """Return inputs of all families that the eight devices divide, the same in every process."""
-    return operator_families.draw_inputs(np.random.default_rng(11), operator_families.EVEN)
+    return operator_families.draw_inputs(np.random.default_rng([SEED, 11]), operator_families.EVEN)
 
 
 def run_families(place: Any, replicated: Any) -> dict[str, np.ndarray]:
@@ -76,7 +79,7 @@ def apply(params: Any, x: jax.Array) -> jax.Array:
 
 def make_params() -> dict[str, np.ndarray]:
     """Return the weights of the network."""
-    rng = np.random.default_rng(12)
+    rng = np.random.default_rng([SEED, 12])
     shapes = {"first": (32, 32), "bias": (32,), "second": (32, 16)}
     return {name: rng.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()}
 

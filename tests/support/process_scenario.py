@@ -32,11 +32,13 @@ WEIGHTS = jq.QuantSpec(jnp.int4, jq.Blocked(0, 8))
 TOKENS = jq.QuantSpec(jnp.int8, jq.PerToken())
 GRADIENTS = jq.QuantSpec(jnp.int8, jq.Blocked(-1, 128))
 RATE = 0.1
+# The processes inherit the environment of the tests, and with it their seed.
+SEED = int(os.environ.get("JAXQUANT_SEED", "0"))
 
 
 def make_data() -> dict[str, np.ndarray]:
     """Return inputs that are the same in every process: eight batches, one for each device."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng([SEED, 5])
     shapes = {"x": (8, 4, 16), "y": (8, 4, 8), "first": (16, 16), "second": (16, 8)}
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -170,6 +172,30 @@ def find_disagreements(index: int, mesh: Mesh) -> list[str]:
     return messages
 
 
+def make_observe(mesh: Mesh, x: np.ndarray) -> Any:
+    """Return `observe(all_reduce, update)`, which returns the state that has seen the batches of all devices."""
+
+    def observe(all_reduce: Any, update: Any) -> Any:
+        mapped = jax.shard_map(
+            lambda x: all_reduce(update(x[0]), "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
+        )
+        return jax.jit(mapped)(spread(mesh, x, P("d")))
+
+    return observe
+
+
+def find_fault(mesh: Mesh, x: np.ndarray) -> str:
+    """Return the message of the error for a range of all devices, of which one, of the second process, has a NaN."""
+    minmax, x = jq.minmax(jq.QuantSpec(jnp.uint8)), x.copy()
+    x[5, 1, 2] = np.nan
+    state = make_observe(mesh, x)(minmax.all_reduce, lambda x: minmax.update(minmax.init(x), x))
+    try:
+        minmax.finalize(state)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def kill_when(folder: pathlib.Path) -> None:
     """Kill this process as soon as the folder of a checkpoint appears, under whatever name."""
     while not list(folder.glob("torn*")):
@@ -188,13 +214,8 @@ def main(index: int, count: int, port: int, folder: pathlib.Path) -> None:
     replicated = NamedSharding(mesh, P())
     integers = jax.jit(compute_integers, out_shardings=replicated)(sharded, w)
 
-    def observe(all_reduce: Any, update: Any) -> Any:
-        mapped = jax.shard_map(
-            lambda x: all_reduce(update(x[0]), "d"), mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False
-        )
-        return jax.jit(mapped)(spread(mesh, data["x"], P("d")))
-
-    results = {**integers, **calibrate(data, observe)}
+    results = {**integers, **calibrate(data, make_observe(mesh, data["x"]))}
+    messages.append(find_fault(mesh, data["x"]))
     results["loss"], results["exact"] = train(mesh, data, is_quantized=False)
     results["quantized"] = train(mesh, data, is_quantized=True)[1]
     # Weights that are spread over all devices, as codes; each process saves its own part.

@@ -39,6 +39,7 @@ class _QuantizedAttention(nn.Module):
         key_spec: how to quantize keys.
         value_spec: how to quantize values.
         weight_digits: the number of digits of the weights of the attention.
+        cache_window: the number of tokens that a query attends to in decode mode, or None for all.
     """
 
     weight_spec: QuantSpec | None = None
@@ -50,6 +51,7 @@ class _QuantizedAttention(nn.Module):
     key_spec: QuantSpec = INT8
     value_spec: QuantSpec = INT8
     weight_digits: int = 2
+    cache_window: int | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -85,12 +87,16 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
         key_spec: The same for keys. A cache needs int8 or int4 with the granularity `PerToken()`.
         value_spec: The same for values.
         weight_digits: The number of digits of 7 bits of the weights of the attention, 1, 2 or 3.
+        cache_window: The number of tokens that a query attends to in decode mode, itself included. The cache is then a
+            ring for as many tokens as the inputs of `init` have, as that of `jq.KVCache.create`. None keeps all
+            tokens. Without decode mode it has no effect: pass the band of the window as the mask.
 
     Raises:
         TypeError: At construction: an argument has a wrong type.
-        ValueError: At construction: `attention_fn`, or an attribute that replaces a contraction, is set. At a call:
-            dropout is to be applied, or weights are to be sowed, which the integer attention does not support; or
-            an error of `DenseGeneral` or of `jq.KVCache.append`.
+        ValueError: At construction: `attention_fn`, or an attribute that replaces a contraction, is set. At `init`: the
+            cache_window is not within 1 and the number of tokens. At a call: dropout is to be applied, or weights are
+            to be sowed, which the integer attention does not support; or an error of `DenseGeneral` or of
+            `jq.KVCache.append`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -176,7 +182,8 @@ class MultiHeadDotProductAttention(_QuantizedAttention, nn.MultiHeadDotProductAt
         if self.decode:
             # `init` makes the cache, for the length of its inputs.
             is_initialized = self.has_variable("cache", "kv_cache")
-            cache = self.variable("cache", "kv_cache", _attention_call.make_cache, options, key.shape)
+            make_cache = _attention_call.make_cache
+            cache = self.variable("cache", "kv_cache", make_cache, options, key.shape, self.cache_window)
             if is_initialized:
                 y, cache.value = _attention_call.attend_to_cache(options, cache.value, query, key, value, mask)
                 return y
