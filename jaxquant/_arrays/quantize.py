@@ -119,6 +119,9 @@ def _split_range(ends: Any, lo: Any, hi: Any) -> tuple[Any, Any]:
 
 def _check_known_range(lo: Any, hi: Any) -> None:
     """Check that the ends of a range are finite and in order; skip the check if they are traced."""
+    # The usual case comes first: two numbers.
+    if type(lo) is np.float32 and type(hi) is np.float32 and -np.inf < lo <= hi < np.inf:
+        return
     ends = [known_values.find_known(v, is_awaited=True) for v in (lo, hi)]
     if any(end is None for end in ends):
         return

@@ -77,7 +77,7 @@ class QuantizedArray(RefusedOperators):
     """
 
     # The codes and the static attributes are private: they are read through properties and set only by `_fill`.
-    __slots__ = ("_block_size", "_codebook", "_dtype", "_order", "_stored", "scale", "zero_point")
+    __slots__ = ("_block_size", "_codebook", "_dtype", "_is_checked", "_order", "_stored", "scale", "zero_point")
 
     scale: Any
     zero_point: Any
@@ -115,6 +115,7 @@ class QuantizedArray(RefusedOperators):
         set_attribute(self, "_block_size", block_size)
         set_attribute(self, "_codebook", codebook)
         set_attribute(self, "_order", order)
+        set_attribute(self, "_is_checked", False)
 
     # A pytree.
 
@@ -385,12 +386,16 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
         if not isinstance(q, QuantizedArray):
             checks.require_type(False, function, argument, "a QuantizedArray", checks.describe_value(q))
+    # Nothing in it can change, so the weights of a model are not checked again in each eager call.
+    if q._is_checked and not is_awaited:
+        return q
     children, static = (q._stored, q.scale, q.zero_point), (q._dtype, q._block_size, q._codebook, q._order)
     checked = parts.check_parts(function, argument, children, static, is_awaited=is_awaited)
     # In the usual case nothing was converted: return the same object.
-    if checked[0] is children[0] and checked[1] is children[1] and checked[2] is children[2]:
-        return q
-    return QuantizedArray.tree_unflatten(static, checked)
+    if checked[0] is not children[0] or checked[1] is not children[1] or checked[2] is not children[2]:
+        q = QuantizedArray.tree_unflatten(static, checked)
+    object.__setattr__(q, "_is_checked", True)
+    return q
 
 
 def dequantize_checked(q: QuantizedArray) -> jax.Array:

@@ -103,19 +103,25 @@ def dot_general(
     """
     lhs, rhs = check_operands(_NAME, lhs, rhs)
     epilogue = read_epilogue(_NAME, bias, output, preferred_element_type, (lhs, rhs))
+    numbers = check_numbers(_NAME, dimension_numbers)
     return contract_checked(
-        _NAME, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding, epilogue=epilogue
+        _NAME, lhs, rhs, numbers, precision, preferred_element_type, out_sharding, epilogue=epilogue
     )
+
+
+def check_numbers(function: str, numbers: Any) -> Any:
+    """Return dimension numbers with tuples for lists; raise unless they are integers and hashable."""
+    numbers = checks.check_integers(function, "dimension_numbers", numbers)
+    checks.check_hashable(function, "dimension_numbers", numbers)
+    return numbers
 
 
 def contract_checked(
     function: str, lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, out_sharding: Any = None,
     caller_axes: Axes | None = None, epilogue: Epilogue | None = None,
 ) -> Any:  # fmt: skip
-    """Return the `dot_general` of two operands after checking them, with errors that name `function`."""
+    """Return the `dot_general` of checked operands and dimension numbers, with errors that name `function`."""
     sharding.check_out_sharding(function, out_sharding)
-    numbers = checks.check_integers(function, "dimension_numbers", numbers)
-    checks.check_hashable(function, "dimension_numbers", numbers)
     checks.check_precision(function, precision)
     if preferred is not None:
         preferred = checks.check_dtype(function, "preferred_element_type", preferred, dtypes.FLOATS)

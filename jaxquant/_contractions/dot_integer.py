@@ -22,9 +22,11 @@ from .output import Epilogue
 
 def check_integer_array(function: str, argument: str, q: QuantizedArray) -> None:
     """Check that the codes of a quantized array can be contracted as integers."""
-    holds = q.codebook is None and q.codes.dtype in _operands.DTYPES
+    dtype = q.stored_codes.dtype
+    if q.codebook is None and dtype in _operands.DTYPES:
+        return
     expected = f"values of {dtypes.list_names(_operands.DTYPES)} against a quantized array, or {argument}.dequantize()"
-    checks.require_type(holds, function, argument, expected, q.codebook or q.codes.dtype)
+    checks.require_type(False, function, argument, expected, q.codebook or dtype)
 
 
 # Pairs of a dimension of lhs and a dimension of rhs.

@@ -150,11 +150,18 @@ def check_integers(function: str, argument: str, value: Any) -> Any:
 
 def check_hashable(function: str, argument: str, value: Any) -> None:
     """Raise ContractTypeError unless `value` is hashable, as a static argument of a compiled program must be."""
+    if not is_hashable(value):
+        text = format_message(function, argument, "a static, hashable value", describe_value(value))
+        raise ContractTypeError(text)
+
+
+def is_hashable(value: Any) -> bool:
+    """Return whether a value, and all that it holds, has a hash."""
     try:
         hash(value)
     except TypeError:
-        text = format_message(function, argument, "a static, hashable value", describe_value(value))
-        raise ContractTypeError(text) from None
+        return False
+    return True
 
 
 def check_real(function: str, argument: str, value: Any) -> None:

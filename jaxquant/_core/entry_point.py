@@ -16,6 +16,7 @@ from . import checks
 _Output = TypeVar("_Output")
 # A tuple: isinstance with a union that is built for each argument of each call is measurably slower.
 _NUMPY_INTEGERS = (np.ndarray, np.integer)
+_LARGEST = 3e38  # less than the largest float32
 
 
 def compile_entry_point(function: str) -> Callable[[Callable[..., _Output]], Callable[..., _Output]]:
@@ -121,6 +122,9 @@ def convert_number(value: Any) -> Any:
     """
     if type(value) not in (int, float):  # the exact types: a bool and a numpy scalar keep their dtype
         return value
+    # The usual numbers come first, because each eager call pays for the context manager.
+    if -_LARGEST <= value <= _LARGEST:
+        return np.float32(value)
     with np.errstate(over="ignore"):  # an overflow becomes an infinity, without numpy's warning
         try:
             return np.float32(value)

@@ -31,9 +31,7 @@ def check_attributes(function: str, **attributes: Any) -> Attributes:
         if name != "auto_pad":
             attributes[name] = checks.check_integers(function, name, value)
     checked = Attributes(**attributes)
-    try:
-        hash(checked)
-    except TypeError:
+    if not checks.is_hashable(checked):
         for name, value in attributes.items():
             checks.check_hashable(function, name, value)
     return checked

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.spec import QuantSpec
-from .._contractions.dot import contract_checked
+from .._contractions.dot import check_numbers, contract_checked
 from .._core import checks, dtypes
 from .._core.entry_point import compile_entry_point
 from ..integer.dot_general import DotDimensionNumbers, find_roles
@@ -88,8 +88,7 @@ def quantized_dot_general(
     the contraction in integers), passed through the gradient rule of its Quantizer. Of a scale and of a float32
     zero_point in a Quantizer: what that gradient rule gives.
     """
-    numbers = checks.check_integers(_NAME, "dimension_numbers", dimension_numbers)
-    checks.check_hashable(_NAME, "dimension_numbers", numbers)
+    numbers = check_numbers(_NAME, dimension_numbers)
     quantizers, dtype = contraction_vjp.check_options(
         _NAME, {"lhs_spec": lhs_spec, "rhs_spec": rhs_spec}, backward, key, precision, preferred_element_type,
         out_sharding,

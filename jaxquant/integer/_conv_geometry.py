@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,13 +52,32 @@ def plan_convolution(
     function: str, lhs: Any, rhs: Any, strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
     numbers: Any, features: Any, batches: Any,
 ) -> Plan:  # fmt: skip
-    """Return the checked attributes of a convolution; raise ContractValueError or ContractTypeError for a wrong one."""
+    """Return the checked attributes of a convolution; raise ContractValueError or ContractTypeError for a wrong one.
+
+    All numbers of the arguments other than `numbers` are ints: `checks.check_integers` has seen them.
+    """
+    options = (strides, padding, lhs_dilation, rhs_dilation, numbers, features, batches)
+    # As keys of a cache, axes that are 1.0 and 1 would be the same.
+    is_text = numbers is None or (type(numbers) is tuple and all(type(part) is str for part in numbers))
+    find_plan = _find_plan if is_text and checks.is_hashable(options) else _find_plan.__wrapped__
+    plan = find_plan(function, tuple(lhs.shape), tuple(rhs.shape), *options)
+    axes = (plan.numbers.lhs_spec[1:2], plan.numbers.rhs_spec[:2])
+    check_placement(function, ("lhs", "rhs"), (lhs, rhs), axes)
+    return plan
+
+
+# Eager calls repeat these checks with the same static values. A call that raises is not cached.
+@functools.lru_cache(maxsize=1024)
+def _find_plan(
+    function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], strides: Any, padding: Any, lhs_dilation: Any,
+    rhs_dilation: Any, numbers: Any, features: Any, batches: Any,
+) -> Plan:  # fmt: skip
+    """Return the checked attributes of a convolution of arrays of two shapes."""
     numbers = _check_dimension_numbers(function, lhs, rhs, numbers)
-    x = tuple(lhs.shape[axis] for axis in numbers.lhs_spec)  # (batch, channels, *spatial)
-    w = tuple(rhs.shape[axis] for axis in numbers.rhs_spec)  # (features, channels / groups, *kernel)
+    x = tuple(lhs[axis] for axis in numbers.lhs_spec)  # (batch, channels, *spatial)
+    w = tuple(rhs[axis] for axis in numbers.rhs_spec)  # (features, channels / groups, *kernel)
     _check_groups(function, x, w, features, batches)
     geometry = _find_geometry(function, x, w, strides, padding, lhs_dilation, rhs_dilation)
-    check_placement(function, ("lhs", "rhs"), (lhs, rhs), (numbers.lhs_spec[1:2], numbers.rhs_spec[:2]))
     return Plan(numbers, geometry._replace(groups=features * batches), features, batches)
 
 
@@ -75,10 +95,10 @@ def check_placement(function: str, names: Sequence[str], operands: Sequence[Any]
         checks.require(False, function, name, expected, sharding.describe_placement(x))
 
 
-def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, numbers: Any) -> Any:
-    checks.require(lhs.ndim >= 3, function, "lhs", "an array of rank 3 or more", f"shape {lhs.shape}")
-    checks.require(rhs.ndim == lhs.ndim, function, "rhs", f"an array of lhs's rank, {lhs.ndim}", f"shape {rhs.shape}")
-    rank = range(lhs.ndim)
+def _check_dimension_numbers(function: str, lhs: tuple[int, ...], rhs: tuple[int, ...], numbers: Any) -> Any:
+    checks.require(len(lhs) >= 3, function, "lhs", "an array of rank 3 or more", f"shape {lhs}")
+    checks.require(len(rhs) == len(lhs), function, "rhs", f"an array of lhs's rank, {len(lhs)}", f"shape {rhs}")
+    rank = range(len(lhs))
     if isinstance(numbers, lax.ConvDimensionNumbers):
         # Compare as text, because the entries may have any type, and 1.0 is not an axis although it equals 1.
         holds = all(sorted(map(str, spec)) == sorted(map(str, rank)) for spec in numbers)
@@ -87,9 +107,9 @@ def _check_dimension_numbers(function: str, lhs: Any, rhs: Any, numbers: Any) ->
         return lax.ConvDimensionNumbers(*(tuple(int(axis) for axis in spec) for spec in numbers))
     # jax.lax parses all other forms. The text of its error is quoted in ours.
     try:
-        return lax.conv_dimension_numbers(lhs.shape, rhs.shape, numbers)
+        return lax.conv_dimension_numbers(lhs, rhs, numbers)
     except (TypeError, ValueError, KeyError, AssertionError, AttributeError) as error:
-        expected = f"numbers for rank {lhs.ndim} ({error})"
+        expected = f"numbers for rank {len(lhs)} ({error})"
         text = checks.format_message(function, "dimension_numbers", expected, repr(numbers))
         raise checks.ContractValueError(text) from error
 

@@ -305,6 +305,8 @@ def test_a_replaced_scale_is_checked(rng: np.random.Generator) -> None:
     q.dequantize()
     with pytest.raises(ValueError, match="scale: expected positive numbers"):
         q.replace(scale=-q.scale).dequantize()
+    with pytest.raises(ValueError, match="scale: expected positive numbers"):
+        jax.tree.map(lambda x: -x, q).dequantize()
     nan = q.replace(scale=q.scale.at[0, 0].set(jnp.nan))
     assert np.isnan(np.asarray(nan.dequantize())).sum() == 3
 

@@ -327,3 +327,20 @@ def test_the_longest_sum_is_exact() -> None:
     want = np.float32(33025 * 255 * 255)
     assert jq.conv_general_dilated(above, above, (1,), "VALID")[0, 0, 0] == want
     assert jq.conv_general_dilated(above, below, (1,), "VALID")[0, 0, 0] == -want
+
+
+def test_equal_keys_do_not_share_a_plan() -> None:
+    """A plan is kept for its arguments. True and 1.0 equal 1, and are refused after a call with 1, too."""
+    x = jq.quantize(jnp.ones((1, 4, 4, 2)), jq.QuantSpec(jnp.uint8))
+    w = jq.quantize(jnp.ones((3, 3, 2, 2)), jq.QuantSpec(jnp.int8))
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, ("NHWC", "HWIO", "NHWC"))
+    convolve = functools.partial(jq.conv_general_dilated, x, w)
+    for order in (numbers, ("NHWC", "HWIO", "NHWC")):
+        convolve((1, 1), "SAME", dimension_numbers=order, feature_group_count=1)
+        with pytest.raises(TypeError, match="window_strides: expected an int, got True"):
+            convolve((True, 1), "SAME", dimension_numbers=order)
+        with pytest.raises(TypeError, match=r"feature_group_count: expected an int, got 1\.0"):
+            convolve((1, 1), "SAME", dimension_numbers=order, feature_group_count=1.0)  # type: ignore[arg-type]
+    wrong = numbers._replace(out_spec=tuple(float(axis) for axis in numbers.out_spec))
+    with pytest.raises(ValueError, match="dimension_numbers: expected three permutations"):
+        convolve((1, 1), "SAME", dimension_numbers=wrong)
