@@ -238,6 +238,14 @@ def count_stored_bytes(part: Any) -> int:
     return -(-math.prod(part.shape) * dtypes.find_width(dtype) // 8)
 
 
+def read_dtype(function: str, dtype: Any) -> np.dtype:
+    """Return the dtype that `dtype` names; the functions that take the array check whether it is allowed."""
+    try:
+        return np.dtype(dtype)
+    except (TypeError, ValueError):
+        return checks.check_dtype(function, "dtype", dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
+
+
 def count_all_bytes(codes: Any, scale: Any, zero_point: Any) -> int:
     """Return the number of bytes of the parts of an array, of which None has none."""
     return sum(count_stored_bytes(part) for part in (codes, scale, zero_point) if part is not None)

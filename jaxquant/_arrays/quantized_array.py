@@ -95,7 +95,7 @@ class QuantizedArray(RefusedOperators):
     ) -> None:
         output_dtype: Any = getattr(scale, "dtype", None)
         if dtype is not None:
-            output_dtype = _read_dtype(dtype)
+            output_dtype = parts.read_dtype(_NAME, dtype)
         elif output_dtype in (dtypes.E8M0, np.dtype(np.float64)):  # JAX converts numpy's float64 to float32
             output_dtype = dtypes.FLOAT32
         order = parts.read_stored_order(_NAME, stored_order)
@@ -366,14 +366,6 @@ export.register_pytree_node_serialization(
 def _rebuild_array(static: tuple[Any, ...], children: tuple[Any, ...]) -> QuantizedArray:
     """Return the array that `__reduce__` described."""
     return QuantizedArray.tree_unflatten(static, children)
-
-
-def _read_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype that `dtype` names; the functions that take the array check whether it is allowed."""
-    try:
-        return np.dtype(dtype)
-    except (TypeError, ValueError):
-        return checks.check_dtype(_NAME, "dtype", dtype, dtypes.FLOATS)  # raises, and lists the allowed dtypes
 
 
 def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = False) -> QuantizedArray:
