@@ -384,6 +384,27 @@ def test_layers_that_match_floats_after_a_sum(rng: np.random.Generator, kind: st
 
 
 @pytest.mark.slow
+def test_noise_is_not_matched(fixed_rng: np.random.Generator) -> None:
+    """With fewer vectors than inputs, what least squares would fit is noise: other inputs do not get worse."""
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(8):
+        params = {name: jnp.asarray(fixed_rng.normal(size=(24, 24)), F32) for name in ("first", "second")}
+        x, others = (jnp.asarray(fixed_rng.normal(size=(size, 24)), F32) for size in (20, 512))
+
+        def apply(params: Any, x: jax.Array) -> jax.Array:
+            return jax.nn.relu(x @ params["first"]) @ params["second"]
+
+        rules = (jq.Rule(path="second", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight("int4")))
+        prepared = jq.prepare(apply, params, x, rules=rules)
+        expected = apply(params, others)
+        for match in errors:
+            qparams = ptq.apply(prepared, params, [x], ptq.Nearest("whole"), match_floats=match).params
+            y = jax.jit(prepared.apply)(qparams, None, others)
+            errors[match].append(float(jnp.sum((y - expected) ** 2)))
+    assert sum(errors[True]) < 1.05 * sum(errors[False])
+
+
+@pytest.mark.slow
 def test_refits_never_raise_the_error(rng: np.random.Generator) -> None:
     params = {"w": jnp.asarray(rng.normal(size=(16, 8)), F32)}
     x = jnp.asarray(rng.normal(size=(64, 16)) @ rng.normal(size=(16, 16)), F32)

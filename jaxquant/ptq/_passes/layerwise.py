@@ -179,7 +179,9 @@ class LayerInterpreter(Interpreter):
         moments, drift = MOMENTS.finalize(state), None
         if floats:
             outputs = [inputs.read_outputs(site, part) for part in addend] if isinstance(addend, Each) else None
-            changes = [None if arrays is None else _sum_changes(vectors, arrays, floats) for arrays in (vectors, outputs)]
+            changes = [
+                None if arrays is None else _sum_changes(vectors, arrays, floats) for arrays in (vectors, outputs)
+            ]
             second = sum(_sum_halves(x, x) for x in vectors[floats:])
             drift = Drift(second, *changes)  # type: ignore[arg-type]
         self._quantize_views(site, moments, drift)
@@ -242,7 +244,8 @@ def _order_drift(use: inputs.Uses, drift: Drift, shape: Sequence[int]) -> Drift:
     addend = drift.addend
     if addend is not None:
         addend = jnp.swapaxes(inputs.order_inputs(use, jnp.swapaxes(addend, 2, 3), shape, 1), 2, 3)
-    return Drift(*(inputs.order_inputs(use, x, shape, 2) for x in (drift.second, drift.inputs)), addend)
+    second, changed = (inputs.order_inputs(use, x, shape, 2) for x in (drift.second, drift.inputs))
+    return Drift(second, changed, addend)
 
 
 def _select(values: Sequence[Any], index: int) -> list[Any]:
