@@ -10,9 +10,9 @@ network is skipped, and a line says so.
 In weight-only rows all contractions of a network have weights of the same number of bits, with one scale for each
 output feature; tables that are looked up have 8 bits, and activations stay in floats. w8a8 and w4a8 are the recipes of
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
-algorithms see: 512 images, 128 windows of 64 characters, or 2048 texts of 32 tokens, half of them quotations and half
-of the language reference. The last step of the stack, the learned scales, has up to 2048 other texts for MiniLM, of
-which it holds out 128. The score is the accuracy on 450 images, or on 8192 characters that the training has not seen;
+algorithms see: 512 images, 128 windows of 64 characters, or some 5600 texts of 32 tokens, a quarter of them from the
+language reference and the others quotations. The last step of the stack, the learned scales, has 512 other texts for
+MiniLM, of which it holds out 128. The score is the accuracy on 450 images, or on 8192 characters that the training has not seen;
 for MiniLM it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of float32. The
 error is the signal-to-quantization-noise ratio of the results against float32's. The last column is the median over the
 weights of the mean squared error of the outputs, relative to round-to-nearest.

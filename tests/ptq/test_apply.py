@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -277,6 +278,30 @@ def test_a_run_goes_on_from_a_checkpoint_of_orbax(rng: np.random.Generator, tmp_
     assert again == notes
 
 
+def find_corrections(groups: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    """Return what least squares in float64 add to the weights of some groups, of inputs and what outputs lack.
+
+    The damping is the one with the least error on vectors that the least squares have not seen, halves of two batches.
+    """
+
+    def solve(x: np.ndarray, y: np.ndarray, damping: float) -> np.ndarray:
+        hessian = x.T @ x
+        return np.linalg.solve(hessian + damping * np.trace(hessian) / len(hessian) * np.eye(len(hessian)), x.T @ y)
+
+    quarter = len(groups[0][0]) // 4
+    is_first = np.arange(4 * quarter) // quarter % 2 == 0
+    errors = {}
+    for damping in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        errors[damping] = 0.0
+        for x, y in groups:
+            for half in (is_first, ~is_first):
+                shift = solve(x[half], y[half], damping)
+                errors[damping] += np.sum((y[~half] - x[~half] @ shift) ** 2) - np.sum(y[~half] ** 2)
+    best = min(errors, key=errors.__getitem__)
+    assert errors[best] < 0
+    return [solve(x, y, best) for x, y in groups]
+
+
 @pytest.mark.slow
 def test_layers_that_match_floats(rng: np.random.Generator) -> None:
     """The codes of the weight that least squares in float64 find, and results nearer to those of floats."""
@@ -296,10 +321,9 @@ def test_layers_that_match_floats(rng: np.random.Generator) -> None:
     rows = np.asarray(x, np.float64)
     z = np.maximum(rows @ np.asarray(params["first"], np.float64).T, 0)
     y = np.maximum(rows @ np.asarray(plain["first"].dequantize(), np.float64).T, 0)
-    hessian = y.T @ y / len(y)
-    damped = hessian + 0.01 * np.trace(hessian) / 12 * np.eye(12)
     w = np.asarray(params["second"], np.float64)
-    target = w + np.linalg.solve(damped, y.T @ (z - y) / len(y)) @ w
+    (correction,) = find_corrections([(y, (z - y) @ w)])
+    target = w + correction
     np.testing.assert_allclose(actual["second"].dequantize(), target, atol=float(actual["second"].scale.max()) * 0.51)
     errors = [np.sum((y @ np.asarray(q["second"].dequantize()) - z @ w) ** 2) for q in (plain, actual)]
     assert errors[1] < errors[0]
@@ -344,17 +368,40 @@ def test_layers_that_match_floats_after_a_sum(rng: np.random.Generator, kind: st
     rows = np.asarray(x, np.float64)
     expected, changed = (rows @ np.asarray(w, np.float64) for w in (params["first"], actual["first"].dequantize()))
     second = np.asarray(params["second"], np.float64)
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    weights: list[tuple[np.ndarray, slice]] = []
     for group in range(groups):
         part, outputs = slice(group * size, (group + 1) * size), slice(group * 12 // groups, (group + 1) * 12 // groups)
         z, y = (np.maximum(values[:, part], 0) for values in (expected, changed))
-        hessian = y.T @ y / len(y)
-        damped = hessian + 0.01 * np.trace(hessian) / size * np.eye(size)
         w = second[:, outputs]
         addend = 0 if kind == "returned, too" else (expected - changed)[:, outputs]
-        shift = y.T @ ((z - y) @ w + addend) / len(y)
+        parts.append((y, (z - y) @ w + addend))
+        weights.append((w, outputs))
+    for (w, outputs), correction in zip(weights, find_corrections(parts), strict=True):
         q = actual["second"].dequantize()[:, outputs]
         step = float(actual["second"].scale.max())
-        np.testing.assert_allclose(q, w + np.linalg.solve(damped, shift), atol=step * 0.51)
+        np.testing.assert_allclose(q, w + correction, atol=step * 0.51)
+
+
+@pytest.mark.slow
+def test_noise_is_not_matched(fixed_rng: np.random.Generator) -> None:
+    """With fewer vectors than inputs, what least squares would fit is noise: other inputs do not get worse."""
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(8):
+        params = {name: jnp.asarray(fixed_rng.normal(size=(24, 24)), F32) for name in ("first", "second")}
+        x, others = (jnp.asarray(fixed_rng.normal(size=(size, 24)), F32) for size in (20, 512))
+
+        def apply(params: Any, x: jax.Array) -> jax.Array:
+            return jax.nn.relu(x @ params["first"]) @ params["second"]
+
+        rules = (jq.Rule(path="second", weight=jq.Weight("int8")), jq.Rule(weight=jq.Weight("int4")))
+        prepared = jq.prepare(apply, params, x, rules=rules)
+        expected = apply(params, others)
+        for match in errors:
+            qparams = ptq.apply(prepared, params, [x], ptq.Nearest("whole"), match_floats=match).params
+            y = jax.jit(prepared.apply)(qparams, None, others)
+            errors[match].append(float(jnp.sum((y - expected) ** 2)))
+    assert sum(errors[True]) < 1.05 * sum(errors[False])
 
 
 @pytest.mark.slow

@@ -27,12 +27,17 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 class Drift(NamedTuple):
     """What quantized layers have changed, in the terms of the inputs x of a later one; see `run_layers`.
 
+    The sums are over the first half of the vectors x of each batch, and over the second half, so that what is found in
+    one half can be tried on the other.
+
     Attributes:
-        inputs: E[x (z - x)^T], [groups, inputs, inputs], with the inputs z of the float function.
-        addend: E[x (s - r)^T], [groups, inputs, outputs], with the array r that is added to the outputs, and s in the
-            float function; None if there is no such array.
+        second: the sum of x x^T, [2, groups, inputs, inputs].
+        inputs: that of x (z - x)^T, [2, groups, inputs, inputs], with the inputs z of the float function.
+        addend: that of x (s - r)^T, [2, groups, inputs, outputs], with the array r that is added to the outputs, and s
+            in the float function; None if there is no such array.
     """
 
+    second: jax.Array
     inputs: jax.Array
     addend: jax.Array | None
 
@@ -175,10 +180,10 @@ class LayerInterpreter(Interpreter):
         if floats:
             outputs = [inputs.read_outputs(site, part) for part in addend] if isinstance(addend, Each) else None
             changes = [
-                None if arrays is None else _sum_changes(vectors, arrays, floats) / moments.count
-                for arrays in (vectors, outputs)
+                None if arrays is None else _sum_changes(vectors, arrays, floats) for arrays in (vectors, outputs)
             ]
-            drift = Drift(*changes)  # type: ignore[arg-type]
+            second = sum(_sum_halves(x, x) for x in vectors[floats:])
+            drift = Drift(second, *changes)  # type: ignore[arg-type]
         self._quantize_views(site, moments, drift)
 
     def _visit_loop(self, equation: Any, operands: Sequence[Any], address: Address) -> None:
@@ -216,24 +221,31 @@ class LayerInterpreter(Interpreter):
 
 
 def _sum_changes(vectors: Sequence[jax.Array], arrays: Sequence[jax.Array], floats: int) -> Any:
-    """Return the sum of x (s - r)^T over all batches, with inputs x and arrays r; those of floats, s, come first."""
-    parts = zip(vectors[floats:], arrays[floats:], arrays[:floats], strict=True)
-    return sum(_multiply_changes(*part) for part in parts)
+    """Return the sums of x (s - r)^T over all batches, with inputs x and arrays r; those of floats, s, come first."""
+    return sum(
+        _sum_halves(x, expected, array)
+        for x, array, expected in zip(vectors[floats:], arrays[floats:], arrays[:floats], strict=True)
+    )
 
 
 @jax.jit
-def _multiply_changes(x: jax.Array, array: jax.Array, expected: jax.Array) -> jax.Array:
-    """Return the sum of x (expected - array)^T over some vectors [number, groups, length], for each group."""
-    x, array, expected = (values.astype(jnp.float32) for values in (x, array, expected))
-    return jnp.einsum("ngi,ngj->gij", x, expected - array, precision=_HIGHEST)
+def _sum_halves(x: jax.Array, y: jax.Array, other: jax.Array | None = None) -> jax.Array:
+    """Return the sums of x (y - other)^T over both halves of some vectors [number, groups, length], for each group."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    if other is not None:
+        y = y - other.astype(jnp.float32)
+    # Vectors of one example are neighbors, and much alike: most examples are in one half alone.
+    parts = [(values[: len(x) // 2], values[len(x) // 2 :]) for values in (x, y)]
+    return jnp.stack([jnp.einsum("ngi,ngj->gij", *pair, precision=_HIGHEST) for pair in zip(*parts, strict=True)])
 
 
 def _order_drift(use: inputs.Uses, drift: Drift, shape: Sequence[int]) -> Drift:
     """Return what has changed, with the inputs in the order of the parameter's axes."""
     addend = drift.addend
     if addend is not None:
-        addend = jnp.swapaxes(inputs.order_inputs(use, jnp.swapaxes(addend, 1, 2), shape, 1), 1, 2)
-    return Drift(inputs.order_inputs(use, drift.inputs, shape, 2), addend)
+        addend = jnp.swapaxes(inputs.order_inputs(use, jnp.swapaxes(addend, 2, 3), shape, 1), 2, 3)
+    second, changed = (inputs.order_inputs(use, x, shape, 2) for x in (drift.second, drift.inputs))
+    return Drift(second, changed, addend)
 
 
 def _select(values: Sequence[Any], index: int) -> list[Any]:
