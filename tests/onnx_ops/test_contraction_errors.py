@@ -40,19 +40,19 @@ def test_good_arguments_are_accepted() -> None:
         assert jax.eval_shape(op, *good.values()).shape
 
 
-@pytest.mark.sample(300)
+@pytest.mark.sample(150)
 @pytest.mark.parametrize("row", ROWS, ids=bad_input.ids(ROWS))
 def test_bad_input_is_named(row: Row) -> None:
     bad_input.refused_eagerly(row)
 
 
-@pytest.mark.sample(300)
+@pytest.mark.sample(150)
 @pytest.mark.parametrize("row", ROWS, ids=bad_input.ids(ROWS))
 def test_disabled_asserts_hide_nothing(row: Row) -> None:
     bad_input.refused_without_chex(row)
 
 
-@pytest.mark.sample(300)
+@pytest.mark.sample(150)
 @pytest.mark.parametrize("row", TRACEABLE, ids=bad_input.ids(TRACEABLE))
 def test_bad_input_is_named_while_tracing(row: Row) -> None:
     bad_input.refused_while_tracing(row)

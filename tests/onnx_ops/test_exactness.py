@@ -32,7 +32,7 @@ def list_parameters() -> Iterator[Any]:
             yield as_full(dataclasses.replace(case, transforms=rest), f"{case.id}-other_transforms")
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("case", list(list_parameters()))
 def test_no_mismatch(case: exactness.Case) -> None:
     wrong = {name: bad for name, (_, bad) in exactness.check(case, conftest.SEED).items() if bad}
