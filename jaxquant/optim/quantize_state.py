@@ -211,9 +211,12 @@ def _flatten_state(state: Any) -> tuple[list[Any], Any]:
     is_state = isinstance(state, QuantizedState)
     checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
     leaves, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
-    # Inside jax.shard_map a device may have got a part of a block.
-    checked = [check_array(f"{_NAME}.update", "state", leaf) if _is_quantized(leaf) else leaf for leaf in leaves]
-    return checked, structure
+    try:
+        return [check_array(f"{_NAME}.update", "state", x) if _is_quantized(x) else x for x in leaves], structure
+    except checks.ContractValueError as error:
+        # Inside jax.shard_map a device may have got a part of a block.
+        hint = "a device needs whole blocks: see jaxquant.distributed.find_shardings(whole_blocks=True)"
+        raise checks.ContractValueError(f"{error} ({hint})") from error
 
 
 def _make_keys(seed: int | None, step: Any, count: int) -> list[Any]:
