@@ -70,7 +70,7 @@ def split_into_runs(value: jax.Array, counts: Sequence[int], sizes: Sequence[int
 
 
 def find_whole_runs(like: jax.Array, counts: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Return the mesh axes of each dimension of a placed array; None where a device has not whole runs of it."""
+    """Return the mesh axes of each dimension of a placed array; None where a device does not have whole runs of it."""
     lengths = jax.typeof(like).sharding.mesh.shape
     kept = []
     for place, count, size, length in zip(find_partition(like), counts, sizes, like.shape, strict=True):
