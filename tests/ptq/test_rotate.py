@@ -136,7 +136,7 @@ def test_what_a_rotation_would_change_stays(rng: np.random.Generator) -> None:
 @pytest.mark.slow
 def test_rotations_help_outliers(rng: np.random.Generator) -> None:
     """Of a decomposed layer of which a channel is much larger: fewer errors with codes of activations between."""
-    params = sample(rng, down=(32, 32), up=(32, 16))
+    params = sample(rng, down=(32, 128), up=(128, 16))
     params["down"] = params["down"].at[:, 3].mul(40)
     x = jnp.asarray(rng.normal(size=(64, 32)), F32)
 
