@@ -44,6 +44,7 @@ def find_sqnr(x: Any, y: Any) -> float:
 @pytest.mark.parametrize("recipe", ["dynamic", "static"])
 def test_figures(rng: np.random.Generator, recipe: str, tmp_path: pathlib.Path, capsys: Any) -> None:
     params, batches = sample(rng)
+    batches[1] = batches[1][0], 10 * batches[1][1]  # beyond the range of the first batch
     rules = jq.recipes.w8a8_dynamic() if recipe == "dynamic" else jq.recipes.w8a8_static()
     prepared = jq.prepare(apply, params, *batches[0], rules=rules)
     ranges = prepared.calibrate(params, batches[:1], progress=False)

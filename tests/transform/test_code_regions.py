@@ -95,7 +95,8 @@ def test_programs(name: str, rng: np.random.Generator) -> None:
         params, x = draw(rng, name in IMAGES)
         prepared = jq.prepare(function, params, x, rules=(ACTIVATIONS, *RULES))
         assert prepared.coverage.outputs == outputs, str(prepared.coverage)
-        ranges = find_ranges(prepared, params, x)
+        # Quantized values may lie beyond the range of the floats, where they saturate and have no gradient.
+        ranges = jax.tree.map(lambda bound: 1.1 * bound, find_ranges(prepared, params, x))
         y = jax.jit(prepared.apply)(prepared.convert(params), ranges, x)
         trained, gradient = jax.jit(jax.value_and_grad(_sum_squares(prepared, ranges, x), has_aux=True))(params)
         expected = jax.jit(jax.grad(_sum_squares(None, function, x), has_aux=True))(params)[0]
@@ -105,7 +106,7 @@ def test_programs(name: str, rng: np.random.Generator) -> None:
     for key, part in gradient.items():
         # Codes tie where floats do not, so that maxima share their gradient.
         norms = np.linalg.norm(part) * np.linalg.norm(expected[key])
-        assert np.vdot(part, expected[key]) >= 0.8 * norms, key
+        assert np.vdot(part, expected[key]) >= 0.9 * norms, key
 
 
 def function_result(function: Any, params: Any, x: Any) -> Any:
