@@ -10,21 +10,22 @@ network is skipped, and a line says so.
 In weight-only rows all contractions of a network have weights of the same number of bits, with one scale for each
 output feature; tables that are looked up have 8 bits, and activations stay in floats. w8a8 and w4a8 are the recipes of
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
-algorithms see: 512 images, 128 windows of 64 characters, or some 5600 texts of 32 tokens, a quarter of them from the
-language reference and the others quotations. The last step of the stack, the learned scales, has 512 other texts for
-MiniLM, of which it holds out 128. The score is the accuracy on 450 images, or on 8192 characters that the training has
-not seen; for MiniLM it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of
-float32. The error is the signal-to-quantization-noise ratio of the results against float32's. The last column is the
-median over the weights of the mean squared error of the outputs, relative to round-to-nearest.
+algorithms see: 512 images, 128 windows of 64 characters, or some 10,000 texts of 32 tokens, a third of them from the
+language reference and the others quotations. These texts overlap: each begins in the middle of the one before. The last
+step of the stack, the learned scales, has some 400 other texts for MiniLM, of which it holds out 128. The score is the
+accuracy on 450 images, or on 8192 characters that the training has not seen; for MiniLM it is Spearman's correlation of
+the similarities of all pairs of 256 other texts with those of float32. The error is the signal-to-quantization-noise
+ratio of the results against float32's. The last column is the median over the weights of the mean squared error of the
+outputs, relative to round-to-nearest.
 
 JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
 distribution among those with a 0 (the iteration of Max, IRE Transactions on Information Theory 6 (1960), with one level
 held at 0): 0.0359 of the variance, and 0.0345 without a 0. int4 has all its 16 codes, and int2 its 4; nf4 is a table of
 16 levels. AdaRound chooses between integers, and has no row for levels. In "3 bits, blocks of 32", a float16 scale
-belongs to each 32 inputs of an output; they are measured for the transformers only. A line above each table says
-how many bits a weight takes with its scales, if a code of eight levels takes 3. Second moments of gradients are those
-of 32 batches of 32.
+belongs to each 32 inputs of an output; they are measured for the transformers only. A line above each table says how
+many bits a weight takes with its scales, if a code of eight levels takes 3. Second moments of gradients are those of
+batches of 8: 32 for text, 64 for images and 1024 for MiniLM.
 
 With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. Each row is
 printed on the error stream as soon as it is known. `--minutes N` stops a network after this time, with the rows that
@@ -66,7 +67,7 @@ _TARGETS = {("4", "nf4"): 0.995, ("3",): 0.98, (_BLOCKED,): 0.98}
 _MOST_ERROR = 0.5
 _BATCH, _STEPS, _RATE = 32, 48, 1e-3  # of the learned scales: no fewer steps than batches
 _HELD_OUT = 128  # of other data to learn from
-_GRADIENTS = 32
+_GRADIENT_BATCH, _FEWEST_GRADIENTS, _MOST_GRADIENTS = 8, 32, 1024
 _NEAR = 1e-6
 _LEVELS = (-2.0334, -1.1881, -0.5606, 0, 0.4436, 0.9188, 1.4764, 2.2547)
 _EIGHT = jq.Codebook("3 bits", tuple(level + near for level in _LEVELS for near in (0, _NEAR)))
@@ -98,8 +99,9 @@ def _match(prepared: Any, params: Any, batch: Any, gradients: Any = None) -> tup
 
 
 def _weigh(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
-    # Each batch gives another gradient whenever it comes again.
-    parts = (_split(batch) * _GRADIENTS)[:_GRADIENTS]
+    # Each batch gives one gradient, whatever its length, and another one whenever it comes again.
+    parts = _split(batch, _GRADIENT_BATCH)
+    parts = (parts * _FEWEST_GRADIENTS)[: max(_FEWEST_GRADIENTS, min(_MOST_GRADIENTS, len(parts)))]
     gradients = ptq.collect_gradients(prepared, params, parts, key=jax.random.key(0), progress=False)
     return _match(prepared, params, batch, gradients)
 
@@ -123,11 +125,11 @@ def _tune(prepared: Any, params: Any, qparams: Any, batch: Any, held_out: Any = 
     return ptq.tune(prepared, params, qparams, parts, **options).params
 
 
-def _split(batch: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+def _split(batch: Sequence[jax.Array], length: int = _BATCH) -> list[tuple[jax.Array, ...]]:
     """Return parts of some arguments."""
     # No part is shorter than the others: each length is a program of its own.
-    starts = range(0, len(batch[0]) - len(batch[0]) % _BATCH, _BATCH)
-    return [tuple(x[start : start + _BATCH] for x in batch) for start in starts]
+    starts = range(0, len(batch[0]) - len(batch[0]) % length, length)
+    return [tuple(x[start : start + length] for x in batch) for start in starts]
 
 
 def _smooth(prepared: Any, params: Any, batch: Any, method: str) -> Any:

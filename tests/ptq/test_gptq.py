@@ -54,9 +54,9 @@ def list_rows(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def check_against_oracle(q: Any, w: np.ndarray, hessian: np.ndarray, layout: str, spec: Any, order: bool) -> None:
-    """Check codes where the oracle is sure of them, and the objective: that of the oracle, near or below that of round-to-nearest.
+    """Check codes where the oracle is sure of them, and the objective: at most the oracle's.
 
-    Round-to-nearest is on the same grid.
+    It must also be below round-to-nearest's on the same grid, or not far above.
     """
     scale, point = (
         np.asarray(jnp.broadcast_to(repeat_blocks(x, w.shape), w.shape), np.float64)
