@@ -10,7 +10,7 @@ network is skipped, and a line says so.
 In weight-only rows all contractions of a network have weights of the same number of bits, with one scale for each
 output feature; tables that are looked up have 8 bits, and activations stay in floats. w8a8 and w4a8 are the recipes of
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
-algorithms see: 512 images, 128 windows of 64 characters, or some 10,000 texts of 32 tokens, a third of them from the
+algorithms see: 512 images, 128 windows of 64 characters, or some 10,000 texts of 32 tokens, 30 % of them from the
 language reference and the others quotations. These texts overlap: each begins in the middle of the one before. The last
 step of the stack, the learned scales, has some 400 other texts for MiniLM, of which it holds out 128. The score is the
 accuracy on 450 images, or on 8192 characters that the training has not seen; for MiniLM it is Spearman's correlation of
