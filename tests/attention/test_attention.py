@@ -134,7 +134,6 @@ def test_window(rng: np.random.Generator) -> None:
         jq.attention(q[:, :4], cache)
 
 
-@pytest.mark.slow
 def test_prompts_of_different_lengths_in_a_ring(rng: np.random.Generator) -> None:
     """Rows whose tokens wrap around at different calls, int4 values, odd features, a bias and shared heads."""
     batch, length, window, tokens, features = 3, 7, 4, 4, 5
