@@ -14,9 +14,14 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core import barriers, dtypes
 
-# The number of dequantized float32 weights that stay in the cache until the contraction reads them, and the largest
-# number of chunks, which is limited because the program contains the operations of every chunk.
-CHUNK, _CHUNKS = 2**21, 16
+# Up to this number of weights, they are dequantized at once.
+WHOLE = 2**20
+# The numbers of weights in a chunk. The fewest, as float32, stay in the second-level caches of two cores until the
+# contraction reads them. More weights than 16 such chunks are cut into chunks of up to twice that, and rows of x can
+# make chunks larger.
+_FEWEST, _MANY, _MOST, _FEW_CHUNKS = 2**19, 2**20, 2**21, 16
+# The largest number of chunks, which is limited because the program contains the operations of every chunk.
+_CHUNKS = 32
 
 
 class Cut(NamedTuple):
@@ -127,9 +132,8 @@ def contract_in_chunks(
     config: WeightOnly, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any
 ) -> jax.Array:
     """Return the float32 contraction of x with the codes, dequantized in chunks that stay in the cache of a CPU."""
-    length, width, divisor, axis = config.plan_cut(codes, scale, zero_point)
-    rows = max(CHUNK // width, -(-length // _CHUNKS), 1)
-    rows = -(-rows // divisor) * divisor
+    cut = config.plan_cut(codes, scale, zero_point)
+    length, axis, rows = cut.length, cut.axis, _find_chunk_length(cut, x.size)
     # Every chunk reads the float operand. The barrier makes XLA arrange it only once, before the first chunk.
     operand = lax.optimization_barrier(config.arrange_operand(x))
     products: list[jax.Array] = []
@@ -144,6 +148,18 @@ def contract_in_chunks(
             part = products.pop() + part
         products.append(part)
     return products[0] if axis is None else jnp.concatenate(products, axis=axis)
+
+
+def _find_chunk_length(cut: Cut, x_size: Any) -> int:
+    """Return the length of the chunks but the last, from the cut and the number of elements of the float operand."""
+    size = min(max(cut.length * cut.width // _FEW_CHUNKS, _FEWEST), _MANY)
+    length = max(size // cut.width, -(-cut.length // _CHUNKS), 1)
+    if cut.axis is None:
+        # The products of the chunks are added. Each sum should take no longer than reading the weights of its chunk.
+        # A symbolic number of rows counts as many.
+        most = _MOST // cut.width
+        length = max(length, min(x_size // cut.length, most) if isinstance(x_size, int) else most)
+    return -(-length // cut.divisor) * cut.divisor
 
 
 def _delay_scale(scale: jax.Array, predecessor: jax.Array | None) -> jax.Array:

@@ -24,10 +24,9 @@ from ..integer import _layout, _operands, _planes
 from ..integer.dot_general import Role
 from . import float_digits, scaled_rows
 
-# The largest number of rows that are contracted as digits, for codes with their contracted dimensions last and
-# elsewhere. With more rows the arithmetic takes longer than reading the weights, and six int8 rows longer than one
-# float32 row.
-_FEW_ROWS_LAST, _FEW_ROWS = 64, 8
+# The largest number of rows that are contracted as digits: for codes with their contracted dimensions last, for others
+# of 8 bits, and for others of less. With more rows, six int8 rows take longer than dequantizing in chunks.
+_FEW_ROWS_LAST, _FEW_ROWS, _FEW_ROWS_PACKED = 16, 4, 1
 # Below these numbers of codes, all of them are dequantized at once: that takes fewer loops, of which each has a cost.
 _FEWEST_FOR_DIGITS, _FEWEST_FOR_ROW = 2**20, 2**15
 
@@ -70,7 +69,7 @@ class _Config(NamedTuple):
 
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
-        is_small = _is_static(codes.shape) and codes.size <= weight_only.CHUNK
+        is_small = _is_static(codes.shape) and codes.size <= weight_only.WHOLE
         is_whole = is_small or not _is_static(codes.shape) or self.find_axis(codes) is None
         contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
@@ -169,7 +168,10 @@ def contract_weight_only(
     return rounding.round_to_dtype(y, dtype).astype(dtype)
 
 
-def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def _contract_on_cpu(
+    config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int | None = None
+) -> jax.Array:
+    """Return the contraction; `few_rows` is the largest number of rows for digits, None to find it."""
     q, role, x_role = config.unflatten(codes, scale, zero_point), config.role, config.x_role
     contract_dequantized = functools.partial(config.contract_dequantized, x, codes, scale, zero_point)
     is_plain = _is_static(codes.shape) and _is_static(x.shape) and not role.batch
@@ -190,14 +192,17 @@ def _contract_on_cpu(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
             y = y.reshape(shape)
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
+    few_rows = _find_few_rows(q, role) if few_rows is None else few_rows
     if _planes.count_planes(codes, scale, zero_point) > 1:
-        return _contract_planes(config, x, codes, scale, zero_point)
-    if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= _find_few_rows(q, role):
+        return _contract_planes(config, x, codes, scale, zero_point, few_rows)
+    if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
         return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))
     return contract_dequantized()
 
 
-def _contract_planes(config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
+def _contract_planes(
+    config: _Config, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any, few_rows: int
+) -> jax.Array:
     """Return the contraction of x with codes of 2 or 4 bits, one plane after the other."""
     count, last, role = _planes.count_planes(codes, scale, zero_point), codes.ndim - 1, config.role
     point = None if zero_point is None else zero_point.astype(jnp.int8)
@@ -208,9 +213,9 @@ def _contract_planes(config: _Config, x: jax.Array, codes: jax.Array, scale: jax
         if is_summed:
             axis = config.x_role.contracted[role.contracted.index(last)]
             x_plane = lax.slice_in_dim(x, place, None, count, axis)
-        parts = (_planes.take_plane(part, place, count) for part in (scale, point))
         plane = _planes.take_code_plane(codes, place, count)
-        results.append(_contract_on_cpu(config, x_plane, plane, *parts))
+        plane_scale, plane_point = (_planes.take_plane(part, place, count) for part in (scale, point))
+        results.append(_contract_on_cpu(config, x_plane, plane, plane_scale, plane_point, few_rows))
     if is_summed:
         return functools.reduce(jnp.add, results)
     before = 0 if config.quantized == 0 else len(config.left.free)
@@ -229,7 +234,9 @@ def _has_digits(q: QuantizedArray, role: Role) -> bool:
 def _find_few_rows(q: QuantizedArray, role: Role) -> int:
     """Return the largest number of rows that are contracted as digits."""
     is_last = not _layout.is_moving((*role.free, *role.contracted), q.shape)
-    return _FEW_ROWS_LAST if is_last else _FEW_ROWS
+    if is_last:
+        return _FEW_ROWS_LAST
+    return _FEW_ROWS if dtypes.find_width(q.codes.dtype) == 8 else _FEW_ROWS_PACKED
 
 
 def _find_run(q: QuantizedArray, part: jax.Array, axis: int) -> int:
