@@ -279,7 +279,9 @@ def _pad_with_zero_points(codes: jax.Array, points: jax.Array, image: int, pads:
         return sharding.place_like(lax.broadcast_in_dim(own, like.shape, (image,)), like)
 
     if codes.dtype in _operands.EIGHT_BITS and not recording.is_recording():
-        # The difference and the sum wrap around, so that together they change no code, and XLA needs no mask.
+        # The difference and the sum wrap around, so that together they change no code, and XLA needs no mask. Rounding
+        # to few codes is a fusion of its own.
+        codes = barriers.split_small_fusion(codes, barriers.MOST_ALONE)
         padded = lax.pad(lax.sub(codes, spread(codes)), zero, pads)
         return lax.add(padded, spread(padded))
     shape = tuple(1 if pad == (0, 0, 0) else n for n, pad in zip(codes.shape, pads, strict=True))

@@ -16,12 +16,15 @@ from . import barriers, division, dtypes, recording, rounding, small_floats
 from .granularity import Aligned, Blocked, Granularity, Groups, PerAxis, PerTensor
 
 
-def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
-    """Return x / scale, for two arrays of the same shape, rounded to the dtype `precision` but stored as float32."""
+def divide_by_scale(x: jax.Array, scale: jax.Array, precision: np.dtype, for_codes: bool = False) -> jax.Array:
+    """Return x / scale, for two arrays of the same shape, rounded to the dtype `precision` but stored as float32.
+
+    `for_codes` says that the quotients only become integer codes.
+    """
     if precision == dtypes.INT32:
         return division.divide_integers(x, scale)
     values = small_floats.scale_as_float32(scale)
-    return division.divide_in_precision(x.astype(jnp.float32), values, precision)
+    return division.divide_in_precision(x.astype(jnp.float32), values, precision, for_codes)
 
 
 def _find_batched_scale(
@@ -85,7 +88,7 @@ def quantize_affine(
         saturate: whether an overflow of a float8 dtype becomes its largest finite value.
         bounds: (qmin, qmax); the default is the bounds of the dtype.
     """
-    value = divide_by_scale(x, granularity.expand(scale, x), precision)
+    value = divide_by_scale(x, granularity.expand(scale, x), precision, dtype not in dtypes.SMALL_FLOATS)
     if dtype in dtypes.FLOAT4 and zero_point is not None:
         # The operator adds the zero point, 0, and -0 + 0 is +0. Without a zero point -0 keeps its sign.
         value = jnp.where(value == 0, np.float32(0), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from . import recording, sharding
 # of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
 _FEWEST_SPLIT = 2**11 + 1
 _MOST_SPLIT = 2**16 - 1
+# The largest number of elements that are split off from what computed them. With more, the contractions beside them run
+# on two threads. One of the threads would fall asleep meanwhile, and waking it takes longer than the split saves.
+MOST_ALONE = 2**13
 
 
 @custom_vmap
@@ -31,9 +35,28 @@ def make_false(like: jax.Array) -> jax.Array:
     Args:
         like: any array; only its shape and its sharding matter. Pass one without a derivative.
     """
+    return _make_false(like, _list_long_axes(like))
+
+
+@custom_vmap
+def make_false_after_split(like: jax.Array) -> jax.Array:
+    """Return the same as `make_false` with fewer operations, to select between `split_small_fusion(like, MOST_ALONE)`
+    and others.
+
+    XLA does not know whether the result of a barrier repeats its elements, so one dimension is enough.
+    """
+    axes = _list_long_axes(like)
+    return _make_false(like, axes[-1:] if _is_split(like, MOST_ALONE) else axes)
+
+
+def _list_long_axes(like: jax.Array) -> list[int]:
+    return [axis for axis, length in enumerate(like.shape) if not isinstance(length, int) or length != 1]
+
+
+def _make_false(like: jax.Array, axes: list[int]) -> jax.Array:
+    """Return an array of False that varies along some dimensions of another array, for the compiler."""
     # The sum of the indices of an element is never negative, but the compiler does not know the number 0. A loop finds
     # the sum while it runs, without an array of its own. Dimensions that fit into memory cannot overflow int32 here.
-    axes = [axis for axis, length in enumerate(like.shape) if not isinstance(length, int) or length != 1]
     indices = [lax.broadcasted_iota(jnp.int32, like.shape, axis) for axis in axes]
     total = functools.reduce(lax.add, indices) if indices else lax.full(like.shape, 0, jnp.int32)
     number: Any = lax.optimization_barrier(np.int32(0))
@@ -50,6 +73,12 @@ def _make_false_for_batch(axis_size: int, in_batched: list[bool], like: jax.Arra
     # The batch counts as a dimension, because its elements may be repeated ones. The only argument is the batched one.
     del axis_size, in_batched
     return make_false(like), True
+
+
+@make_false_after_split.def_vmap
+def _make_false_after_split_of_batch(axis_size: int, in_batched: list[bool], like: jax.Array) -> tuple[jax.Array, bool]:
+    del axis_size, in_batched
+    return make_false_after_split(like), True
 
 
 def _find_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -83,7 +112,7 @@ def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> 
 
 
 @recording.mark("keep", _find_same, recording.map_elements)
-def split_small_fusion(value: jax.Array) -> jax.Array:
+def split_small_fusion(value: jax.Array, most: int = _MOST_SPLIT) -> jax.Array:
     """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
 
     XLA:CPU runs a fusion on several threads if its cost analysis counts more operations than bytes of operands and
@@ -92,34 +121,43 @@ def split_small_fusion(value: jax.Array) -> jax.Array:
     another thread takes longer than the work on some thousand elements, so two fusions below that ratio are faster than
     one above it. For large arrays one fusion is better: it reads and writes memory once, on all threads.
 
-    Call it in the middle of a sequence of element-wise operations. The value has no derivative: pass integers, or call
-    it in a function with a derivative rule of its own. With jax 0.10 it has no effect, because its XLA removes the
-    barrier before it forms the fusions.
+    Call it in the middle of a sequence of element-wise operations. Values that a derivative passes through must not
+    reach it as floats: pass their bits as integers, or call it in a function with a derivative rule of its own. With
+    jax 0.10 it has no effect, because its XLA removes the barrier before it forms the fusions.
 
     Args:
         value: any array. Under `jax.vmap` the elements of the whole batch count.
+        most: Static. The largest number of elements that count as few.
     """
-    return _split(value) if _may_become_small(value) else value
+    return _make_split(most)(value) if _may_become_small(value, most) else value
 
 
-def _may_become_small(value: jax.Array) -> bool:
+def _may_become_small(value: jax.Array, most: int) -> bool:
     """Return whether a value, or a batch of such values, can be in the range of sizes that are split."""
     # The size is no int if a dimension is symbolic, as in `jax.export`. It cannot be compared then.
-    return isinstance(value.size, int) and 1 < value.size <= _MOST_SPLIT
+    return isinstance(value.size, int) and 1 < value.size <= most
 
 
-@custom_vmap
-def _split(value: jax.Array) -> jax.Array:
-    if not (_may_become_small(value) and value.size >= _FEWEST_SPLIT):
-        return value
-    return lax.platform_dependent(value, cpu=lax.optimization_barrier, default=lambda x: x)
+def _is_split(value: jax.Array, most: int) -> bool:
+    return _may_become_small(value, most) and value.size >= _FEWEST_SPLIT
 
 
-@_split.def_vmap
-def _split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
-    # The rule for `jax.vmap` decides again, by the size of the batch. The only argument is the batched one.
-    del axis_size, in_batched
-    return _split(value), True
+# Cached, because JAX reuses a trace only for the same function object.
+@functools.cache
+def _make_split(most: int) -> Callable[[jax.Array], jax.Array]:
+    @custom_vmap
+    def split(value: jax.Array) -> jax.Array:
+        if not _is_split(value, most):
+            return value
+        return lax.platform_dependent(value, cpu=lax.optimization_barrier, default=lambda x: x)
+
+    @split.def_vmap
+    def split_batch(axis_size: int, in_batched: list[bool], value: jax.Array) -> tuple[jax.Array, bool]:
+        # The rule for `jax.vmap` decides again, by the size of the batch. The only argument is the batched one.
+        del axis_size, in_batched
+        return split(value), True
+
+    return split
 
 
 def compute_once(values: Any) -> Any:

@@ -6,6 +6,7 @@ The functions use `lax` where `jnp` would read better, for the reason given in `
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +14,37 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from . import recording
-from .barriers import make_false
+from . import barriers, recording
 from .rounding import round_to_dtype
 
 _TINY = np.finfo(np.float32).tiny
 
 
-@recording.mark("divide", lambda x, scale: (x.shape, jnp.float32), recording.map_elements)
-def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+@recording.mark("divide", lambda x, **_: (x.shape, jnp.float32), recording.map_elements)
+def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False) -> jax.Array:
     """Return x / scale, for two float32 arrays of the same shape, rounded once as in IEEE 754.
 
     A CPU rounds a division correctly as long as XLA does not replace it by a multiplication with the reciprocal. Other
     backends may divide approximately; there the quotient is corrected with its exact residual.
+
+    Args:
+        x: float32.
+        scale: float32.
+        for_codes: Static. Whether the quotients only become integer codes, through which no derivative passes.
     """
-    return lax.platform_dependent(x, scale, cpu=_divide, default=_divide_and_correct)
+    on_cpu = _divide_alone if for_codes else _divide
+    return lax.platform_dependent(x, scale, cpu=on_cpu, default=_divide_and_correct)
 
 
-def _divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _divide_alone(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the quotient, in a fusion without the operations that computed x if there are few elements."""
+    alone = barriers.split_small_fusion(lax.stop_gradient(x), barriers.MOST_ALONE)
+    return _divide(alone, scale, barriers.make_false_after_split)
+
+
+def _divide(
+    x: jax.Array, scale: jax.Array, make_false: Callable[[jax.Array], jax.Array] = barriers.make_false
+) -> jax.Array:
     # XLA rewrites x / broadcast(s) as x * broadcast(1 / s), and (a / b) / s as a / (b * s). Both round differently.
     # Neither pattern matches if both operands are results of a select. The condition has to vary along all dimensions:
     # if the condition, x and the scale all repeat their elements, XLA selects before it repeats them, and then sees a
@@ -120,13 +134,14 @@ def _split_mantissa(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     return mantissa, lax.bitwise_and(lax.shift_right_arithmetic(bits, np.int32(23)), np.int32(0xFF))
 
 
-def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype) -> jax.Array:
+def divide_in_precision(x: jax.Array, scale: jax.Array, precision: np.dtype, for_codes: bool = False) -> jax.Array:
     """Return, as float32, the quotient that a division in the dtype `precision` gives.
 
     float32 has more than twice the digits of float16 and bfloat16, so rounding the quotient to float32 and then to the
-    narrower dtype gives the same result as rounding it once.
+    narrower dtype gives the same result as rounding it once. `for_codes` is that of `divide`.
     """
-    return round_to_dtype(divide(round_to_dtype(x, precision), round_to_dtype(scale, precision)), precision)
+    quotient = divide(round_to_dtype(x, precision), round_to_dtype(scale, precision), for_codes)
+    return round_to_dtype(quotient, precision)
 
 
 def divide_integers(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import granularity, recording, sharding
+from . import barriers, granularity, recording, sharding
 
 _ZERO = np.int32(0)  # the key of 0
 _INFINITY = np.int32(0x7F800000)  # the key of infinity; its complement is the key of -infinity
@@ -104,7 +104,10 @@ def find_slice_sizes(x: Any, shape: tuple[int, ...], block_size: int | None) -> 
 
 def encode_order(x: jax.Array) -> jax.Array:
     """Return int32 keys that sort as the floats do, with a NaN of negative sign below all numbers, any other above."""
-    return _flip_negative(lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32))
+    # Operations of the caller, such as a bias and an activation, are a fusion of their own if there are few elements.
+    values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
+    alone = barriers.split_small_fusion(values, barriers.MOST_ALONE)
+    return _flip_negative(lax.bitcast_convert_type(alone, jnp.int32))
 
 
 def decode_order(keys: jax.Array) -> jax.Array:
@@ -189,7 +192,8 @@ def _reduce_together(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
     # This is for a last dimension that is reduced. One reduction finds both ends, over x in its own shape: XLA:CPU then
     # reads x once, with vector instructions, and computes x in the same loop. The loop would be scalar if it found one
     # end alone, if it reduced floats, or if x were flattened.
-    keys = encode_order(x)
+    # Of few elements, the keys and their reduction are one fusion each.
+    keys = barriers.split_small_fusion(encode_order(x), barriers.MOST_ALONE)
     low, high = lax.reduce((keys, keys), (_INFINITY, ~_INFINITY), _merge_ends, axes)
     return low, high
 

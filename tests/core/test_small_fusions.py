@@ -25,6 +25,7 @@ on_cpu = pytest.mark.skipif(
 F, U8, I8 = jnp.float32, jnp.uint8, jnp.int8
 N = 64
 MOST = 2**16 - 1  # the largest number of elements that is split
+ALONE = 2**13  # the largest number of elements that is split off from what computed them
 
 
 def aval(dtype: Any, *shape: Any) -> jax.ShapeDtypeStruct:
@@ -99,6 +100,20 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, w, s, b: jq.qlinear_conv(x, 0.5, 3, w, s, 0, 4.0, 7, b, pads=(1, 1, 1, 1)),
         (aval(U8, 1, 16, 16, 16), aval(I8, 16, 16, 3, 3), aval(F, 16), aval(jnp.int32, 16)),
     ),
+    "quantize_linear of rank 4": (jq.quantize_linear, (aval(F, 4, 16, 8, 8), SCALE, aval(U8))),
+    "quantize_linear after an activation": (
+        lambda x, bias, s, z: jq.quantize_linear(jax.nn.relu(x + bias), s, z), (X, aval(F, 1, N), SCALE, aval(U8))
+    ),
+    "quantize_linear of an image after an activation": (
+        lambda x, bias, s, z: jq.quantize_linear(jax.nn.relu(x + bias), s, z),
+        (aval(F, 2, 8, 8, N), aval(F, 1, 1, 1, N), SCALE, aval(U8)),
+    ),
+    "dynamic_quantize_linear after an activation": (
+        lambda x, bias: jq.dynamic_quantize_linear(jax.nn.relu(x + bias)), (aval(F, 2 * N, N), aval(F, 1, N))
+    ),
+    "quantize per row after an activation": (
+        lambda x, bias: jq.quantize(jax.nn.relu(x + bias), jq.QuantSpec(U8, jq.PerAxis(0))), (aval(F, 2 * N, N), aval(F, 1, N))
+    ),
     "onednn.quantize": (jq.onednn.quantize, (X, aval(F, 1), aval(U8, 1))),
     "onednn.dequantize": (jq.onednn.dequantize, (aval(U8, N, N), aval(F, 1), aval(U8, 1))),
 }  # fmt: skip
@@ -126,7 +141,6 @@ def test_a_large_program_is_one_fusion() -> None:
 
 
 @on_cpu
-@on_cpu
 def test_vmap_counts_the_elements_of_the_batch() -> None:
     def count_fusions(batch: int, size: int) -> int:
         function = jax.vmap(jq.quantize_linear, (0, None, None))
@@ -145,7 +159,7 @@ def test_the_size_may_be_symbolic() -> None:
 
 
 @pytest.mark.sample(9)
-@pytest.mark.parametrize("size", [1, 2**11, 2**11 + 1, MOST, MOST + 1])
+@pytest.mark.parametrize("size", [1, 2**11, 2**11 + 1, ALONE, ALONE + 1, MOST, MOST + 1])
 @pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "int4"])
 def test_codes_on_both_sides_of_the_limits(name: str, size: int, rng: np.random.Generator) -> None:
     dtype, (low, high) = onnx_text.dtype(name), onnx_text.BOUNDS[name]
@@ -160,6 +174,24 @@ def test_codes_on_both_sides_of_the_limits(name: str, size: int, rng: np.random.
     np.testing.assert_array_equal(np.asarray(jq.quantize_linear(x, scale, zero_point)).astype(np.int64), want)
     fake_quantized = jq.fake_quantize_linear(x, scale, zero_point)
     np.testing.assert_array_equal(fake_quantized, (want - point).astype(np.float32) * scale)
+
+
+@pytest.mark.parametrize("axes", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("scales", ["scalar", "axis=2", "axis=0"])
+def test_quotients_of_repeated_elements(axes: tuple[int, ...], scales: str, rng: np.random.Generator) -> None:
+    """XLA must not multiply by the reciprocal of a scale, though x, the scale or both repeat their elements."""
+    shape, axis = (16, 16, 16), None if scales == "scalar" else int(scales[-1])
+    halves = rng.integers(-2, 3, [1 if i in axes else n for i, n in enumerate(shape)]).astype(np.float32) + 0.5
+
+    @jax.jit
+    def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return jq.quantize_linear(jnp.broadcast_to(x, shape), scale, axis=1 if axis is None else axis, output_dtype=I8)
+
+    for scale in rng.uniform(0.01, 1, 50).astype(np.float32):
+        ties = halves * scale  # for most scales the reciprocal gives another side of some tie
+        wide = scale if axis is None else np.full(16, scale)
+        want = np.rint(np.broadcast_to(ties, shape) / scale)
+        np.testing.assert_array_equal(quantize(ties, wide), want)
 
 
 @pytest.mark.parametrize("transform", ["eager", "jit", "vmap_batched", "scan"])
