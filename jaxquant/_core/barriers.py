@@ -19,9 +19,10 @@ from . import recording, sharding
 # reads and writes float32 has less than 200,000 units of work, and runs on one thread in any form. With more, the first
 # of two fusions reads and writes 512 KiB or more, and runs on two threads, too.
 _FEWEST_SPLIT = 2**11 + 1
-_MOST_SPLIT = 2**16 - 1
-# The largest number of elements that are split off from what computed them. With more, the contractions beside them run
-# on two threads. One of the threads would fall asleep meanwhile, and waking it takes longer than the split saves.
+MOST_SPLIT = 2**16 - 1
+# The largest number of elements that are split off from what computed them, or split after a contraction. With more,
+# the contractions beside them run on two threads. One of the threads would fall asleep meanwhile, and waking it takes
+# longer than the split saves.
 MOST_ALONE = 2**13
 
 
@@ -85,34 +86,34 @@ def _find_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:
     return value.shape, value.dtype
 
 
-@jax.custom_jvp
-def round_result(result: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_result(result: jax.Array, most: int = MOST_SPLIT) -> jax.Array:
     """Return a float32 array unchanged, and keep XLA from merging its last operation with the one that uses it.
 
     XLA contracts a multiplication and a following addition into one fused operation, whether the addition is part of
     the same operator or of the user's code. With jax 0.10 it also folds two consecutive additions of constants into
-    one. Either way it rounds once where a runtime rounds twice.
+    one. Either way it rounds once where a runtime rounds twice. `most` is that of `split_small_fusion`.
     """
-    return _hide_rounding(result)
+    return _hide_rounding(result, most)
 
 
 @recording.mark("keep", _find_same, recording.map_elements)
-def _hide_rounding(value: jax.Array) -> jax.Array:
+def _hide_rounding(value: jax.Array, most: int) -> jax.Array:
     # The bits of every float, read as a signed integer, are at most those of the default NaN (0x7FC00000); only NaNs
     # with other payloads are larger. The minimum therefore changes no number and keeps every NaN a NaN. The compiler
     # does not know that, and it cannot contract float operations across an integer one. A split alone would not do:
     # jax 0.10's XLA removes the barrier before it forms the fusions.
     bits = lax.min(lax.bitcast_convert_type(value, jnp.int32), np.int32(0x7FC00000))
-    return split_small_fusion(lax.bitcast_convert_type(bits, jnp.float32))
+    return split_small_fusion(lax.bitcast_convert_type(bits, jnp.float32), most)
 
 
 @round_result.defjvp
-def _round_result_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return round_result(*primals), tangents[0]
+def _round_result_jvp(most: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return round_result(*primals, most), tangents[0]
 
 
 @recording.mark("keep", _find_same, recording.map_elements)
-def split_small_fusion(value: jax.Array, most: int = _MOST_SPLIT) -> jax.Array:
+def split_small_fusion(value: jax.Array, most: int = MOST_SPLIT) -> jax.Array:
     """Return an array unchanged, and end a fusion of XLA:CPU with it if it has few elements.
 
     XLA:CPU runs a fusion on several threads if its cost analysis counts more operations than bytes of operands and

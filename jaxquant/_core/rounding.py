@@ -59,8 +59,9 @@ def _round_to_half_jvp(
 
 @recording.mark("encode", lambda value, dtype, **_: (value.shape, dtype), recording.map_elements)
 def encode_steps(
-    value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None = None
-) -> jax.Array:
+    value: jax.Array, zero_point: jax.Array | None, dtype: np.dtype, bounds: tuple[int, int] | None = None,
+    most: int = barriers.MOST_SPLIT,
+) -> jax.Array:  # fmt: skip
     """Return the codes of quotients in an integer dtype of 2 to 16 bits.
 
     code = clip(round_half_even(value) + zero_point, qmin, qmax)
@@ -70,6 +71,7 @@ def encode_steps(
         zero_point: int32 of value's shape, within the bounds, or None for 0.
         dtype: the integer dtype.
         bounds: (qmin, qmax); the default is the bounds of the dtype.
+        most: Static. The largest number of elements that are encoded in two fusions; see `split_small_fusion`.
     """
     low, high = dtypes.find_bounds(dtype) if bounds is None else bounds
     zero = np.int32(_MAGIC_BITS + _NAN_WRAP)  # the bits that represent code 0; the low 16 are zeros
@@ -78,7 +80,7 @@ def encode_steps(
     # takes one addition with a zero point, too.
     code = lax.add(code, np.int32(_NAN_WRAP) if zero_point is None else lax.add(zero_point, np.int32(_NAN_WRAP)))
     # If there are few elements, the quotient and these additions are one fusion, and what follows is another one.
-    code = barriers.split_small_fusion(code)
+    code = barriers.split_small_fusion(code, most)
     # No subtraction of `zero` is needed: the narrowing conversion at the end drops all but the low bits.
     code = lax.clamp(zero + np.int32(low), code, zero + np.int32(high))
     if dtypes.count_bits(dtype) < 8:

@@ -30,7 +30,9 @@ def requantize_accumulator(acc: jax.Array, scale: jax.Array, zero_point: jax.Arr
         zero_point: int32, of acc's shape, added after rounding.
         dtype: int8 or uint8.
     """
-    return rounding.encode_steps(barriers.round_result(acc.astype(jnp.float32) * scale), zero_point, dtype)
+    most = barriers.MOST_ALONE
+    value = barriers.round_result(acc.astype(jnp.float32) * scale, most)
+    return rounding.encode_steps(value, zero_point, dtype, most=most)
 
 
 @recording.mark("requantize", lambda acc, dtype, **_: (acc.shape, dtype))

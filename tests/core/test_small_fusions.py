@@ -112,7 +112,8 @@ OPERATIONS: dict[str, Operation] = {
         lambda x, bias: jq.dynamic_quantize_linear(jax.nn.relu(x + bias)), (aval(F, 2 * N, N), aval(F, 1, N))
     ),
     "quantize per row after an activation": (
-        lambda x, bias: jq.quantize(jax.nn.relu(x + bias), jq.QuantSpec(U8, jq.PerAxis(0))), (aval(F, 2 * N, N), aval(F, 1, N))
+        lambda x, bias: jq.quantize(jax.nn.relu(x + bias), jq.QuantSpec(U8, jq.PerAxis(0))),
+        (aval(F, 2 * N, N), aval(F, 1, N)),
     ),
     "onednn.quantize": (jq.onednn.quantize, (X, aval(F, 1), aval(U8, 1))),
     "onednn.dequantize": (jq.onednn.dequantize, (aval(U8, N, N), aval(F, 1), aval(U8, 1))),
