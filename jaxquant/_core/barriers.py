@@ -162,11 +162,11 @@ def _make_split(most: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def compute_once(values: Any) -> Any:
-    """Return small arrays unchanged, and make XLA:CPU compute them in loops of their own.
+    """Return arrays unchanged, and make XLA:CPU compute them in loops of their own.
 
-    XLA would merge the operations on a few elements, such as those that find a scale, into each loop that reads the
-    result. That makes every one of these loops longer to compile, and counts against those on one thread; see
-    `split_small_fusion`.
+    It is for large arrays that XLA would compute slowly where they are read, and for small ones. XLA would merge the
+    operations on a few elements, such as those that find a scale, into each loop that reads the result. That makes
+    every one of these loops longer to compile, and counts against those on one thread; see `split_small_fusion`.
 
     Args:
         values: a pytree of arrays.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxquant as jq
@@ -120,3 +122,21 @@ def test_name_scopes_of_inlined_calls_are_in_the_program(rng):
     text = jax.jit(prepared.apply).lower(prepared.convert(params), None, x).compile().as_text() or ""
     (line,) = [line for line in text.splitlines() if " dot(" in line]
     assert "outer/" in line.split('op_name="')[1]
+
+
+def test_a_mean_after_activations_reads_no_array_of_zeros(rng):
+    """XLA:CPU wrote the zeros of the second relu to memory, as an array of the size of the activations."""
+
+    def apply(params, x):
+        return jax.nn.relu(jax.nn.relu(x @ params["first"]) @ params["second"]).mean((1, 2))
+
+    shape = (4, 16, 16, 64)
+    params = {name: jnp.asarray(rng.normal(size=(64, 64)), jnp.float32) for name in ("first", "second")}
+    x = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    prepared = jq.prepare(apply, params, x, rules=jq.recipes.w8a8_dynamic(), strict=True)
+    qparams = prepared.convert(params)
+    text = jax.jit(prepared.apply).lower(qparams, {}, x).compile().as_text()
+    dimensions = ",".join(map(str, shape))
+    assert not re.findall(rf"= f32\[{dimensions}\]\S* (?:fusion|broadcast)\(%constant[\w.]*\), kind", text)
+    served = jax.jit(prepared.apply)(qparams, {}, x)
+    np.testing.assert_array_equal(served, jax.jit(prepared.fake_apply)(params, {}, x))

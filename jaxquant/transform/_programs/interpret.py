@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 from jax import lax
 
-from ..._core import checks
+from ..._core import barriers, checks
 from . import jaxpr
 from .analysis import Analysis, find_live
 from .jaxpr import Body
@@ -115,6 +115,8 @@ class Interpreter:
         for index in live:
             equation = program.eqns[index]
             operands = [read(atom) for atom in equation.invars]
+            if jaxpr.find_name(equation) in jaxpr.REDUCTIONS and jaxpr.is_clipped(program, equation.invars[0]):
+                operands = [self._write_clipped(operands[0])]
             stores = [{} if jaxpr.is_literal(atom) else computed[atom] for atom in equation.invars]
             results = self._evaluate(equation, operands, (*address, index), stores)
             known |= zip(equation.outvars, results, strict=True)
@@ -148,6 +150,13 @@ class Interpreter:
             with _name_scope(jaxpr.find_scope(equation)):
                 return enter(self, equation, operands, address)
         return jaxpr.evaluate(equation, [self._read_array(value) for value in operands])
+
+    def _write_clipped(self, value: Any) -> Any:
+        """Return the result of a clip, which a reduction reads, as an array that XLA:CPU writes to memory.
+
+        XLA:CPU would fuse a clip with a reduction, and write an array of equal elements for the bound of the clip.
+        """
+        return value if self.mode.is_parameter(value) or self.mode.is_codes(value) else barriers.compute_once(value)
 
     def _can_move(self, equation: Any, operands: Sequence[Any]) -> bool:
         """Return whether the elements of parameters can be moved in their form."""

@@ -23,6 +23,8 @@ SCAN, WHILE, COND, REMAT = "scan", "while", "cond", "remat2"
 # A call of its body, once, with the same operands and results.
 CALLS = ("jit", "closed_call", "core_call", "composite", "custom_jvp_call", "custom_vjp_call")
 CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+_CLIPS = ("max", "min", "clamp")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 
 # JAX requires it of a program, and uses it only in error messages about its arguments.
 _NO_DEBUG_INFO = core.DebugInfo("eval_jaxpr", "jaxquant", None, None)
@@ -130,6 +132,20 @@ def read_call(equation: Equation) -> Body:
     # The primitives of `CALLS` do not agree on the name of the parameter.
     names = ("jaxpr", "call_jaxpr")
     return next(open_body(equation.params[name]) for name in names if name in equation.params)
+
+
+def is_clipped(program: Program, atom: Any) -> bool:
+    """Return whether an operand is the result of a maximum, minimum or clamp, such as a relu, inside a call or not."""
+    if is_literal(atom):
+        return False
+    for equation in program.eqns:
+        if atom in equation.outvars:
+            name = find_name(equation)
+            if name not in CALLS:
+                return name in _CLIPS
+            inner = read_call(equation).program
+            return is_clipped(inner, inner.outvars[equation.outvars.index(atom)])
+    return False
 
 
 def read_shardings(equation: Equation) -> tuple[list[Any], list[Any]]:
