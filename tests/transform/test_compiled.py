@@ -124,6 +124,7 @@ def test_name_scopes_of_inlined_calls_are_in_the_program(rng):
     assert "outer/" in line.split('op_name="')[1]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.10's XLA removes barriers before it forms fusions")
 def test_a_mean_after_activations_reads_no_array_of_zeros(rng):
     """XLA:CPU wrote the zeros of the second relu to memory, as an array of the size of the activations."""
 
