@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-# The product of a single row and a matrix is a sum of scaled rows. One loop reads the rows from several places of the
-# matrix, and as many neighboring rows at each place. With 16 rows the vector registers of a CPU are in use; with more
+# The product of a single row and a matrix is a sum of scaled rows. One loop reads rows at several places of the
+# matrix, and several neighboring rows at each place. With 16 rows the vector registers of a CPU are in use; with more
 # they would spill to memory. Rows of a multiple of 4096 bytes are all stored in the same lines of a first-level cache,
 # which holds 8 of them or 12.
 _PLACES, _NEIGHBORS = 4, 4
