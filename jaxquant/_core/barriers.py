@@ -26,8 +26,7 @@ MOST_SPLIT = 2**16 - 1
 MOST_ALONE = 2**13
 
 
-@custom_vmap
-def make_false(like: jax.Array) -> jax.Array:
+def make_false(like: jax.Array, *, is_split: bool = False) -> jax.Array:
     """Return an array of False of another's shape, in a form that the compiler takes for different in each element.
 
     A `select` on it always returns the same operand, but XLA must keep the select. XLA knows of an array that repeats
@@ -35,19 +34,28 @@ def make_false(like: jax.Array) -> jax.Array:
 
     Args:
         like: any array; only its shape and its sharding matter. Pass one without a derivative.
+        is_split: Static. Whether the select is between `split_small_fusion(like, MOST_ALONE)` and others, which takes
+            fewer operations: XLA does not know whether the result of a barrier repeats its elements.
     """
-    return _make_false(like, _list_long_axes(like))
+    return _make_false_maker(is_split)(like)
 
 
-@custom_vmap
-def make_false_after_split(like: jax.Array) -> jax.Array:
-    """Return the same as `make_false` with fewer operations, to select between `split_small_fusion(like, MOST_ALONE)`
-    and others.
+# Cached, because JAX reuses a trace only for the same function object.
+@functools.cache
+def _make_false_maker(is_split: bool) -> Callable[[jax.Array], jax.Array]:
+    @custom_vmap
+    def make(like: jax.Array) -> jax.Array:
+        axes = _list_long_axes(like)
+        return _make_false(like, axes[-1:] if is_split and _is_split(like, MOST_ALONE) else axes)
 
-    XLA does not know whether the result of a barrier repeats its elements, so one dimension is enough.
-    """
-    axes = _list_long_axes(like)
-    return _make_false(like, axes[-1:] if _is_split(like, MOST_ALONE) else axes)
+    @make.def_vmap
+    def make_for_batch(axis_size: int, in_batched: list[bool], like: jax.Array) -> tuple[jax.Array, bool]:
+        # The batch counts as a dimension, because its elements may be repeated ones. The only argument is the batched
+        # one.
+        del axis_size, in_batched
+        return make(like), True
+
+    return make
 
 
 def _list_long_axes(like: jax.Array) -> list[int]:
@@ -67,19 +75,6 @@ def _make_false(like: jax.Array, axes: list[int]) -> jax.Array:
         number, _ = lax.optimization_barrier((np.int32(0), like))
     zero = lax.broadcast_in_dim(number, like.shape, ())
     return sharding.place_like(lax.lt(total, zero), like)
-
-
-@make_false.def_vmap
-def _make_false_for_batch(axis_size: int, in_batched: list[bool], like: jax.Array) -> tuple[jax.Array, bool]:
-    # The batch counts as a dimension, because its elements may be repeated ones. The only argument is the batched one.
-    del axis_size, in_batched
-    return make_false(like), True
-
-
-@make_false_after_split.def_vmap
-def _make_false_after_split_of_batch(axis_size: int, in_batched: list[bool], like: jax.Array) -> tuple[jax.Array, bool]:
-    del axis_size, in_batched
-    return make_false_after_split(like), True
 
 
 def _find_same(value: jax.Array, **_: Any) -> tuple[tuple[int, ...], np.dtype]:

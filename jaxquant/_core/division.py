@@ -6,7 +6,6 @@ The functions use `lax` where `jnp` would read better, for the reason given in `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +38,16 @@ def divide(x: jax.Array, scale: jax.Array, for_codes: bool = False) -> jax.Array
 def _divide_alone(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the quotient, in a fusion without the operations that computed x if there are few elements."""
     alone = barriers.split_small_fusion(lax.stop_gradient(x), barriers.MOST_ALONE)
-    return _divide(alone, scale, barriers.make_false_after_split)
+    return _divide(alone, scale, is_split=True)
 
 
-def _divide(
-    x: jax.Array, scale: jax.Array, make_false: Callable[[jax.Array], jax.Array] = barriers.make_false
-) -> jax.Array:
+def _divide(x: jax.Array, scale: jax.Array, is_split: bool = False) -> jax.Array:
     # XLA rewrites x / broadcast(s) as x * broadcast(1 / s), and (a / b) / s as a / (b * s). Both round differently.
     # Neither pattern matches if both operands are results of a select. The condition has to vary along all dimensions:
     # if the condition, x and the scale all repeat their elements, XLA selects before it repeats them, and then sees a
     # broadcast again.
     # In `jax.ensure_compile_time_eval` one of the operands may be known, and the condition is that of the other.
-    never = make_false(lax.stop_gradient(x if isinstance(x, Tracer) else scale))
+    never = barriers.make_false(lax.stop_gradient(x if isinstance(x, Tracer) else scale), is_split=is_split)
     return lax.div(lax.select(never, scale, x), lax.select(never, x, scale))
 
 
