@@ -77,6 +77,16 @@ def _matmul_integer(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Conte
     return Contest(ours, opponents, onnx, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
 
 
+def _stored_last(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Contest:
+    """Return the contest of `_matmul_integer` with K last in memory in the weights, as converted layers have it."""
+    contest = _matmul_integer(shape, a_dtype, b_dtype)
+    assert isinstance(contest.jaxquant, partial)
+    a, b, a_zero_point, b_zero_point = contest.jaxquant.args
+    contract = jax.jit(partial(jq.integer.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))))
+    ours = partial(contract, a, b.T, lhs_zero_point=a_zero_point, rhs_zero_point=b_zero_point)
+    return dataclasses.replace(contest, jaxquant=ours)
+
+
 def _against_bare(shape: tuple[int, ...]) -> Contest:
     """Return the contest with XLA's bare int8 contraction, without unsigned operands and zero points, as a bound."""
     contest = _matmul_integer(shape, "uint8", "int8")
@@ -255,7 +265,9 @@ _BLOCKED = [(512,) * 3, (1024,) * 3, (2048,) * 3]
 _BATCHED = [(8, *(size,) * 3) for size in (128, 256, 512)]
 _DENSE = [(32, 256, 1024), (128, 768, 3072), (512, 1024, 4096)]
 _ONE_ROW = [(1, size, size) for size in (1024, 2048, 4096)]
+_FEW_ROWS = [(m, 4096, 4096) for m in (1, 2, 4, 8)]
 _MANY_ROWS = [(128, size, size) for size in (1024, 2048, 4096)]
+_STORED_LAST = "dot_general uint8 x int8, zero points, weights stored last"
 _SQUARE = _Conv(64, 64, 3)
 _DEPTHWISE = [(n, 128, size, size, 128, 3) for n, size in ((1, 14), (1, 56), (8, 56))]
 _NARROW = "conv_general_dilated NHWC int8 x int4 3x3 depthwise 128; float32: the same codes in int8"
@@ -266,6 +278,7 @@ ROWS = [
     *_products("matmul_integer uint8 x uint8, zero points", _CUBES, 1, _matmul_integer, "uint8", "uint8"),
     *_products("matmul_integer int8 x int8, zero points", _CUBES, 1, _matmul_integer, "int8", "int8"),
     *_products("matmul_integer uint8 x int8, zero points, one row", _ONE_ROW, 2, _matmul_integer, "uint8", "int8"),
+    *_products(_STORED_LAST, _FEW_ROWS, 0, _stored_last, "uint8", "int8"),
     *_products("matmul_integer uint8 x int8, zero points, batched", _BATCHED, 2, _matmul_integer, "uint8", "int8"),
     *_products("dynamic_quantize_matmul int8 per column, bias", _DENSE, 1, _dynamic_dense),
     *_products("dynamic_quantize_matmul int8 per column, bias, constant weights", _DENSE[:2], 1, _dynamic_dense, True),

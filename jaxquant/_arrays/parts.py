@@ -251,16 +251,22 @@ def count_all_bytes(codes: Any, scale: Any, zero_point: Any) -> int:
     return sum(count_stored_bytes(part) for part in (codes, scale, zero_point) if part is not None)
 
 
-@functools.partial(jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order"))
+@functools.partial(
+    jax.jit, inline=True, static_argnames=("dtype", "block_size", "codebook", "order", "for_contraction")
+)
 def dequantize_parts(
     codes: jax.Array, scale: jax.Array, zero_point: jax.Array | None, *, dtype: Any, block_size: Any, codebook: Any,
-    order: StoredOrder,
+    order: StoredOrder, for_contraction: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked."""
+    """Return (codes - zero_point) * scale in `dtype`, of the logical shape; the parts have been checked.
+
+    `for_contraction` is that of `affine.dequantize_affine`.
+    """
     aligned = granularity.Aligned(block_size)
     codes = restore_codes(codes, order)
     if codebook is None:
-        return dequantize_affine(codes, scale, zero_point, aligned, dtype)
+        return dequantize_affine(codes, scale, zero_point, aligned, dtype, for_contraction)
     wide = small_floats.scale_as_float32(scale)
-    product = barriers.round_result(codebook.decode(codes) * aligned.expand(wide, codes))
+    product = codebook.decode(codes) * aligned.expand(wide, codes)
+    product = product if for_contraction else barriers.round_result(product)
     return rounding.round_to_dtype(product, dtype).astype(dtype)

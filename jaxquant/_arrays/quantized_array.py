@@ -390,7 +390,9 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
     return q
 
 
-def dequantize_checked(q: QuantizedArray) -> jax.Array:
-    """Return the floats that q represents; q has been checked."""
+def dequantize_checked(q: QuantizedArray, for_contraction: bool = False) -> jax.Array:
+    """Return the floats that q represents; q has been checked. `for_contraction` is that of `dequantize_affine`."""
     children, (dtype, block_size, codebook, order) = q.tree_flatten()
-    return parts.dequantize_parts(*children, dtype=dtype, block_size=block_size, codebook=codebook, order=order)
+    return parts.dequantize_parts(
+        *children, dtype=dtype, block_size=block_size, codebook=codebook, order=order, for_contraction=for_contraction
+    )

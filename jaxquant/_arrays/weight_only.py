@@ -14,8 +14,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._core import barriers, dtypes
 
-# Up to this number of weights, they are dequantized at once.
-WHOLE = 2**20
+# Up to this number of weights, they are dequantized at once; up to the second one if there are this many rows, which
+# take so long that it does not matter whether the weights stay in the second-level caches.
+WHOLE, WHOLE_OF_MANY_ROWS, MANY_ROWS = 2**20, 2**22, 2**9
 # The numbers of weights in a chunk. The fewest, as float32, stay in the second-level caches of two cores until the
 # contraction reads them. More weights than 16 such chunks are cut into chunks of up to twice that, and rows of x can
 # make chunks larger.

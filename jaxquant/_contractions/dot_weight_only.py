@@ -1,7 +1,7 @@
 """The contraction of a float array with a quantized one, in the form that suits its size and layout on a CPU.
 
 - A few rows are contracted as integers: see `float_digits`.
-- A single row is contracted with blocks of codes, or codes of a codebook, as in `scaled_rows`.
+- A single row is contracted as in `scaled_rows`, if XLA vectorizes that.
 - Otherwise the codes are dequantized one chunk at a time, or at once if they are few.
 """
 
@@ -69,7 +69,10 @@ class _Config(NamedTuple):
 
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
-        is_small = _is_static(codes.shape) and codes.size <= weight_only.WHOLE
+        rows = math.prod(x.shape[axis] for axis in self.x_role.free)
+        has_many_rows = isinstance(rows, int) and rows >= weight_only.MANY_ROWS
+        most = weight_only.WHOLE_OF_MANY_ROWS if has_many_rows else weight_only.WHOLE
+        is_small = _is_static(codes.shape) and codes.size <= most
         is_whole = is_small or not _is_static(codes.shape) or self.find_axis(codes) is None
         contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
@@ -118,7 +121,8 @@ class _Config(NamedTuple):
             if zero_point is not None and zero_point.shape[axis] != 1:
                 zero_point = chunk.take(zero_point, axis, _find_run(q, zero_point, axis))
             codes, scale = chunk.take(codes, axis), wait(scale)
-        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point))
+        is_sum = math.prod(codes.shape[axis] for axis in self.role.contracted) != 1
+        return quantized_array.dequantize_checked(self.unflatten(codes, scale, zero_point), for_contraction=is_sum)
 
     def contract_chunk(self, x: jax.Array, weights: jax.Array) -> jax.Array:
         """Return the product in float32, whatever dtype the operands have."""
@@ -186,9 +190,9 @@ def _contract_on_cpu(
         return y if config.quantized == 1 else lax.transpose(y, (*range(columns, y.ndim), *range(columns)))
 
     if rows == 1 and codes.size >= _FEWEST_FOR_ROW and scaled_rows.IS_VECTORIZED:
-        terms = scaled_rows.find_terms(q, role)
-        if terms is not None:
-            y, is_exact = scaled_rows.contract_row(x.reshape(-1), q, role, terms)
+        contract_row = scaled_rows.find_form(q, role)
+        if contract_row is not None:
+            y, is_exact = contract_row(x.reshape(-1), q, role)
             shape = (*(x.shape[axis] for axis in x_role.free), *(codes.shape[axis] for axis in role.free))
             y = y.reshape(shape)
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))

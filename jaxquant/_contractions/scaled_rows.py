@@ -1,13 +1,15 @@
 """The contraction of a single float row with a matrix of codes, as a sum of scaled rows of the matrix.
 
-Nothing is dequantized in memory: XLA:CPU reads the codes once, and vectorizes the conversion and the sum over columns.
-The XLA of jax 0.10 does not vectorize it; there the other forms of a weight-only contraction are faster.
+If the matrix holds the contracted dimension last in memory, it is a sum over neighbors instead, lane by lane. Nothing
+is dequantized in memory: XLA:CPU reads the codes once, and vectorizes the conversion and the sum. The XLA of jax 0.10
+does not vectorize it; there the other forms of a weight-only contraction are faster.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from .._arrays.codebook import Codebook
 from .._arrays.quantized_array import QuantizedArray
 from .._arrays.weight_only import Chunk
 from .._core import barriers, dtypes, granularity, packed_codes, small_floats
+from ..integer import _row_kernel
 from ..integer.dot_general import Role
 from . import dot_integer, float_digits
 
@@ -38,6 +41,20 @@ _CHUNK, _BYTE_CHUNK, _MOST_CHUNKS = 2**24, 2**26, 16
 _SMALLEST, _SMALLEST_LEVEL = 2.0**-100, 2.0**-20
 # Whether XLA:CPU vectorizes the loop. Measured with jax 0.10 (it does not) and 0.12.
 IS_VECTORIZED = jax.__version_info__ >= (0, 12)
+
+
+def find_form(q: QuantizedArray, role: Role) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+    """Return the function of a row, q and role that contracts them, `contract_row` or `contract_lanes`, or None.
+
+    Args:
+        q: an array of rank 2 or more with static dimensions.
+        role: the role of each dimension.
+    """
+    for find, contract in ((find_terms, contract_row), (find_lane_terms, contract_lanes)):
+        terms = find(q, role)
+        if terms is not None:
+            return functools.partial(contract, terms=terms)
+    return None
 
 
 def find_terms(q: QuantizedArray, role: Role) -> int | None:
@@ -84,20 +101,79 @@ def contract_row(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tup
         float32 [...]; a bool.
     """
     kept = q.shape[1:]
-    # The row is scaled to magnitudes of about 1: a product with a code must not overflow before the scale reduces it.
-    factor, unit = float_digits.find_powers(jnp.max(jnp.abs(x)), 0)
-    scaled = x * factor
-    size = jnp.abs(scaled)
-    # The magnitude of an infinity or a NaN counts as 0 here, and that of a zero as one that is large enough.
-    least = jnp.min(jnp.where(x == 0, np.float32(4), jnp.where(size <= 4, size, np.float32(0))))
-    least_product = least * float_digits.find_least_scale(q.scale)
-    is_exact = (least >= np.float32(_SMALLEST)) & (least_product >= np.float32(_SMALLEST))
+    scaled, unit, is_exact = _scale_row(x, q.scale)
+    # The barrier keeps XLA from converting codes that are constants while it compiles.
+    q = q.replace(codes=lax.optimization_barrier(q.codes))
     parts: list[jax.Array] = []
     for chunk in _cut_rows(q, terms):
         piece = _take_rows(q, role, chunk)
         factors = scaled if chunk.length == q.shape[0] else chunk.take(scaled, 0)
         parts.append(_contract_rows(factors, *piece, parts[-1] if parts else None, q.codebook, terms))
     return functools.reduce(jnp.add, parts).T.reshape(kept) * unit, is_exact
+
+
+def find_lane_terms(q: QuantizedArray, role: Role) -> int | None:
+    """Return how many groups of lanes one loop of `contract_lanes` adds up, or None if it does not apply.
+
+    The codes must be integers of 8 bits whose last dimension, and only that, is contracted, with one scale and one zero
+    point along it.
+
+    Args:
+        q: an array of rank 2 or more with static dimensions.
+        role: the role of each dimension.
+    """
+    is_last = role.contracted == (q.ndim - 1,) and not role.batch
+    if not is_last or q.codebook is not None or q.codes.dtype not in (np.int8, np.uint8):
+        return None
+    if any(part is not None and part.shape[-1] != 1 for part in (q.scale, q.zero_point)):
+        return None
+    return _row_kernel.count_terms(q.shape[-1])
+
+
+def contract_lanes(x: jax.Array, q: QuantizedArray, role: Role, terms: int) -> tuple[jax.Array, jax.Array]:
+    """Return the same as `contract_row` of a quantized array whose last dimension is contracted.
+
+    Args:
+        x: float32 [K].
+        q: codes [..., K].
+        role: the role of each dimension of q.
+        terms: what `find_lane_terms` returns.
+    """
+    scaled, unit, is_exact = _scale_row(x, q.scale)
+    lanes = _row_kernel.LANES
+    groups = q.shape[-1] // (terms * lanes)
+    # The barrier keeps XLA from scaling the row again for each column.
+    factors = lax.optimization_barrier(scaled).reshape(groups, terms, lanes)
+    # This barrier keeps XLA from converting codes that are constants while it compiles.
+    codes = lax.optimization_barrier(q.codes).reshape(-1, groups, terms, lanes)
+
+    def take(part: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(dot_integer.expand_side(q, part, role.free), (*q.shape[:-1], 1)).reshape(-1, 1, 1)
+
+    point = None if q.zero_point is None else take(q.zero_point.astype(jnp.int32))
+    products = []
+    for i in range(terms):
+        steps = codes[:, :, i].astype(jnp.int32)
+        steps = steps if point is None else steps - point
+        products.append(factors[None, :, i] * steps.astype(jnp.float32))
+    # The barrier keeps XLA from fusing this sum with the loop of products.
+    y = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, products)), axis=(1, 2))
+    scale = take(small_floats.scale_as_float32(q.scale)).reshape(-1)
+    return (y * scale * unit).reshape(q.shape[:-1]), is_exact
+
+
+def _scale_row(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return a row scaled to magnitudes of about 1, its unit, and whether its products with scales are exact enough.
+
+    A product with a code must not overflow before the scale reduces it.
+    """
+    factor, unit = float_digits.find_powers(jnp.max(jnp.abs(x)), 0)
+    scaled = x * factor
+    size = jnp.abs(scaled)
+    # The magnitude of an infinity or a NaN counts as 0 here, and that of a zero as one that is large enough.
+    least = jnp.min(jnp.where(x == 0, np.float32(4), jnp.where(size <= 4, size, np.float32(0))))
+    least_product = least * float_digits.find_least_scale(scale)
+    return scaled, unit, (least >= np.float32(_SMALLEST)) & (least_product >= np.float32(_SMALLEST))
 
 
 def _cut_rows(q: QuantizedArray, terms: int) -> list[Chunk]:

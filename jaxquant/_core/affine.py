@@ -56,9 +56,9 @@ def _batch_quantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularit
     return None if parts is None else quantize_affine(x, *parts, **statics)
 
 
-def _batch_dequantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularity: Any, dtype: Any) -> Any:
+def _batch_dequantize(mapped: Any, x: Any, scale: Any, zero_point: Any, granularity: Any, **statics: Any) -> Any:
     parts = _find_batched_scale(mapped, x, scale, zero_point, granularity)
-    return None if parts is None else dequantize_affine(x, *parts, dtype)
+    return None if parts is None else dequantize_affine(x, *parts, **statics)
 
 
 # A jit whose trace JAX keeps: another layer with activations of the same shape is traced in a fraction of the time.
@@ -105,12 +105,15 @@ def dequantize_affine(
     zero_point: jax.Array | None,
     granularity: Granularity,
     dtype: np.dtype,
+    for_contraction: bool = False,
 ) -> jax.Array:
     """Return the values of the codes x.
 
     y = (x - zero_point) * scale
 
-    The product is rounded to float32 and then to `dtype`.
+    The product is rounded to float32 and then to `dtype`. `for_contraction` says that the values are only an operand of
+    a contraction of two terms or more, which multiplies them: then no addition follows that XLA could merge with the
+    product. It could with a contraction of one term, if the other operand is a constant 1.
     """
     if x.dtype in dtypes.SMALL_FLOATS:
         steps = small_floats.decode_small_float(x)
@@ -119,7 +122,9 @@ def dequantize_affine(
         if zero_point is not None:
             codes = codes - granularity.expand(zero_point.astype(jnp.int32), x)
         # Of few elements, the difference and the product are one fusion each.
-        steps = barriers.split_small_fusion(codes).astype(jnp.float32)
+        codes = codes if for_contraction else barriers.split_small_fusion(codes)
+        steps = codes.astype(jnp.float32)
     values = small_floats.scale_as_float32(scale)
-    product = barriers.round_result(steps * granularity.expand(values, x))
+    product = steps * granularity.expand(values, x)
+    product = product if for_contraction else barriers.round_result(product)
     return rounding.round_to_dtype(product, dtype).astype(dtype)

@@ -23,6 +23,8 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from . import _row_kernel
+
 # The product of a single row and a matrix is a sum of scaled rows. One loop reads rows at several places of the
 # matrix, and several neighboring rows at each place. With 16 rows the vector registers of a CPU are in use; with more
 # they would spill to memory. Rows of a multiple of 4096 bytes are all stored in the same lines of a first-level cache,
@@ -30,7 +32,7 @@ from jax.custom_batching import custom_vmap
 _PLACES, _NEIGHBORS = 4, 4
 _PLACES_OF_PAGES, _NEIGHBORS_OF_PAGES = 2, 4
 _PAGE = 4096
-# From this number of elements of rhs on, a single row is padded to four rows instead of two.
+# A single row that `_row_kernel` does not take is padded to two rows, or to four if rhs has this many elements.
 _FOUR_ROWS = 2**22
 # From this number of rows of lhs on, no row of ones is appended to it.
 _MANY_ROWS = 2**10
@@ -43,7 +45,7 @@ Steps = jax.Array | None
 
 
 def contract_integers(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool, is_unpacked: bool = False
 ) -> jax.Array:
     """Return the batched contraction of two int8 operands with zero points.
 
@@ -52,37 +54,41 @@ def contract_integers(
     Args:
         lhs: int8 [B, M, K].
         rhs: int8 [B, K, N], or [B, N, K] if `transposed`.
-        lhs_steps: int32 [B or 1, M or 1], or None for 0.
-        rhs_steps: int32 [B or 1, N or 1], or None for 0.
+        lhs_steps: int32 [B or 1, M or 1], each from -128 to 127, or None for 0.
+        rhs_steps: int32 [B or 1, N or 1], each from -128 to 127, or None for 0.
         transposed: Static. Whether the contracted dimension of rhs is its last.
+        is_unpacked: Static. Whether an operand is the result of a conversion from 2 or 4 bits, which is slow in a loop
+            of its reader.
 
     Returns:
         int32 [B, M, N].
     """
-    return _BATCHABLE[transposed](lhs, rhs, lhs_steps, rhs_steps)
+    return _make_batchable(transposed, is_unpacked)(lhs, rhs, lhs_steps, rhs_steps)
 
 
 def _contract_on_platform(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool, is_unpacked: bool
 ) -> jax.Array:
     operands = (lhs, rhs, lhs_steps, rhs_steps)
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     if lhs_steps is None and rhs_steps is None and 1 not in (lhs.shape[1], columns):
         return _multiply(lhs, rhs, transposed)  # the same program for every backend
-    cpu, default = (functools.partial(f, transposed=transposed) for f in (_contract_on_cpu, _contract_plain))
-    return lax.platform_dependent(*operands, cpu=cpu, default=default)
+    cpu = functools.partial(_contract_on_cpu, transposed=transposed, is_unpacked=is_unpacked)
+    return lax.platform_dependent(*operands, cpu=cpu, default=functools.partial(_contract_plain, transposed=transposed))
 
 
 def _contract_on_cpu(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool, is_unpacked: bool
 ) -> jax.Array:
     batch, rows, depth = lhs.shape
     columns = rhs.shape[1] if transposed else rhs.shape[2]
     if columns == 1:  # the transposed product has a single row
-        row = _contract_row_on_cpu(rhs.reshape(batch, 1, depth), lhs, rhs_steps, lhs_steps, transposed=True)
+        row = _contract_row_last(rhs.reshape(batch, 1, depth), lhs, rhs_steps, lhs_steps, is_unpacked=is_unpacked)
         return row.reshape(batch, rows, 1)
     if rows == 1:
-        return _contract_row_on_cpu(lhs, rhs, lhs_steps, rhs_steps, transposed=transposed)
+        if not transposed:
+            return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
+        return _contract_row_last(lhs, rhs, lhs_steps, rhs_steps, is_unpacked=is_unpacked)
     ones = make_ones(batch, depth)
     row_sums = column_sums = None
     # The sums over k of rhs are a contraction of rhs with ones. If rhs is the larger operand, a row of ones is appended
@@ -105,12 +111,17 @@ def _contract_on_cpu(
     return _correct_product(acc, row_sums, column_sums, lhs_steps, rhs_steps, depth)
 
 
-def _contract_row_on_cpu(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, transposed: bool
+def _contract_row_last(
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: Steps, *, is_unpacked: bool
 ) -> jax.Array:
+    """Return the contraction of a single row, [B, 1, K] by [B, N, K]."""
     batch, _, depth = lhs.shape
-    if not transposed:
-        return _sum_products(lhs, rhs, lhs_steps, rhs_steps)
+    terms = None if is_unpacked else _row_kernel.find_terms(rhs)
+    if terms is not None:
+        row = lhs.astype(jnp.int32)[:, 0]
+        row = row if lhs_steps is None else row - jnp.broadcast_to(lhs_steps, row.shape)
+        acc = _row_kernel.contract_row(row, rhs, terms)
+        return _subtract_row_steps(acc, row, rhs_steps)[:, None]
     # The kernel needs several rows. One of the rows added here consists of ones, so that the same contraction also
     # gives the sums over k of rhs. Two rows are enough, but with four it reads a large rhs faster.
     elements = rhs.shape[1] * depth
@@ -204,11 +215,15 @@ def _sum_products(lhs: jax.Array, rhs: jax.Array, lhs_steps: Steps, rhs_steps: S
         acc = jnp.sum(lax.optimization_barrier(functools.reduce(jnp.add, terms)), axis=1, dtype=jnp.int32)
     for k in range(head, depth):
         acc = acc + _scale_rows(row[:, k], rhs[:, k])
-    if rhs_steps is not None:
-        acc = acc - jnp.broadcast_to(
-            _multiply_int32(rhs_steps, jnp.sum(row, axis=1, keepdims=True, dtype=jnp.int32)), acc.shape
-        )
-    return acc[:, None]
+    return _subtract_row_steps(acc, row, rhs_steps)[:, None]
+
+
+def _subtract_row_steps(acc: jax.Array, row: jax.Array, rhs_steps: Steps) -> jax.Array:
+    """Return the int32 products [B, N] of a row, [B, K], after subtracting the contributions of rhs's zero points."""
+    if rhs_steps is None:
+        return acc
+    sums = jnp.sum(row, axis=1, keepdims=True, dtype=jnp.int32)
+    return acc - jnp.broadcast_to(_multiply_int32(rhs_steps, sums), acc.shape)
 
 
 def _scale_rows(factors: jax.Array, rows: jax.Array) -> jax.Array:
@@ -230,11 +245,14 @@ def _sum_axis(x: jax.Array, axis: int) -> jax.Array:
     return lax.reduce(lax.convert_element_type(x, jnp.int32), np.int32(0), lax.add, (axis,))
 
 
-def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+def _contract_under_vmap(
+    transposed: bool, is_unpacked: bool, size: int, batched: Any, *operands: Any
+) -> tuple[jax.Array, bool]:
     """Return the contraction of operands under vmap, as one larger contraction.
 
     If only lhs has the mapped axis, the axis becomes more rows. Otherwise it becomes a larger batch.
     """
+    contract = functools.partial(contract_integers, transposed=transposed, is_unpacked=is_unpacked)
     lhs, rhs, lhs_steps, rhs_steps = batch_all(size, batched, operands)
     _, batch, rows, depth = lhs.shape
     if not batched[1] and not batched[3]:
@@ -242,14 +260,14 @@ def _contract_under_vmap(transposed: bool, size: int, batched: Any, *operands: A
         if lhs_steps is not None:
             wide = jnp.broadcast_to(lhs_steps, (*lhs_steps.shape[:2], rows))
             lhs_steps = jnp.swapaxes(wide, 0, 1).reshape(-1, size * rows)
-        acc = contract_integers(longer, operands[1], lhs_steps, operands[3], transposed=transposed)
+        acc = contract(longer, operands[1], lhs_steps, operands[3])
         return jnp.swapaxes(acc.reshape(batch, size, rows, -1), 0, 1), True
     lhs_steps, rhs_steps = (
         s if s is None else jnp.broadcast_to(s, (size, batch, s.shape[2])).reshape(size * batch, s.shape[2])
         for s in (lhs_steps, rhs_steps)
     )
     folded_lhs, folded_rhs = (x.reshape(size * batch, *x.shape[2:]) for x in (lhs, rhs))
-    acc = contract_integers(folded_lhs, folded_rhs, lhs_steps, rhs_steps, transposed=transposed)
+    acc = contract(folded_lhs, folded_rhs, lhs_steps, rhs_steps)
     return acc.reshape(size, batch, *acc.shape[1:]), True
 
 
@@ -259,11 +277,9 @@ def batch_all(size: int, batched: Any, operands: tuple[Any, ...]) -> Any:
     return tuple(x if x is None or is_batched else jnp.broadcast_to(x, (size, *x.shape)) for x, is_batched in pairs)
 
 
-def _make_batchable(transposed: bool) -> Any:
-    function = custom_vmap(functools.partial(_contract_on_platform, transposed=transposed))
-    function.def_vmap(functools.partial(_contract_under_vmap, transposed))
+# Created once for each pair of arguments, because JAX reuses a trace only for the same function object.
+@functools.cache
+def _make_batchable(transposed: bool, is_unpacked: bool) -> Any:
+    function = custom_vmap(functools.partial(_contract_on_platform, transposed=transposed, is_unpacked=is_unpacked))
+    function.def_vmap(functools.partial(_contract_under_vmap, transposed, is_unpacked))
     return function
-
-
-# Created once, because JAX reuses a trace only for the same function object.
-_BATCHABLE = {transposed: _make_batchable(transposed) for transposed in (False, True)}

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from .._core import checks, granularity, recording, sharding
+from .._core import checks, dtypes, granularity, recording, sharding
 from .._core.entry_point import compile_entry_point
 from . import _dot_kernel, _layout, _operands, _planes
 
@@ -164,7 +164,8 @@ def contract_roles(
         lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
         return _place_output(lhs, rhs, lhs_steps, rhs_steps, left, right, out_sharding)
     contract = functools.partial(_contract_signed, left=left, right=right)
-    contract_planes = functools.partial(_planes.contract_planes, contract=contract, left=left, right=right)
+    contract_plane = functools.partial(contract, is_unpacked=True)
+    contract_planes = functools.partial(_planes.contract_planes, contract=contract_plane, left=left, right=right)
     for side in (1, 0):
         if _planes.is_cut((lhs, rhs), (lhs_steps, rhs_steps), (left, right), side):
             on_cpu = functools.partial(contract_planes, side=side)
@@ -215,9 +216,20 @@ def _contract_recorded(
 
 
 def _contract_signed(
-    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, left: Role, right: Role
-) -> jax.Array:
-    """Return the int32 contraction of two operands, which are converted to int8."""
+    lhs: jax.Array, rhs: jax.Array, lhs_steps: Any, rhs_steps: Any, *, left: Role, right: Role,
+    is_unpacked: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Return the int32 contraction of two operands, which are converted to int8.
+
+    `is_unpacked` says that an operand of int8 is the result of a conversion from 2 or 4 bits.
+    """
+    rows, columns = _count_elements(lhs, left.free), _count_elements(rhs, right.free)
+    # A loop contracts a single row with a matrix. The barriers keep XLA from converting a matrix that is a constant
+    # while it compiles.
+    if not is_unpacked:
+        lhs = lax.optimization_barrier(lhs) if columns == 1 else lhs
+        rhs = lax.optimization_barrier(rhs) if rows == 1 else rhs
+        is_unpacked = any(dtypes.find_width(x.dtype) < 8 for x in (lhs, rhs))
     lhs, rhs = _operands.convert_to_signed(lhs), _operands.convert_to_signed(rhs)
     # If the contracted dimensions are in the order in which lhs has them, lhs often needs no transpose.
     order = sorted(range(len(left.contracted)), key=lambda i: left.contracted[i])
@@ -227,13 +239,12 @@ def _contract_signed(
     contracted_first = (*right.batch, *right.contracted, *right.free)
     is_last = not _layout.is_moving(contracted_last, rhs.shape)
     transposed = is_last and _layout.is_moving(contracted_first, rhs.shape)
-    batch, rows, depth = (_count_elements(lhs, axes) for axes in left)
-    columns = _count_elements(rhs, right.free)
+    batch, depth = _count_elements(lhs, left.batch), _count_elements(lhs, left.contracted)
     a = _layout.transpose_in_memory(lhs, (*left.batch, *left.free, *left.contracted)).reshape(batch, rows, depth)
     b = _layout.transpose_in_memory(rhs, contracted_last if transposed else contracted_first)
     b = b.reshape((batch, columns, depth) if transposed else (batch, depth, columns))
     a_steps, b_steps = _reshape_steps(lhs_steps, lhs, left), _reshape_steps(rhs_steps, rhs, right)
-    acc = _dot_kernel.contract_integers(a, b, a_steps, b_steps, transposed=transposed)
+    acc = _dot_kernel.contract_integers(a, b, a_steps, b_steps, transposed=transposed, is_unpacked=is_unpacked)
     return acc.reshape(_find_result_shape(lhs, rhs, left, right))
 
 

@@ -120,13 +120,22 @@ def contract_rows(x: Any, q: QuantizedArray) -> jax.Array:
     return jnp.stack([scaled_rows.contract_row(row, q, role, terms)[0] for row in x])
 
 
-@pytest.mark.parametrize("contract", [contract_digits, contract_rows], ids=["digits", "rows"])
+@jax.jit
+def contract_lanes(x: Any, q: QuantizedArray) -> jax.Array:
+    """x @ q, row by row, lane by lane, whatever the size."""
+    role = Role((), (0,), (1,))
+    terms = scaled_rows.find_lane_terms(q.T, role)
+    assert terms is not None
+    return jnp.stack([scaled_rows.contract_lanes(row, q.T, role, terms)[0] for row in x])
+
+
+@pytest.mark.parametrize("contract", [contract_digits, contract_rows, contract_lanes], ids=["digits", "rows", "lanes"])
 def test_magnitudes(contract: Any, rng: np.random.Generator) -> None:
     """Rows of any magnitude and of any range, where all codes of a column but one may be 0.
 
     Columns with a single code show the error of every element by itself.
     """
-    rows, depth = 3, 64
+    rows, depth = 3, 128
     codes = np.eye(depth, dtype=np.int8) * rng.integers(1, 128, depth).astype(np.int8)
     codes = np.concatenate([codes, rng.integers(-127, 128, (depth, 32)).astype(np.int8)], axis=1)
     q = QuantizedArray(jnp.asarray(codes), jnp.asarray(rng.uniform(0.5, 1, (1, depth + 32)), jnp.float32))

@@ -211,6 +211,19 @@ def test_mapped_functions_export_as_operators(rng: np.random.Generator) -> None:
     check_model(model, function, [x], tolerance=0)
 
 
+def test_mapped_dequantization_exports(rng: np.random.Generator) -> None:
+    """Stacked weights alone, which are mapped together with the activations, and without them."""
+    w, x = rng.normal(size=(3, 16, 8)).astype(np.float32), jnp.asarray(rng.normal(size=(3, 2, 16)), jnp.float32)
+    for spec in (jq.QuantSpec(jnp.int8, jq.PerAxis((0, 2))), jq.QuantSpec(jq.nf4, jq.Blocked(1, 8))):
+        q = jq.quantize(w, spec)
+        for function in (
+            lambda x, q=q: jax.vmap(jq.matmul)(x, q),
+            lambda x, q=q: jax.vmap(jq.matmul, (None, 0))(x[0], q),
+            lambda x, q=q: jax.vmap(lambda a, b: a @ b.dequantize())(x, q),
+        ):
+            check_model(jqonnx.export(function, [x]), function, [x])
+
+
 def test_names(rng: np.random.Generator) -> None:
     params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.arange(2.0)}}
 

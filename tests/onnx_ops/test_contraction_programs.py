@@ -219,13 +219,14 @@ def row(a: Any, b: Any) -> jax.Array:
     return jq.matmul_integer(a, b, 3, 5)
 
 
-# What may be wider than 8 bits, as a share of the weight's elements. A row keeps one sum for 16 products.
+# What may be wider than 8 bits, as a share of the weight's elements. A row keeps one sum for 16 products, or for 32 if
+# the contracted dimension is the last of the weight.
 NARROW: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], float]] = {
     "row": (row, (aval(U8, 1, 2048), aval(I8, 2048, 1000)), 1 / 16),
     "vector": (row, (aval(U8, 2048), aval(U8, 2048, 1000)), 1 / 16),
-    "row by rows": (rows_by_rows, (aval(U8, 1, 2048), aval(I8, 1000, 2048)), 1 / 64),
+    "row by rows": (rows_by_rows, (aval(U8, 1, 2048), aval(I8, 1000, 2048)), 1 / 32),
     "odd row": (row, (aval(U8, 1, 2047), aval(I8, 2047, 1001)), 1 / 16),
-    "column": (row, (aval(U8, 1000, 2048), aval(U8, 2048, 1)), 1 / 64),
+    "column": (row, (aval(U8, 1000, 2048), aval(U8, 2048, 1)), 1 / 32),
     "dynamic row": (
         lambda a, b, s: jq.dynamic_quantize_matmul(a, b, s, 5),
         (aval(F, 1, 2048), aval(I8, 2048, 1000), aval(F, 1000)), 1 / 16,

@@ -1,0 +1,167 @@
+"""A single row against a matrix that holds the contracted dimension last in memory, summed lane by lane on a CPU.
+
+The sums are held against numpy's, in int64 and float64. The sizes are those from which the form is used, and others.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxquant as jq
+from jaxquant import PerAxis, PerTensor, QuantizedArray, QuantSpec
+from jaxquant._contractions import scaled_rows
+
+from ..support.hlo import Program
+from ..support.matrix import mark_others_full
+
+# The depth, the columns, and whether the form applies: 2**18 codes or more, in groups of 16 codes.
+SHAPES = {
+    (512, 512): True,
+    (720, 400): True,
+    (1280, 205): True,
+    (1040, 256): True,
+    (1030, 256): False,
+    (64, 4097): False,
+}
+BY_DEFAULT = [(720, 400), (1030, 256)]
+LAST = (((1,), (1,)), ((), ()))
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the form is a CPU's")
+
+
+def draw(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Codes of which a quarter are the bounds of the dtype."""
+    low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    codes = rng.integers(low, high + 1, shape)
+    return np.where(rng.random(shape) < 0.25, rng.choice([low, high], shape), codes).astype(dtype)
+
+
+def sum_exactly(x: Any, x_point: Any, w: Any, w_point: Any) -> np.ndarray:
+    """The sums over the last dimensions of x [rows, K] and w [N, K], from which the zero points are subtracted."""
+    left, right = np.asarray(x, np.int64) - np.int64(x_point), np.asarray(w, np.int64) - np.asarray(w_point, np.int64)
+    return (left @ right.T).astype(np.int32)
+
+
+@on_cpu
+@pytest.mark.parametrize(("depth", "columns"), mark_others_full(SHAPES, BY_DEFAULT), ids=str)
+@pytest.mark.parametrize(("left", "right"), [("uint8", "int8"), ("int8", "uint8")])
+def test_integers(left: str, right: str, depth: int, columns: int, rng: np.random.Generator) -> None:
+    """Zero points at both ends, and one for each column, in each way to call it."""
+    x, w = draw(rng, left, (3, depth)), draw(rng, right, (columns, depth))
+    points = draw(rng, right, (columns, 1))
+    for x_point in (np.iinfo(left).min, np.iinfo(left).max, 7):
+        scalar = np.asarray(x_point, left)
+
+        def contract(row: Any, w: Any, point: Any, scalar: Any = scalar) -> jax.Array:
+            return jq.integer.dot_general(row[None], w, LAST, lhs_zero_point=scalar, rhs_zero_point=point)[0]
+
+        want = sum_exactly(x, x_point, w, points)
+        np.testing.assert_array_equal(contract(x[0], w, points), want[0])
+        np.testing.assert_array_equal(jax.jit(contract)(x[0], w, points), want[0])
+        np.testing.assert_array_equal(jax.jit(lambda row, f=contract: f(row, w, points))(x[0]), want[0])
+        np.testing.assert_array_equal(lax.scan(lambda _, row, f=contract: (None, f(row, w, points)), None, x)[1], want)
+        np.testing.assert_array_equal(jax.vmap(contract, (0, None, None))(x, w, points), want)
+        pair = np.stack([w, w[::-1]])
+        mapped = jax.jit(jax.vmap(contract, (None, 0, None)))(x[0], pair, points)
+        np.testing.assert_array_equal(mapped[1], sum_exactly(x[:1], x_point, w[::-1], points)[0])
+        # The same product from the other side.
+        turned = jq.integer.dot_general(w, x[:1], LAST, lhs_zero_point=points, rhs_zero_point=scalar)
+        np.testing.assert_array_equal(turned[:, 0], want[0])
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_narrow_integers(dtype: str, rng: np.random.Generator) -> None:
+    w = jq.quantize(rng.normal(size=(512, 520)).astype(np.float32), QuantSpec(dtype, PerAxis(1)), stored_last=0)
+    x = jq.quantize(rng.normal(size=(1, 512)).astype(np.float32), QuantSpec("uint8"))
+    np.testing.assert_array_equal(jq.matmul(x, w), jq.matmul(x, w.store_last()))
+
+
+@on_cpu
+@pytest.mark.parametrize(("depth", "columns"), mark_others_full(SHAPES, BY_DEFAULT), ids=str)
+@pytest.mark.parametrize("name", ["int8", "uint8", "one scale"])
+def test_weight_only(name: str, depth: int, columns: int, rng: np.random.Generator) -> None:
+    """Within 2e-6 of the sum of magnitudes; infinities and NaN as in floats; the gradient of the dequantized matrix."""
+    specs = {
+        "int8": QuantSpec(jnp.int8, PerAxis(1)),
+        "uint8": QuantSpec(jnp.uint8, PerAxis(1)),
+        "one scale": QuantSpec(jnp.uint8, PerTensor(), symmetric=False),
+    }
+    w = rng.normal(size=(depth, columns)).astype(np.float32)
+    q = jq.quantize(w, specs[name], stored_last=0)
+    real = np.asarray(q.dequantize(), np.float64)
+    x = rng.normal(size=(3, depth)).astype(np.float32) * np.float32(1e3)
+    x[:, 3] = 0
+    limit = 2e-6 * (np.abs(np.asarray(x, np.float64)) @ np.abs(real))
+    want = np.asarray(x, np.float64) @ real
+
+    def contract(row: Any, q: QuantizedArray) -> jax.Array:
+        return jq.matmul(row[None], q)[0]
+
+    for got in (contract(x[0], q), jax.jit(contract)(x[0], q), jax.jit(lambda row: contract(row, q))(x[0])):
+        assert np.all(np.abs(got - want[0]) <= limit[0])
+    for rows in (
+        lax.scan(lambda _, row: (None, contract(row, q)), None, x)[1],
+        jax.vmap(contract, (0, None))(x, q),
+        jax.vmap(lambda row: jq.matmul(q.T, row[:, None])[:, 0])(x),
+    ):
+        assert np.all(np.abs(rows - want) <= limit)
+    for special in (np.inf, -np.inf, np.nan):
+        row = x[0].copy()
+        row[3] = special
+        with np.errstate(invalid="ignore"):
+            expected = np.float32(special) * real[3].astype(np.float32)
+        np.testing.assert_array_equal(contract(row, q), expected)
+    gradient = jax.grad(lambda row: contract(row, q).sum())(x[0])
+    np.testing.assert_allclose(gradient, real.sum(1), rtol=1e-4, atol=1e-4 * np.abs(real).sum(1).max())
+
+
+@on_cpu
+@pytest.mark.parametrize(("depth", "columns"), SHAPES, ids=str)
+def test_program(depth: int, columns: int) -> None:
+    """The matrix is read by a loop, not by the kernel, which takes as long for one row as for eight."""
+    x, w = jax.ShapeDtypeStruct((1, depth), jnp.int8), jax.ShapeDtypeStruct((columns, depth), jnp.int8)
+    program = Program(lambda x, w: jq.integer.dot_general(x, w, LAST), x, w)
+    has_dot = any(
+        instruction.opcode == "dot" for computation in program.computations.values() for instruction in computation
+    )
+    assert has_dot is not SHAPES[depth, columns]
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", ["integers", "floats"])
+def test_constant_codes(kind: str, rng: np.random.Generator) -> None:
+    """XLA must not convert codes that are constants to 32 bits while it compiles."""
+    if kind == "floats" and not scaled_rows.IS_VECTORIZED:
+        pytest.skip("the form is off; so few codes are dequantized at once, and XLA does that while it compiles")
+    w = jq.quantize(rng.normal(size=(1024, 512)).astype(np.float32), QuantSpec("int8", PerAxis(1)), stored_last=0)
+    dtype = jnp.int8 if kind == "integers" else jnp.float32
+
+    def contract(x: jax.Array, w: QuantizedArray) -> jax.Array:
+        if kind == "floats":
+            return jq.matmul(x, w)
+        return jq.integer.dot_general(x, w.stored_codes, LAST)
+
+    x = jax.ShapeDtypeStruct((1, 1024), dtype)
+    text = Program(lambda x: contract(x, w), x).text
+    sizes = [
+        np.prod([int(n) for n in dims.split(",")], dtype=int)
+        for dims in re.findall(r"= (?:f32|s32)\[([\d,]+)\]\S* constant", text)
+    ]
+    assert max(sizes, default=0) < w.size // 32
+
+
+@pytest.mark.parametrize("columns", [1, 64])
+def test_a_product_of_one_term_is_rounded(columns: int, rng: np.random.Generator) -> None:
+    """XLA must not merge a contraction of one term, with a constant 1, and an addition."""
+    q = jq.quantize(rng.normal(size=(1, columns)).astype(np.float32), QuantSpec("int8", PerAxis(1)))
+    q = q.replace(scale=jnp.asarray(rng.uniform(0.5, 1, (1, columns)), jnp.float32))
+    b = rng.normal(size=(1, columns)).astype(np.float32)
+    got = jax.jit(lambda q, b: jq.matmul(jnp.ones((1, 1)), q) + b)(q, b)
+    np.testing.assert_array_equal(got, np.asarray(q.dequantize()) + b)
