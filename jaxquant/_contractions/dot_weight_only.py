@@ -69,13 +69,16 @@ class _Config(NamedTuple):
 
     def contract_dequantized(self, x: jax.Array, codes: jax.Array, scale: jax.Array, zero_point: Any) -> jax.Array:
         """Return the float32 product of x and dequantized codes."""
-        rows = math.prod(x.shape[axis] for axis in self.x_role.free)
-        has_many_rows = isinstance(rows, int) and rows >= weight_only.MANY_ROWS
-        most = weight_only.WHOLE_OF_MANY_ROWS if has_many_rows else weight_only.WHOLE
-        is_small = _is_static(codes.shape) and codes.size <= most
-        is_whole = is_small or not _is_static(codes.shape) or self.find_axis(codes) is None
+        is_small = not _is_static(codes.shape) or codes.size <= weight_only.WHOLE
+        is_whole = is_small or self.has_many_rows(x, codes) or self.find_axis(codes) is None
         contract = weight_only.contract_at_once if is_whole else weight_only.contract_in_chunks
         return contract(self, x, codes, scale, zero_point)
+
+    def has_many_rows(self, x: jax.Array, codes: jax.Array) -> bool:
+        """Return whether x has so many rows that all weights are dequantized at once."""
+        rows = math.prod(x.shape[axis] for axis in self.x_role.free)
+        is_static = isinstance(rows, int) and _is_static(codes.shape)
+        return is_static and rows >= weight_only.MANY_ROWS and codes.size <= weight_only.WHOLE_OF_MANY_ROWS
 
     def find_axis(self, codes: jax.Array) -> int | None:
         """Return the dimension of the codes that is cut: the contracted one, or the longest other one."""
@@ -197,7 +200,8 @@ def _contract_on_cpu(
             y = y.reshape(shape)
             return config.swap_sides(lax.cond(is_exact, lambda: y, contract_swapped))
     few_rows = _find_few_rows(q, role) if few_rows is None else few_rows
-    if _planes.count_planes(codes, scale, zero_point) > 1:
+    # To cut the codes into planes costs a second contraction, which is of less use the more rows there are.
+    if _planes.count_planes(codes, scale, zero_point) > 1 and not config.has_many_rows(x, codes):
         return _contract_planes(config, x, codes, scale, zero_point, few_rows)
     if codes.size >= _FEWEST_FOR_DIGITS and _has_digits(q, role) and rows <= few_rows:
         return config.swap_sides(float_digits.contract_digits(x, q, x_role, role, contract_swapped))

@@ -407,3 +407,14 @@ def test_programs(rng: np.random.Generator) -> None:
     assert Program(jq.matmul, x[:1], blocked).widest() < w.size * 0.6
     _, pull = jax.vjp(lambda x: jq.matmul(x, blocked), x)
     assert all(np.size(leaf) < w.size or leaf.dtype == jnp.uint4 for leaf in jax.tree.leaves(pull))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the forms are those of a CPU")
+@pytest.mark.parametrize(("rows", "contractions"), [(511, 2), (512, 1)])
+def test_many_rows_take_one_contraction(rows: int, contractions: int, rng: np.random.Generator) -> None:
+    """Fewer rows are contracted with one plane of 4-bit codes after the other."""
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("jax 0.10 keeps a 4-bit code in a byte on CPUs, so there are no planes")
+    w = jnp.asarray(rng.normal(size=(128, 64)), jnp.float32)
+    q = jq.quantize(w, QuantSpec(jnp.int4, PerAxis(1)))
+    assert len(Program(jq.matmul, jnp.zeros((rows, 128)), q).contractions()) == contractions
