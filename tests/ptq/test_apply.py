@@ -55,6 +55,22 @@ def sample_batches(rng: np.random.Generator, count: int) -> list[tuple[jax.Array
     ]
 
 
+@pytest.mark.parametrize("match_floats", [False, True])
+def test_reductions_of_clipped_activations(rng: np.random.Generator, match_floats: bool) -> None:
+    """A prepared function writes these activations to memory before it reduces them."""
+
+    def network(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(jnp.einsum("nhc,cd->nhd", x, params["first"])).mean(1)
+        return jnp.clip(hidden @ params["second"], -1, 1).max(1, keepdims=True)
+
+    params = {name: jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for name in ("first", "second")}
+    x = jnp.asarray(rng.normal(size=(32, 5, 8)), jnp.float32)
+    prepared = jq.prepare(network, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+    qparams, notes = ptq.apply(prepared, params, [x[:16], x[16:]], ptq.GPTQ(), match_floats=match_floats)
+    assert [note.action for note in notes] == ["GPTQ", "GPTQ"]
+    assert prepared.apply(qparams, None, x).shape == (32, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["statistics", "batches"])
