@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jaxquant as jq
 
@@ -45,7 +46,9 @@ def convert_and_apply(prepared: Any, params: Any, ranges: Any, *inputs: Any) -> 
 
     @jax.jit
     def run(params: Any, ranges: Any, *inputs: Any) -> Any:
-        return prepared.apply(prepared.convert(params), ranges, *inputs)
+        # The barrier keeps XLA from simplifying how codes are stored together with how they are read. It could then
+        # contract floats, where there are such contractions, in another layout, and add them in another order.
+        return prepared.apply(lax.optimization_barrier(prepared.convert(params)), ranges, *inputs)
 
     return run(params, ranges, *inputs)
 
