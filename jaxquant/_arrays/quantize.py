@@ -159,7 +159,9 @@ def find_parameters(
     shape = scale_from_range.find_range_shape(function, spec, x.shape)
     if lo is None or hi is None:
         block_size = scale_from_range.check_one_block_size(function, spec)
-        if spec.fixed_zero_point is None:
+        # A symmetric range is recorded as extremes, for which an exporter has operators.
+        is_symmetric = scale_from_range.has_equal_reach(spec) and not recording.is_recording()
+        if spec.fixed_zero_point is None or is_symmetric:
             return *_find_own_parameters(x, spec, shape, block_size, scale_shape, point_shape), shape
         low, high = min_max.find_extremes(x, shape, block_size)
     else:
@@ -178,7 +180,7 @@ def _find_own_parameters(
     x: jax.Array, spec: QuantSpec, shape: tuple[int, ...], block_size: int | None, scale_shape: tuple[int, ...],
     point_shape: tuple[int, ...],
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return the scale and the zero point for the range of x, of a spec whose zero point is not fixed."""
+    """Return the scale and the zero point for the range of x."""
     return scale_from_range.find_own_scale_and_zero_point(spec, x, shape, block_size, scale_shape, point_shape)
 
 

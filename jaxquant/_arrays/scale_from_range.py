@@ -108,15 +108,9 @@ def _find_scale_and_zero_point(
 ) -> tuple[jax.Array, jax.Array | None]:
     # A code must represent 0 exactly, so that padding and ReLU stay exact.
     low, high = _widen_to_zero(low, -1), _widen_to_zero(high, 1)
-    fixed = spec.fixed_zero_point
-    if fixed is not None:
-        scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(fixed)))
-        if fixed == 0:
-            return scale, None
-        point = jnp.full(point_shape, fixed, spec.carrier)
-        # Under shard_map, a barrier over both would make a constant vary on one platform only, which JAX refuses.
-        is_mapped = AxisType.Manual in jax.typeof(low).sharding.mesh.axis_types
-        return scale, sharding.vary_like(point, low) if is_mapped else point
+    if spec.fixed_zero_point is not None:
+        scale = _round_scale_up(spec, _find_symmetric_scale(spec, low, high, float(spec.fixed_zero_point)))
+        return scale, _fill_zero_point(spec, point_shape, low)
     # From here on the zero point depends on the range.
     qmin, qmax = spec.bounds
     if scale_shape == low.shape != point_shape:  # several scales share a zero point
@@ -158,22 +152,50 @@ def find_own_scale_and_zero_point(
         point_shape: Static. The shape of the zero point.
     """
     # An exporter has operators for the extremes, and none for bits.
-    is_general = spec.fixed_zero_point is not None or not scale_shape == point_shape == shape
-    if is_general or recording.is_recording():
+    is_symmetric = has_equal_reach(spec)
+    is_pair = spec.fixed_zero_point is None and point_shape == shape
+    if scale_shape != shape or not (is_symmetric or is_pair) or recording.is_recording():
         low, high = min_max.find_extremes(x, shape, block_size)
         return find_scale_and_zero_point(spec, low, high, scale_shape, point_shape)
     # The comparisons are made on the bits of the larger magnitude: with floats they take more operations. XLA compiles
     # these loops, without dimensions of 1, once for all arrays with as many ranges, whatever their rank.
+    if is_symmetric:
+        bits = min_max.find_magnitudes(x, shape, block_size)
+        largest = lax.bitcast_convert_type(bits, jnp.float32)
+        scale = _guard_scale_by_bits(_divide_by_number(largest, _find_reach(spec)), bits)
+        scale = barriers.compute_once(_round_scale_up(spec, scale)).reshape(shape)
+        return scale, _fill_zero_point(spec, point_shape, scale)
     low, high, bits = min_max.find_signed_extremes(x, shape, block_size)
     qmin, qmax = spec.bounds
     half = np.float32(0.5)
     scale = _divide_by_number(lax.sub(lax.mul(high, half), lax.mul(low, half)), (qmax - qmin) / 2)
-    scale = lax.select(lax.lt(bits, _TINY_BITS), lax.full_like(scale, 1), lax.max(scale, _TINY))
-    scale = lax.select(lax.gt(bits, _INFINITY_BITS), lax.full_like(scale, np.nan), scale)
-    scale = _round_scale_up(spec, scale)
+    scale = _round_scale_up(spec, _guard_scale_by_bits(scale, bits))
     point = _find_zero_point(spec, low, small_floats.scale_as_float32(scale))
     scale, point = barriers.compute_once((scale, point))
     return scale.reshape(shape), point.reshape(shape)
+
+
+def has_equal_reach(spec: QuantSpec) -> bool:
+    """Return whether the codes of a spec with a fixed zero point reach equally far on both sides of it."""
+    fixed = spec.fixed_zero_point
+    return fixed is not None and (spec.codebook is not None or spec.bounds[0] - fixed == -_find_reach(spec))
+
+
+def _find_reach(spec: QuantSpec) -> float:
+    """Return the largest value that a spec with a fixed zero point represents, for a scale of 1."""
+    return spec.codebook.largest if spec.codebook else spec.bounds[1] - float(spec.fixed_zero_point or 0)
+
+
+def _fill_zero_point(spec: QuantSpec, point_shape: tuple[int, ...], like: jax.Array) -> jax.Array | None:
+    """Return the fixed zero point of a spec, or None if it is 0."""
+    fixed = spec.fixed_zero_point
+    assert fixed is not None
+    if fixed == 0:
+        return None
+    point = jnp.full(point_shape, fixed, spec.carrier)
+    # Under shard_map, a barrier over both would make a constant vary on one platform only, which JAX refuses.
+    is_mapped = AxisType.Manual in jax.typeof(like).sharding.mesh.axis_types
+    return sharding.vary_like(point, like) if is_mapped else point
 
 
 def _spread_like(value: jax.Array, like: jax.Array) -> jax.Array:
@@ -209,13 +231,12 @@ def _divide_bound(bound: jax.Array, steps: jax.Array) -> jax.Array:
 
 def _find_symmetric_scale(spec: QuantSpec, low: jax.Array, high: jax.Array, fixed: float) -> jax.Array:
     """Return the scale of a spec whose zero point is fixed."""
-    qmin, qmax = spec.bounds
-    largest = spec.codebook.largest if spec.codebook else qmax - fixed
+    reach = _find_reach(spec)
     # One division suffices if the codes reach equally far on both sides of the zero point.
-    if spec.codebook or qmin - fixed == -largest:
-        scale = _divide_by_number(lax.max(lax.neg(low), high), largest)
+    if has_equal_reach(spec):
+        scale = _divide_by_number(lax.max(lax.neg(low), high), reach)
     else:
-        scale = lax.max(_divide_by_number(low, qmin - fixed), _divide_by_number(high, largest))
+        scale = lax.max(_divide_by_number(low, spec.bounds[0] - fixed), _divide_by_number(high, reach))
     return _guard_scale(scale, low, high)
 
 
@@ -231,6 +252,12 @@ def _guard_scale(scale: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array
     scale = lax.select(is_empty(low, high), lax.full_like(scale, 1), lax.max(scale, _TINY))
     has_nan = lax.bitwise_or(lax.ne(low, low), lax.ne(high, high))
     return lax.select(has_nan, lax.full_like(scale, np.nan), scale)
+
+
+def _guard_scale_by_bits(scale: jax.Array, bits: jax.Array) -> jax.Array:
+    """Return the same as `_guard_scale`, for the bits of the largest magnitude in each range."""
+    scale = lax.select(lax.lt(bits, _TINY_BITS), lax.full_like(scale, 1), lax.max(scale, _TINY))
+    return lax.select(lax.gt(bits, _INFINITY_BITS), lax.full_like(scale, np.nan), scale)
 
 
 def is_empty(low: jax.Array, high: jax.Array) -> jax.Array:

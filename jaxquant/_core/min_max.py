@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,23 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LANES = 1024  # with fewer elements in a row, the vector units of a CPU are partly idle
 _UNROLLED = 8  # the number of rows that one step of a loop reads; the loop then writes its carry an eighth as often
 
-_Keys = tuple[jax.Array, jax.Array]
+_Keys = tuple[jax.Array, ...]
+
+
+class _Measure(NamedTuple):
+    """What the reductions find in each slice.
+
+    Attributes:
+        encode: a function from floats to the int32 keys that are compared.
+        merges: for each result, which of two keys it keeps.
+        reductions: for each result, the same over whole dimensions.
+        starts: the results for no elements.
+    """
+
+    encode: Callable[[jax.Array], jax.Array]
+    merges: tuple[Callable[..., jax.Array], ...]
+    reductions: tuple[Callable[..., jax.Array], ...]
+    starts: tuple[np.int32, ...]
 
 
 def _batch_extremes(_: Any, x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> Any:
@@ -45,7 +62,17 @@ def find_extremes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) 
     Returns:
         Two float32 arrays of the given shape.
     """
-    return decode_ends(*_find_slice_keys(x, shape, block_size))
+    return decode_ends(*_find_slice_keys(x, shape, block_size, _ENDS))
+
+
+def find_magnitudes(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> jax.Array:
+    """Return the bits of the largest magnitude of each slice, as int32, without the dimensions of 1 of the given shape.
+
+    They are those of a NaN if the slice has one, and 0 for a slice without elements. The arguments are those of
+    `find_extremes`.
+    """
+    (bits,) = _find_slice_keys(x, shape, block_size, _MAGNITUDES)
+    return bits.reshape(_drop_units(shape))
 
 
 def find_signed_extremes(
@@ -57,11 +84,8 @@ def find_signed_extremes(
     at least one of the other results is a NaN. A slice without elements gives (-0, 0, 0). The arguments are those of
     `find_extremes`.
     """
-    low, high = _find_slice_keys(x, shape, block_size)
-    kept = tuple(length for length in shape if not isinstance(length, int) or length != 1)
-    # The key of -0 is -1. A negative key has the bits of its magnitude as its complement.
-    low, high = lax.min(low.reshape(kept), ~_ZERO), lax.max(high.reshape(kept), _ZERO)
-    bits = lax.max(lax.bitwise_not(low), high)
+    kept = _drop_units(shape)
+    low, high, bits = _include_zero(*(end.reshape(kept) for end in _find_slice_keys(x, shape, block_size, _ENDS)))
     low, high = (lax.bitcast_convert_type(end, jnp.float32) for end in (lax.bitwise_xor(low, _MAGNITUDE), high))
     return low, high, bits
 
@@ -79,7 +103,7 @@ def find_min_max(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     """Return (min(x, 0), max(x, 0)) over `axes` as float32 arrays: NaN where x has a NaN, 0 where x has no elements."""
     shape = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
     lengths = tuple(length for axis, length in enumerate(x.shape) if axis not in axes)
-    low, high = (keys.reshape(lengths) for keys in _find_slice_keys(x, shape, None))
+    low, high = (keys.reshape(lengths) for keys in _find_slice_keys(x, shape, None, _ENDS))
     return decode_ends(lax.min(low, _ZERO), lax.max(high, _ZERO))
 
 
@@ -115,10 +139,23 @@ def decode_order(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(_flip_negative(keys), jnp.float32)
 
 
+def _encode_magnitude(x: jax.Array) -> jax.Array:
+    """Return the bits of the magnitudes of floats, which sort as the magnitudes do, with a NaN above all numbers."""
+    values = lax.convert_element_type(lax.stop_gradient(x), jnp.float32)
+    return lax.bitwise_and(lax.bitcast_convert_type(values, jnp.int32), _MAGNITUDE)
+
+
 def _flip_negative(bits: jax.Array) -> jax.Array:
     """Return the keys of the bits of floats, or the bits of such keys: the mapping is its own inverse."""
     sign = lax.shift_right_arithmetic(bits, np.int32(31))
     return lax.bitwise_xor(bits, lax.bitwise_and(sign, _MAGNITUDE))
+
+
+def _include_zero(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the least key of `low` and -0, the largest of `high` and 0, and the bits of the larger magnitude."""
+    # The key of -0 is -1. A negative key has the bits of its magnitude as its complement.
+    low, high = lax.min(low, ~_ZERO), lax.max(high, _ZERO)
+    return low, high, lax.max(lax.bitwise_not(low), high)
 
 
 def decode_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,24 +165,35 @@ def decode_ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.select(has_nan, nan, decode_order(low)), lax.select(has_nan, nan, decode_order(high))
 
 
+_ENDS = _Measure(encode_order, (lax.min, lax.max), (lax.reduce_min, lax.reduce_max), (_INFINITY, ~_INFINITY))
+_MAGNITUDES = _Measure(_encode_magnitude, (lax.max,), (lax.reduce_max,), (_ZERO,))
+
+
 # Slices.
 
 
-def _find_slice_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None) -> _Keys:
-    """Return the least and the largest key of each slice, in the given shape."""
+def _drop_units(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a shape without its dimensions of 1."""
+    return tuple(length for length in shape if not isinstance(length, int) or length != 1)
+
+
+def _find_slice_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None, measure: _Measure) -> _Keys:
+    """Return the results of a measure for each slice, in the given shape."""
     if x.size == 0:
-        return jnp.full(shape, _INFINITY), jnp.full(shape, ~_INFINITY)
+        return tuple(jnp.full(shape, start) for start in measure.starts)
     for axis, size in enumerate(find_slice_sizes(x, shape, block_size)):
         if size not in (1, x.shape[axis]):
-            return _find_block_keys(x, shape, block_size, axis, size)
+            return _find_block_keys(x, shape, block_size, axis, size, measure)
     units = tuple(axis for axis, length in enumerate(x.shape) if length == 1)
     # Without dimensions of 1, an entry of 1 always means that the dimension is reduced.
     x, entries = lax.squeeze(x, units), [n for axis, n in enumerate(shape) if axis not in units]
-    low, high = _reduce_keys(x, tuple(axis for axis, n in enumerate(entries) if n == 1))
-    return low.reshape(shape), high.reshape(shape)
+    keys = _reduce_keys(x, tuple(axis for axis, n in enumerate(entries) if n == 1), measure)
+    return tuple(key.reshape(shape) for key in keys)
 
 
-def _find_block_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int) -> _Keys:
+def _find_block_keys(
+    x: jax.Array, shape: tuple[int, ...], block_size: int | None, axis: int, size: int, measure: _Measure
+) -> _Keys:
     """Return the keys of an x whose `axis` is cut into blocks.
 
     The full blocks become a dimension of their own, and a short last block is reduced separately. Padding it instead
@@ -154,48 +202,48 @@ def _find_block_keys(x: jax.Array, shape: tuple[int, ...], block_size: int | Non
     length = x.shape[axis]
     full = length // size
     x = sharding.gather_axes(x, (axis,))  # a dimension can be cut only where all of it is on one device
-    ends = []
+    parts = []
     for start, blocks, width in ((0, full, size), (full * size, 1, length - full * size)):
         if blocks == 0 or width == 0:
             continue
         part = lax.slice_in_dim(x, start, start + blocks * width, axis=axis)
         part = part.reshape(*x.shape[:axis], blocks, width, *x.shape[axis + 1 :])
-        keys = _find_slice_keys(part, (*shape[:axis], blocks, 1, *shape[axis + 1 :]), block_size)
-        ends.append([end.reshape(*shape[:axis], blocks, *shape[axis + 1 :]) for end in keys])
-    low, high = (lax.concatenate([keys[i] for keys in ends], axis) for i in (0, 1))
-    return low, high
+        keys = _find_slice_keys(part, (*shape[:axis], blocks, 1, *shape[axis + 1 :]), block_size, measure)
+        parts.append([key.reshape(*shape[:axis], blocks, *shape[axis + 1 :]) for key in keys])
+    return tuple(lax.concatenate(keys, axis) for keys in zip(*parts, strict=True))
 
 
 # Reductions.
 
 
-def _reduce_keys(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
-    """Return the least and the largest key over `axes`, without these dimensions; x has no dimension of 0 or 1."""
+def _reduce_keys(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
+    """Return the results of a measure over `axes`, without these dimensions; x has no dimension of 0 or 1."""
     if sharding.is_placed(x):
-        return _reduce_each(encode_order(x), axes)
+        return _reduce_each(measure.encode(x), axes, measure)
     if axes == tuple(range(x.ndim - len(axes), x.ndim)):
-        return _reduce_together(x, axes)
+        return _reduce_together(x, axes, measure)
     x, axes = _merge_neighbors(x, axes)
     if axes[-1] == x.ndim - 1:
-        return _reduce_together(x, axes)
-    on_cpu = functools.partial(_fold_rows, axes=axes)
-    return lax.platform_dependent(x, cpu=on_cpu, default=functools.partial(_reduce_together, axes=axes))
+        return _reduce_together(x, axes, measure)
+    on_cpu = functools.partial(_fold_rows, axes=axes, measure=measure)
+    default = functools.partial(_reduce_together, axes=axes, measure=measure)
+    return lax.platform_dependent(x, cpu=on_cpu, default=default)
 
 
-def _reduce_each(keys: jax.Array, axes: tuple[int, ...]) -> _Keys:
-    # This is for arrays whose sharding is part of their type: JAX has sharding rules for these two reductions, and it
+def _reduce_each(keys: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
+    # This is for arrays whose sharding is part of their type: JAX has sharding rules for these reductions, and it
     # cannot merge sharded dimensions.
-    return lax.reduce_min(keys, axes), lax.reduce_max(keys, axes)
+    return tuple(reduce(keys, axes) for reduce in measure.reductions)
 
 
-def _reduce_together(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
+def _reduce_together(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
     # This is for a last dimension that is reduced. One reduction finds both ends, over x in its own shape: XLA:CPU then
     # reads x once, with vector instructions, and computes x in the same loop. The loop would be scalar if it found one
-    # end alone, if it reduced floats, or if x were flattened.
+    # end or the magnitude alone, if it reduced floats, or if x were flattened.
     # Of few elements, the keys and their reduction are one fusion each.
     keys = barriers.split_small_fusion(encode_order(x), barriers.MOST_ALONE)
     low, high = lax.reduce((keys, keys), (_INFINITY, ~_INFINITY), _merge_ends, axes)
-    return low, high
+    return (low, high) if measure is _ENDS else _include_zero(low, high)[2:]
 
 
 def _merge_neighbors(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
@@ -213,7 +261,7 @@ def _merge_ends(a: Any, b: Any) -> _Keys:
     return lax.min(a[0], b[0]), lax.max(a[1], b[1])
 
 
-def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
+def _fold_rows(x: jax.Array, axes: tuple[int, ...], measure: _Measure) -> _Keys:
     # If the last dimension is kept, XLA:CPU reduces element by element. A loop over rows uses vector instructions,
     # because its carry is a row. Adjacent dimensions are merged, so the second to last dimension holds the rows.
     *outer, rows, after = x.shape
@@ -223,19 +271,19 @@ def _fold_rows(x: jax.Array, axes: tuple[int, ...]) -> _Keys:
     table = x.reshape(before, rows // joined, joined * after)
     rows_per_step = min(_UNROLLED, table.shape[1])
 
-    def read_rows(i: Any, ends: _Keys) -> _Keys:
+    def read_rows(i: Any, kept: _Keys) -> _Keys:
         # In the last step dynamic_slice may move back and read some rows again, which changes no extreme.
-        keys = encode_order(lax.dynamic_slice_in_dim(table, i * rows_per_step, rows_per_step, axis=1))
+        keys = measure.encode(lax.dynamic_slice_in_dim(table, i * rows_per_step, rows_per_step, axis=1))
         for j in range(rows_per_step):
             row = lax.index_in_dim(keys, j, axis=1, keepdims=False)
-            ends = _merge_ends(ends, (row, row))
-        return ends
+            kept = tuple(merge(key, row) for merge, key in zip(measure.merges, kept, strict=True))
+        return kept
 
-    first = encode_order(lax.index_in_dim(table, 0, axis=1, keepdims=False))
-    ends = lax.fori_loop(0, -(-table.shape[1] // rows_per_step), read_rows, (first, first))
-    low, high = (keys.reshape(before, joined, after) for keys in ends)
-    low, high = lax.reduce_min(low, (1,)), lax.reduce_max(high, (1,))
-    slice_shape, outer_axes = (*outer, after), axes[:-1]
-    low, high = low.reshape(slice_shape), high.reshape(slice_shape)
+    first = measure.encode(lax.index_in_dim(table, 0, axis=1, keepdims=False))
+    steps = -(-table.shape[1] // rows_per_step)
+    results = lax.fori_loop(0, steps, read_rows, (first,) * len(measure.merges))
     # XLA would merge a reduction with the loop of its only reader, which would then be split over threads.
-    return lax.optimization_barrier((lax.reduce_min(low, outer_axes), lax.reduce_max(high, outer_axes)))
+    return lax.optimization_barrier(tuple(
+        reduce(reduce(keys.reshape(before, joined, after), (1,)).reshape(*outer, after), axes[:-1])
+        for reduce, keys in zip(measure.reductions, results, strict=True)
+    ))  # fmt: skip

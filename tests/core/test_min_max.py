@@ -80,13 +80,24 @@ def assert_same_bits(result: jax.Array, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_extremes_have_the_bits_of_numpys(name: str) -> None:
     shape, ranges, block = CASES[name]
-    find = jax.jit(lambda x: (min_max.find_extremes(x, ranges, block), min_max.find_signed_extremes(x, ranges, block)))
+    functions = (min_max.find_extremes, min_max.find_signed_extremes, min_max.find_magnitudes)
+    find = jax.jit(lambda x: [function(x, ranges, block) for function in functions])
     for seed in range(3):
         x = spoil(shape, seed)
-        ends, signed = find(x)
+        ends, signed, magnitudes = find(x)
         for actual, expected in zip(ends, expect(x, ranges, block), strict=True):
             assert_same_bits(actual, expected)
         check_signed_extremes(signed, *expect(x, ranges, block))
+        check_magnitudes(magnitudes, *expect(x, ranges, block))
+
+
+def check_magnitudes(bits: jax.Array, low: np.ndarray, high: np.ndarray) -> None:
+    """Check the bits of the largest magnitude of each slice, of which those without elements have 0."""
+    assert bits.shape == tuple(n for n in low.shape if n != 1)
+    actual, has_nan = np.asarray(bits).reshape(low.shape), np.isnan(low)
+    assert (actual[has_nan] > F32(np.inf).view(np.int32)).all()
+    expected = np.where(low > high, F32(0), np.maximum(np.abs(low), np.abs(high)))
+    np.testing.assert_array_equal(actual[~has_nan], expected.view(np.int32)[~has_nan])
 
 
 def check_signed_extremes(signed: tuple[jax.Array, ...], low: np.ndarray, high: np.ndarray) -> None:
