@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -50,7 +49,7 @@ def pause() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What an equation of `primitive` records, its only parameter.
+    """What an equation of the primitive records, its only parameter.
 
     Attributes:
         name: the operation.
@@ -102,12 +101,22 @@ def _compile(mark: Mark, operands: tuple[tuple[Any, Any], ...]) -> Any:
     return jax.jit(mark.run_arithmetic).lower(*specs).compile()
 
 
-primitive = Primitive("jaxquant_mark")
-primitive.multiple_results = True
-primitive.def_impl(lambda *operands, mark: mark.evaluate(*operands))
+@functools.cache
+def _make_primitive() -> Any:
+    """Return the primitive of all marks. Only recording needs it, and `jax.extend` takes a fifth of the import time."""
+    from jax.extend.core import Primitive
+
+    primitive = Primitive("jaxquant_mark")
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *operands, mark: mark.evaluate(*operands))
+    primitive.def_abstract_eval(_infer)
+    batching.primitive_batchers[primitive] = _batch
+    lowering = mlir.lower_fun(lambda *operands, mark: mark.run_arithmetic(*operands), True)
+    mlir.register_lowering(primitive, lowering)
+    ad.primitive_jvps[primitive] = _differentiate
+    return primitive
 
 
-@primitive.def_abstract_eval
 def _infer(*operands: Any, mark: Mark) -> list[Any]:
     del operands
     return [ShapedArray(shape, dtype) for shape, dtype in mark.results]
@@ -141,21 +150,14 @@ def _batch_elements(operands: Sequence[Any], axes: Sequence[int | None], mark: M
         for x, axis in zip(operands, axes, strict=True)
     ]
     results = tuple(((size, *shape), dtype) for shape, dtype in mark.results)
-    outputs = primitive.bind(*moved, mark=dataclasses.replace(mark, results=results))
+    outputs = _make_primitive().bind(*moved, mark=dataclasses.replace(mark, results=results))
     return outputs, [0] * len(outputs)
-
-
-batching.primitive_batchers[primitive] = _batch
-mlir.register_lowering(primitive, mlir.lower_fun(lambda *operands, mark: mark.run_arithmetic(*operands), True))
 
 
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, mark: Mark) -> tuple[Any, Any]:
     """Return the results and their derivatives, which are those of the arithmetic."""
     zeros = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return jax.jvp(mark.run_arithmetic, tuple(primals), tuple(zeros))
-
-
-ad.primitive_jvps[primitive] = _differentiate
 
 
 def mark(name: str, find_results: Callable[..., Any], batch: Callable[..., Any] | None = None) -> Any:
@@ -194,5 +196,5 @@ def _bind(name: str, function: Any, find_results: Any, batch: Any, arguments: di
     statics = tuple((key, OPERAND if is_array[key] else value) for key, value in arguments.items())
     pairs = tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in ([results] if is_single else results))
     operands = [jnp.asarray(value) for key, value in arguments.items() if is_array[key]]
-    outputs = primitive.bind(*operands, mark=Mark(name, function, statics, pairs, is_single, batch))
+    outputs = _make_primitive().bind(*operands, mark=Mark(name, function, statics, pairs, is_single, batch))
     return outputs[0] if is_single else tuple(outputs)
