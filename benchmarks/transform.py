@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +26,13 @@ from flax import linen as nn
 import jaxquant as jq
 
 from .bare_contractions import CONTRACTIONS_ALONE, OPERATIONS, contract_alone
-from .contest import FLOAT32, QWIX, Call, Contest, Missing, Row, Table
+from .contest import FLOAT32, PLAIN, QWIX, Call, Contest, Missing, Row, Table
 from .training import CNN, MLP
 
 _PLAIN = "x @ W"
 _TRACE = "trace in float32"
 _HEADS = 8
+_LEAST_WIDTH = 64
 _RECIPES = {"dynamic": jq.recipes.w8a8_dynamic(), "static": jq.recipes.w8a8_static()}
 
 
@@ -154,6 +156,32 @@ def _prepare(network: str, shape: tuple[int, ...]) -> Contest:
     return Contest(prepare, {_TRACE: trace}, Missing("nothing to compare"), 0)
 
 
+def _convert_layers(shape: tuple[int, ...]) -> Contest:
+    """Return the conversion of dense layers of different widths, against one written by hand."""
+    (layers,) = shape
+    rng, widths = np.random.default_rng(9), [_LEAST_WIDTH + 8 * i for i in range(layers + 1)]
+    params = [jnp.asarray(rng.normal(size=pair), jnp.float32) for pair in itertools.pairwise(widths)]
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return functools.reduce(lambda x, w: jnp.tanh(x @ w), params, x)
+
+    @jax.jit
+    def quantize(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = jnp.max(jnp.abs(w), axis=0, keepdims=True) / 127
+        return jnp.clip(jnp.round(w / scale), -127, 127).astype(jnp.int8), scale
+
+    prepared = jq.prepare(apply, params, jnp.ones((1, widths[0])), rules=_RECIPES["dynamic"])
+    spec = jq.QuantSpec(jnp.int8, jq.PerAxis(1))
+    return Contest(
+        lambda: prepared.convert(params),
+        {PLAIN: lambda: [quantize(w) for w in params]},
+        lambda: [jq.quantize(w, spec).codes for w in params],
+        sum(w.nbytes for w in params),
+        frozenset((PLAIN,)),
+        lambda qparams: [q.codes for q in qparams],
+    )
+
+
 TABLES = (
     Table(
         "Converted functions",
@@ -170,6 +198,11 @@ TABLES = (
             Row("transform x @ W.T, dynamic", shape, functools.partial(_serve_transposed, shape))
             for shape in ((1024, 1024, 3), (64, 64, 3))
         ],
+    ),
+    Table(
+        "Converting parameters",
+        (PLAIN,),
+        [Row("convert dense layers of different widths", (20,), functools.partial(_convert_layers, (20,)), True)],
     ),
     Table(
         "Preparing functions",
