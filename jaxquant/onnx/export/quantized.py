@@ -160,7 +160,7 @@ def _write_operator(
 
 def _read_point(graph: Graph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
     if zero_point is None:
-        return values.make_known(np.zeros(shape, container))
+        return graph.fill(make_scalar(0, container), shape)
     return _reshape_value(graph, cast_value(graph, zero_point, container), shape)
 
 
