@@ -35,7 +35,7 @@ def apply_elementwise(x: jax.Array, y: jax.Array, i: jax.Array) -> list[jax.Arra
         *(i << 2, i >> 1, ~i, jnp.where(x > 0, x, y), lax.round(x), x**3, x**-2, jnp.abs(x) ** jnp.abs(y)),
         *(jax.nn.relu6(x), jax.nn.gelu(x), jax.nn.gelu(x, approximate=False), jax.nn.silu(x), jax.nn.softplus(x)),
         *(jax.nn.softmax(x), jax.nn.log_softmax(x), jax.nn.hard_swish(x), jax.nn.elu(x), jnp.isfinite(x)),
-        lax.reduce_precision(x, 8, 7),
+        *(lax.reduce_precision(x, 8, 7), jax.grad(lambda x: jnp.tanh(x).sum())(x)),
     ]
 
 
@@ -185,6 +185,35 @@ def test_integers(rng: np.random.Generator) -> None:
     ends = np.iinfo(np.int32)
     i = jnp.asarray([5, -5, ends.max, ends.min, 2**24 + 1, 0, *rng.integers(ends.min, ends.max, 2)], jnp.int32)
     check(apply_to_integers, i, jnp.asarray([127, -128, 1, -1, *rng.integers(-128, 128, 4)], jnp.int8), tolerance=0)
+
+
+def apply_to_unsigned(i: jax.Array) -> list[jax.Array]:
+    return [
+        *(i + i, i * i, i - 7, i // 3, i % 5, lax.rem(i, jnp.uint32(7)), i >> 1, i << 3, ~i, i**3, jnp.sign(i)),
+        *(i > 5, i <= jnp.uint32(2**31), i == 77, i.astype(jnp.float32)),
+        *(jnp.minimum(i, jnp.uint32(2**31 + 4)), jnp.maximum(i, 9)),
+        *(jnp.max(i), jnp.min(i), jnp.argmax(i), jnp.argmin(i), jnp.sort(i), lax.top_k(i, 3)[1], jnp.sum(i)),
+    ]
+
+
+@pytest.mark.slow
+def test_unsigned_integers_also_of_a_loaded_model(rng: np.random.Generator) -> None:
+    """In a loaded model integers of 64 bits are int32, which does not hold half of these numbers."""
+    i = jnp.asarray([0, 1, 2**31, 2**32 - 1, 2**31 - 1, 77, *rng.integers(0, 2**32, 4)], jnp.uint32)
+    check(apply_to_unsigned, i, tolerance=0)
+    loaded, params = jqonnx.load(jqonnx.export(apply_to_unsigned, [i]))
+    for actual, expected in zip(jax.jit(loaded)(params, i), jax.jit(apply_to_unsigned)(i), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_extremes_of_dtypes_that_argmax_lacks(rng: np.random.Generator) -> None:
+    x = jnp.asarray(rng.integers(0, 5, (4, 6)), jnp.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        dtypes = (jnp.bool_, jnp.int16, jnp.uint16, jnp.uint32, jnp.bfloat16, jnp.uint8)
+        return [f(x.astype(dtype), axis=1) for dtype in dtypes for f in (jnp.argmax, jnp.argmin)]
+
+    check(function, x)
 
 
 def test_rounding_away_from_zero() -> None:

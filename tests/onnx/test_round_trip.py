@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
 from ..cases.exported_networks import NETWORKS, convert_network
@@ -35,6 +37,42 @@ def test_a_loaded_export_gives_the_bits_of_the_function(name: str) -> None:
             same_bits(result, want)
         exported = jqonnx.export(loaded, [x], params=params)
         loaded, params = jqonnx.load(exported)
+
+
+def check_bits(function, x: jax.Array) -> None:
+    """Compare a function with its export, loaded, and with the export of that, loaded."""
+    want, current = jax.tree.leaves(jax.jit(function)(x)), jqonnx.export(function, [x])
+    for _ in range(2):
+        loaded, params = jqonnx.load(current)
+        for result, expected in zip(jax.tree.leaves(jax.jit(loaded)(params, x)), want, strict=True):
+            same_bits(result, expected)
+        current = jqonnx.export(loaded, [x], params=params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8, jnp.uint8])
+def test_scales_of_dynamic_ranges_are_rounded_once(rng: np.random.Generator, dtype: Any) -> None:
+    """XLA divides by a constant, such as 255, by a product with its reciprocal; jaxquant divides."""
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        q = jq.quantize(x, jq.QuantSpec(dtype, jq.PerAxis(0)))
+        return [q.codes.astype(jnp.int32), q.scale]
+
+    check_bits(function, jnp.asarray(rng.normal(0, 1, (500, 16)), jnp.float32))
+
+
+@pytest.mark.slow
+def test_sums_over_windows_are_no_means_times_their_number(rng: np.random.Generator) -> None:
+    def function(x: jax.Array) -> list[jax.Array]:
+        windows = ((1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+        total = jax.lax.reduce_window(x, np.float32(0), jax.lax.add, *windows)
+        return [
+            total,
+            total / 9,
+            jax.lax.reduce_window(x, np.float32(0), jax.lax.add, (1, 5, 3, 1), (1, 2, 1, 1), "VALID"),
+        ]
+
+    check_bits(function, jnp.asarray(rng.normal(0, 1, (2, 9, 8, 3)), jnp.float32))
 
 
 @pytest.mark.slow

@@ -160,14 +160,11 @@ def write_combination(graph: Graph, call: Call) -> Value:
         operands = [[graph.store(p[x]), *_store_affine(graph, p, x)] for x in ("a", "b")]
         name = _write_between(graph, _FLOATS[call.name], operands, _store_affine(graph, p, "c"))
         return Value(values.broadcast_shapes(p["a"].shape, p["b"].shape), _UINT8, name)
-    names = []
+    names, output = [], call.outputs[0]
     for side in ("a", "b", "c"):
         if side != "c":
             names.append(graph.store(p[side]))
-        names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
-        point = p[f"{side}_zero_point"]
-        names.append("" if point is None else _store_scalar(graph, point, point.dtype))
-    output = call.outputs[0]
+        names += _store_affine(graph, p, side, np.dtype(output.dtype) if side == "c" else p[side].dtype)
     name = graph.add(_OPERATORS[call.name], names, domain=MICROSOFT)
     shape = values.broadcast_shapes(p["a"].shape, p["b"].shape)
     return Value(shape, np.dtype(output.dtype), name)
@@ -195,10 +192,8 @@ def write_unary(graph: Graph, call: Call) -> Value | None:
         operand = [graph.transpose(names[0], order), *_store_affine(graph, p, "x")]
         name = _write_between(graph, _FLOATS[call.name], [operand], _store_affine(graph, p, "y"), **plain)
         return Value(tuple(output.shape), _UINT8, graph.transpose(name, np.argsort(order).tolist()))
-    for side in ("x", "y"):
-        point = p[f"{side}_zero_point"]
-        names.append(_store_scalar(graph, p[f"{side}_scale"], _FLOAT32))
-        names.append("" if point is None else _store_scalar(graph, point, point.dtype))
+    for side, dtype in (("x", p["x"].dtype), ("y", np.dtype(output.dtype))):
+        names += _store_affine(graph, p, side, dtype)
     name = graph.add(operator, names, domain=MICROSOFT, **attributes)
     return Value(tuple(output.shape), np.dtype(output.dtype), name)
 
@@ -244,11 +239,12 @@ def _is_fusible(graph: Graph, dtype: Any) -> bool:
     return graph.form == "qdq" and dtype == _UINT8
 
 
-def _store_affine(graph: Graph, parameters: Any, side: str) -> list[str]:
-    """Return the scale and the zero point of an operand or of the result."""
+def _store_affine(graph: Graph, parameters: Any, side: str, dtype: np.dtype = _UINT8) -> list[str]:
+    """Return the scale and the zero point of an operand or of the result, whose codes have a dtype."""
+    # Without a zero point, ONNX Runtime takes codes of int8 for uint8, and does not load the model.
     point = parameters[f"{side}_zero_point"]
-    point = values.make_known(np.zeros((), _UINT8)) if point is None else point
-    return [_store_scalar(graph, parameters[f"{side}_scale"], _FLOAT32), _store_scalar(graph, point, _UINT8)]
+    point = values.make_known(np.zeros((), dtype)) if point is None else point
+    return [_store_scalar(graph, parameters[f"{side}_scale"], _FLOAT32), _store_scalar(graph, point, dtype)]
 
 
 def _write_between(graph: Graph, operator: str, operands: Any, result: Any, **attributes: Any) -> str:
@@ -261,8 +257,8 @@ def _write_between(graph: Graph, operator: str, operands: Any, result: Any, **at
 def write_lookup(graph: Graph, call: Call) -> Value:
     """Write a lookup in a table of 256 entries, in the order of the codes' bits."""
     table, x = call.parameters["table"], call.parameters["x"]
-    # Gather counts negative indices from the back, where the table has the negative codes of int8.
-    index = cast_value(graph, x, np.int32)
+    # The bits of int8 as uint8: a loaded model relies on indices that are not negative.
+    index = cast_value(graph, cast_value(graph, x, _UINT8), np.int32)
     container = values.find_container(call.outputs[0].dtype)
     name = graph.add("Gather", [graph.store_full(table, (256,)), graph.store(index)], axis=0)
     return Value(x.shape, container, name)

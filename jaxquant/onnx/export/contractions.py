@@ -93,6 +93,8 @@ def write_convolution(graph: Graph, call: Call) -> Value:
     if p["batch_group_count"] != 1:
         raise UnsupportedError("batch_group_count")
     dtype = values.find_container(output.dtype)
+    if dtype not in dtypes.FLOATS:
+        raise UnsupportedError("a convolution of integers other than jaxquant's")
     wide = elementwise.find_compute_dtype(dtype)
     names = [
         arrange_operand(graph, elementwise.cast_value(graph, x, wide), shape, spec)

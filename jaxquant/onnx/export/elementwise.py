@@ -33,11 +33,32 @@ _BINARY = {
 _COMPARISONS = {"eq": "Equal", "lt": "Less", "gt": "Greater", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
 _LOGIC = {"and": "And", "or": "Or", "xor": "Xor"}
 _BITS = {"and": "BitwiseAnd", "or": "BitwiseOr", "xor": "BitwiseXor"}
+_UINT32 = np.dtype(np.uint32)
+# ONNX Runtime has these for uint32. The others are computed in int64, which is int32 in a model that JAX loads.
+_UINT32_OPERATORS = ("Add", "Sub", "Mul", "Div", "Mod", "Max", "Min", "Sign", *_COMPARISONS.values())
 
 
 def find_compute_dtype(dtype: Any) -> np.dtype:
     """Return the dtype in which the graph computes with values of a dtype."""
     return _WIDER.get(values.find_container(dtype), np.dtype(dtype))
+
+
+def widen_ordered(graph: Graph, name: str, dtype: Any) -> str:
+    """Return a tensor in a dtype that ONNX Runtime sorts, and in the same order; `narrow_ordered` is the inverse."""
+    container = values.find_container(dtype)
+    if container == _UINT32:
+        # The sum wraps around: 0 becomes the lowest int32.
+        return graph.add("Add", [graph.cast(name, np.int32), graph.add_constant(np.int32(-(2**31)))])
+    wide = find_compute_dtype(container)
+    return name if wide == container else graph.cast(name, wide)
+
+
+def narrow_ordered(graph: Graph, name: str, dtype: Any) -> str:
+    """Return what `widen_ordered` made of a tensor, or elements of it, in its dtype."""
+    container = values.find_container(dtype)
+    if container == _UINT32:
+        return graph.cast(graph.add("Add", [name, graph.add_constant(np.int32(-(2**31)))]), container)
+    return name if find_compute_dtype(container) == container else graph.cast(name, container)
 
 
 def apply_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any = None, **attributes: Any) -> Value:
@@ -51,7 +72,8 @@ def apply_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: 
         **attributes: the attributes of the node.
     """
     container = values.find_container(inputs[0].dtype)
-    wide = find_compute_dtype(container)
+    is_direct = container == _UINT32 and operator in _UINT32_OPERATORS
+    wide = container if is_direct else find_compute_dtype(container)
     for x in inputs:
         graph.note_dtype(x.name, values.find_container(x.dtype))
     names = [graph.store(x) if wide == container else graph.cast(graph.store(x), wide) for x in inputs]
@@ -155,6 +177,15 @@ def write_round(graph: Graph, call: Call) -> Value:
     is_up = apply_operator(graph, "GreaterOrEqual", [rest, make_scalar(0.5, x.dtype)], np.bool_)
     size = apply_operator(graph, "Add", [whole, cast_value(graph, is_up, x.dtype)])
     return apply_operator(graph, "Mul", [apply_operator(graph, "Sign", [x]), size])
+
+
+@writes("one_minus_square")
+def write_one_minus_square(graph: Graph, call: Call) -> Value:
+    """Write 1 - x * x, which is in the derivative of tanh, as JAX computes it: (1 + x) * (1 - x)."""
+    (x,) = call.inputs
+    return apply_operator(
+        graph, "Mul", [apply_operator(graph, op, [make_scalar(1, x.dtype), x]) for op in ("Add", "Sub")]
+    )
 
 
 @writes("integer_pow", "square")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,13 +43,15 @@ _LIBRARIES = tuple(
 )
 
 
-def _locate(equation: Any) -> str:
-    """Return the file and the line of the user, or of a framework, that an equation comes from."""
-    traceback = equation.source_info.traceback
-    for frame in () if traceback is None else traceback.frames:
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f"{frame.file_name}:{frame.line_num}"
-    return programs.locate(equation)
+def _locate(equations: Sequence[Any]) -> str:
+    """Return the file and the line of the user, or of a framework, that the last of nested equations comes from."""
+    # What JAX has traced before, such as the body of jnp.cumprod, does not know its caller; the call does.
+    for equation in reversed(equations):
+        traceback = equation.source_info.traceback
+        for frame in () if traceback is None else traceback.frames:
+            if not frame.file_name.startswith(_LIBRARIES):
+                return f"{frame.file_name}:{frame.line_num}"
+    return programs.locate(equations[-1])
 
 
 def _is_empty(spec: Spec) -> bool:
@@ -68,6 +71,7 @@ class Exporter:
         self.graph = graph
         self.unsupported: dict[str, None] = {}
         self._depth = 0
+        self._calls: list[Any] = []
 
     def is_constant(self, value: Any) -> bool:
         """Return whether a value is known before the model runs."""
@@ -103,10 +107,17 @@ class Exporter:
             text = name if name != program.MARK else equation.params["mark"].name
             return self._note_unsupported(text, error, equation, specs)
 
+    @contextlib.contextmanager
+    def enter_call(self, equation: Any) -> Iterator[None]:
+        """Note who calls the equations that are written."""
+        self._calls.append(equation)
+        yield
+        self._calls.pop()
+
     def _note_unsupported(self, name: str, error: Exception, equation: Any, specs: Sequence[Spec]) -> list[Value]:
         """Note what ONNX cannot express, and return placeholders of its results."""
         # The error lists everything that is not supported; with placeholders, the export goes on and finds it.
-        self.unsupported[f"{name} ({error}) at {_locate(equation)}"] = None
+        self.unsupported[f"{name} ({error}) at {_locate([*self._calls, equation])}"] = None
         return [Value(spec.shape, values.find_container(spec.dtype), "unsupported") for spec in specs]
 
     def _write_mark(

@@ -40,6 +40,7 @@ def write_contraction(graph: Graph, call: Call) -> Value:
     is_direct = _is_zero(points[0]) or _count(points[0]) == 1
     columns = _find_column_points(points[1], rhs)
     if is_direct and columns is not None:
+        lhs, points = _match_signs(graph, lhs, rhs, points)
         names = [
             "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
             for point, side, shape in zip(points, (lhs, rhs), ((), columns), strict=True)
@@ -59,6 +60,21 @@ def write_contraction(graph: Graph, call: Call) -> Value:
         sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
         name = contractions.multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
     return Value(tuple(output), _INT32, name)
+
+
+def _match_signs(
+    graph: Graph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None]
+) -> tuple[Matrix, tuple[Value | None, Value | None]]:
+    """Return a left operand of int8 as uint8 if the right one is uint8, and the zero points.
+
+    ONNX Runtime has no MatMulIntegerToFloat for int8 by uint8, and does not load a model in which it fuses this product
+    with the scales, which it does if one of them is computed.
+    """
+    is_static = lhs.value.is_known and (points[1] is None or points[1].is_known)
+    if is_static or lhs.value.dtype != np.int8 or rhs.value.dtype != _UINT8:
+        return lhs, points
+    value, point = _to_unsigned(graph, lhs.value, points[0], lhs.shape)
+    return lhs._replace(value=value), (point, points[1])
 
 
 def _to_container(graph: Graph, codes: Value) -> Value:

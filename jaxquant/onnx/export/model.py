@@ -273,7 +273,11 @@ def _rename_point(point: Any, names: dict[str, str]) -> Any:
 def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
     """Return the names of the outputs: those that operators ask for, or numbers."""
     names = ["output"] if len(tensors) == 1 else [f"output_{i}" for i in range(len(tensors))]
-    requested = set(graph.requests.values())
+    requested, taken = set(graph.requests.values()), _list_tensors(graph)
+    for i, name in enumerate(names):
+        # An input may have the name of a parameter of the function, such as `output`.
+        while names[i] in taken:
+            names[i] = graph.make_name(name)
     for i, tensor in enumerate(tensors):
         if tensor in requested and tensor not in names:
             names[i] = tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,10 @@ class Backend(Protocol):
         """Return the results of an equation, not all of whose operands are known."""
         ...
 
+    def enter_call(self, equation: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the program that an equation calls is evaluated."""
+        ...
+
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
         """Count the quantize points of a mark whose results are known."""
         ...
@@ -101,7 +106,7 @@ def trace_call(function: Callable[..., Any], params: Any, structure: Any, specs:
     """Return the program of a function of parameters, if they are not None, and of the leaves of its arguments."""
     paths, tree = jax.tree_util.tree_flatten_with_path(params)
     places = [i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, jax.Array | np.ndarray)]
-    arrays = [paths[i][1] for i in places]
+    arrays = [_canonicalize(paths[i][1]) for i in places]
 
     def flat(*inputs: Any) -> Any:
         # Leaves that are no arrays, such as Python numbers, stay what they are, and may decide about shapes.
@@ -111,9 +116,16 @@ def trace_call(function: Callable[..., Any], params: Any, structure: Any, specs:
         constants = [] if params is None else [jax.tree.unflatten(tree, leaves)]
         return function(*constants, *jax.tree.unflatten(structure, inputs[len(places) :]))
 
-    shapes = [jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     names = [".".join(read_key(key) for key in paths[i][0]) for i in places]
     return Traced(trace(flat, [*shapes, *specs]), arrays, names)
+
+
+def _canonicalize(array: Any) -> Any:
+    """Return an array of numpy with the dtype that JAX has for it: 32 bits in place of 64, unless x64 is enabled."""
+    if isinstance(array, jax.Array):
+        return array
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def read_key(key: Any) -> str:
@@ -158,7 +170,8 @@ def _run_equation(backend: Backend, equation: Any, operands: Sequence[Any]) -> S
         return _fold(backend, name, equation, operands)
     if name in _CALLS:
         body = _read_call(equation)
-        return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
+        with backend.enter_call(equation):
+            return run_program(backend, body.program, [backend.make_known(c) for c in body.constants], operands)
     if name == programs.SCAN:
         results = backend.roll_scan(equation, operands, specs)
         return _unroll_scan(backend, equation, operands, specs) if results is None else results
@@ -309,6 +322,10 @@ class Tap:
         results = mark.run_arithmetic(*(jnp.asarray(x) for x in operands))
         self.codes += [results[i] for i in find_points(mark)]
         return results
+
+    def enter_call(self, equation: Any) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: what is computed does not depend on who calls."""
+        return contextlib.nullcontext()
 
     def skip_points(self, mark: recording.Mark, results: Sequence[Any]) -> None:
         """Keep known codes, which a model traced with other shapes may compute."""

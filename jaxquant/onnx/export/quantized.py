@@ -10,6 +10,7 @@ import numpy as np
 
 from ..._core import dtypes
 from ..._core import granularity as granularities
+from ..load.graph import ROUNDED_ONCE
 from . import elementwise, packed_weights, values
 from .elementwise import apply_operator, cast_value, make_scalar
 from .graph import Graph
@@ -160,7 +161,7 @@ def _write_operator(
 
 def _read_point(graph: Graph, zero_point: Value | None, shape: Shape, container: np.dtype) -> Value:
     if zero_point is None:
-        return values.make_known(np.zeros(shape, container))
+        return graph.fill(make_scalar(0, container), shape)
     return _reshape_value(graph, cast_value(graph, zero_point, container), shape)
 
 
@@ -179,7 +180,7 @@ def _saturate(graph: Graph, codes: Value, dtype: np.dtype, bounds: Any) -> Value
 def _divide(graph: Graph, x: Value, scale: Value, precision: np.dtype) -> Value:
     """Return the quotient in a precision, as float32."""
     parts = [round_value(graph, cast_value(graph, v, np.float32), precision) for v in (x, scale)]
-    return round_value(graph, apply_operator(graph, "Div", parts), precision)
+    return round_value(graph, _divide_once(graph, *parts), precision)
 
 
 def round_value(graph: Graph, x: Value, dtype: Any) -> Value:
@@ -273,7 +274,14 @@ def _hold(graph: Graph, codes: Value) -> Value:
 @writes_mark("divide")
 def write_divide(graph: Graph, call: Call) -> Value:
     """Write a division."""
-    return apply_operator(graph, "Div", [call.parameters["x"], call.parameters["scale"]])
+    return _divide_once(graph, call.parameters["x"], call.parameters["scale"])
+
+
+def _divide_once(graph: Graph, x: Value, scale: Value) -> Value:
+    """Return the quotient of float32 values, which a loaded model rounds once, too."""
+    result = apply_operator(graph, "Div", [x, scale])
+    graph.nodes[-1].doc_string = ROUNDED_ONCE
+    return result
 
 
 @writes_mark("round_to_dtype")

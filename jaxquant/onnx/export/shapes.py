@@ -289,10 +289,9 @@ def write_top_k(graph: Graph, call: Call) -> list[Value]:
 
 def _order(graph: Graph, name: str, dtype: Any, count: Any, axis: int, largest: int) -> list[str]:
     """Return the largest or the smallest elements in their order, and their indices."""
-    wide, container = elementwise.find_compute_dtype(dtype), values.find_container(dtype)
-    name = name if wide == container else graph.cast(name, wide)
+    name = elementwise.widen_ordered(graph, name, dtype)
     ordered, index = graph.add("TopK", [name, graph.add_shape((count,))], 2, axis=axis, largest=largest)
-    return [ordered if wide == container else graph.cast(ordered, container), index]
+    return [elementwise.narrow_ordered(graph, ordered, dtype), index]
 
 
 @writes("sort")
@@ -330,6 +329,7 @@ def write_arg_extreme(graph: Graph, call: Call) -> Value:
     """Write the index of an extreme."""
     p, operator = call.parameters, {"argmax": "ArgMax", "argmin": "ArgMin"}[call.name]
     name = graph.store_full(call.inputs[0], p["input_shapes"][0])
+    name = elementwise.widen_ordered(graph, name, call.inputs[0].dtype)
     index = graph.add(operator, [name], axis=p["axes"][0], keepdims=0)
     return Value(call.outputs[0].shape, np.dtype(p["index_dtype"]), graph.cast(index, p["index_dtype"]))
 
@@ -358,18 +358,18 @@ def write_reduction(graph: Graph, call: Call) -> Value:
     # A reduced dimension must have all of its elements; the others may stay short.
     stored = tuple(shape[axis] if axis in axes else x.shape[axis] for axis in range(len(shape)))
     name = graph.store_full(x, stored)
-    if (
-        operator == "ReduceSum"
-        and wide == np.int32
-        and not conversions.fits_sum(graph, x, [shape[axis] for axis in axes])
-    ):
+    kept = tuple(n for axis, n in enumerate(stored) if axis not in axes)
+    if operator in ("ReduceMax", "ReduceMin"):
+        name = graph.reduce(operator, elementwise.widen_ordered(graph, name, x.dtype), axes)
+        return Value(kept, values.find_container(x.dtype), elementwise.narrow_ordered(graph, name, x.dtype))
+    counts = [shape[axis] for axis in axes]
+    if operator == "ReduceSum" and wide == np.int32 and not conversions.fits_sum(graph, x, counts):
         # ONNX Runtime's sum of int32 saturates, and JAX's keeps the low bits, as a cast does.
         wide = np.dtype(np.int64)
     name = name if wide == values.find_container(x.dtype) else graph.cast(name, wide)
     name = graph.reduce(operator, name, axes)
     target = values.find_container(output.dtype)
-    name = name if wide == target else graph.cast(name, target)
-    return Value(tuple(n for axis, n in enumerate(stored) if axis not in axes), target, name)
+    return Value(kept, target, name if wide == target else graph.cast(name, target))
 
 
 def _make_empty_result(name: str, output: Spec) -> Value:

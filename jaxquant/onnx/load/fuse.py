@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .graph import Graph, Node, find_small_powers, select_live
+from .graph import WINDOW_SUM, Graph, Node, find_small_powers, select_live
 
 _EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 # Operators that ONNX Runtime moves quantization past; each moves or selects elements of its first input.
@@ -43,6 +44,7 @@ class _Fuser:
 
     def __init__(self, graph: Graph, is_exported: bool) -> None:
         self.graph = graph
+        self.is_exported = is_exported
         self.sums = _SUMS[: 3 if is_exported else None]
         self.nodes = list(graph.nodes)
         self.constants = dict(graph.constants)
@@ -58,6 +60,8 @@ class _Fuser:
                 rule()
                 self.nodes = list(select_live(self.nodes, self.graph.outputs))
                 self._index()
+        if self.is_exported:
+            self._sum_windows()
         # Last, because the rules before look for Mul.
         self._expand_powers()
         self._round_products()
@@ -65,6 +69,17 @@ class _Fuser:
         read = {*self.graph.outputs, *(name for node in nodes for name in node.list_reads())}
         constants = {name: array for name, array in self.constants.items() if name in read}
         return dataclasses.replace(self.graph, nodes=nodes, constants=constants, literals=frozenset(self.literals))
+
+    def _sum_windows(self) -> None:
+        """Make a sum of a mean times its number of elements: `export` writes it so, because ONNX has no such sums."""
+        for place, node in enumerate(self.nodes):
+            mean = self.producers.get(node.inputs[0]) if node.op == "Mul" else None
+            if mean is None or mean.op != "AveragePool" or not mean.attributes.get("count_include_pad"):
+                continue
+            count, size = self.constants.get(node.inputs[1]), math.prod(mean.attributes["kernel_shape"])
+            if count is not None and count.size == 1 and count.item() == size:
+                attributes = {**mean.attributes, WINDOW_SUM: 1}
+                self.nodes[place] = dataclasses.replace(mean, outputs=node.outputs, attributes=attributes)
 
     def _index(self) -> None:
         """Find the producer and the readers of each name."""

@@ -17,6 +17,13 @@ from .values import read_tensor
 _KIND = onnx.AttributeProto
 
 
+# The documentation of a division that XLA must not replace by a product with the reciprocal. `export` writes it, and a
+# node has it as an attribute.
+ROUNDED_ONCE = "jaxquant.rounded_once"
+# The attribute of a mean over windows that stands for their sum.
+WINDOW_SUM = "jaxquant.window_sum"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
     """A node of a graph.
@@ -158,7 +165,7 @@ class _Converter:
     def _convert_node(self, proto: onnx.NodeProto, index: int) -> Node:
         key = find_function_key(proto)
         label = f"node {index}, {proto.op_type}" + (f" {proto.name!r}" if proto.name else "")
-        attributes = {}
+        attributes: dict[str, Any] = {ROUNDED_ONCE: 1} if proto.doc_string == ROUNDED_ONCE else {}
         for attribute in proto.attribute:
             name = attribute.ref_attr_name
             if name:

@@ -12,6 +12,7 @@ from jax import core, lax
 
 from ...._core import barriers, dtypes, small_floats
 from .. import float_kernels
+from ..graph import ROUNDED_ONCE
 from ..registry import register
 from ..values import (
     broadcast_shapes,
@@ -132,8 +133,9 @@ def divide(call: Any, a: Any, b: Any) -> Any:
     xp = namespace(a, b)
     if xp is np and object in (a.dtype, b.dtype):  # lengths, which are not negative
         return a // b
-    if xp is jnp and call.has_runtime_floats(jnp.asarray(a)):
-        return float_kernels.divide(a, b)
+    is_exact = call.has_runtime_floats(jnp.asarray(a)) or call.get(ROUNDED_ONCE) if xp is jnp else False
+    if is_exact and a.dtype == np.float32:
+        return float_kernels.divide(jnp.asarray(a), jnp.asarray(b))
     if a.dtype.kind not in "iu":
         return xp.divide(a, b).astype(a.dtype)
     if xp is jnp:

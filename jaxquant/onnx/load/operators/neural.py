@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..graph import WINDOW_SUM
 from ..registry import register
 from ..values import list_ints
 from .windows import count_elements, find_windows, list_window_elements, reduce_windows
@@ -125,6 +126,8 @@ def pool_average(call: Any, x: Any) -> Any:
     """ONNX AveragePool."""
     windows = find_windows(call, x.shape[2:])
     total = reduce_windows(x, windows, np.zeros((), x.dtype), lax.add)
+    if call.get(WINDOW_SUM):
+        return total
     counts = count_elements(call, windows, x.shape[2:], bool(call.get("count_include_pad", 0)))
     return (total / counts.astype(x.dtype)).astype(x.dtype)
 
