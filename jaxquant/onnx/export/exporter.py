@@ -111,8 +111,10 @@ class Exporter:
     def enter_call(self, equation: Any) -> Iterator[None]:
         """Note who calls the equations that are written."""
         self._calls.append(equation)
-        yield
-        self._calls.pop()
+        try:
+            yield
+        finally:
+            self._calls.pop()
 
     def _note_unsupported(self, name: str, error: Exception, equation: Any, specs: Sequence[Spec]) -> list[Value]:
         """Note what ONNX cannot express, and return placeholders of its results."""
