@@ -130,6 +130,11 @@ class Interpreter:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
             scope = jaxpr.find_scope(equation) or site.operation
+            # A parameter next to the weight is activations: the entry that an index selects.
+            operands = [
+                self.mode.convert_to_array(x) if place != site.weight and self.mode.is_parameter(x) else x
+                for place, x in enumerate(operands)
+            ]
             # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records, stores)
