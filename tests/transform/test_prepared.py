@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import pathlib
 import weakref
 from typing import Any
@@ -222,6 +223,13 @@ def test_check_reports_other_arguments(params: Any, batches: Any) -> None:
 
 
 # Training.
+
+
+def test_coverage_of_symbolic_shapes_is_for_json(params: Any, batches: Any) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=jq.recipes.w8a8_dynamic())
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 12"), jnp.float32)
+    shapes = [row["shapes"] for row in json.loads(json.dumps(prepared.check(params, shape).to_dict())).values()]
+    assert shapes[0][0] == ["b", 12]
 
 
 @pytest.mark.slow
