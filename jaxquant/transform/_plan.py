@@ -218,7 +218,7 @@ def _plan_site(
     layers: tuple[Address, ...],
 ) -> SitePlan:  # fmt: skip
     is_kept = rule is None or rule.keep is not None
-    if is_kept or site.reason:
+    if rule is None or is_kept or site.reason:
         reason = (site.reason or _explain_float(site, rule)) + _explain_values(site, leaves, names)
         # Unused results and products of integers lose nothing by staying as they are: `strict` does not list them.
         is_wanted = not is_kept and site.reason not in (UNUSED, "integers already")
