@@ -207,7 +207,9 @@ def _to_dict(row: Row) -> dict[str, Any]:
     fields = row._asdict()
     specs = {"activations": [*map(repr, row.activations)]}
     specs |= {name: None if fields[name] is None else repr(fields[name]) for name in ("weight", "output")}
-    return {**fields, **specs, "paths": list(row.paths), "shapes": [list(shape) for shape in row.shapes]}
+    # `jax.export` has sizes that are symbols, which JSON has not.
+    shapes = [[n if isinstance(n, int) else str(n) for n in shape] for shape in row.shapes]
+    return {**fields, **specs, "paths": list(row.paths), "shapes": shapes}
 
 
 def check_strict(function: str, coverage: Coverage) -> None:

@@ -122,7 +122,8 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
     leaves = _plan_leaves(wanted, chosen, names, shapes)
     records = _plan_records(analysis.sites.values(), chosen, names)
     sites = {
-        site.name: _plan_site(site, chosen[site.name], leaves, *records[site.name]) for site in analysis.sites.values()
+        site.name: _plan_site(site, chosen[site.name], leaves, names, *records[site.name])
+        for site in analysis.sites.values()
     }
     used = {id(rule) for rule in chosen.values()}
     return Plan(sites, leaves, tuple(rule for rule in rules if rule.path is not None and id(rule) not in used))
@@ -213,14 +214,15 @@ def _plan_records(
 
 
 def _plan_site(
-    site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], record: str, layers: tuple[Address, ...]
-) -> SitePlan:
-    if rule is None or rule.keep is not None:
-        reason = site.reason or _explain_float(site, rule)
-        return SitePlan(False, None, (), record, layers, reason, False)
-    if site.reason:
+    site: Site, rule: Rule | None, leaves: dict[int, LeafPlan], names: Sequence[str], record: str,
+    layers: tuple[Address, ...],
+) -> SitePlan:  # fmt: skip
+    is_kept = rule is None or rule.keep is not None
+    if rule is None or is_kept or site.reason:
+        reason = (site.reason or _explain_float(site, rule)) + _explain_values(site, leaves, names)
         # Unused results and products of integers lose nothing by staying as they are: `strict` does not list them.
-        return SitePlan(False, None, (), record, layers, site.reason, site.reason not in (UNUSED, "integers already"))
+        is_wanted = not is_kept and site.reason not in (UNUSED, "integers already")
+        return SitePlan(False, None, (), record, layers, reason, is_wanted)
     weight = leaves[site.views[0].leaf].spec if site.views else None
     activations = []
     if rule.activation is not None and site.operation != "take":
@@ -260,6 +262,14 @@ def _explain_float(site: Site, rule: Rule | None) -> str:
     if rule is not None:
         return "a rule keeps it in floats"
     return "no rule matches it" if site.leaves else "a product of activations, which no rule matches"
+
+
+def _explain_values(site: Site, leaves: Mapping[int, LeafPlan], names: Sequence[str]) -> str:
+    """Return that a contraction in floats has the values of codes, if other uses of its parameters are quantized."""
+    # A parameter is stored once, so a rule for one of its uses does not keep its values.
+    quantized = ", ".join(names[leaf] for leaf in site.leaves if leaf in leaves)
+    is_read = bool(quantized) and site.reason != UNUSED
+    return f"; with the values of codes, because another use of {quantized} is quantized" if is_read else ""
 
 
 def _make_activation_spec(site: Site, place: int, activation: Activation) -> QuantSpec:

@@ -10,7 +10,8 @@ import jax
 from .._arrays.scale_from_range import find_block_size
 from .._core import checks, dtypes
 from . import _coverage, _ranges
-from ._calls import Signature, TracedFunctions, trace_call
+from ._calls import Call, Signature, TracedFunctions, trace_call
+from ._plan import describe_site
 from ._prepared import Prepared
 from ._programs.sites import Site
 from .rules import Rule
@@ -52,8 +53,9 @@ def prepare(
 
     Raises:
         TypeError: function is not callable, rules are not `Rule`s, or there is no float array in the parameters.
-        ValueError: a rule with a path matches no contraction; two rules give one parameter different specs; a spec
-            cannot be contracted; or strict is True and a contraction that a rule wants on codes stays in floats.
+        ValueError: a rule with a path matches no contraction, or only those that rules before it match; two rules give
+            one parameter different specs; a spec cannot be contracted; or strict is True and a contraction that a rule
+            wants on codes stays in floats.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -85,9 +87,7 @@ def prepare(
     expected = "a pytree with arrays of float32, bfloat16 or float16"
     checks.require_type(has_floats, _NAME, "params", expected, ", ".join(dtype_names[:4]) or "no arrays")
     for rule in call.plan.unmatched:
-        paths = sorted({path for site in call.analysis.sites.values() for path in _list_paths(site, names)})
-        got = f"{rule.path!r}, which matches none of {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"
-        checks.require(False, _NAME, "rules", "paths that match a contraction", got)
+        _refuse_unmatched(rule, call)
     coverage = _coverage.make_coverage(call.analysis, call.plan, names)
     if strict:
         _coverage.check_strict(_NAME, coverage)
@@ -105,6 +105,19 @@ def _read_rules(rules: Any) -> tuple[Rule, ...]:
     expected = "a sequence of Rules, such as jq.recipes.w8a8_dynamic()"
     checks.require_type(holds, _NAME, "rules", expected, checks.describe_value(rules))
     return tuple(rules)
+
+
+def _refuse_unmatched(rule: Rule, call: Call) -> None:
+    """Raise because a rule with a path applies to no contraction."""
+    sites, names = call.analysis.sites.values(), call.parameters.names
+    hidden = [site.name for site in sites if rule.matches(describe_site(site, names))]
+    if hidden:
+        expected = "each rule before those that match all of its contractions, because the first that matches applies"
+        got = f"{rule.path!r} after rules that match {', '.join(hidden[:4])}{', ...' if len(hidden) > 4 else ''}"
+        checks.require(False, _NAME, "rules", expected, got)
+    paths = sorted({path for site in sites for path in _list_paths(site, names)})
+    got = f"{rule.path!r}, which matches none of {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"
+    checks.require(False, _NAME, "rules", "paths that match a contraction", got)
 
 
 def _list_paths(site: Site, names: Sequence[str]) -> list[str]:

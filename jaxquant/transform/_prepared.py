@@ -189,11 +189,15 @@ class Prepared:
 
         Raises:
             TypeError: delete is not True or False, or scales are none.
-            ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already; or
-                the scales belong to other parameters; or a bias has more steps than int32 can hold.
+            ValueError: the parameters have other paths or shapes than those of `prepare`, or are quantized already;
+                delete is True inside of `jax.jit`; the scales belong to other parameters; or a bias has more steps than
+                int32 can hold.
         """
         checks.check_flag("Prepared.convert", "delete", delete)
         signature = self._read_parameters("convert", params)
+        can_delete = not (delete and any(checks.is_traced(x) for x in signature.arrays))
+        expected = "False inside of jax.jit, where no array can be deleted"
+        checks.require(can_delete, "Prepared.convert", "delete", expected, delete)
         learned = self._read_learned("convert", scales).weights
         converted = list(signature.arrays)
         # Those that are multiplied first are not known yet.
@@ -306,8 +310,10 @@ class Prepared:
 
     def _trace(self, method: str, params: Any, args: Any, kwargs: Any) -> Call:
         function = f"Prepared.{method}"
-        # Before the function is traced, which may read a path that is missing.
-        check_names(function, self.names, Signature(params).names)
+        # Before the function is traced, which may read a path that is missing, or contract a wrong shape.
+        signature = Signature(params)
+        check_names(function, self.names, signature.names)
+        self._check_shapes(function, signature)
         call = trace_call(self.traced, self.rules, params, args, kwargs, self.leaves.keys())
         if self.strict:
             _coverage.check_strict(function, _coverage.make_coverage(call.analysis, call.plan, self.names))
@@ -319,10 +325,7 @@ class Prepared:
         signature = Signature(params)
         check_names(f"Prepared.{method}", self.names, signature.names)
         self._check_floats(method, signature)
-        for place, plan in self.leaves.items():
-            shape = tuple(signature.arrays[place].shape)
-            expected = f"the shape {plan.shape} at {self.names[place]}, as in prepare"
-            checks.require(shape == plan.shape, f"Prepared.{method}", "params", expected, shape)
+        self._check_shapes(f"Prepared.{method}", signature)
         return signature
 
     def _read_learned(self, method: str, scales: Any) -> LearnedScales:
@@ -339,6 +342,12 @@ class Prepared:
         expected = "scales of the weights of this prepared function"
         checks.require(not differing, function, "scales", expected, f"others at {', '.join(differing[:4])}")
         return scales
+
+    def _check_shapes(self, function: str, parameters: Signature) -> None:
+        for place, plan in self.leaves.items():
+            shape = tuple(parameters.arrays[place].shape)
+            expected = f"the shape {plan.shape} at {self.names[place]}, as in prepare"
+            checks.require(shape == plan.shape, function, "params", expected, shape)
 
     def _check_floats(self, method: str, parameters: Signature) -> None:
         for place in self.leaves:

@@ -6,6 +6,7 @@ The functions are named after what they show. `PROGRAMS` holds all of them; thos
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -320,6 +321,41 @@ def tied_embedding(params, ids):
 @example({"table": (24, 16)}, Ids((6,), 16), forms="l")
 def lookup_of_columns(params, ids):
     return jnp.take(params["table"], ids, axis=1)
+
+
+@example({"table": (16, 24)}, Ids((2, 6), 16), forms="l")
+def lookup_of_one_entry_under_vmap(params, ids):
+    return jax.vmap(jax.vmap(lambda i: params["table"][i]))(ids)
+
+
+@example({"table": (3, 16, 4)}, Ids((6,), 32), forms="ll")
+def lookup_of_one_column_under_vmap(params, ids):
+    take = functools.partial(lax.dynamic_index_in_dim, params["table"], axis=1)
+    return jax.vmap(take)(ids), jax.vmap(functools.partial(take, keepdims=False), out_axes=1)(ids)
+
+
+@example({"table": (16, 24)}, Ids((6,), 16), forms="f")
+def lookup_of_windows(params, ids):
+    return jax.vmap(lambda i: lax.dynamic_slice_in_dim(params["table"], i, 2))(ids)
+
+
+@example({"table": (16, 24)}, Ids((6,), 16), forms="f")
+def lookup_in_a_computed_table(params, ids):
+    return (4 * params["table"])[ids]
+
+
+@example({"table": (32, 32), "scale": (32,), "w": (32, 32)}, Ids((), 16), forms="ii")
+def embedding_of_one_token(params, token):
+    x = params["table"][token]
+    x = x * lax.rsqrt(jnp.mean(x * x) + 1e-6) * params["scale"]
+    return x @ params["w"] @ params["table"].T
+
+
+@example({"table": (16, 8), "w": (8, 8)}, Ids((4,), 16), forms="ii")
+def embedding_of_one_token_next_to_a_weight(params, ids):
+    return lax.map(
+        lambda token: (params["table"][token] @ params["w"], params["table"][token] @ params["table"].T), ids
+    )
 
 
 @example({"table": (8, 24)}, Ids((12,), 32), forms="lllll")

@@ -293,6 +293,14 @@ def while_loop(params, x, count):
     return lax.while_loop(lambda state: state[0] > 0, step, (count + 1, x, params["w"]))
 
 
+@example({"w": (16, 16)}, (6, 16), Ids((6,), 4), forms="i", is_differentiable=False)
+def while_loop_of_each_example(params, x, counts):
+    def run(x, count):
+        return lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, jax.nn.relu(s[1] @ params["w"])), (count, x))
+
+    return jax.vmap(run)(x, counts)
+
+
 @example({"w": (16, 16)}, (6, 16), forms="fi", is_differentiable=False)
 def contraction_in_condition(params, x):
     def is_large(x):

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxquant as jq
 
 from ..support.contraction_crawler import count_contractions, count_rows
-from ..support.prepared import RECIPES, same_trees
+from ..support.prepared import RECIPES, find_sqnr, same_trees
 
 W = np.random.default_rng(0).normal(0, 0.25, (16, 16)).astype(np.float32)
 PARAMS, X = {"w": jnp.asarray(W + W.T)}, jnp.ones((4, 16))
@@ -100,6 +101,26 @@ def test_a_composite_is_entered():
     same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, None, X))
     # A composite without a contraction stays one.
     assert str(jax.make_jaxpr(prepared.apply)(converted, None, X)).count("test.negate") == 1
+
+
+def test_branches_of_other_platforms_are_not_compiled():
+    """`jax.lax.switch` in place of `platform_dependent` would compile the kernel, which XLA:CPU cannot."""
+
+    def run_kernel(w, x):
+        def kernel(w_ref, x_ref, y_ref):
+            y_ref[...] = x_ref[...] @ w_ref[...]
+
+        return pallas.pallas_call(kernel, jax.ShapeDtypeStruct((4, 16), jnp.float32))(w, x)
+
+    def function(params, x):
+        return lax.platform_dependent(params["w"], x, cpu=lambda w, x: x @ w, default=run_kernel)
+
+    prepared = jq.prepare(function, PARAMS, X, rules=RECIPES["w8a8_static"])
+    assert [row.form for row in prepared.coverage.rows] == ["integer", "float"]
+    ranges = prepared.calibrate(PARAMS, [X])
+    actual = jax.jit(prepared.apply)(prepared.convert(PARAMS), ranges, X)
+    same_trees(actual, jax.jit(prepared.fake_apply)(PARAMS, ranges, X))
+    assert find_sqnr(actual, X @ PARAMS["w"]) > 25
 
 
 @pytest.mark.slow

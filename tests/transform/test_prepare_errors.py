@@ -41,6 +41,10 @@ LOW_RANK = {"w": jnp.ones((4, 3)), "a": jnp.ones((4, 1)), "b": jnp.ones((1, 3))}
             r"prepare: rules: expected paths that match a contraction, got '\*/kernel', which matches none of v, w$",
         ),
         (
+            lambda: jq.prepare(apply, PARAMS, X, rules=[*RULES, jq.Rule("w", keep="float")]), ValueError,
+            r"prepare: rules: expected each rule before those that match .*, got 'w' after rules that match w$",
+        ),
+        (
             lambda: jq.prepare(low_rank, LOW_RANK, X, rules=RULES, strict=True), ValueError,
             r"rules: expected codes .* got floats for .*a\+b\+w \(dot_general at .*test_prepare_errors\.py",
         ),
@@ -117,6 +121,9 @@ FOUR_BITS = jq.prepare(apply, PARAMS, X, rules=jq.recipes.w4a8())
         (lambda: PREPARED.fake_apply(PARAMS, {}, X), ValueError, r"fake_apply: scales: expected a range for each"),
         (lambda: PREPARED.convert(CONVERTED), ValueError, r"convert: params: expected floats at w, got a quantized array"),
         (lambda: PREPARED.convert({"w": X}), ValueError, r"convert: params: expected .*, got without v$"),
+        (lambda: PREPARED.apply({**CONVERTED, "v": CONVERTED["w"]}, RANGES, X), ValueError, r"apply: params: expected the shape \(3, 3\) at v"),
+        (lambda: PREPARED.check({**PARAMS, "w": X[None]}, X), ValueError, r"check: params: expected the shape \(4, 3\) at w"),
+        (lambda: jax.jit(lambda params: PREPARED.convert(params, delete=True))(PARAMS), ValueError, r"delete: expected False inside of jax.jit"),
         (lambda: PREPARED.convert(PARAMS, delete="yes"), TypeError, r"convert: delete: expected True or False"),
         (lambda: PREPARED.observe(PREPARED.init(), CONVERTED, X), ValueError, r"observe: params: expected floats at w"),
         (lambda: PREPARED.observe({}, PARAMS, X), ValueError, r"observe: state: expected states of the 2 .* got without v, w"),

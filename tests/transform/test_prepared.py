@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import pathlib
 import weakref
 from typing import Any
@@ -125,6 +126,21 @@ def test_states_of_devices_are_reduced(params: Any, batches: Any) -> None:
     assert equal(prepared.finalize(state), prepared.calibrate(params, batches))
 
 
+@pytest.mark.parametrize("rules", [STATIC, DYNAMIC])
+def test_gradients_of_devices_are_summed(params: Any, batches: Any, rules: Any) -> None:
+    """As for floats, the gradient of parameters that all devices have is the sum over the devices."""
+    prepared = jq.prepare(apply, params, batches[0], rules=rules)
+    ranges, x = prepared.calibrate(params, batches), np.concatenate(batches)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    differentiate = jax.grad(lambda params, x: (prepared.fake_apply(params, ranges, x) ** 2).sum())
+    run = jax.shard_map(differentiate, mesh=mesh, in_specs=(whole, split), out_specs=whole)
+    actual, expected = jax.jit(run)(params, x), jax.jit(differentiate)(params, x)
+    # A value near a tie may be rounded in another way by another program.
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)
+
+
 def test_batches_are_arrays_tuples_or_mappings(params: Any, batches: Any) -> None:
     x = batches[0]
     prepared = jq.prepare(apply, params, x, rules=STATIC, double=True)
@@ -222,6 +238,13 @@ def test_check_reports_other_arguments(params: Any, batches: Any) -> None:
 
 
 # Training.
+
+
+def test_coverage_of_symbolic_shapes_is_for_json(params: Any, batches: Any) -> None:
+    prepared = jq.prepare(apply, params, batches[0], rules=jq.recipes.w8a8_dynamic())
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 12"), jnp.float32)
+    shapes = [row["shapes"] for row in json.loads(json.dumps(prepared.check(params, shape).to_dict())).values()]
+    assert shapes[0][0] == ["b", 12]
 
 
 @pytest.mark.slow

@@ -169,6 +169,8 @@ REASONS = {
     "dead_code": [("nothing uses its result", {"unused"})],
     "contraction_of_integers": [("integers already", set())],
     "contraction_in_condition": [("in the condition of a loop", {"w"})],
+    "lookup_of_windows": [("a gather of something else than whole entries", {"table"})],
+    "lookup_in_a_computed_table": [("computed by mul at", {"table"})],
     "ragged_product": [("ragged_dot_general has no form on codes", {"w"})],
     "attention": [("a product of activations", set())] * 2,
 }

@@ -154,6 +154,21 @@ def test_uses_share_one_scale_for_what_any_of_them_sums() -> None:
     assert prepared.coverage.rows[0].weight == jq.QuantSpec("int8")
 
 
+def test_a_use_that_stays_in_floats_has_the_values_of_codes() -> None:
+    def tied(params: Any, ids: jax.Array) -> jax.Array:
+        return params["table"][ids] @ params["table"].T
+
+    params, ids = {"table": jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3)}, jnp.arange(2)
+    rules = (jq.Rule(operation="dot_general", keep="float"), *jq.recipes.w8a8_dynamic())
+    prepared = jq.prepare(tied, params, ids, rules=rules, strict=True)
+    (row,) = prepared.coverage.floats
+    assert (
+        row.reason == "a rule keeps it in floats; with the values of codes, because another use of table is quantized"
+    )
+    kept = jq.prepare(tied, params, ids, rules=[jq.Rule("table", keep="float")])
+    assert {row.reason for row in kept.coverage.floats} == {"a rule keeps it in floats"}
+
+
 @pytest.mark.slow
 def test_shared_range_serves_any_number_of_uses() -> None:
     def unroll(params: Any, xs: jax.Array) -> jax.Array:

@@ -178,8 +178,9 @@ def _walk_equation(equation: Any, origins: list[Origin], place: _Place, findings
             findings.followed.add(place.address)
         return [views.locate_selection(origin, where) for origin in moved]
     if name in ("dot_general", "conv_general_dilated", *sites.FLOAT_OPERATIONS):
+        origins = views.resolve_selections(origins)
         _add_site(equation, origins, place, findings)
-    elif views.list_views(origins[0] if origins else Constant()) and sites.is_lookup(equation):
+    elif sites.is_listed_lookup(equation, origins):
         _add_site(equation, origins[:1], place, findings)
     else:
         _add_hidden_sites(equation, origins, place, findings)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from ..._core import barriers, checks
@@ -130,6 +131,11 @@ class Interpreter:
         site = self.analysis.sites.get(address)
         if site is not None and self.mode.replaces(site):
             scope = jaxpr.find_scope(equation) or site.operation
+            # A parameter next to the weight is activations: the entry that an index selects.
+            operands = [
+                self.mode.convert_to_array(x) if place != site.weight and self.mode.is_parameter(x) else x
+                for place, x in enumerate(operands)
+            ]
             # A new operation does not have the name scope of the equation it replaces, by which profilers find it.
             with _name_scope(scope), checks.prefix_errors(site.describe()):
                 result, self.records = self.mode.contract(site, operands, self.records, stores)
@@ -236,7 +242,7 @@ class Interpreter:
 
         branches = [make_branch(*item) for item in enumerate(jaxpr.read_branches(equation))]
         # Each branch returns the records of all, because branches must return trees of one structure.
-        results, updated = lax.switch(index, branches, records)
+        results, updated = _switch(jaxpr.read_platforms(equation), index, branches, records)
         if self.mode.updates_records:
             self.records |= updated
         return results
@@ -280,8 +286,8 @@ class Interpreter:
         _, shared = self._split_records(address)
         updates = self.mode.updates_records
 
-        def check(state: Any) -> Any:
-            values = _merge_carries(carries, state[0], invariant)
+        def check(moving: Any) -> Any:
+            values = _merge_carries(carries, moving, invariant)
             # No contraction in a condition is replaced, so that it needs no records.
             results, _ = self._run_inner(loop.condition, [*operands[:first], *values], (*address, 0), {})
             return results[0]
@@ -293,11 +299,33 @@ class Interpreter:
                 loop.body, [*operands[first:second], *values], (*address, 1), {**shared, **common}
             )
             kept = [x for place, x in enumerate(results) if place not in invariant]
+            if loop.is_vectorized:
+                going = check(moving)
+                kept = [_select_examples(going, *pair) for pair in zip(kept, moving, strict=True)]
             return kept, {name: inner[name] for name in common}
 
-        moved, common = lax.while_loop(check, step, (carried, shared if updates else {}))
+        def check_any(state: Any) -> Any:
+            going = check(state[0])
+            return jnp.any(going) if loop.is_vectorized else going
+
+        moved, common = lax.while_loop(check_any, step, (carried, shared if updates else {}))
         self.records |= common
         return _merge_carries(carries, moved, invariant)
+
+
+def _switch(platforms: Any, index: Any, branches: Sequence[Callable[..., Any]], records: Records) -> Any:
+    """Return the results of the branch of an index, or of the platform for which the program is compiled."""
+    if platforms is None:
+        return lax.switch(index, branches, records)
+    # The others must not be compiled: a kernel of another platform would raise an error.
+    named = {name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ()}
+    default = next((branch for names, branch in zip(platforms, branches, strict=True) if names is None), None)
+    return lax.platform_dependent(records, default=default, **named)
+
+
+def _select_examples(going: jax.Array, new: Any, old: Any) -> Any:
+    """Return the new values of the examples whose loop goes on, and the old ones of those whose loop has ended."""
+    return lax.select(lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim))), new, old)
 
 
 def _find_last_uses(program: Any, live: Sequence[int]) -> dict[int, list[Any]]:

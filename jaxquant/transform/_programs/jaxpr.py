@@ -63,12 +63,16 @@ class Scan(NamedTuple):
 
 
 class While(NamedTuple):
-    """The layout of a while loop: constants of the condition, constants of the body, carries."""
+    """The layout of a while loop: constants of the condition, constants of the body, carries.
+
+    `jax.vmap` makes a condition of several examples, each of which keeps its carries when its loop has ended.
+    """
 
     condition: Body
     body: Body
     condition_constants: int
     body_constants: int
+    is_vectorized: bool
 
 
 def trace(function: Callable[..., Any], *arguments: Any) -> Trace:
@@ -166,6 +170,11 @@ def read_branches(equation: Equation) -> list[Body]:
     return [open_body(branch) for branch in equation.params["branches"]]
 
 
+def read_platforms(equation: Equation) -> Any:
+    """Return the names of the platforms of each branch of a cond, None for the default; or None if an index chooses."""
+    return equation.params.get("branches_platforms")
+
+
 def read_scan(equation: Equation) -> Scan:
     """Return the layout of a scan, found from shapes: versions of JAX describe it in different parameters."""
     body = open_body(equation.params["jaxpr"])
@@ -183,9 +192,10 @@ def _is_alike(outer: Any, inner: Any) -> bool:
 def read_while(equation: Equation) -> While:
     """Return the layout of a while loop."""
     parameters = equation.params
+    condition = open_body(parameters["cond_jaxpr"])
     return While(
-        open_body(parameters["cond_jaxpr"]), open_body(parameters["body_jaxpr"]),
-        parameters["cond_nconsts"], parameters["body_nconsts"],
+        condition, open_body(parameters["body_jaxpr"]), parameters["cond_nconsts"], parameters["body_nconsts"],
+        bool(condition.program.outvars[0].aval.shape),
     )  # fmt: skip
 
 

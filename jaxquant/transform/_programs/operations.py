@@ -54,19 +54,29 @@ def make_operation(equation: Any) -> Operation:
 
 def look_up(equation: Any, table: QuantizedArray, indices: jax.Array) -> jax.Array:
     """Return the entries of a quantized table that a gather selects."""
-    (axis,) = equation.params["dimension_numbers"].start_index_map
-    mode, value = equation.params["mode"], equation.params["fill_value"]
-    # Checked by `is_lookup`: the last dimension holds one index, that of the only axis.
-    indices = lax.squeeze(indices, (indices.ndim - 1,))
+    numbers, mode, value = (equation.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
+    axis = sites.find_lookup_axis(equation)
+    assert axis is not None
+    # The last dimension holds an index for each of these axes; those of the other axes select all of them.
+    indices = lax.index_in_dim(indices, numbers.start_index_map.index(axis), indices.ndim - 1, keepdims=False)
     entries = take(table, indices, axis, mode="clip")
-    if mode != lax.GatherScatterMode.FILL_OR_DROP:
-        return entries
-    # Negative indices are out of range, too: where they count from the end, the program has added the length.
-    is_inside = (indices >= 0) & (indices < table.shape[axis])
-    mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + indices.ndim)))
-    return jnp.where(
-        sharding.place_like(mask, entries), entries, jnp.asarray(np.nan if value is None else value, entries.dtype)
-    )
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        # Negative indices are out of range, too: where they count from the end, the program has added the length.
+        is_inside = (indices >= 0) & (indices < table.shape[axis])
+        mask = lax.broadcast_in_dim(is_inside, entries.shape, tuple(range(axis, axis + indices.ndim)))
+        fill = jnp.asarray(np.nan if value is None else value, entries.dtype)
+        entries = jnp.where(sharding.place_like(mask, entries), entries, fill)
+    return _arrange_entries(entries, numbers, axis, indices.ndim)
+
+
+def _arrange_entries(entries: jax.Array, numbers: Any, axis: int, count: int) -> jax.Array:
+    """Return the result of `take`, whose indices have `count` dimensions, in the layout of a gather."""
+    if not numbers.collapsed_slice_dims:
+        entries = lax.expand_dims(entries, (axis + count,))
+    batch = iter(range(axis, axis + count))
+    others = iter([*range(axis), *range(axis + count, entries.ndim)])
+    order = [next(others) if place in numbers.offset_dims else next(batch) for place in range(entries.ndim)]
+    return entries if order == sorted(order) else lax.transpose(entries, order)
 
 
 # The twin of a contraction of codes, for training.

@@ -49,6 +49,11 @@ def _keep(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return [q]
 
 
+def _vary(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
+    # Inside of `jax.shard_map` the parts must differ between devices where the floats do.
+    return [jax.tree.map(lambda part: jaxpr.evaluate(equation, [part])[0], q)]
+
+
 def _convert(equation: Any, q: QuantizedArray) -> list[QuantizedArray]:
     return [q.astype(equation.params["new_dtype"])]
 
@@ -189,6 +194,7 @@ def _dynamic_slice(equation: Any, q: QuantizedArray, *starts: jax.Array) -> list
 
 _RULES: dict[str, Callable[..., list[QuantizedArray]]] = {
     "convert_element_type": _convert,
+    "pvary": _vary,
     "transpose": _transpose,
     "reshape": _reshape,
     "squeeze": _squeeze,

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
+
 from . import jaxpr, views
 from .views import Origin, View
 
 Address = tuple[int, ...]
+_FLOATS = ("float32", "bfloat16", "float16")
 
 # The operations that can run on codes, and the names they have in coverage and rules.
 OPERATIONS = {"dot_general": "dot_general", "conv_general_dilated": "conv_general_dilated", "gather": "take"}
@@ -87,7 +90,7 @@ def find_contracted(equation: Any, operand: int, rank: int) -> tuple[int, ...]:
     if operation == "conv_general_dilated":
         kept = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
         return tuple(axis for axis in range(rank) if axis != kept)
-    (axis,) = numbers.start_index_map
+    axis = find_lookup_axis(equation)
     return tuple(other for other in range(rank) if other != axis)
 
 
@@ -96,14 +99,15 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
     if jaxpr.find_name(equation) not in OPERATIONS:
         return f"{jaxpr.find_name(equation)} has no form on codes{_ADVICE.get(jaxpr.find_name(equation), '')}"
     dtypes = [str(variable.aval.dtype) for variable in equation.invars[:2]]
-    floats = ("float32", "bfloat16", "float16")
-    if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in floats for dtype in dtypes):
+    if OPERATIONS[jaxpr.find_name(equation)] != "take" and any(dtype not in _FLOATS for dtype in dtypes):
         return "integers already" if all("int" in dtype for dtype in dtypes) else f"operands are {' and '.join(dtypes)}"
     if OPERATIONS[jaxpr.find_name(equation)] == "conv_general_dilated" and len(equation.invars[0].aval.shape) < 3:
         return "a convolution without spatial dimensions: write it as a product"
     lost = [origin for origin in origins if isinstance(origin, views.Lost)]
     if lost:
         return lost[0].reason
+    if OPERATIONS[jaxpr.find_name(equation)] == "take" and find_lookup_axis(equation) is None:
+        return "a gather of something else than whole entries along one axis"
     if sum(bool(views.list_leaves(origin)) for origin in origins) > 1:
         return "both operands are parameters"
     # It may be a table of numbers, or a weight that was not passed: rounding it as activations would be a guess.
@@ -122,20 +126,31 @@ def find_float_reason(equation: Any, origins: Sequence[Origin]) -> str:
     return ""
 
 
-def is_lookup(equation: Any) -> bool:
-    """Return whether a gather takes whole entries along one axis, as `jnp.take` does."""
-    if jaxpr.find_name(equation) != "gather":
+def is_listed_lookup(equation: Any, origins: Sequence[Origin]) -> bool:
+    """Return whether an equation looks up entries of parameters, so that coverage lists it."""
+    if jaxpr.find_name(equation) != "gather" or not views.list_leaves(origins[0]):
         return False
+    if views.list_views(origins[0]) and find_lookup_axis(equation) is not None:
+        return True
+    # Other gathers stay in floats. With constant indices they are a step in the computation of another parameter.
+    is_float = str(equation.invars[0].aval.dtype) in _FLOATS
+    return is_float and any(isinstance(origin, views.Data) for origin in origins[1:])
+
+
+def find_lookup_axis(equation: Any) -> int | None:
+    """Return the axis along which a gather takes whole entries, as `jnp.take` does, or None if it is another gather."""
     # Any other gather has no equivalent in `take`, which copies entries along one axis.
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    shape = equation.invars[0].aval.shape
-    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
-        return False
-    (axis,) = numbers.start_index_map
-    rank = len(equation.invars[1].aval.shape) - 1
-    places = (*range(axis), *range(axis + rank, len(shape) - 1 + rank))
-    return (
-        numbers.collapsed_slice_dims == (axis,)
-        and all(size == (1 if other == axis else n) for other, (size, n) in enumerate(zip(sizes, shape, strict=True)))
-        and tuple(numbers.offset_dims) == places
-    )
+    shape, axes = equation.invars[0].aval.shape, tuple(numbers.start_index_map)
+    if numbers.operand_batching_dims:
+        return None
+    if len(axes) > 1:
+        # JAX vectorizes a dynamic slice with an index for each axis. That of an axis which is taken whole is clamped.
+        if equation.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+            return None
+        axes = tuple(axis for axis in axes if sizes[axis] != shape[axis])
+    if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) not in ((), axes):
+        return None
+    (axis,) = axes
+    entry = tuple(1 if other == axis else n for other, n in enumerate(shape))
+    return axis if tuple(sizes) == entry else None

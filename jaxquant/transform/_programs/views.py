@@ -38,12 +38,14 @@ class View(NamedTuple):
         dimensions: the factors of each dimension, the slowest first.
         dtype: the dtype to which the elements were converted.
         history: the operations that moved the elements; two views with equal histories have equal elements.
+        selection: that activations select these elements by a dynamic slice, and the place in the source, or "".
     """
 
     leaf: int
     dimensions: tuple[tuple[Atom, ...], ...]
     dtype: Any
     history: tuple[Any, ...] = ()
+    selection: str = ""
 
     def list_axes(self, places: Sequence[int]) -> set[int]:
         """Return the axes of the parameter that have factors in the dimensions at these places."""
@@ -118,7 +120,8 @@ def list_leaves(origin: Origin) -> tuple[int, ...]:
 
 def combine(origins: Sequence[Origin], reason: str) -> Origin:
     """Return the origin of the result of an operation that has no equivalent on codes."""
-    data = [origin for origin in origins if isinstance(origin, Data)]
+    read = [_read_selection(origin) for origin in origins]
+    data = [origin for origin in read if isinstance(origin, Data)]
     if data:
         # Parameters that activations select stay recognizable until they meet activations.
         return data[0] if all(origin.leaves for origin in data) else Data()
@@ -128,6 +131,29 @@ def combine(origins: Sequence[Origin], reason: str) -> Origin:
     # The first operation that lost a parameter explains more than the ones after it.
     earlier = [origin.reason for origin in origins if isinstance(origin, Lost)]
     return Lost(tuple(sorted(leaves)), earlier[0] if earlier else reason)
+
+
+def _read_selection(origin: Origin) -> Origin:
+    """Return the origin of elements that are computed with: those that activations select depend on activations."""
+    reason = _find_selection(origin)
+    return Data(list_leaves(origin), reason) if reason else origin
+
+
+def _find_selection(origin: Origin) -> str:
+    """Return that a dynamic slice selects the elements of an array, and where, or ""."""
+    return next((view.selection for view in list_views(origin) if view.selection), "")
+
+
+def resolve_selections(origins: Sequence[Origin]) -> list[Origin]:
+    """Return the origins of the operands of a contraction, of which one at most is a parameter where possible.
+
+    An entry that activations select is a weight where it meets activations, such as the layer of an index. Where it
+    meets a parameter, it is activations itself, such as the embedding of a token.
+    """
+    parameters = [origin for origin in origins if list_leaves(origin)]
+    if len([origin for origin in parameters if not _find_selection(origin)]) != 1:
+        return list(origins)
+    return [Data() if _find_selection(origin) else origin for origin in origins]
 
 
 def locate_selection(origin: Origin, where: str) -> Origin:
@@ -165,6 +191,9 @@ def follow_equation(equation: Any, origins: Sequence[Origin]) -> list[Origin] | 
     views = [_follow_view(equation, view) for view in list_views(origin)]
     if any(view is None for view in views):
         return None
+    if name == "dynamic_slice" and any(isinstance(index, Data) for index in origins[1:]):
+        selection = f"{_SELECTED} at {jaxpr.locate(equation)}"
+        views = [[part._replace(selection=selection) for part in view or ()] for view in views]
     if isinstance(origin, View):
         return list(views[0])  # type: ignore[arg-type]
     if axis is not None and name == "transpose":
