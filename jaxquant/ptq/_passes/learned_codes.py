@@ -1,0 +1,74 @@
+"""Codes that are learned: a change of each value in steps, rounded in the forward pass, with its gradient unrounded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._arrays.quantize import encode_array
+from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.spec import QuantSpec
+from ..._core import dtypes, granularity, small_floats
+from ..._training.estimators import StraightThrough
+from ..._training.fake_quantize import fake_quantize
+
+
+def find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:
+    """Return why the codes of an array cannot be learned, or ""."""
+    if spec.dtype in dtypes.SMALL_FLOATS:
+        return "codes of floats, whose steps differ"
+    is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
+    return "" if is_same else "codes of another dtype than that of the rules"
+
+
+def limit_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> jax.Array:
+    """Return the changes, of which none leads beyond the lowest and the highest code of the spec."""
+    start = _decode_steps(q)
+    low, high = (np.float32(bound) for bound in spec.bounds)
+    point = np.float32(0)
+    if q.zero_point is not None:
+        point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
+    unit = _find_unit(spec)
+    return jnp.clip(change, (low - point - start) / unit, (high - point - start) / unit)
+
+
+def dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the floats of the array whose codes have changed, with the gradient of codes that are not rounded.
+
+    Args:
+        q: the array with the codes of the start.
+        spec: Static. The spec of the codes.
+        change: the change of each value, in steps, float32.
+        scale: the scale, which may have changed, too.
+    """
+    steps = _decode_steps(q) + _find_unit(spec) * change
+    # The changes are limited, so that no gradient has to be. One that saturates would never come back.
+    rounded = fake_quantize(steps, spec, 1.0, q.zero_point, StraightThrough(clip=False))
+    scale = small_floats.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
+    return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def change_codes(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> tuple[QuantizedArray, jax.Array]:
+    """Return the array with the codes that `dequantize_change` has rounded to, and how many of them have changed."""
+    steps = _decode_steps(q) + _find_unit(spec) * change
+    codes = encode_array(steps, jnp.ones((1,) * q.ndim), q.zero_point, spec)
+    count = jnp.sum(codes.astype(jnp.int32) != q.codes.astype(jnp.int32))
+    return q.replace(codes=codes), count
+
+
+def _decode_steps(q: QuantizedArray) -> jax.Array:
+    """Return the values in steps, float32: codes without the zero point, or the levels of a codebook."""
+    return q.replace(scale=jnp.ones((1,) * q.ndim), dtype=np.float32).dequantize()
+
+
+def _find_unit(spec: QuantSpec) -> Any:
+    """Return the length of a step: of a codebook, the mean distance of its levels."""
+    if spec.codebook is None:
+        return np.float32(1)
+    levels = spec.codebook.levels
+    return np.float32((levels[-1] - levels[0]) / (len(levels) - 1))
