@@ -140,27 +140,28 @@ KINDS: dict[str, tuple[jq.Weight, Any]] = {
     "float": (jq.Weight("float8_e4m3fn"), F32),
 }
 KERNEL = jq.Rule(operation="conv_general_dilated", weight=jq.Weight("int2"))
+SHAPES: dict[str, Any] = {**{name: ((8, 6), x) for name, (_, x) in KINDS.items()}, "kernel": ((2, 2, 1, 3), F32)}
 KIND_RULES = (KERNEL, *(jq.Rule(name, weight=weight) for name, (weight, _) in KINDS.items()))
 
 
 def contract_kinds(params: Any, x: jax.Array) -> jax.Array:
     results = [(x.astype(params[name].dtype) @ params[name]).astype(F32) for name in KINDS]
     image = x.reshape(-1, 4, 2, 1)
-    kernel = jax.lax.conv_general_dilated(image, params["kernel"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+    names = ("NHWC", "HWIO", "NHWC")
+    kernel = jax.lax.conv_general_dilated(image, params["kernel"], (1, 1), "VALID", dimension_numbers=names)
     return jnp.concatenate([*results, kernel.reshape(len(x), -1)], 1)
 
 
 @pytest.fixture(scope="module")
 def prepared_kinds() -> jq.Prepared:
-    params = {name: jnp.zeros((8, 6), dtype) for name, (_, dtype) in KINDS.items()}
-    return jq.prepare(contract_kinds, {**params, "kernel": jnp.zeros((2, 2, 1, 3))}, jnp.zeros((16, 8)), rules=KIND_RULES)  # fmt: skip
+    params = {name: jnp.zeros(*shape) for name, shape in SHAPES.items()}
+    return jq.prepare(contract_kinds, params, jnp.zeros((16, 8)), rules=KIND_RULES)
 
 
 def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_kinds: jq.Prepared) -> None:
     """The codes of other weights are a start from which all kinds come nearer to the results of floats."""
-    shapes: dict[str, Any] = {**{name: ((8, 6), dtype) for name, (_, dtype) in KINDS.items()}, "kernel": ((2, 2, 1, 3), F32)}  # fmt: skip
     params, others = (
-        {name: jnp.asarray(rng.normal(size=shape), dtype) for name, (shape, dtype) in shapes.items()} for _ in range(2)
+        {name: jnp.asarray(rng.normal(size=shape), dtype) for name, (shape, dtype) in SHAPES.items()} for _ in range(2)
     )
     x = jnp.asarray(rng.normal(size=(16, 8)), F32)
     qparams = prepared_kinds.convert(others)

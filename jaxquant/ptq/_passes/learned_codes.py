@@ -25,14 +25,23 @@ def find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:
     return "" if is_same else "codes of another dtype than that of the rules"
 
 
-def limit_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> jax.Array:
-    """Return the changes, of which none leads beyond the lowest and the highest code of the spec."""
-    start = _decode_steps(q)
+def move_change(
+    q: QuantizedArray, spec: QuantSpec, change: jax.Array, slope: jax.Array, curvature: jax.Array, rate: Any
+) -> jax.Array:
+    """Return the changes after a step towards the minimum of each code alone, within the bounds of the spec.
+
+    A code is at the minimum where slope + curvature * (change - rounded change) = 0. The next code is better if this is
+    nearer to it than to the present one.
+    """
+    start, unit = _decode_steps(q), _find_unit(spec)
+    steps = start + unit * change
+    rest = (steps - _round_steps(q, spec, steps)) / unit
+    least = np.float32(1e-3) * jnp.mean(curvature) + np.finfo(np.float32).tiny
+    change = change - rate * jnp.clip(slope / (curvature + least) + rest, -1, 1)
     low, high = (np.float32(bound) for bound in spec.bounds)
     point = np.float32(0)
     if q.zero_point is not None:
         point = granularity.Aligned(q.block_size).expand(q.zero_point.astype(jnp.float32), start)
-    unit = _find_unit(spec)
     return jnp.clip(change, (low - point - start) / unit, (high - point - start) / unit)
 
 
@@ -46,8 +55,7 @@ def dequantize_change(q: QuantizedArray, spec: QuantSpec, change: jax.Array, sca
         scale: the scale, which may have changed, too.
     """
     steps = _decode_steps(q) + _find_unit(spec) * change
-    # The changes are limited, so that no gradient has to be. One that saturates would never come back.
-    rounded = fake_quantize(steps, spec, 1.0, q.zero_point, StraightThrough(clip=False))
+    rounded = _round_steps(q, spec, steps)
     scale = small_floats.scale_as_float32(scale).reshape(scale.shape or (1,) * q.ndim)
     return (rounded * granularity.Aligned(q.block_size).expand(scale, rounded)).astype(q.dtype)
 
@@ -59,6 +67,12 @@ def change_codes(q: QuantizedArray, spec: QuantSpec, change: jax.Array) -> tuple
     codes = encode_array(steps, jnp.ones((1,) * q.ndim), q.zero_point, spec)
     count = jnp.sum(codes.astype(jnp.int32) != q.codes.astype(jnp.int32))
     return q.replace(codes=codes), count
+
+
+def _round_steps(q: QuantizedArray, spec: QuantSpec, steps: jax.Array) -> jax.Array:
+    """Return the steps of the nearest codes, with the gradient of steps that are not rounded."""
+    # `move_change` keeps them within the bounds, so that no gradient has to be 0.
+    return fake_quantize(steps, spec, 1.0, q.zero_point, StraightThrough(clip=False))
 
 
 def _decode_steps(q: QuantizedArray) -> jax.Array:
