@@ -164,13 +164,14 @@ def _measure_curvatures(problem: Problem, start: Variables, calls: Sequence[Call
     if not curvatures:
         return curvatures
 
+    # The variables are an argument, because as constants of the program they would be as large as the weights.
     @jax.jit
-    def add(curvatures: dict[int, jax.Array], values: Sequence[Any], call: Call, key: jax.Array) -> Any:
-        slopes = jax.grad(problem.compute_sum)(start, values, call, key).codes
+    def add(curvatures: Any, variables: Variables, values: Sequence[Any], call: Call, key: jax.Array) -> Any:
+        slopes = jax.grad(problem.compute_sum)(variables, values, call, key).codes
         return jax.tree.map(lambda x, slope: x + slope**2 / _SUMS, curvatures, slopes)
 
     for index, key in enumerate(jax.random.split(jax.random.key(0), _SUMS)):
-        curvatures = add(curvatures, problem.values, calls[index % len(calls)], key)
+        curvatures = add(curvatures, start, problem.values, calls[index % len(calls)], key)
     return curvatures
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._arrays.quantize import encode_array
 from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.scale_from_range import find_shapes
 from ..._arrays.spec import QuantSpec
 from ..._core import dtypes, granularity, small_floats
 from ..._training.estimators import StraightThrough
@@ -21,8 +22,11 @@ def find_obstacle(q: QuantizedArray, spec: QuantSpec) -> str:
     """Return why the codes of an array cannot be learned, or ""."""
     if spec.dtype in dtypes.SMALL_FLOATS:
         return "codes of floats, whose steps differ"
-    is_same = q.codebook == spec.codebook and q.codes.dtype == spec.carrier
-    return "" if is_same else "codes of another dtype than that of the rules"
+    shape = find_shapes("ptq.tune", spec, q.shape)[1]
+    has_point = not spec.symmetric or bool(spec.fixed_zero_point)
+    fits = q.codebook == spec.codebook and q.codes.dtype == spec.carrier and (q.zero_point is not None) == has_point
+    fits = fits and (q.zero_point is None or all(n in (1, m) for n, m in zip(q.zero_point.shape, shape, strict=True)))
+    return "" if fits else "codes of another spec than that of the rules"
 
 
 def move_change(

@@ -35,7 +35,7 @@ class _Choice(NamedTuple):
 
 def tune(
     prepared: Prepared, params: Any, qparams: Any, batches: Iterable[Any], *, held_out: Iterable[Any] | None = None,
-    rounds: int = 8, rate: float = 1e-3, codes: bool = False, code_rate: float = 0.05, progress: bool | None = None,
+    rounds: int = 8, rate: float = 1e-3, codes: bool = False, code_rate: float = 0.01, progress: bool | None = None,
     **arguments: Any,
 ) -> Outcome:  # fmt: skip
     """Learn the scales of the codes and the parameters in floats, with the results of the float function as the target.
@@ -77,7 +77,9 @@ def tune(
         rate: the rate of the first step: a relative change.
         codes: Static. Whether to learn the codes as well.
         code_rate: the rate of the first step for codes: a part of the way to the minimum. The noise of the gradients is
-            averaged over about 1 / `code_rate` steps, so that there should be several times as many.
+            averaged over about 1 / `code_rate` steps; use at least twice as many. If many inputs of a layer are alike,
+            their codes change at the same time, and lead too far if the rate is high: layers with few inputs bear 0.1,
+            layers with hundreds do not.
         progress: whether to show a progress bar, with the package rich. None shows it on a terminal.
         **arguments: keyword arguments of every call.
 
