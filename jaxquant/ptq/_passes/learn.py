@@ -144,7 +144,7 @@ def minimize(
     try:
         for index in range(count):
             part = (1 + math.cos(math.pi * index / count)) / 2
-            plan = (np.float32(index + 1), Variables(*(np.float32(rate * part) for rate in rates)))
+            plan = (np.float32(index + 1), *(np.float32(rate * part) for rate in rates))
             state = move_downhill(state, plan, problem.values, curvatures, calls[index % len(calls)])
             bar.count_step()
             # On the batches that it learns from, an error between two rounds says nothing that the last one does not.
@@ -183,9 +183,9 @@ def _make_step(problem: Problem) -> Callable[..., _State]:
 
     @jax.jit
     def move_downhill(
-        state: _State, plan: tuple[Any, Any], values: Sequence[Any], curvatures: Any, call: Call
+        state: _State, plan: tuple[Any, Any, Any], values: Sequence[Any], curvatures: Any, call: Call
     ) -> _State:
-        index, rates = plan
+        index, rate, code_rate = plan
         # Adam is written out, because optax is a dependency of jaxquant.optim alone.
         slopes, codes = jax.grad(problem.compute_error)(state.variables, values, call)
         means = jax.tree.map(lambda m, g: _DECAY[0] * m + (1 - _DECAY[0]) * g, state.means, slopes)
@@ -193,12 +193,12 @@ def _make_step(problem: Problem) -> Callable[..., _State]:
 
         def move(variable: jax.Array, mean: jax.Array, square: jax.Array) -> jax.Array:
             size = jnp.sqrt(square / (1 - _DECAY[1] ** index)) + np.float32(1e-12)
-            return variable - rates.floats * mean / (1 - _DECAY[0] ** index) / size
+            return variable - rate * mean / (1 - _DECAY[0] ** index) / size
 
         floats = jax.tree.map(move, state.variables.floats, means, squares)
         moved = {
             leaf: learned_codes.move_change(
-                values[leaf], problem.specs[leaf], change, codes[leaf], curvatures[leaf], rates.codes
+                values[leaf], problem.specs[leaf], change, codes[leaf], curvatures[leaf], code_rate
             )
             for leaf, change in state.variables.codes.items()
         }
