@@ -12,11 +12,12 @@ output feature; tables that are looked up have 8 bits, and activations stay in f
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
 algorithms see: 512 images, 128 windows of 64 characters, or some 10,000 texts of 32 tokens, 30 % of them from the
 language reference and the others quotations. These texts overlap: each begins in the middle of the one before. The last
-step of a stack learns scales, or scales and codes. For MiniLM it holds out some 400 other texts, and takes the round
-with the least error on them. The score is the accuracy on 450 images, or on 8192 characters that the training has not
-seen; for MiniLM it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of float32.
-The error is the signal-to-quantization-noise ratio of the results against float32's. The last column is the median over
-the weights of the mean squared error of the outputs, relative to round-to-nearest.
+step of a stack learns scales in some 48 steps, or scales and codes in 192; for MiniLM it goes over all texts three
+times, holds out some 400 others, and takes the round with the least error on them. The score is the accuracy on 450
+images, or on 8192 characters that the training has not seen; for MiniLM it is Spearman's correlation of the
+similarities of all pairs of 256 other texts with those of float32. The error is the signal-to-quantization-noise ratio
+of the results against float32's. The last column is the median over the weights of the mean squared error of the
+outputs, relative to round-to-nearest.
 
 JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
