@@ -12,11 +12,12 @@ output feature; tables that are looked up have 8 bits, and activations stay in f
 this name with dynamic ranges. A seed determines the split, the initial weights, the order of the batches, and what the
 algorithms see: 512 images, 128 windows of 64 characters, or some 10,000 texts of 32 tokens, 30 % of them from the
 language reference and the others quotations. These texts overlap: each begins in the middle of the one before. The last
-step of the stack, the learned scales, holds out some 400 other texts for MiniLM, and takes the round with the least
-error on them. The score is the accuracy on 450 images, or on 8192 characters that the training has not seen; for MiniLM
-it is Spearman's correlation of the similarities of all pairs of 256 other texts with those of float32. The error is the
-signal-to-quantization-noise ratio of the results against float32's. The last column is the median over the weights of
-the mean squared error of the outputs, relative to round-to-nearest.
+step of a stack learns scales in some 48 steps, or scales and codes in 192; for MiniLM it goes over all texts three
+times, holds out some 400 others, and takes the round with the least error on them. The score is the accuracy on 450
+images, or on 8192 characters that the training has not seen; for MiniLM it is Spearman's correlation of the
+similarities of all pairs of 256 other texts with those of float32. The error is the signal-to-quantization-noise ratio
+of the results against float32's. The last column is the median over the weights of the mean squared error of the
+outputs, relative to round-to-nearest.
 
 JAX has no dtype of 3 bits. Eight levels are a codebook with 16 entries, of which two each are equal but for 1e-6, so
 the arithmetic is that of 3 bits; the memory is that of 4. The levels have the least squared error for a normal
@@ -62,13 +63,14 @@ from .recipes import _find_error, _print_line
 _SEEDS = 5
 _FLOAT, _MATCHED = "float32", "GPTQ that matches floats"
 _WEIGHED = f"{_MATCHED}, gradients"
+_CODES = "scales and codes"
 # The algorithms with which the stacks begin.
-_STACKS = {f"stack: {name}, learned scales": name for name in (_MATCHED, _WEIGHED)}
+_STACKS = {f"stack: {name}, learned {what}": name for what in ("scales", _CODES) for name in (_MATCHED, _WEIGHED)}
 _BLOCKED = "3b32"
 _LEVELED = "levels"
 _TARGETS = {("4", "nf4", _LEVELED): 0.995, ("3",): 0.98, (_BLOCKED,): 0.98}
 _MOST_ERROR = 0.5
-_BATCH, _STEPS, _FEWEST_ROUNDS, _RATE = 32, 48, 3, 1e-3  # of the learned scales
+_BATCH, _STEPS, _CODE_STEPS, _FEWEST_ROUNDS, _RATE = 32, 48, 192, 3, 1e-3  # of the learned scales, and of codes
 _GRADIENT_BATCH, _FEWEST_GRADIENTS, _MOST_GRADIENTS = 8, 32, 1024
 _NEAR = 1e-6
 _LEVELS = (-2.0334, -1.1881, -0.5606, 0, 0.4436, 0.9188, 1.4764, 2.2547)
@@ -113,20 +115,15 @@ def _weigh(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
     return _match(prepared, params, batch, gradients)
 
 
-def _finish(prepared: Any, params: Any, qparams: Any, task: ptq_networks.Task) -> Any:
-    """Return the result of an algorithm with learned scales, of the best round for data that it has not seen."""
-    held_out = None if task.held_out is None else _split(task.held_out)
-    return _tune(prepared, task.params, qparams, task.calibration, held_out)
-
-
 def _learn_scales(prepared: Any, params: Any, batch: Any) -> tuple[Any, Any]:
     return _tune(prepared, params, ptq.apply(prepared, params, [batch], ptq.Nearest()).params, batch), None
 
 
-def _tune(prepared: Any, params: Any, qparams: Any, batch: Any, held_out: Any = None) -> Any:
-    parts = _split(batch)
-    rounds = max(_FEWEST_ROUNDS, _STEPS // len(parts))
-    options: dict[str, Any] = {"held_out": held_out, "rounds": rounds, "rate": _RATE, "progress": False}
+def _tune(prepared: Any, params: Any, qparams: Any, batch: Any, held_out: Any = None, codes: bool = False) -> Any:
+    """Return parameters with learned scales, and codes, of the best round for data that it has not seen, if any."""
+    parts, held_out = _split(batch), None if held_out is None else _split(held_out)
+    rounds = max(_FEWEST_ROUNDS, (_CODE_STEPS if codes else _STEPS) // len(parts))
+    options: dict[str, Any] = {"held_out": held_out, "rounds": rounds, "rate": _RATE, "codes": codes, "progress": False}
     return ptq.tune(prepared, params, qparams, parts, **options).params
 
 
@@ -295,12 +292,13 @@ def _measure_seed(name: str, seed: int, rows: Sequence[tuple[str, str]]) -> Iter
         prepared = jq.prepare(task.apply, task.params, *task.test, rules=_RULES[rules])
         arguments = (prepared, task.params, task.calibration)
         first = _STACKS.get(algorithm, algorithm)
-        # The first part of a stack may have been a row of its own.
-        qparams, notes = known.pop((rules, first), None) or _ALGORITHMS[first](*arguments)
+        # The first part of a stack may have been a row of its own, or that of another stack.
+        qparams, notes = known.get((rules, first)) or _ALGORITHMS[first](*arguments)
+        if first in _STACKS.values():
+            known[rules, first] = qparams, notes
         if algorithm in _STACKS:
-            qparams = _finish(prepared, task.params, qparams, task)
-        elif algorithm in _STACKS.values():
-            known[rules, algorithm] = qparams, notes
+            data = task.calibration, task.held_out
+            qparams = _tune(prepared, task.params, qparams, *data, codes=algorithm.endswith(_CODES))
         y = jax.jit(prepared.apply)(qparams, None, *task.test)
         ratios = [note.after / note.before for note in notes or () if note.before]
         ratio = float(np.median(ratios)) if ratios else None

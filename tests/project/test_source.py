@@ -205,7 +205,7 @@ SIGNATURES = {
     "ptq.equalize": "prepared params batch arguments",
     "ptq.rotate": "prepared params batch key arguments",
     "ptq.correct_bias": "prepared params qparams data batch ranges arguments",
-    "ptq.tune": "prepared params qparams batches held_out rounds rate progress arguments",
+    "ptq.tune": "prepared params qparams batches held_out rounds rate codes code_rate progress arguments",
     "ptq.allocate_bits": "prepared params batches budget most_damage dtypes arguments",
     "report.compare": "prepared params qparams batches ranges arguments",
     "optim.quantize_state": "tx spec second_spec overrides min_size seed",

@@ -1,4 +1,4 @@
-"""Learned scales and float parameters: less error of the results, with the same codes."""
+"""Learned scales, float parameters and codes: less error of the results."""
 
 from __future__ import annotations
 
@@ -98,6 +98,101 @@ def test_steps_that_do_not_help_are_dropped(rng: np.random.Generator) -> None:
     assert notes["first"].reason == "the error of the results would not become smaller"
 
 
+def count_changes(x: jq.QuantizedArray, y: jq.QuantizedArray) -> int:
+    return int((np.asarray(x.codes, np.int32) != np.asarray(y.codes, np.int32)).sum())
+
+
+def test_codes_are_learned(fixed_rng: np.random.Generator) -> None:
+    params, batches = sample(fixed_rng)
+    held_out = [jnp.asarray(fixed_rng.integers(0, 16, 64), jnp.int32)]
+    prepared = jq.prepare(network, params, batches[0], rules=RULES)
+    qparams = prepared.convert(params)
+    scales, codes = (
+        ptq.tune(prepared, params, qparams, batches, held_out=held_out, rounds=40, rate=3e-3, codes=x, code_rate=0.05)
+        for x in (False, True)
+    )
+    before, *after = (measure(prepared, params, q, held_out) for q in (qparams, scales.params, codes.params))
+    assert after[1] < 0.8 * after[0] < 0.8 * before
+    for name in ("first", "second"):
+        tuned, count = codes.params[name], count_changes(codes.params[name], qparams[name])
+        assert count > 0
+        assert codes.notes[name].action == f"tuned, {count} of {tuned.size} codes changed"
+        assert [codes.notes[name].before, codes.notes[name].after] == pytest.approx([before, after[1]], rel=1e-4)
+        assert scales.notes[name].action == "tuned"
+        check_equal(scales.params[name].codes, qparams[name].codes)
+        assert (np.asarray(tuned.scale) != np.asarray(qparams[name].scale)).any()
+    # Of a table a batch reads few rows.
+    check_equal(codes.params["table"].codes, qparams["table"].codes)
+    assert codes.notes["table"].reason.startswith("a lookup")
+
+
+# A weight for each kind of codes. Those of "bent" are the levels of a codebook whose steps differ much.
+BENT = jq.Codebook("bent", (-1.0, 0.0, 0.125, 1.0))
+KINDS: dict[str, tuple[jq.Weight, Any]] = {
+    "narrow": (jq.Weight("int4"), F32),
+    "whole": (jq.Weight("int2", per="tensor", options={"narrow_range": False}), F32),
+    "point": (jq.Weight("uint4", block=4, options={"symmetric": False}), F32),
+    "short": (jq.Weight("int2", block=3, options={"scale_dtype": "float16"}), F32),
+    "nf4": (jq.Weight(jq.nf4, block=4), F32),
+    "bent": (jq.Weight(BENT), F32),
+    "half": (jq.Weight("int8", options={"scale_dtype": "bfloat16"}), jnp.bfloat16),
+    "power": (jq.Weight("int4", options={"power_of_two": True}), F32),
+    "float": (jq.Weight("float8_e4m3fn"), F32),
+}
+KERNEL = jq.Rule(operation="conv_general_dilated", weight=jq.Weight("int2"))
+SHAPES: dict[str, Any] = {**{name: ((8, 6), x) for name, (_, x) in KINDS.items()}, "kernel": ((2, 2, 1, 3), F32)}
+KIND_RULES = (KERNEL, *(jq.Rule(name, weight=weight) for name, (weight, _) in KINDS.items()))
+
+
+def contract_kinds(params: Any, x: jax.Array) -> jax.Array:
+    results = [(x.astype(params[name].dtype) @ params[name]).astype(F32) for name in KINDS]
+    image = x.reshape(-1, 4, 2, 1)
+    names = ("NHWC", "HWIO", "NHWC")
+    kernel = jax.lax.conv_general_dilated(image, params["kernel"], (1, 1), "VALID", dimension_numbers=names)
+    return jnp.concatenate([*results, kernel.reshape(len(x), -1)], 1)
+
+
+@pytest.fixture(scope="module")
+def prepared_kinds() -> jq.Prepared:
+    params = {name: jnp.zeros(*shape) for name, shape in SHAPES.items()}
+    return jq.prepare(contract_kinds, params, jnp.zeros((16, 8)), rules=KIND_RULES)
+
+
+def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_kinds: jq.Prepared) -> None:
+    """The codes of other weights are a start from which all kinds come nearer to the results of floats."""
+    params, others = (
+        {name: jnp.asarray(rng.normal(size=shape), dtype) for name, (shape, dtype) in SHAPES.items()} for _ in range(2)
+    )
+    x = jnp.asarray(rng.normal(size=(16, 8)), F32)
+    qparams = prepared_kinds.convert(others)
+    qparams["bent"] = qparams["bent"].store_last(0)
+    tuned, notes = ptq.tune(prepared_kinds, params, qparams, [x], held_out=[x], rounds=20, codes=True, code_rate=0.5)
+    assert jax.tree.structure(tuned) == jax.tree.structure(qparams)
+    specs = {prepared_kinds.names[leaf]: plan.spec for leaf, plan in prepared_kinds.leaves.items()}
+    floats = {name: q.dequantize() for name, q in tuned.items()}
+    y, expected = (np.asarray(contract_kinds(p, x), np.float64) for p in (floats, params))
+    # Compiled, bfloat16 results may not be rounded, which is less than another code would change.
+    assert notes["nf4"].after == pytest.approx(np.sum((y - expected) ** 2) / np.sum(expected**2), rel=5e-4)
+    for name, q in tuned.items():
+        start = qparams[name]
+        assert (q.dtype, q.codes.dtype, q.scale.dtype) == (start.dtype, start.codes.dtype, start.scale.dtype)
+        assert [x.shape for x in jax.tree.leaves(q)] == [x.shape for x in jax.tree.leaves(start)]
+        if start.zero_point is not None:
+            check_equal(q.zero_point, start.zero_point)
+        if name == "float":
+            check_equal(q.codes, start.codes)
+            continue
+        count = count_changes(q, start)
+        assert count > 0
+        assert notes[name].action == f"tuned, {count} of {q.size} codes changed"
+        if specs[name].codebook is None:
+            low, high = specs[name].bounds
+            assert low <= np.asarray(q.codes, np.int32).min() <= np.asarray(q.codes, np.int32).max() <= high
+    check_equal(tuned["power"].scale, qparams["power"].scale)
+    assert notes["power"].reason == "scales that are powers of two"
+    assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, whose steps differ")
+
+
 @pytest.mark.slow
 def test_errors(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
@@ -113,6 +208,12 @@ def test_errors(rng: np.random.Generator) -> None:
         (lambda: tune(prepared, params, params, batches), "qparams: expected a quantized array at first, got"),
         (lambda: tune(prepared, params, qparams, batches, rounds=0), "rounds: expected a positive number, got 0"),
         (lambda: tune(prepared, params, qparams, batches, rate=-1), "rate: expected a positive number, got -1"),
+        (
+            lambda: tune(prepared, params, qparams, batches, codes=True, code_rate=0),
+            "code_rate: expected a positive number, got 0",
+        ),
+        (lambda: tune(prepared, params, qparams, batches, codes="yes"), "codes: expected"),
+        (lambda: tune(prepared, params, qparams, batches, code_rate="fast"), "code_rate: expected"),
         (lambda: tune(params, params, qparams, batches), "prepared: expected a Prepared"),
         (
             lambda: tune(prepared, {**params, "scale": params["scale"] * np.nan}, qparams, batches),
