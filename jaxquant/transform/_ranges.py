@@ -27,12 +27,14 @@ class StaticRange(NamedTuple):
         shape: its shape.
         lengths: the lengths of the scans around it that stack parameters; each iteration has a range of its own.
         is_constant: whether it depends neither on parameters nor on arguments, such as an initial state of zeros.
+        label: the name of what reads or computes it, for errors; of a contraction with its place in the source.
     """
 
     operand: OperandPlan
     shape: tuple[int, ...]
     lengths: tuple[int, ...]
     is_constant: bool
+    label: str
 
     @property
     def place(self) -> str:
@@ -61,7 +63,7 @@ def list_ranges(analysis: Analysis, plan: Plan) -> dict[str, tuple[StaticRange, 
                 shape = tuple(site.equation.invars[int(operand.place)].aval.shape)
                 is_constant = isinstance(site.origins[int(operand.place)], Constant)
                 lengths = site.lengths if planned.layers else ()
-                entries.append(StaticRange(operand, shape, lengths, is_constant))
+                entries.append(StaticRange(operand, shape, lengths, is_constant, site.describe()))
         point = plan.regions.find_point(site)
         if point is not None:
             entries.append(_make_output(plan, point))
@@ -79,7 +81,8 @@ def _make_output(plan: Plan, point: Point) -> StaticRange:
     """Return the range of a result."""
     assert plan.regions.graph is not None
     operand = OperandPlan(OUTPUT, *point.output)
-    return StaticRange(operand, plan.regions.graph.find_shape(point.value), (), False)
+    label = point.name if point.site is None else point.site.describe()
+    return StaticRange(operand, plan.regions.graph.find_shape(point.value), (), False, label)
 
 
 def make_states(ranges: StaticRanges) -> dict[str, dict[str, Any]]:
@@ -111,7 +114,7 @@ def map_states(
         results[name] = {}
         for entry in entries:
             parts = [tree[name][entry.place] for tree in trees]
-            with checks.prefix_errors(name):
+            with checks.prefix_errors(entry.label):
                 results[name][entry.place] = _map_layers(functools.partial(call, entry), parts, entry.lengths)
     return results
 
