@@ -10,8 +10,8 @@ import jax
 
 from .._arrays import quantized_array
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.static_text import StaticText
 from .._core import checks
+from .static_text import StaticText
 from .stored_arrays import (
     KEY,
     TEXT,

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.static_text import StaticText
 from .._core import checks
 from .arrays import import_library, is_stored_apart, restore_tree, to_arrays
+from .static_text import StaticText
 from .stored_arrays import KEY, find_stored_type, list_parts, store_text, write_description
 
 _SAVE, _LOAD = "checkpoint.save_orbax", "checkpoint.load_orbax"

@@ -18,8 +18,8 @@ from jax import lax
 from .._arrays import quantized_array, serialization
 from .._arrays.packing import pack, unpack
 from .._arrays.quantized_array import QuantizedArray
-from .._arrays.static_text import StaticText
 from .._core import checks, dtypes
+from .static_text import StaticText
 
 _DTYPES = (*dtypes.QUANTIZED, *dtypes.FLOATS, dtypes.E8M0)  # the dtypes of the parts
 KEY = "quantized_array"  # the key of the description, next to those of the parts

@@ -21,7 +21,7 @@ from ._programs import jaxpr
 from ._programs.interpret import Interpreter, Mode
 from ._regions.biases import check_biases
 from ._regions.point import Regions
-from ._weights import Weight, compile_quantizations, make_weight_twin, quantize_weight
+from ._weights import make_weight_twin, quantize_weight
 from .rules import Rule
 
 
@@ -174,7 +174,7 @@ class Prepared:
     def convert(self, params: Any, scales: Any = None, *, delete: bool = False) -> Any:
         """Return the parameters with a `QuantizedArray` in place of each weight that the rules quantize.
 
-        The first call compiles a program for each shape and spec, all at the same time on the threads of the host.
+        On a CPU, weights of many shapes share a few compiled programs.
 
         Args:
             params: the parameters of the function, in floats.
@@ -200,18 +200,13 @@ class Prepared:
         checks.require(can_delete, "Prepared.convert", "delete", expected, delete)
         learned = self._read_learned("convert", scales).weights
         converted = list(signature.arrays)
-        # Those that are multiplied first are not known yet.
-        plans = [(place, plan) for place, plan in self.leaves.items() if plan.fold is None]
-        names = self.names
-        compile_quantizations(Weight(names[i], converted[i], plan, learned.get(names[i])) for i, plan in plans)
         for place, plan in self.leaves.items():
-            name, w = names[place], converted[place]
+            name, w = self.names[place], converted[place]
             with checks.prefix_errors(name):
                 folded = plan.multiply(w, signature.arrays)
-            # Otherwise all weights are queued before the first float array can be deleted, and the memory holds all of
-            # them.
-            weight = Weight(name, folded, plan, learned.get(name))
-            converted[place] = jax.block_until_ready(quantize_weight(weight))
+                # Otherwise all weights are queued before the first float array can be deleted, and the memory holds all
+                # of them.
+                converted[place] = jax.block_until_ready(quantize_weight(folded, plan, learned.get(name)))
             # An array with a second path is still needed.
             if delete and isinstance(w, jax.Array) and all(w is not x for x in converted):
                 w.delete()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from typing import Any
@@ -142,34 +141,3 @@ def test_a_mean_after_activations_reads_no_array_of_zeros(rng):
     assert not re.findall(rf"= f32\[{dimensions}\]\S* (?:fusion|broadcast)\(%constant[\w.]*\), kind", text)
     served = jax.jit(prepared.apply)(qparams, {}, x)
     np.testing.assert_array_equal(served, jax.jit(prepared.fake_apply)(params, {}, x))
-
-
-@pytest.fixture
-def compilation_log(caplog):
-    """Log each compilation, on all threads; `jax.log_compiles` is for the current thread."""
-    jax.config.update("jax_log_compiles", True)
-    with caplog.at_level("WARNING", logger="jax"):
-        yield caplog
-    jax.config.update("jax_log_compiles", False)
-
-
-def test_convert_compiles_each_shape_once(compilation_log, rng):
-    """The programs are compiled before the first of them runs, and the calls find them."""
-    sizes = (7, 9, 11, 9, 7)
-    params = [jnp.asarray(rng.normal(size=pair), jnp.float32) for pair in itertools.pairwise(sizes)]
-    params.append(params[0])
-
-    def apply(params, x):
-        *layers, other = params
-        for w in layers:
-            x = x @ w
-        return x + (x @ other)[:, :7]
-
-    prepared = jq.prepare(apply, params, jnp.ones((2, 7)), rules=jq.recipes.w8a8_dynamic())
-    qparams = prepared.convert(params)
-    start = "Finished XLA compilation of jit(_quantize_weight)"
-    compiled = [line for line in compilation_log.messages if line.startswith(start)]
-    assert len(compiled) == 4  # 7x9, 9x11, 11x9, 9x7; the last parameter is the first
-    for w, q in zip(params, qparams, strict=True):
-        spec = jq.QuantSpec(jnp.int8, jq.PerAxis(1))
-        np.testing.assert_array_equal(q.codes, jq.quantize(w, spec).codes)

@@ -13,9 +13,9 @@ from flax.linen import dtypes
 
 from ..._arrays.quantize import find_parameters
 from ..._arrays.quantized_array import QuantizedArray
-from ..._arrays.static_text import StaticText
 from ..._core import checks
 from ..._training.backward import Int8Backward
+from ...checkpoint.static_text import StaticText
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation

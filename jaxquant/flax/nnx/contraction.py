@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import reshard
 
 from ..._arrays.quantized_array import QuantizedArray
-from ..._arrays.static_text import StaticText
 from ..._core import checks, sharding
 from ..._core.granularity import PerFeature
 from ..._training.backward import Int8Backward
+from ...checkpoint.static_text import StaticText
 from .. import _converted, _layer_operand, _learned, _observed, _operations
 from .._layer_operand import LayerOperand, Operands, Quantization
 from .._operations import Operation

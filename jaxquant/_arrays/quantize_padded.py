@@ -1,4 +1,7 @@
-"""Quantization of kernels of many shapes by few compiled programs, each for kernels that are padded to its shape."""
+"""Quantization of kernels of many shapes by few compiled programs, for the conversion of networks.
+
+A program quantizes kernels that are padded to its shape.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._arrays import parts, scale_from_range
-from .._arrays.quantize import quantize
-from .._arrays.quantized_array import QuantizedArray
-from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from .._core.granularity import PerAxis, PerTensor
+from . import parts, scale_from_range
+from .quantize import quantize
+from .quantized_array import QuantizedArray
+from .spec import QuantSpec
 
 # Compiling a program takes some 100 ms, quantizing a kernel of this many elements a tenth of that.
 _MOST_ELEMENTS = 2**22
