@@ -181,8 +181,9 @@ class Prepared:
             scales: scales that were trained, as `learned` returns them. Ranges may be passed, too: weights need none,
                 but biases that become int32 are then checked.
             delete: whether to delete the float array of each weight after it was quantized. The memory then holds the
-                floats and one array of codes at most. These arrays of `params` cannot be used any more. An array that
-                `params` holds under another path without codes, too, is kept.
+                floats and one array of codes at most, and on a CPU a padded copy of one weight with up to 4 million
+                elements. These arrays of `params` cannot be used any more. An array that `params` holds under another
+                path without codes, too, is kept.
 
         Returns:
             The same tree, with codes.
