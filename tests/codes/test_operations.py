@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import jaxquant as jq
 
 from ..cases import microsoft_exactness as cases
 from ..oracles import microsoft_text, onnx_runtime
+from ..support import hlo
 
 F = np.float32
 BYTES = ("uint8", "int8")
@@ -168,11 +170,37 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(jax.jit(compute)(*placed).codes, want)
 
 
-def test_no_float_is_larger_than_a_scale(rng: np.random.Generator) -> None:
-    """Sums, means and tables have floats only inside of fusions, not in memory."""
-    q, y = draw(rng, "uint8", (8, 16, 16, 8)), draw_output(rng, "uint8")
-    program = jax.jit(lambda q, y: jq.max_pool(jq.relu(q), (2, 2))).lower(q, y).compile().as_text()
-    assert "f32[8," not in str(program)
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda q, y: jq.add(q, q[::-1], y),
+    "multiply": lambda q, y: jq.multiply(q, q[::-1], y),
+    "concatenate": lambda q, y: jq.concatenate([q, jq.add(q, q, y)], -1, output=y),
+    "mean": lambda q, y: jq.mean(q, (1, 2), output=y),
+    "average_pool": lambda q, y: jq.average_pool(q, (2, 2), output=y),
+    "max_pool": lambda q, _: jq.max_pool(jq.relu(q), (2, 2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_float_is_larger_than_a_scale(name: str, rng: np.random.Generator) -> None:
+    """Sums and tables have floats only inside of fusions, not in memory; means have one float for each result."""
+    q, y = draw(rng, "uint8", (16, 32, 32, 8)), draw_output(rng, "uint8")
+    program = hlo.Program(OPERATIONS[name], q, y)
+    floats = [shape for dtype, shape in program.wide_buffers() if dtype == "f32"]
+    results = program.computations[program.entry][-1].results[0][1] if name in ("mean", "average_pool") else ()
+    assert max((math.prod(shape) for shape in floats), default=0) <= math.prod(results)
+
+
+def test_a_sum_reads_the_codes_of_a_layer_once(rng: np.random.Generator) -> None:
+    """Without a barrier, XLA requantizes the sums of the layer in two loops, one for each form of the addition."""
+    q, y = draw(rng, "uint8", (1024, 128)), draw_output(rng, "uint8")
+    w = jq.QuantizedArray(cases.draw_codes(rng, "int8", (128, 128)), np.full((1, 128), 0.01, F))
+    program = hlo.Program(lambda q, w, y: jq.add(jq.matmul(q, w, output=y), q, y), q, w, y)
+    inside = [i for i in program.in_memory() if i.opcode == "fusion"]
+    sums = [i.name for i in program.in_memory() if ("s32", (1024, 128)) in i.results]
+    assert len(sums) == 1, program.text
+    assert len([i for i in inside if f"%{sums[0]}," in i.rest or f"%{sums[0]})" in i.rest]) == 1, program.text
 
 
 Q8 = jq.QuantizedArray(np.ones((2, 4), np.uint8), np.ones((1, 1), F))

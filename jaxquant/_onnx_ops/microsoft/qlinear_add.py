@@ -122,6 +122,9 @@ def _add_codes(a: jax.Array, b: jax.Array, p: jax.Array, q: jax.Array, r: jax.Ar
     top = _find_top(p, q)
     least = _find_power(lax.min(lax.abs(p), lax.abs(q)))
     is_aligned = (least * np.float32(2**15) >= top) & (top <= np.float32(2.0**38))
+    # The branch below reads a and b from memory. Without a barrier the fast form would compute them once more, together
+    # with everything that they are fused with.
+    a, b = lax.optimization_barrier((a, b))
     codes = rounding.encode_steps(_add_aligned(a, b, p, q, r, top), None, dtype)
 
     # The fast form is outside of the condition, because XLA:CPU runs the branches of a condition on one thread.
