@@ -38,7 +38,10 @@ _ARITHMETIC = {"Add": np.add, "Sub": np.subtract, "Mul": np.multiply}
 @writes("convert_element_type")
 def write_cast(graph: Graph, call: Call) -> Value:
     """Write a conversion."""
-    return convert(graph, call.inputs[0], call.parameters["new_dtype"])
+    (x,) = call.inputs
+    # Known codes that get here are those of weights, which the model keeps.
+    x = graph.fill(x, x.shape) if x.is_known else x
+    return convert(graph, x, call.parameters["new_dtype"])
 
 
 @writes_mark("encode_small_float")
@@ -198,7 +201,7 @@ def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
     if node.op_type not in (*_SAME, *_MONOTONE, *_ARITHMETIC, *_SELECTIONS):
         return _ANY
     operands = [_find_tensor_range(graph, name, depth) for name in node.input]
-    if node.op_type == "Where" and _replaces_nan(graph, node):
+    if node.op_type == "Where" and _replaces_nan(graph, node, depth):
         operands[2] = operands[2]._replace(is_number=True)
     if node.op_type in _SAME:
         return operands[0]
@@ -210,13 +213,36 @@ def _find_node_range(graph: Graph, node: NodeProto, depth: int) -> Range:
     return _select_range(node.op_type, operands)
 
 
-def _replaces_nan(graph: Graph, node: NodeProto) -> bool:
+def _replaces_nan(graph: Graph, node: NodeProto, depth: int) -> bool:
     """Return whether a Where chooses its last operand only if that is no NaN, which alone differs from itself."""
-    condition, x = graph.find_node(node.input[0]), node.input[2]
-    if condition is None or condition.op_type == "IsNaN":
-        return condition is not None and condition.input[0] == x
+    condition = graph.find_node(node.input[0])
+    if condition is None:
+        return False
+    if condition.op_type == "IsNaN":
+        return _is_nan_only_with(graph, node.input[2], condition.input[0], depth)
     equal = graph.find_node(condition.input[0]) if condition.op_type == "Not" else None
-    return equal is not None and equal.op_type == "Equal" and [*equal.input] == [x, x]
+    if equal is None or equal.op_type != "Equal" or equal.input[0] != equal.input[1]:
+        return False
+    return _is_nan_only_with(graph, node.input[2], equal.input[0], depth)
+
+
+def _is_nan_only_with(graph: Graph, name: str, source: str, depth: int) -> bool:
+    """Return whether an element of a tensor is NaN only if that of the source, from which it is computed, is NaN."""
+    if name == source:
+        return True
+    node = graph.find_node(name) if depth else None
+    if node is None:
+        return False
+    if node.op_type in ("Round", "Floor", "Ceil", "Neg", "Abs"):
+        return _is_nan_only_with(graph, node.input[0], source, depth - 1)
+    if node.op_type not in ("Add", "Sub"):
+        return False
+    # A sum with a finite number is no NaN, whatever the other operand is.
+    for x, other in (node.input, node.input[::-1]):
+        bounds = _find_tensor_range(graph, other, depth - 1)
+        if bounds.is_number and math.isfinite(bounds.low) and math.isfinite(bounds.high):
+            return _is_nan_only_with(graph, x, source, depth - 1)
+    return False
 
 
 def _select_range(operator: str, operands: Sequence[Range]) -> Range:

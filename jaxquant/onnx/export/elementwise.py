@@ -30,6 +30,7 @@ _UNARY = {
 _BINARY = {
     "add": "Add", "add_any": "Add", "sub": "Sub", "mul": "Mul", "div": "Div", "max": "Max", "min": "Min", "pow": "Pow",
 }  # fmt: skip
+_NAN_DTYPES = (dtypes.FLOAT16, dtypes.FLOAT32, np.dtype(np.float64))
 _COMPARISONS = {"eq": "Equal", "lt": "Less", "gt": "Greater", "le": "LessOrEqual", "ge": "GreaterOrEqual"}
 _LOGIC = {"and": "And", "or": "Or", "xor": "Xor"}
 _BITS = {"and": "BitwiseAnd", "or": "BitwiseOr", "xor": "BitwiseXor"}
@@ -122,6 +123,10 @@ def write_comparison(graph: Graph, call: Call) -> Value:
     """Write a comparison."""
     inputs = call.inputs
     if call.name == "ne":
+        x, y = inputs
+        # Only a NaN differs from itself. ONNX Runtime has kernels of IsNaN for these dtypes.
+        if not x.is_known and x.name == y.name and np.dtype(x.dtype) in _NAN_DTYPES:
+            return write_operator(graph, "IsNaN", [x], np.bool_)
         equal = apply_operator(graph, "Equal", inputs, np.bool_)
         return write_operator(graph, "Not", [equal], np.bool_)
     return apply_operator(graph, _COMPARISONS[call.name], inputs, np.bool_)

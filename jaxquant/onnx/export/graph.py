@@ -312,14 +312,14 @@ def select_needed(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> tuple[l
     for node in reversed(nodes):
         if needed.intersection(node.output):
             kept.append(node)
-            needed.update(_list_reads(node))
+            needed.update(list_reads(node))
     return kept[::-1], needed
 
 
-def _list_reads(node: NodeProto) -> set[str]:
-    """Return the tensors that a node reads, also in its body."""
+def list_reads(node: NodeProto) -> list[str]:
+    """Return the tensors that a node reads, also in its body, each as often as it is read."""
     inner = (part for attribute in node.attribute if attribute.HasField("g") for part in attribute.g.node)
-    return set(node.input).union(*(_list_reads(part) for part in inner))
+    return [*node.input, *(name for part in inner for name in list_reads(part))]
 
 
 def make_tensor(name: str, array: np.ndarray) -> TensorProto:

@@ -24,6 +24,7 @@ from ..load.function import FLOATS, FORMULAS
 from . import program, values
 from .exporter import SCAN_CHOICES, Exporter
 from .graph import MICROSOFT, Graph
+from .merge_nodes import merge_nodes
 from .values import Value
 
 _NAME = "onnx.export"
@@ -208,6 +209,7 @@ def _make_model(
     is_free = not (_list_tensors(graph) - named).intersection(output_names)
     checks.require(is_free, _NAME, "output_names", "names that no tensor has", output_names)
     _rename_outputs(graph, outputs, output_names)
+    merge_nodes(graph, output_names)
     graph.drop_unused(output_names)
     points = [_keep_point(graph.nodes, point) for point in graph.points]
     input_infos = [values.describe(x, spec.shape, spec.dtype) for x, spec in zip(graph.inputs, specs, strict=True)]

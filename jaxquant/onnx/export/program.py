@@ -200,10 +200,15 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
         return False
     if name in _CALLS or name in (programs.SCAN, programs.COND):
         return False  # their bodies are folded one equation at a time
-    if name != MARK or equation.params["mark"].name != "dequantize":
-        return True
     # Weights stay codes: the model dequantizes them. A table of the values of all codes is a small vector.
-    return len(specs[0].shape) < 2 and math.prod(specs[0].shape) <= _TABLE
+    shape, is_small = specs[0].shape, math.prod(specs[0].shape) <= _TABLE
+    if name == "convert_element_type" and equation.invars[0].aval.dtype in values.CODES:
+        # A vector is more likely to hold zero points.
+        is_float = jnp.issubdtype(specs[0].dtype, jnp.floating)
+        return not is_float or (is_small and len([n for n in shape if n != 1]) < 2)
+    if name == MARK and equation.params["mark"].name == "dequantize":
+        return is_small and len(shape) < 2
+    return True
 
 
 def _fold(backend: Backend, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:

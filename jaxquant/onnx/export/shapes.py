@@ -210,14 +210,30 @@ def write_dynamic_slice(graph: Graph, call: Call) -> Value:
     axes = [axis for axis, (n, size) in enumerate(zip(shape, sizes, strict=True)) if not _equals(n, size)]
     name = graph.store_full(x, shape)
     if axes:
-        begin = _join_starts(graph, [starts[axis] for axis in axes], [shape[a] - sizes[a] for a in axes])
-        end = graph.add("Add", [begin, graph.add_shape(tuple(sizes[axis] for axis in axes))])
-        name = graph.add("Slice", [name, begin, end, graph.ints(*axes)])
+        begins, limits = [starts[axis] for axis in axes], [shape[a] - sizes[a] for a in axes]
+        known = _find_known_starts(begins, limits)
+        if known is not None:
+            ends = [n + sizes[axis] for n, axis in zip(known, axes, strict=True)]
+            name = graph.slice(name, known, ends, axes, [1] * len(axes))
+        else:
+            begin = _join_starts(graph, begins, limits)
+            end = graph.add("Add", [begin, graph.add_shape(tuple(sizes[axis] for axis in axes))])
+            name = graph.add("Slice", [name, begin, end, graph.ints(*axes)])
     return Value(call.outputs[0].shape, values.find_container(x.dtype), name)
+
+
+def _find_known_starts(starts: Sequence[Value], limits: Sequence[Any]) -> list[int] | None:
+    """Return first indices between 0 and the limits, or None if one of them is computed by the model."""
+    if not values.is_static(tuple(limits)) or not all(start.is_known for start in starts):
+        return None
+    return [min(max(int(np.asarray(x.array)), 0), int(limit)) for x, limit in zip(starts, limits, strict=True)]
 
 
 def _join_starts(graph: Graph, starts: Sequence[Value], limits: Sequence[Any]) -> str:
     """Return a vector of int64 of first indices between 0 and the limits."""
+    known = _find_known_starts(starts, limits)
+    if known is not None:
+        return graph.ints(*known)
     parts = [graph.reshape(graph.cast(graph.store(start), np.int64), (1,)) for start in starts]
     begin = parts[0] if len(parts) == 1 else graph.add("Concat", parts, axis=0)
     # JAX moves a slice that does not fit; Slice would cut it off.
@@ -240,6 +256,10 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
         name = _update_block(graph, names, axes, shape, sizes, [starts[axis] for axis in axes])
         return Value(tuple(shape), values.find_container(x.dtype), name)
     axis = axes[0]
+    known = _find_known_starts([starts[axis]], [shape[axis] - sizes[axis]])
+    if known is not None:
+        name = _replace_part(graph, x, names, axis, (known[0], known[0] + int(sizes[axis]), int(shape[axis])))
+        return Value(tuple(shape), values.find_container(x.dtype), name)
     begin = _join_starts(graph, [starts[axis]], [shape[axis] - sizes[axis]])
     # ONNX's operators that replace elements want the index of each of them.
     offsets = graph.ints(*range(sizes[axis]))
@@ -250,6 +270,22 @@ def write_dynamic_update_slice(graph: Graph, call: Call) -> Value:
         values.find_container(x.dtype),
         graph.add("ScatterElements", [names[0], index, names[1]], axis=axis),
     )
+
+
+def _replace_part(graph: Graph, x: Value, names: Sequence[str], axis: int, bounds: tuple[int, int, int]) -> str:
+    """Return an array with its entries from start to end along an axis, of a length, replaced by those of another."""
+    start, end, length = bounds
+
+    def cut(first: int, last: int) -> list[str]:
+        if first == last:
+            return []
+        if x.is_known and x.hint is None:  # `load` would fold the Slice
+            cuts = (*[slice(None)] * axis, slice(first, last))
+            return [graph.add_constant(graph.arrays[names[0]][cuts])]
+        return [graph.slice(names[0], [first], [last], [axis], [1])]
+
+    parts = [*cut(0, start), names[1], *cut(end, length)]
+    return parts[0] if len(parts) == 1 else graph.add("Concat", parts, axis=axis)
 
 
 def _update_block(
