@@ -279,7 +279,7 @@ def _replace_part(graph: Graph, x: Value, names: Sequence[str], axis: int, bound
     def cut(first: int, last: int) -> list[str]:
         if first == last:
             return []
-        if x.is_known and x.hint is None:  # `load` would fold the Slice
+        if names[0] in graph.arrays and x.hint is None:  # `load` would fold the Slice
             cuts = (*[slice(None)] * axis, slice(first, last))
             return [graph.add_constant(graph.arrays[names[0]][cuts])]
         return [graph.slice(names[0], [first], [last], [axis], [1])]
