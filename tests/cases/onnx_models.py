@@ -167,7 +167,10 @@ def run_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str
     """Return the outputs of ONNX Runtime."""
     levels = onnxruntime.GraphOptimizationLevel
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = {"none": levels.ORT_DISABLE_ALL, "all": levels.ORT_ENABLE_ALL}[level]
+    options.graph_optimization_level = {
+        "none": levels.ORT_DISABLE_ALL, "basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED,
+        "all": levels.ORT_ENABLE_ALL,
+    }[level]  # fmt: skip
     options.intra_op_num_threads = 2
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -192,7 +192,10 @@ def test_no_float_is_larger_than_a_scale(name: str, rng: np.random.Generator) ->
     assert max((math.prod(shape) for shape in floats), default=0) <= math.prod(results)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA removes barriers before it forms fusions")
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 12),
+    reason="the loops are those of a CPU, and jax 0.10's XLA removes barriers before it forms fusions",
+)
 def test_a_sum_reads_the_codes_of_a_layer_once(rng: np.random.Generator) -> None:
     """Without a barrier, XLA requantizes the sums of the layer in two loops, one for each form of the addition."""
     q, y = draw(rng, "uint8", (1024, 128)), draw_output(rng, "uint8")

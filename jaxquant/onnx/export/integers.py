@@ -36,30 +36,75 @@ def write_contraction(graph: Graph, call: Call) -> Value:
     lhs = Matrix(_to_container(graph, p["lhs"]), lhs_shape, *left)
     rhs = Matrix(_to_container(graph, p["rhs"]), rhs_shape, *right)
     points = p["lhs_steps"], p["rhs_steps"]
-    # ONNX Runtime takes one zero point of the left operand, and one for each column of the right.
-    is_direct = _is_zero(points[0]) or _count(points[0]) == 1
     columns = _find_column_points(points[1], rhs)
-    if is_direct and columns is not None:
-        lhs, points = _match_signs(graph, lhs, rhs, points)
-        names = [
-            "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
-            for point, side, shape in zip(points, (lhs, rhs), ((), columns), strict=True)
-        ]
-        # ONNX Runtime's fused kernel reads a zero point for each column where there is a scale for each column.
-        while names and not names[-1]:
-            names.pop()
-
-        def multiply(a: str, b: str) -> str:
-            graph.note_dtype(a, lhs.value.dtype)
-            graph.note_dtype(b, rhs.value.dtype)
-            return graph.add("MatMulInteger", [a, b, *names])
-
-        name = contractions.multiply(graph, lhs, rhs, multiply)
-    else:
-        # A MatMul of int32 wraps around as MatMulInteger does, only slower.
+    if columns is None:
+        # A MatMul of int32 wraps around as MatMulInteger does, but takes many times as long.
         sides = [_subtract(graph, side, point) for side, point in zip((lhs, rhs), points, strict=True)]
         name = contractions.multiply(graph, sides[0], sides[1], lambda a, b: graph.add("MatMul", [a, b]))
+    elif _is_zero(points[0]) or _count(points[0]) == 1:
+        name = _multiply(graph, lhs, rhs, points, columns)
+    else:
+        name = _multiply_rows(graph, lhs, rhs, points, columns)
     return Value(tuple(output), _INT32, name)
+
+
+def _multiply(
+    graph: Graph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
+) -> str:  # fmt: skip
+    """Return MatMulInteger, of which the left operand has one zero point, and the right one those of its columns."""
+    lhs, points = _match_signs(graph, lhs, rhs, points)
+    names = [
+        "" if _is_zero(point) else _store_point(graph, _read_point(graph, point, side.value.dtype), shape)
+        for point, side, shape in zip(points, (lhs, rhs), ((), columns), strict=True)
+    ]
+    # ONNX Runtime's fused kernel reads a zero point for each column where there is a scale for each column.
+    while names and not names[-1]:
+        names.pop()
+
+    def multiply(a: str, b: str) -> str:
+        graph.note_dtype(a, lhs.value.dtype)
+        graph.note_dtype(b, rhs.value.dtype)
+        return graph.add("MatMulInteger", [a, b, *names])
+
+    return contractions.multiply(graph, lhs, rhs, multiply)
+
+
+def _multiply_rows(
+    graph: Graph, lhs: Matrix, rhs: Matrix, points: tuple[Value | None, Value | None], columns: Shape
+) -> str:  # fmt: skip
+    """Return the product of a left operand that has a zero point for each row.
+
+    ONNX Runtime's MatMulInteger takes only one. The others multiply the sums over the columns of the right operand,
+    modulo 2**32, as everything here.
+    """
+    steps = points[0]
+    assert steps is not None
+    if lhs.value.dtype == np.int8 and rhs.value.dtype == _UINT8:
+        offset = values.make_known(np.int32(128))
+        steps = apply_operator(graph, "Add", [cast_value(graph, steps, _INT32), offset])
+        lhs = lhs._replace(value=_to_unsigned(graph, lhs.value, None, lhs.shape)[0])
+    product = _multiply(graph, lhs, rhs, (None, points[1]), columns)
+    sums = _sum_columns(graph, lhs, rhs, points[1], columns)
+    # The zero points in the dimensions of the result, which are 1 for the columns.
+    rows = graph.transpose(graph.store(steps), [*lhs.batch, *lhs.free, *lhs.contracted])
+    shape = (*(steps.shape[axis] for axis in (*lhs.batch, *lhs.free)), *(1 for _ in rhs.free))
+    rows = rows if len(lhs.contracted) == len(rhs.free) else graph.reshape(rows, shape)
+    return graph.add("Sub", [product, graph.add("Mul", [rows, sums])])
+
+
+def _sum_columns(graph: Graph, lhs: Matrix, rhs: Matrix, steps: Value | None, columns: Shape) -> str:
+    """Return int32 sums over the right operand, less its zero points, in the dimensions of the result."""
+    if rhs.value.is_known and (steps is None or steps.is_known):
+        codes = np.broadcast_to(np.asarray(rhs.value.array), rhs.shape).astype(np.int32)
+        array = codes if steps is None else codes - np.asarray(steps.array, np.int32)
+        total = array.sum(tuple(rhs.contracted), dtype=np.int32, keepdims=True)
+        total = total.transpose([*rhs.batch, *rhs.contracted, *rhs.free])
+        shape = (*(rhs.shape[axis] for axis in rhs.batch), *(1 for _ in lhs.free), *(rhs.shape[a] for a in rhs.free))
+        return graph.add_constant(total.reshape(shape))
+    # A row of ones. With a batch, each matrix has its own.
+    shape = tuple(1 if axis in lhs.free else n for axis, n in enumerate(lhs.shape))
+    ones = graph.fill(values.make_known(np.ones((1,) * len(shape), np.uint8)), shape)
+    return _multiply(graph, lhs._replace(value=ones, shape=shape), rhs, (None, steps), columns)
 
 
 def _match_signs(
