@@ -75,6 +75,8 @@ def import_function(place: str) -> Callable[..., Any]:
         raise ModelError(f"function: expected a function that can be imported, got {place!r}: {error}") from error
     finally:
         sys.path.pop(0)
+    if not callable(function):
+        raise ModelError(f"function: expected a function, got {place!r}, of type {type(function).__name__}")
     return function
 
 

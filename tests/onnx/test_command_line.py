@@ -34,7 +34,10 @@ def test_commands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "output: float32[2, 2]" in capsys.readouterr().out
     assert main(["inspect", "model.onnx"]) == 0
     assert "MatMulInteger" in capsys.readouterr().out
-    for place, text in (("layer", "expected package.module:function"), ("layers_of_a_test:none", "can be imported")):
+    for place, text in (
+        ("layer", "expected package.module:function"), ("layers_of_a_test:none", "can be imported"),
+        ("layers_of_a_test:__name__", "expected a function, got 'layers_of_a_test:__name__', of type str"),
+    ):  # fmt: skip
         assert main(["export", place, "model.onnx", *inputs]) == 1
         assert text in capsys.readouterr().err
     assert main(["export", "layers_of_a_test:layer", "model.onnx", *inputs, "--opset", "9"]) == 1

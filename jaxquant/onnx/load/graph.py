@@ -120,7 +120,7 @@ class _Reader:
         """Return the array of a tensor; raise if all together take more memory than the limits allow."""
         array = read_tensor(tensor)
         self._total += array.nbytes
-        check_memory(self._limits, self._total, "the constants of the model")
+        check_memory(self._limits, self._total, "the set of all constants")
         return array
 
 
