@@ -1,6 +1,7 @@
 """The rows on ONNX models: a transformer encoder that is exported and loaded again, against ONNX Runtime.
 
-- loaded encoder: 2 layers of width 256 on sequences of 64, with quantized products; one call
+- loaded encoder: 2 layers of width 256 on sequences of 64, with quantized products; one call. ONNX Runtime also runs the
+  model of the float32 encoder, which tells whether it gains from the codes of the other model
 - export encoder: the time to write the model of an encoder; a shape is (layers, width)
 - load encoder: the time to read the bytes of a model, against the creation of a session
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from .onnxruntime_models import open_session
 
 _RECIPES = {"dynamic": jq.recipes.w8a8_dynamic(), "static": jq.recipes.w8a8_static()}
 _LENGTH, _HEADS = 64, 4
+_FLOAT_MODEL = "ONNX Runtime, float32"
 _NOT_COMPARED = Missing("floats differ in the last bits")
 
 
@@ -44,8 +46,15 @@ def _encode(params: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def _prepare(layers: int, width: int, batch: int, recipe: str) -> tuple[Callable[[Any], Any], jax.Array]:
-    """Return an encoder on codes, and a batch."""
+class _Encoder(NamedTuple):
+    """An encoder on codes, the same one in float32, and a batch."""
+
+    integer: Callable[[Any], Any]
+    plain: Callable[[Any], Any]
+    x: jax.Array
+
+
+def _prepare(layers: int, width: int, batch: int, recipe: str) -> _Encoder:
     rng = np.random.default_rng(0)
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     params = [
@@ -56,48 +65,51 @@ def _prepare(layers: int, width: int, batch: int, recipe: str) -> tuple[Callable
     prepared = jq.prepare(_encode, params, x, rules=_RECIPES[recipe])
     ranges = prepared.calibrate(params, [x], progress=False) if prepared.static_ranges else {}
     converted = jax.jit(prepared.convert)(params)
-    return lambda x: prepared.apply(converted, ranges, x), x
-
-
-def _export(layers: int, width: int, batch: int, recipe: str) -> tuple[Any, jax.Array]:
-    from jaxquant import onnx as jqonnx
-
-    function, x = _prepare(layers, width, batch, recipe)
-    return jqonnx.export(function, [x], batch="N"), x
+    return _Encoder(lambda x: prepared.apply(converted, ranges, x), lambda x: _encode(params, x), x)
 
 
 def _run(recipe: str, shape: tuple[int, ...]) -> Contest:
     from jaxquant import onnx as jqonnx
 
-    model, x = _export(2, shape[2], shape[0], recipe)
-    fn, params = jqonnx.load(model)
-    session, feeds = open_session(model.SerializeToString()), {"x": np.asarray(x)}
-    ours = functools.partial(jax.jit(fn), jax.device_put(params), x)
-    return Contest(ours, {ONNX_RUNTIME: lambda: session.run(None, feeds)}, _NOT_COMPARED, x.nbytes)
+    encoder = _prepare(2, shape[2], shape[0], recipe)
+    models = [jqonnx.export(function, [encoder.x], batch="N") for function in (encoder.integer, encoder.plain)]
+    fn, params = jqonnx.load(models[0])
+    feeds = {"x": np.asarray(encoder.x)}
+    sessions = [open_session(model.SerializeToString()) for model in models]
+    calls = [functools.partial(session.run, None, feeds) for session in sessions]
+    ours = functools.partial(jax.jit(fn), jax.device_put(params), encoder.x)
+    opponents: dict[str, Call | Missing] = dict(zip((ONNX_RUNTIME, _FLOAT_MODEL), calls, strict=True))
+    return Contest(ours, opponents, _NOT_COMPARED, encoder.x.nbytes)
 
 
 def _time_export(shape: tuple[int, int]) -> Contest:
     from jaxquant import onnx as jqonnx
 
-    function, x = _prepare(*shape, 1, "static")
+    encoder = _prepare(*shape, 1, "static")
 
     def export() -> None:
-        jqonnx.export(lambda x: function(x), [x], batch="N")  # a new function, so that nothing is traced already
+        # A new function, so that nothing is traced already.
+        jqonnx.export(lambda x: encoder.integer(x), [encoder.x], batch="N")
 
-    return Contest(export, {ONNX_RUNTIME: Missing("exports nothing")}, _NOT_COMPARED, 0)
+    opponents = {ONNX_RUNTIME: Missing("exports nothing"), _FLOAT_MODEL: Missing("exports nothing")}
+    return Contest(export, opponents, _NOT_COMPARED, 0)
 
 
 def _time_load(shape: tuple[int, int]) -> Contest:
     from jaxquant import onnx as jqonnx
 
-    data = _export(*shape, 1, "static")[0].SerializeToString()
+    encoder = _prepare(*shape, 1, "static")
+    data = jqonnx.export(encoder.integer, [encoder.x], batch="N").SerializeToString()
     load: Call = functools.partial(jqonnx.load, data)
-    return Contest(lambda: load() and None, {ONNX_RUNTIME: lambda: open_session(data) and None}, _NOT_COMPARED, 0)
+    opponents: dict[str, Call | Missing] = {
+        ONNX_RUNTIME: lambda: open_session(data) and None, _FLOAT_MODEL: Missing("another file")
+    }  # fmt: skip
+    return Contest(lambda: load() and None, opponents, _NOT_COMPARED, 0)
 
 
 TABLE = Table(
     "ONNX models",
-    (ONNX_RUNTIME,),
+    (ONNX_RUNTIME, _FLOAT_MODEL),
     [
         *(
             Row(
