@@ -1,7 +1,7 @@
 """The rows on ONNX models: a transformer encoder that is exported and loaded again, against ONNX Runtime.
 
-- loaded encoder: 2 layers of width 256 on sequences of 64, with quantized products; one call. ONNX Runtime also runs the
-  model of the float32 encoder, which tells whether it gains from the codes of the other model
+- loaded encoder: 2 layers of width 256 on sequences of 64, with quantized products; one call. ONNX Runtime also runs
+  the model of the float32 encoder, which tells whether it gains from the codes of the other model
 - export encoder: the time to write the model of an encoder; a shape is (layers, width)
 - load encoder: the time to read the bytes of a model, against the creation of a session
 

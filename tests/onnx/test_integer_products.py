@@ -52,9 +52,7 @@ def test_zero_points_of_rows(name: str, dtypes: str, right: str, rng: np.random.
     }[right]  # fmt: skip
 
     def multiply(lhs: jax.Array, lhs_points: jax.Array, rhs: jax.Array) -> jax.Array:
-        return jq.integer.dot_general(
-            lhs, rhs, numbers, lhs_zero_point=lhs_points, rhs_zero_point=rhs_points
-        )
+        return jq.integer.dot_general(lhs, rhs, numbers, lhs_zero_point=lhs_points, rhs_zero_point=rhs_points)
 
     expected = np.asarray(multiply(lhs, lhs_points, rhs))
     functions = {

@@ -92,7 +92,9 @@ def list_bytes(model: onnx.ModelProto) -> int:
 
 
 # One node differs: bools are compared by other operators, and packed weights are looked up by a Gather of one index.
-NEARLY_EQUAL = (("linen decoder", "float"), ("linen decoder", "weight_only_int4"), ("plain decoder", "weight_only_int4"))
+NEARLY_EQUAL = (
+    ("linen decoder", "float"), ("linen decoder", "weight_only_int4"), ("plain decoder", "weight_only_int4"),
+)  # fmt: skip
 
 
 @pytest.mark.sample(3)

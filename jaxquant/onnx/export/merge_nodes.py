@@ -18,7 +18,7 @@ def merge_nodes(graph: Graph, outputs: Sequence[str]) -> None:
     """Merge pairs of nodes of which the first is computed for the second alone, also in the bodies of loops.
 
     A reduction whose dimensions are inserted again keeps them. A slice of one entry whose dimension is removed is a
-    Gather; not in the form "qdq", because ONNX Runtime moves a quantization past Slice and Squeeze, but not past Gather.
+    Gather, but not in the form "qdq": ONNX Runtime moves a quantization past Slice and Squeeze, and not past Gather.
 
     Args:
         graph: the graph.
