@@ -193,6 +193,20 @@ def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_
     assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, whose steps differ")
 
 
+def test_random_keys_and_numbers_are_no_floats_to_learn(rng: np.random.Generator) -> None:
+    """An NNX module with dropout has keys among its parameters, for example."""
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), F32), "key": jax.random.key(0), "factor": 0.5}
+    x = jnp.asarray(rng.normal(size=(16, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return params["factor"] * x @ params["w"] + jax.random.normal(params["key"], (1, 4))
+
+    prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+    tuned, notes = ptq.tune(prepared, params, prepared.convert(params), [x], codes=True)
+    assert [note.path for note in notes] == ["w"]
+    check_equal(jax.random.key_data(tuned["key"]), jax.random.key_data(params["key"]))
+
+
 @pytest.mark.slow
 def test_errors(rng: np.random.Generator) -> None:
     params, batches = sample(rng)

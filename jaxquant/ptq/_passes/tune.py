@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._arrays.spec import QuantSpec
 from ..._core import checks, dtypes
@@ -182,8 +181,7 @@ def _read_calls(
 def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
     """Return what is learned of a parameter, and why not more."""
     if not is_quantized(x):
-        dtype = getattr(x, "dtype", None)
-        is_float = dtype is not None and np.dtype(dtype) in dtypes.FLOATS
+        is_float = checks.has_dtype(x, dtypes.FLOATS)
         return _Choice(is_float, False, "" if is_float else _NO_FLOATS)
     if leaf not in prepared.leaves:
         return _Choice(False, False, "codes that the function itself reads")
