@@ -98,6 +98,26 @@ def test_steps_that_do_not_help_are_dropped(rng: np.random.Generator) -> None:
     assert notes["first"].reason == "the error of the results would not become smaller"
 
 
+def test_the_error_is_that_of_rounded_scales(rng: np.random.Generator) -> None:
+    """With codes of 8 bits, rounding a scale to bfloat16 changes more than rounding the weights."""
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), F32)}
+    x = jnp.asarray(rng.normal(size=(64, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["w"]
+
+    rule = jq.Rule(weight=jq.Weight("int8", options={"scale_dtype": "bfloat16"}))
+    prepared = jq.prepare(apply, params, x, rules=[rule])
+    qparams = prepared.convert(params)
+    tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=40)
+    before, after = (
+        float(np.sum((np.asarray(x @ q["w"].dequantize()) - x @ params["w"]) ** 2) / np.sum((x @ params["w"]) ** 2))
+        for q in (qparams, tuned)
+    )
+    assert notes["w"].after in (None, pytest.approx(after, rel=1e-2))
+    assert (notes["w"].action == "tuned") == (after < before)
+
+
 def count_changes(x: jq.QuantizedArray, y: jq.QuantizedArray) -> int:
     return int((np.asarray(x.codes, np.int32) != np.asarray(y.codes, np.int32)).sum())
 

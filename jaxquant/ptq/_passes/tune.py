@@ -138,10 +138,10 @@ def tune(
     start = _make_start(converted.arrays, choices)
     specs = {leaf: prepared.leaves[leaf].spec for leaf in start.codes}
     values = [
-        x.dequantize() if leaf in prepared.leaves and leaf not in specs else x
+        x.dequantize() if leaf in prepared.leaves and not (choices[leaf].floats or choices[leaf].codes) else x
         for leaf, x in enumerate(converted.arrays)
     ]
-    problem = make_problem(converted.arrays, specs, run_function, values)
+    problem = make_problem(specs, run_function, values)
     variables, errors = minimize(problem, start, calls, others, rounds, (rate, code_rate), progress)
     is_better, arrays, notes = errors[1] < errors[0], list(converted.arrays), []
     for leaf, choice in choices.items():
