@@ -18,7 +18,7 @@ from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._calls import Call, Signature, is_quantized
-from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
+from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ..transform._modes import Twin
 from ..transform._programs import jaxpr
 from ..transform._programs.interpret import Records
@@ -134,7 +134,7 @@ def compare(
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008), for the ratio.
     """
     check_prepared(_NAME, prepared)
-    signature, codes = prepared._read_parameters("convert", params), Signature(qparams)
+    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     records = prepared._read_records("apply", "ranges", ranges)
     loop._check_batches(_NAME, batches)
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -65,6 +66,24 @@ def test_a_spec_without_such_codes_names_the_weight(rng: np.random.Generator) ->
         ValueError, match=r"first: jaxquant\.ptq\.adaround: spec: expected codes of an integer dtype, got n"
     ):
         ptq.apply(prepared, params, batches, ptq.AdaRound(steps=1))
+
+
+def test_converted_parameters_of_another_function(rng: np.random.Generator) -> None:
+    params, batches = sample(rng)
+    params["second"] = jnp.asarray(rng.normal(size=(8, 6)), F32)
+    params["third"] = jnp.asarray(rng.normal(size=(8, 6)), F32)
+    prepared = prepare(params, batches[0])
+    qparams = prepared.convert(params)
+    names = {"jaxquant.ptq.tune": ptq.tune, "jaxquant.ptq.correct_bias": ptq.correct_bias}
+    cases = [
+        ({"first": qparams["first"]}, "the arrays of the parameters that prepare saw, got without second, third"),
+        ({**qparams, "fourth": jnp.ones(2)}, "the arrays of the parameters that prepare saw, got with fourth"),
+        ({**qparams, "second": qparams["first"]}, r"the shape \(8, 6\) at second, as in prepare, got \(8, 8\)"),
+    ]
+    for name, function in {**names, "jaxquant.report.compare": jq.report.compare}.items():
+        for wrong, text in cases:
+            with pytest.raises(ValueError, match=rf"^{re.escape(name)}: qparams: expected {text}"):
+                function(prepared, params, wrong, batches)
 
 
 @pytest.mark.slow

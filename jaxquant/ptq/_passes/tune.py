@@ -13,7 +13,7 @@ from ..._core import checks, dtypes
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Signature, is_quantized
-from ...transform._inspect import check_prepared
+from ...transform._inspect import check_prepared, read_converted
 from . import learned_codes
 from .learn import Call, Variables, change_floats, make_problem, minimize
 from .notes import Note, Notes, Outcome
@@ -127,10 +127,7 @@ def tune(
     checks.check_flag(_NAME, "codes", codes)
     checks.check_real(_NAME, "code_rate", code_rate)
     checks.require(code_rate > 0, _NAME, "code_rate", "a positive number", code_rate)
-    signature, converted = prepared._read_parameters("convert", params), Signature(qparams)
-    for leaf in prepared.leaves:
-        path, q = prepared.names[leaf], converted.arrays[leaf]
-        checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
+    signature, converted = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     run_function = make_function(_NAME, prepared, signature, arguments)
     calls = _read_calls(signature, run_function, "batches", batches, arguments)
     others = None if held_out is None else _read_calls(signature, run_function, "held_out", held_out, arguments)
