@@ -163,9 +163,9 @@ def _read_calls(
         batches: the batches.
         arguments: keyword arguments of every call.
     """
-    loop._check_batches(_NAME, batches)
+    loop._check_batches(_NAME, batches, name)
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    others = [Signature(loop.split_arguments(step, index, batch)) for index, batch in enumerate(batches)]
+    others = [Signature(loop.split_arguments(step, index, batch, name)) for index, batch in enumerate(batches)]
     checks.require(bool(others), _NAME, name, "at least one batch", "none")
     calls = [Call(other, run_function(signature.arrays, other)) for other in others]
     for index, call in enumerate(calls):
