@@ -118,6 +118,23 @@ def test_the_error_is_that_of_rounded_scales(rng: np.random.Generator) -> None:
     assert (notes["w"].action == "tuned") == (after < before)
 
 
+def test_scales_stay_positive(rng: np.random.Generator) -> None:
+    """The codes of the first block stand for 0, and its scales are the least numbers of float16."""
+    params = {"w": jnp.asarray(rng.normal(size=(16, 4)), F32).at[:8].set(0)}
+    x = jnp.asarray(rng.normal(size=(32, 16)), F32).at[:, :8].multiply(1e4)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["w"]
+
+    rule = jq.Rule(weight=jq.Weight("int4", block=8, options={"scale_dtype": "float16"}))
+    prepared = jq.prepare(apply, params, x, rules=[rule])
+    qparams = prepared.convert({"w": params["w"].at[:8].set(4e-7)})
+    tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=100, rate=0.03)
+    assert notes["w"].action == "tuned"
+    assert (np.asarray(tuned["w"].scale) > 0).all()
+    assert np.isfinite(np.asarray(prepared.apply(tuned, None, x))).all()
+
+
 def count_changes(x: jq.QuantizedArray, y: jq.QuantizedArray) -> int:
     return int((np.asarray(x.codes, np.int32) != np.asarray(y.codes, np.int32)).sum())
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._arrays.scale_from_range import find_least_scale
 from ..._arrays.spec import QuantSpec
 from ...calibration import loop
 from ...transform._calls import Signature, is_quantized
@@ -112,7 +113,9 @@ def change_floats(x: jax.Array, variable: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     size = jnp.sqrt(jnp.mean(wide**2))
     moved = wide + jnp.where(size > 0, size, 1) * variable
-    return jnp.where(jnp.all(wide > 0), wide * jnp.exp(variable), moved).astype(x.dtype)
+    # A product that x's dtype rounds to 0 would not be positive.
+    product = jnp.maximum(wide * jnp.exp(variable), find_least_scale(x.dtype))
+    return jnp.where(jnp.all(wide > 0), product, moved).astype(x.dtype)
 
 
 def minimize(
