@@ -230,6 +230,27 @@ def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_
     assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, whose steps differ")
 
 
+def test_parameters_without_a_gradient_are_noted(rng: np.random.Generator) -> None:
+    params = {name: jnp.asarray(rng.normal(size=(8, 4)), F32) for name in ("w", "idle", "stopped")}
+    params["bias"] = jnp.zeros(4)
+    x = jnp.asarray(rng.normal(size=(16, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        stopped = jax.lax.stop_gradient(x @ params["stopped"])
+        return x @ params["w"] + stopped + 0 * (x @ params["idle"] + params["bias"][None])
+
+    prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+    qparams = prepared.convert(params)
+    for codes in (False, True):
+        tuned, notes = ptq.tune(prepared, params, qparams, [x], codes=codes)
+        assert notes["w"].action.startswith("tuned")
+        for name in ("idle", "stopped", "bias"):
+            assert notes[name].action == "unchanged"
+            assert notes[name].reason == "the results do not depend on it, or have no gradient for it"
+            for y, z in zip(jax.tree.leaves(tuned[name]), jax.tree.leaves(qparams[name]), strict=True):
+                check_equal(y, z)
+
+
 def test_random_keys_and_numbers_are_no_floats_to_learn(rng: np.random.Generator) -> None:
     """An NNX module with dropout has keys among its parameters, for example."""
     params = {"w": jnp.asarray(rng.normal(size=(8, 4)), F32), "key": jax.random.key(0), "factor": 0.5}

@@ -21,6 +21,7 @@ from .notes import Note, Notes, Outcome
 _NAME = "ptq.tune"
 _MEASURE = "the squared error of the results, as a part of their squares, before and after"
 _NO_FLOATS = "not an array of floats"
+_NO_SLOPE = "the results do not depend on it, or have no gradient for it"
 _WORSE = "the error of the results would not become smaller"
 
 
@@ -143,7 +144,10 @@ def tune(
     is_better, arrays, notes = errors[1] < errors[0], list(converted.arrays), []
     for leaf, choice in choices.items():
         note = Note(converted.names[leaf], "unchanged", choice.reason or _WORSE)
-        if is_better and (choice.floats or choice.codes):
+        moved = [x[leaf] for x in variables if leaf in x]
+        if is_better and moved and not any(bool(x.any()) for x in moved):
+            note = note._replace(reason=_NO_SLOPE)
+        elif is_better and moved:
             arrays[leaf], action = _change_parameter(arrays[leaf], variables, leaf, specs)
             note = Note(note.path, action, choice.reason, *errors)
         notes += [] if choice.reason == _NO_FLOATS else [note]
