@@ -101,6 +101,14 @@ def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -
     assert np.isfinite(np.asarray(prepared.apply(qparams, None, x, y))).all()
 
 
+def test_errors_of_a_sample_that_is_matched_are_not_negative(fixed_rng: np.random.Generator) -> None:
+    """The errors of several inputs cancel each other but for rounding."""
+    for _ in range(4):
+        params, batches = sample(fixed_rng, 1)
+        notes = ptq.apply(prepare(params, batches[0]), params, batches, ptq.GPTQ(sweeps=1, refits=1)).notes
+        assert all(note.after >= 0 for note in notes)
+
+
 @pytest.mark.slow
 def test_a_budget_that_no_plan_meets(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
