@@ -143,9 +143,8 @@ def apply(
             for leaf in prepared.leaves:
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
-            run_layers(
-                prepared, params, _read_batches(_NAME, "data", data, arguments), arguments, quantize_leaf, match_floats
-            )
+            split = _read_batches(_NAME, "data", data, arguments)
+            run_layers(prepared, params, split, arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
                 uses = _explain_missing(prepared, leaf)
