@@ -71,7 +71,9 @@ def find_fingerprint(tree: Any) -> int:
     return checksum
 
 
-def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_arguments(
+    step: Step, index: int, batch: Any, name: str = "batches"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a batch as positional and keyword arguments.
 
     An array is one positional argument, a tuple is several, and a mapping holds keyword arguments.
@@ -80,8 +82,9 @@ def split_arguments(step: Step, index: int, batch: Any) -> tuple[tuple[Any, ...]
         step: the work on a batch.
         index: the index of the batch, for errors.
         batch: an array, a tuple, a list or a mapping.
+        name: the argument that holds the batches, for errors.
     """
-    place = f"batches[{index}]"
+    place = f"{name}[{index}]"
     if not isinstance(batch, Mapping | tuple | list):
         expected = "an array, a tuple of positional arguments, or a mapping of keyword arguments"
         checks.require_type(_is_array(batch), step.function, place, expected, type(batch).__name__)
@@ -207,12 +210,12 @@ def _check_finite(step: Step, index: int, state: Any, finite: jax.Array | Mappin
     return Position(state, index + 1)
 
 
-def _check_batches(function: str, batches: Any) -> None:
+def _check_batches(function: str, batches: Any, name: str = "batches") -> None:
     """Raise ContractTypeError for a single batch and for values that are not iterable."""
     is_array = isinstance(batches, jax.Array | np.ndarray)
     is_iterable = isinstance(batches, Iterable) and not is_array and not isinstance(batches, Mapping | str)
     got = checks.describe_value(batches) if is_array else type(batches).__name__
-    checks.require_type(is_iterable, function, "batches", "an iterable of batches, such as [batch]", got)
+    checks.require_type(is_iterable, function, name, "an iterable of batches, such as [batch]", got)
 
 
 def _check_path(function: str, checkpoint: Any) -> pathlib.Path | None:

@@ -288,7 +288,9 @@ def measure_outputs(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: A
     """Return the mean squared error of each output, [groups, outputs]: the diagonal of E^T H E."""
     layout = _matrix.make_layout("ptq.apply", w.shape, axis, hessian.shape[0])
     errors = layout.arrange(w.astype(jnp.float32) - q.dequantize().astype(jnp.float32))
-    return jnp.sum(errors * jnp.matmul(hessian, errors, precision=jax.lax.Precision.HIGHEST), 1)
+    squares = jnp.sum(errors * jnp.matmul(hessian, errors, precision=jax.lax.Precision.HIGHEST), 1)
+    # Rounding can leave less than 0 of an error of 0.
+    return jnp.maximum(squares, 0)
 
 
 def measure_error(w: jax.Array, q: QuantizedArray, hessian: jax.Array, axis: Any) -> jax.Array:

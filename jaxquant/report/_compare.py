@@ -18,7 +18,7 @@ from .._core import checks
 from ..calibration import loop
 from ..transform import Prepared
 from ..transform._calls import Call, Signature, is_quantized
-from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
+from ..transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ..transform._modes import Twin
 from ..transform._programs import jaxpr
 from ..transform._programs.interpret import Records
@@ -134,7 +134,7 @@ def compare(
     Source: Widrow and Kollar, Quantization Noise (Cambridge University Press, 2008), for the ratio.
     """
     check_prepared(_NAME, prepared)
-    signature, codes = prepared._read_parameters("convert", params), Signature(qparams)
+    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     records = prepared._read_records("apply", "ranges", ranges)
     loop._check_batches(_NAME, batches)
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
@@ -238,11 +238,11 @@ def _make_records(call: Call, ranges: Any, edges: Mapping[str, jax.Array]) -> di
 
 def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, others: Sequence[Signature]) -> float:
     """Return the ratio of the result of the function, in decibels."""
-    totals = np.zeros(2)
+    totals, is_empty = np.zeros(2), True
     floats, codes = Signature(params), Signature(qparams)
 
     @jax.jit
-    def run_results(arrays: Any, quantized: Any, other: Signature) -> tuple[jax.Array, jax.Array]:
+    def run_results(arrays: Any, quantized: Any, other: Signature) -> tuple[jax.Array, jax.Array, jax.Array]:
         positional, named = other.rebuild(other.arrays)
         expected = prepared.function(floats.rebuild(arrays), *positional, **named)
         actual = prepared.apply(codes.rebuild(quantized), ranges, *positional, **named)
@@ -251,15 +251,19 @@ def _measure_result(prepared: Prepared, params: Any, qparams: Any, ranges: Any, 
         sums = [list(_sum_squares(x, y, "x").values()) for x, y in results]
         # Without floats there is no ratio, and two sums of 0 would stand for an exact result.
         totals = jnp.asarray(sums or [[np.nan, np.nan]], jnp.float32).sum(0)
-        return totals, jnp.array([jnp.isnan(x).any() for x, _ in results], bool).any()
+        has_nan = jnp.array([jnp.isnan(x).any() for x, _ in results], bool).any()
+        return totals, has_nan, jnp.array(bool(results) and not any(x.size for x, _ in results))
 
     for index, other in enumerate(others):
-        sums, has_nan = run_results(floats.arrays, codes.arrays, other)
+        sums, has_nan, has_none = run_results(floats.arrays, codes.arrays, other)
         # The sums leave out what is NaN in floats and in codes, so that the ratio would not tell of it.
         expected, got = "batches whose results in floats are numbers", f"a NaN in those of batches[{index}]"
         checks.require(not has_nan, _NAME, "batches", expected, got)
         # In float64, so that the sums of many batches keep their digits.
         totals += np.asarray(sums, np.float64)
+        is_empty = is_empty and bool(has_none)
+    # Two sums of nothing would stand for an exact result.
+    checks.require(not is_empty, _NAME, "batches", "batches with results", "results without elements")
     return _find_ratio(*totals)
 
 

@@ -313,7 +313,7 @@ def _find_origins(parameters: Sequence[Any], names: Sequence[str], count: int) -
     return origins + [views.Data()] * (count - len(origins))
 
 
-def check_names(function: str, expected: Sequence[str], names: Sequence[str]) -> None:
+def check_names(function: str, expected: Sequence[str], names: Sequence[str], argument: str = "params") -> None:
     """Raise ContractValueError unless parameters have the paths that `prepare` saw."""
     if tuple(expected) == tuple(names):
         return
@@ -324,7 +324,7 @@ def check_names(function: str, expected: Sequence[str], names: Sequence[str]) ->
         if paths
     ]
     wanted = "the arrays of the parameters that prepare saw"
-    checks.require(False, function, "params", wanted, "; ".join(differences) or "the same paths in another order")
+    checks.require(False, function, argument, wanted, "; ".join(differences) or "the same paths in another order")
 
 
 def check_leaves(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._core import checks
 from .._training.estimators import StraightThrough
 from .._training.rounding_vjp import Config, make_array
-from ._calls import Call
+from ._calls import Call, Signature, check_names, is_quantized
 from ._modes import TrainMode, Twin, find_scale
 from ._plan import OperandPlan, Plan
 from ._prepared import Prepared
@@ -30,6 +30,18 @@ def check_prepared(function: str, prepared: Any) -> None:
     expected = "rules without `output`, such as those of jq.recipes.w8a8_static()"
     got = f"codes as the result of {', '.join(names[:4])}"
     checks.require(not names, function, "prepared", expected, got)
+
+
+def read_converted(function: str, prepared: Prepared, qparams: Any) -> Signature:
+    """Return converted parameters, which must have the paths and the shapes that `prepare` saw."""
+    converted = Signature(qparams)
+    check_names(function, prepared.names, converted.names, "qparams")
+    for leaf, plan in prepared.leaves.items():
+        path, q = prepared.names[leaf], converted.arrays[leaf]
+        checks.require_type(is_quantized(q), function, "qparams", f"a quantized array at {path}", type(q).__name__)
+        expected = f"the shape {plan.shape} at {path}, as in prepare"
+        checks.require(q.shape == plan.shape, function, "qparams", expected, q.shape)
+    return converted
 
 
 class InspectMode(TrainMode):

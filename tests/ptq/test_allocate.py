@@ -102,3 +102,21 @@ def test_errors(rng: np.random.Generator) -> None:
     classify = jq.prepare(lambda p, x: apply(p, x).argmax(-1), params, x, rules=jq.recipes.weight_only_int8())
     with pytest.raises(ValueError, match=name + "prepared: expected a function that returns floats, got none"):
         ptq.allocate_bits(classify, params, [x], budget=10**6)
+    allocate: Any = ptq.allocate_bits
+    cases: list[tuple[Any, str]] = [
+        (lambda: allocate(prepared, params, [x], budget="1k"), "budget: expected a static Python number, got '1k'"),
+        (lambda: allocate(prepared, params, [x], most_damage=np.nan), "most_damage: expected a finite number"),
+        (
+            lambda: allocate(prepared, params, [x], budget=500, dtypes="int4"),
+            "dtypes: expected several dtypes, such as",
+        ),
+        (lambda: allocate(prepared, params, [], budget=500), "batches: expected at least one batch, got none"),
+        (lambda: allocate(prepared, params, [x[:0]], budget=500), "batches: expected batches with results, got"),
+        (
+            lambda: allocate(jq.prepare(apply, params, x, rules=[]), params, [x], budget=500),
+            "prepared: expected a function with weights that its rules quantize, got none",
+        ),
+    ]
+    for call, text in cases:
+        with pytest.raises((TypeError, ValueError), match=f"^{name}{text}"):
+            call()

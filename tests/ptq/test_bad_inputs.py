@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -67,6 +68,24 @@ def test_a_spec_without_such_codes_names_the_weight(rng: np.random.Generator) ->
         ptq.apply(prepared, params, batches, ptq.AdaRound(steps=1))
 
 
+def test_converted_parameters_of_another_function(rng: np.random.Generator) -> None:
+    params, batches = sample(rng)
+    params["second"] = jnp.asarray(rng.normal(size=(8, 6)), F32)
+    params["third"] = jnp.asarray(rng.normal(size=(8, 6)), F32)
+    prepared = prepare(params, batches[0])
+    qparams = prepared.convert(params)
+    names = {"jaxquant.ptq.tune": ptq.tune, "jaxquant.ptq.correct_bias": ptq.correct_bias}
+    cases = [
+        ({"first": qparams["first"]}, "the arrays of the parameters that prepare saw, got without second, third"),
+        ({**qparams, "fourth": jnp.ones(2)}, "the arrays of the parameters that prepare saw, got with fourth"),
+        ({**qparams, "second": qparams["first"]}, r"the shape \(8, 6\) at second, as in prepare, got \(8, 8\)"),
+    ]
+    for name, function in {**names, "jaxquant.report.compare": jq.report.compare}.items():
+        for wrong, text in cases:
+            with pytest.raises(ValueError, match=rf"^{re.escape(name)}: qparams: expected {text}"):
+                function(prepared, params, wrong, batches)
+
+
 @pytest.mark.slow
 def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -> None:
     """Of each layer on its own: the first has a dead channel, the third all, and both too few samples."""
@@ -80,6 +99,14 @@ def test_too_little_data_and_dead_channels_are_noted(rng: np.random.Generator) -
     # Without data the weight is rounded to nearest.
     assert (np.asarray(qparams["third"].codes) == np.asarray(prepared.convert(params)["third"].codes)).all()
     assert np.isfinite(np.asarray(prepared.apply(qparams, None, x, y))).all()
+
+
+def test_errors_of_a_sample_that_is_matched_are_not_negative(fixed_rng: np.random.Generator) -> None:
+    """The errors of several inputs cancel each other but for rounding."""
+    for _ in range(4):
+        params, batches = sample(fixed_rng, 1)
+        notes = ptq.apply(prepare(params, batches[0]), params, batches, ptq.GPTQ(sweeps=1, refits=1)).notes
+        assert all(note.after >= 0 for note in notes)
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ def test_errors(rng: np.random.Generator) -> None:
             lambda: collect(prepared, params, x, key=key),
             f"{collector}: batches: expected an iterable",
         ),
+        (lambda: collect(prepared, params, [x], key=3), f"{collector}: key: expected one key of jax.random, got 3"),
         (lambda: collect(params, params, [x], key=key), f"{collector}: prepared: expected a Prep"),
         (
             lambda: collect(prepared, params, [x.at[0].set(np.nan)], key=key),

@@ -98,6 +98,43 @@ def test_steps_that_do_not_help_are_dropped(rng: np.random.Generator) -> None:
     assert notes["first"].reason == "the error of the results would not become smaller"
 
 
+def test_the_error_is_that_of_rounded_scales(rng: np.random.Generator) -> None:
+    """With codes of 8 bits, rounding a scale to bfloat16 changes more than rounding the weights."""
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), F32)}
+    x = jnp.asarray(rng.normal(size=(64, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["w"]
+
+    rule = jq.Rule(weight=jq.Weight("int8", options={"scale_dtype": "bfloat16"}))
+    prepared = jq.prepare(apply, params, x, rules=[rule])
+    qparams = prepared.convert(params)
+    tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=40)
+    before, after = (
+        float(np.sum((np.asarray(x @ q["w"].dequantize()) - x @ params["w"]) ** 2) / np.sum((x @ params["w"]) ** 2))
+        for q in (qparams, tuned)
+    )
+    assert notes["w"].after in (None, pytest.approx(after, rel=1e-2))
+    assert (notes["w"].action == "tuned") == (after < before)
+
+
+def test_scales_stay_positive(rng: np.random.Generator) -> None:
+    """The codes of the first block stand for 0, and its scales are the least numbers of float16."""
+    params = {"w": jnp.asarray(rng.normal(size=(16, 4)), F32).at[:8].set(0)}
+    x = jnp.asarray(rng.normal(size=(32, 16)), F32).at[:, :8].multiply(1e4)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return x @ params["w"]
+
+    rule = jq.Rule(weight=jq.Weight("int4", block=8, options={"scale_dtype": "float16"}))
+    prepared = jq.prepare(apply, params, x, rules=[rule])
+    qparams = prepared.convert({"w": params["w"].at[:8].set(4e-7)})
+    tuned, notes = ptq.tune(prepared, params, qparams, [x], rounds=100, rate=0.03)
+    assert notes["w"].action == "tuned"
+    assert (np.asarray(tuned["w"].scale) > 0).all()
+    assert np.isfinite(np.asarray(prepared.apply(tuned, None, x))).all()
+
+
 def count_changes(x: jq.QuantizedArray, y: jq.QuantizedArray) -> int:
     return int((np.asarray(x.codes, np.int32) != np.asarray(y.codes, np.int32)).sum())
 
@@ -193,6 +230,41 @@ def test_learned_codes_are_those_of_the_spec(rng: np.random.Generator, prepared_
     assert (notes["float"].action, notes["float"].reason) == ("tuned", "codes of floats, whose steps differ")
 
 
+def test_parameters_without_a_gradient_are_noted(rng: np.random.Generator) -> None:
+    params = {name: jnp.asarray(rng.normal(size=(8, 4)), F32) for name in ("w", "idle", "stopped")}
+    params["bias"] = jnp.zeros(4)
+    x = jnp.asarray(rng.normal(size=(16, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        stopped = jax.lax.stop_gradient(x @ params["stopped"])
+        return x @ params["w"] + stopped + 0 * (x @ params["idle"] + params["bias"][None])
+
+    prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+    qparams = prepared.convert(params)
+    for codes in (False, True):
+        tuned, notes = ptq.tune(prepared, params, qparams, [x], codes=codes)
+        assert notes["w"].action.startswith("tuned")
+        for name in ("idle", "stopped", "bias"):
+            assert notes[name].action == "unchanged"
+            assert notes[name].reason == "the results do not depend on it, or have no gradient for it"
+            for y, z in zip(jax.tree.leaves(tuned[name]), jax.tree.leaves(qparams[name]), strict=True):
+                check_equal(y, z)
+
+
+def test_random_keys_and_numbers_are_no_floats_to_learn(rng: np.random.Generator) -> None:
+    """An NNX module with dropout has keys among its parameters, for example."""
+    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), F32), "key": jax.random.key(0), "factor": 0.5}
+    x = jnp.asarray(rng.normal(size=(16, 8)), F32)
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        return params["factor"] * x @ params["w"] + jax.random.normal(params["key"], (1, 4))
+
+    prepared = jq.prepare(apply, params, x, rules=[jq.Rule(weight=jq.Weight("int4"))])
+    tuned, notes = ptq.tune(prepared, params, prepared.convert(params), [x], codes=True)
+    assert [note.path for note in notes] == ["w"]
+    check_equal(jax.random.key_data(tuned["key"]), jax.random.key_data(params["key"]))
+
+
 @pytest.mark.slow
 def test_errors(rng: np.random.Generator) -> None:
     params, batches = sample(rng)
@@ -204,6 +276,15 @@ def test_errors(rng: np.random.Generator) -> None:
         (
             lambda: tune(prepared, params, qparams, batches, held_out=[]),
             "held_out: expected at least one batch, got none",
+        ),
+        (
+            lambda: tune(prepared, params, qparams, batches, held_out=batches[0]),
+            "held_out: expected an iterable of batches",
+        ),
+        (lambda: tune(prepared, params, qparams, batches, held_out=[None]), r"held_out\[0\]: expected an array"),
+        (
+            lambda: tune(prepared, params, qparams, batches, held_out=[batches[0][:0]]),
+            "held_out: expected batches with results, got results without elements",
         ),
         (lambda: tune(prepared, params, params, batches), "qparams: expected a quantized array at first, got"),
         (lambda: tune(prepared, params, qparams, batches, rounds=0), "rounds: expected a positive number, got 0"),

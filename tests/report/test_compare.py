@@ -159,5 +159,7 @@ def test_errors(rng: np.random.Generator) -> None:
     name = r"jaxquant\.report\.compare: "
     with pytest.raises(ValueError, match=name + "batches: expected at least one batch, got none"):
         jq.report.compare(prepared, params, prepared.convert(params), [])
+    with pytest.raises(ValueError, match=name + "batches: expected batches with results, got results without"):
+        jq.report.compare(prepared, params, prepared.convert(params), [tuple(x[:0] for x in batches[0])])
     with pytest.raises(TypeError, match=name + "prepared: expected a Prepared, got int"):
         jq.report.compare(3, params, params, batches)  # type: ignore[arg-type]

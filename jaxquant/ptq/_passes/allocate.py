@@ -102,10 +102,16 @@ def allocate_bits(
     check_prepared(_NAME, prepared)
     has_one = (budget is None) != (most_damage is None)
     checks.require(has_one, _NAME, "budget", "either budget or most_damage", "both" if budget is not None else "none")
+    checks.check_real(_NAME, *(("budget", budget) if most_damage is None else ("most_damage", most_damage)))
+    is_list = not isinstance(dtypes, str)
+    checks.require_type(is_list, _NAME, "dtypes", f"several dtypes, such as [{dtypes!r}]", repr(dtypes))
     names = tuple(dtypes)
     checks.require(bool(names), _NAME, "dtypes", "one or more dtypes", "none")
+    expected = "a function with weights that its rules quantize"
+    checks.require(bool(prepared.leaves), _NAME, "prepared", expected, "none")
     signature = prepared._read_parameters("convert", params)
-    calls = [(args, {**kwargs, **arguments}) for args, kwargs in _read_batches(batches, arguments)]
+    split = _read_batches(_NAME, "batches", batches, arguments)
+    calls = [(args, {**kwargs, **arguments}) for args, kwargs in split]
     others = [Signature(call) for call in calls]
     measure = _make_measure(prepared, signature, others)
     # Each batch may have a program of its own, if it has other static arguments.
@@ -159,6 +165,9 @@ def _make_measure(prepared: Prepared, signature: Signature, others: Sequence[Sig
         # The damage of every dtype would be NaN.
         wanted, got = "batches with finite results", f"a NaN or an infinity in those of batches[{index}]"
         checks.require(bool(np.isfinite(result).all()), _NAME, "batches", wanted, got)
+    # Each damage would be 0.
+    is_empty = not sum(x.size for x in expected)
+    checks.require(not is_empty, _NAME, "batches", "batches with results", "results without elements")
     total = sum(float(np.sum(x**2)) for x in expected)
 
     def measure_damage(leaf: int, values: jax.Array) -> float:

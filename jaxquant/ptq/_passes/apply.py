@@ -143,7 +143,8 @@ def apply(
             for leaf in prepared.leaves:
                 quantize_leaf(leaf, _read_statistics(data, prepared.names[leaf], prepared.leaves[leaf].shape))
         elif data is not None:
-            run_layers(prepared, params, _read_batches(data, arguments), arguments, quantize_leaf, match_floats)
+            split = _read_batches(_NAME, "data", data, arguments)
+            run_layers(prepared, params, split, arguments, quantize_leaf, match_floats)
         for leaf in prepared.leaves:
             if leaf not in notes:
                 uses = _explain_missing(prepared, leaf)
@@ -193,12 +194,14 @@ def _explain_missing(prepared: Prepared, leaf: int) -> str:
     return "a lookup has no inputs" if is_lookup else "a part of a parameter, or a contraction without data"
 
 
-def _read_batches(batches: Any, arguments: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return batches as positional and keyword arguments."""
-    loop._check_batches(_NAME, batches)
-    step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    split = [loop.split_arguments(step, index, batch) for index, batch in enumerate(batches)]
-    checks.require(bool(split), _NAME, "data", "at least one batch", "none")
+def _read_batches(
+    function: str, name: str, batches: Any, arguments: Any
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the batches of an argument of a function as positional and keyword arguments."""
+    loop._check_batches(function, batches, name)
+    step = loop.Step(function, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
+    split = [loop.split_arguments(step, index, batch, name) for index, batch in enumerate(batches)]
+    checks.require(bool(split), function, name, "at least one batch", "none")
     return split
 
 

@@ -15,7 +15,7 @@ from ..._core import checks
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Call, Signature, find_programs, is_quantized
-from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges
+from ...transform._inspect import InspectMode, check_prepared, contract_codes, find_ranges, read_converted
 from ...transform._modes import Twin
 from ...transform._programs import jaxpr
 from ...transform._programs.sites import Site
@@ -98,10 +98,7 @@ def correct_bias(
     Source: Nagel et al., arXiv 1906.04721, section 4.2, equation 15, and appendix D for the measured mean.
     """
     check_prepared(_NAME, prepared)
-    signature, codes = prepared._read_parameters("convert", params), Signature(qparams)
-    for leaf in prepared.leaves:
-        path, q = prepared.names[leaf], codes.arrays[leaf]
-        checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
+    signature, codes = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     is_analytic = isinstance(data, Statistics)
     checks.require(
         is_analytic == (batch is not None), _NAME, "batch", "a batch with statistics, and none with batches",

@@ -67,6 +67,7 @@ def collect_gradients(
     """
     check_prepared(_NAME, prepared)
     loop.check_progress(_NAME, progress)
+    checks.require_type(checks.is_key(key), _NAME, "key", "one key of jax.random", checks.describe_value(key))
     loop._check_batches(_NAME, batches)
     signature = prepared._read_parameters("convert", params)
     run_function = make_function(_NAME, prepared, signature, arguments)

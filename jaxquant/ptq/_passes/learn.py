@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._arrays.quantized_array import QuantizedArray
+from ..._arrays.scale_from_range import find_least_scale
 from ..._arrays.spec import QuantSpec
-from ..._core import granularity
 from ...calibration import loop
 from ...transform._calls import Signature, is_quantized
 from . import learned_codes
@@ -56,7 +55,7 @@ class Problem(NamedTuple):
         compute_sum: a function of the same, and of a key, that returns a random sum of the results: the squares of its
             slopes have the curvature of the error as their mean.
         specs: the specs of the codes that are learned.
-        values: the parameters: floats, or quantized arrays if codes are learned.
+        values: the parameters: floats, or quantized arrays if their codes or scales are learned.
     """
 
     compute_error: Callable[[Variables, Sequence[Any], Call], jax.Array]
@@ -66,26 +65,25 @@ class Problem(NamedTuple):
 
 
 def make_problem(
-    arrays: Sequence[Any], specs: dict[int, QuantSpec], run_function: Callable[..., list[jax.Array]],
-    values: Sequence[Any],
-) -> Problem:  # fmt: skip
+    specs: dict[int, QuantSpec], run_function: Callable[..., list[jax.Array]], values: Sequence[Any]
+) -> Problem:
     """Return what is minimized: the squared error of the results, as a part of their squares.
 
     Args:
-        arrays: the converted parameters, of which only shapes are read.
         specs: the specs of the codes that are learned.
         run_function: the float function.
-        values: the parameters: floats, or quantized arrays if codes are learned.
+        values: the parameters: floats, or quantized arrays if their codes or scales are learned.
     """
 
     def run(variables: Variables, values: Sequence[Any], call: Call) -> list[jax.Array]:
         changed = list(values)
         for leaf, variable in variables.floats.items():
-            q, w = arrays[leaf], values[leaf]
-            if not is_quantized(q):
-                changed[leaf] = change_floats(jnp.asarray(w), variable)
+            x = values[leaf]
+            if not is_quantized(x):
+                changed[leaf] = change_floats(jnp.asarray(x), variable)
             elif leaf not in specs:
-                changed[leaf] = (w.astype(jnp.float32) * _expand_factor(q, variable, w)).astype(w.dtype)
+                # The scale is rounded to its dtype, as in the result.
+                changed[leaf] = x.replace(scale=change_floats(x.scale, variable)).dequantize()
         for leaf, change in variables.codes.items():
             q, variable = values[leaf], variables.floats.get(leaf)
             scale = q.scale if variable is None else change_floats(q.scale, variable)
@@ -115,13 +113,9 @@ def change_floats(x: jax.Array, variable: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     size = jnp.sqrt(jnp.mean(wide**2))
     moved = wide + jnp.where(size > 0, size, 1) * variable
-    return jnp.where(jnp.all(wide > 0), wide * jnp.exp(variable), moved).astype(x.dtype)
-
-
-def _expand_factor(q: QuantizedArray, variable: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the factor of the scale for each element of a quantized array."""
-    aligned = granularity.Aligned(q.block_size)
-    return aligned.expand(jnp.exp(variable.reshape(variable.shape or (1,) * like.ndim)), like)
+    # A product that x's dtype rounds to 0 would not be positive.
+    product = jnp.maximum(wide * jnp.exp(variable), find_least_scale(x.dtype))
+    return jnp.where(jnp.all(wide > 0), product, moved).astype(x.dtype)
 
 
 def minimize(

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._arrays.spec import QuantSpec
 from ..._core import checks, dtypes
 from ...calibration import loop
 from ...transform import Prepared
 from ...transform._calls import Signature, is_quantized
-from ...transform._inspect import check_prepared
+from ...transform._inspect import check_prepared, read_converted
 from . import learned_codes
 from .learn import Call, Variables, change_floats, make_problem, minimize
 from .notes import Note, Notes, Outcome
@@ -22,6 +21,7 @@ from .notes import Note, Notes, Outcome
 _NAME = "ptq.tune"
 _MEASURE = "the squared error of the results, as a part of their squares, before and after"
 _NO_FLOATS = "not an array of floats"
+_NO_SLOPE = "the results do not depend on it, or have no gradient for it"
 _WORSE = "the error of the results would not become smaller"
 
 
@@ -128,10 +128,7 @@ def tune(
     checks.check_flag(_NAME, "codes", codes)
     checks.check_real(_NAME, "code_rate", code_rate)
     checks.require(code_rate > 0, _NAME, "code_rate", "a positive number", code_rate)
-    signature, converted = prepared._read_parameters("convert", params), Signature(qparams)
-    for leaf in prepared.leaves:
-        path, q = prepared.names[leaf], converted.arrays[leaf]
-        checks.require_type(is_quantized(q), _NAME, "qparams", f"a quantized array at {path}", type(q).__name__)
+    signature, converted = prepared._read_parameters("convert", params), read_converted(_NAME, prepared, qparams)
     run_function = make_function(_NAME, prepared, signature, arguments)
     calls = _read_calls(signature, run_function, "batches", batches, arguments)
     others = None if held_out is None else _read_calls(signature, run_function, "held_out", held_out, arguments)
@@ -139,15 +136,18 @@ def tune(
     start = _make_start(converted.arrays, choices)
     specs = {leaf: prepared.leaves[leaf].spec for leaf in start.codes}
     values = [
-        x.dequantize() if leaf in prepared.leaves and leaf not in specs else x
+        x.dequantize() if leaf in prepared.leaves and not (choices[leaf].floats or choices[leaf].codes) else x
         for leaf, x in enumerate(converted.arrays)
     ]
-    problem = make_problem(converted.arrays, specs, run_function, values)
+    problem = make_problem(specs, run_function, values)
     variables, errors = minimize(problem, start, calls, others, rounds, (rate, code_rate), progress)
     is_better, arrays, notes = errors[1] < errors[0], list(converted.arrays), []
     for leaf, choice in choices.items():
         note = Note(converted.names[leaf], "unchanged", choice.reason or _WORSE)
-        if is_better and (choice.floats or choice.codes):
+        moved = [x[leaf] for x in variables if leaf in x]
+        if is_better and moved and not any(bool(x.any()) for x in moved):
+            note = note._replace(reason=_NO_SLOPE)
+        elif is_better and moved:
             arrays[leaf], action = _change_parameter(arrays[leaf], variables, leaf, specs)
             note = Note(note.path, action, choice.reason, *errors)
         notes += [] if choice.reason == _NO_FLOATS else [note]
@@ -167,11 +167,14 @@ def _read_calls(
         batches: the batches.
         arguments: keyword arguments of every call.
     """
-    loop._check_batches(_NAME, batches)
+    loop._check_batches(_NAME, batches, name)
     step = loop.Step(_NAME, lambda *x: x, lambda: 0, lambda state: "", frozenset(arguments))  # type: ignore[arg-type]
-    others = [Signature(loop.split_arguments(step, index, batch)) for index, batch in enumerate(batches)]
+    others = [Signature(loop.split_arguments(step, index, batch, name)) for index, batch in enumerate(batches)]
     checks.require(bool(others), _NAME, name, "at least one batch", "none")
     calls = [Call(other, run_function(signature.arrays, other)) for other in others]
+    # Their error would be 0, and would not become smaller.
+    is_empty = not sum(y.size for call in calls for y in call.expected)
+    checks.require(not is_empty, _NAME, name, "batches with results", "results without elements")
     for index, call in enumerate(calls):
         is_finite = all(bool(jnp.isfinite(y).all()) for y in call.expected)
         expected, got = "batches with finite results", f"a NaN or an infinity in those of {name}[{index}]"
@@ -182,8 +185,7 @@ def _read_calls(
 def _choose(prepared: Prepared, leaf: int, x: Any, codes: bool) -> _Choice:
     """Return what is learned of a parameter, and why not more."""
     if not is_quantized(x):
-        dtype = getattr(x, "dtype", None)
-        is_float = dtype is not None and np.dtype(dtype) in dtypes.FLOATS
+        is_float = checks.has_dtype(x, dtypes.FLOATS)
         return _Choice(is_float, False, "" if is_float else _NO_FLOATS)
     if leaf not in prepared.leaves:
         return _Choice(False, False, "codes that the function itself reads")
