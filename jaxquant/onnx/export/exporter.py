@@ -14,16 +14,15 @@ from onnx import helper
 from ..._core import recording
 from ...transform._programs import jaxpr as programs
 from . import (
+    arrays,
     codes,
     contractions,
     conversions,
     elementwise,
-    gather,
     integers,
     packed_weights,
     program,
     quantized,
-    shapes,
     values,
 )
 from .graph import Graph
@@ -31,7 +30,7 @@ from .registry import MARKS, PRIMITIVES, Call
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (codes, contractions, conversions, elementwise, gather, integers, packed_weights, quantized, shapes)
+WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized)
 
 
 SCAN_CHOICES = ("auto", "unroll", "loop")

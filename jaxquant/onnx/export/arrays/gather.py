@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from ..._core import dtypes
-from . import elementwise, values
-from .graph import Graph
-from .registry import Call, writes
-from .values import Shape, UnsupportedError, Value
+from ...._core import dtypes
+from .. import elementwise, values
+from ..graph import Graph
+from ..registry import Call, writes
+from ..values import Shape, UnsupportedError, Value
 
 
 @writes("gather")
