@@ -106,7 +106,9 @@ def test_errors_of_a_sample_that_is_matched_are_not_negative(fixed_rng: np.rando
     for _ in range(4):
         params, batches = sample(fixed_rng, 1)
         notes = ptq.apply(prepare(params, batches[0]), params, batches, ptq.GPTQ(sweeps=1, refits=1)).notes
-        assert all(note.after >= 0 for note in notes)
+        errors = [note.after for note in notes if note.after is not None]
+        assert len(errors) == len(notes)
+        assert min(errors) >= 0
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ def test_errors(rng: np.random.Generator) -> None:
         (lambda: tune(prepared, params, qparams, batches, held_out=[None]), r"held_out\[0\]: expected an array"),
         (
             lambda: tune(prepared, params, qparams, batches, held_out=[batches[0][:0]]),
-            "held_out: expected batches with results, got results without elements",
+            r"held_out\[0\]: expected a batch with results, got results without elements",
         ),
         (lambda: tune(prepared, params, params, batches), "qparams: expected a quantized array at first, got"),
         (lambda: tune(prepared, params, qparams, batches, rounds=0), "rounds: expected a positive number, got 0"),
