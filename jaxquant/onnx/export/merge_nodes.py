@@ -1,4 +1,4 @@
-"""Pairs of nodes in place of which ONNX has one node, as a loaded model is exported again in the same form."""
+"""Pairs of nodes that ONNX has one node for. Without merging them, a loaded model would be exported with more nodes."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def _is_foldable(name: str, equation: Any, specs: Sequence[Spec]) -> bool:
     # Weights stay codes: the model dequantizes them. A table of the values of all codes is a small vector.
     shape, is_small = specs[0].shape, math.prod(specs[0].shape) <= _TABLE
     if name == "convert_element_type" and equation.invars[0].aval.dtype in values.CODES:
-        # A vector is more likely to hold zero points.
+        # A short vector is more likely to hold zero points.
         is_float = jnp.issubdtype(specs[0].dtype, jnp.floating)
         return not is_float or (is_small and len([n for n in shape if n != 1]) < 2)
     if name == MARK and equation.params["mark"].name == "dequantize":
