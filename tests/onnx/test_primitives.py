@@ -129,6 +129,14 @@ def test_sorts_and_scatters_also_of_a_loaded_model(rng: np.random.Generator, fun
 
 
 @pytest.mark.slow
+def test_slices_of_a_symbolic_length() -> None:
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for function in (lambda x: x[1:], lambda x: x[:2]):
+        model = jqonnx.export(function, [x], batch="N")
+        report = jqonnx.verify(model, function, [x, x[:3]])
+        assert report.is_exact, str(report)
+
+
 def test_sorts_and_scatters_of_a_symbolic_batch(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32)
 

@@ -71,7 +71,7 @@ def _gather_axis(
         if not bool(sizes[a] == x_shape[a]):
             x = graph.slice(x, [0], [sizes[a]], [a], [1])
     if not is_collapsed:  # a slice of `size` entries from each index on
-        steps = graph.add_constant(np.arange(sizes[axis], dtype=np.int64))
+        steps = _count_entries(graph, sizes[axis])
         index = graph.add("Add", [graph.add("Unsqueeze", [index, graph.ints(batch)]), steps])
     name = graph.add("Gather", [x, index], axis=axis)
     # Gather returns the dimensions of x before the axis, those of the indices, then those of x after it.
@@ -88,6 +88,15 @@ def _gather_axis(
     taken = {places[a] for a in window}
     rest = [i for i in range(batch + len(window)) if i not in taken]
     return graph.transpose(name, _place_window([places[a] for a in window], rest, numbers.offset_dims))
+
+
+def _count_entries(graph: Graph, length: Any) -> str:
+    """Return the numbers from 0 to a length, which may be symbolic."""
+    if values.is_static((length,)):
+        return graph.add_constant(np.arange(length, dtype=np.int64))
+    limit = graph.add("Squeeze", [graph.add_shape((length,)), graph.ints(0)])
+    zero, one = (graph.add_constant(np.int64(n)) for n in (0, 1))
+    return graph.add("Range", [zero, limit, one])
 
 
 def _squeeze_last(graph: Graph, index: str, axis: int) -> str:
