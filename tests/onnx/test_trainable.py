@@ -126,6 +126,29 @@ def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generato
     np.testing.assert_allclose(run_runtime(again, {"x": np.asarray(x)})[0], jax.jit(fn)(trained, x), atol=1e-5)
 
 
+@pytest.mark.parametrize("zero_point", [0, 13])
+def test_an_integer_network_with_float_results_is_trained(zero_point: int, rng: np.random.Generator) -> None:
+    """The last codes are dequantized by Cast, Sub and Mul, which have their gradients, too."""
+    weights = [jq.quantize(rng.normal(0, 0.3, (6, 6)).astype(np.float32), jq.QuantSpec(jnp.int8)) for _ in range(2)]
+    output = jq.Quantizer(UINT8, 0.05, zero_point)
+
+    def network(x: jax.Array) -> jax.Array:
+        q = jq.matmul(jq.quantize(x, UINT8, -3.0, 2.5), weights[0], output=output)
+        return jq.matmul(q, weights[1], output=output).dequantize()
+
+    x = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+    model = jqonnx.export(network, [x], batch="N", form="qdq")
+    fn, params = jqonnx.load(model, trainable=True)
+    gradients = jax.grad(lambda p: jnp.sum((fn(p, x) - 0.3) ** 2))(params)
+    assert all(bool(jnp.any(gradient)) for gradient in gradients.values())
+    integer, codes = fn.convert(params)
+    np.testing.assert_array_equal(jax.jit(integer)(codes, x), network(x))
+    integer, codes = fn.convert({name: value * 1.01 for name, value in params.items()})
+    again = jqonnx.export(integer, [x], params=codes, batch="N", form="qdq")
+    assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
+    assert jqonnx.verify(again, integer, [x], params=codes).is_exact
+
+
 def make_products(between: list[Any], rows: int, **constants: Any) -> onnx.ModelProto:
     """Return a product, its codes, `between` from "codes" to "moved", and a product by the first weights again."""
     arrays: dict[str, Any] = {
