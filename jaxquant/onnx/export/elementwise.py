@@ -107,9 +107,30 @@ def write_binary(graph: Graph, call: Call) -> Value:
     if x.dtype == np.bool_ and call.name in ("max", "min", "mul", "add"):
         # ONNX's arithmetic has no bools.
         return write_operator(graph, "And" if call.name in ("min", "mul") else "Or", call.inputs, np.bool_)
+    clipped = _clip_codes(graph, call) if call.name in ("max", "min") and x.dtype in _NARROW else None
+    if clipped is not None:
+        return clipped
     if call.name == "pow" and x.dtype != y.dtype:
         y = cast_value(graph, y, x.dtype)
     return apply_operator(graph, _BINARY[call.name], (x, y))
+
+
+def _clip_codes(graph: Graph, call: Call) -> Value | None:
+    """Return integers of 8 bits that are limited by a known one, or None: Clip has kernels of them, Max has none."""
+    x, bound = call.inputs[::-1] if call.inputs[0].is_known else call.inputs
+    if x.is_known or not bound.is_known or _find_stored_shape(bound) not in ((), (1,) * len(x.shape)):
+        return None
+    name, end = graph.store(x), np.asarray(bound.array).reshape(-1)[0]
+    low, high = dtypes.find_bounds(x.dtype)
+    node = graph.find_node(name)
+    if call.name == "max":
+        ends = [graph.add_constant(np.asarray(n, x.dtype)) for n in (end, high)]
+    elif node is not None and node.op_type == "Clip" and graph.arrays.get(node.input[2]) == high:
+        # The other bound of a Clip, which is loaded as Max and Min.
+        name, ends = node.input[0], [node.input[1], graph.add_constant(np.asarray(end, x.dtype))]
+    else:
+        ends = [graph.add_constant(np.asarray(n, x.dtype)) for n in (low, end)]
+    return Value(x.shape, x.dtype, graph.add("Clip", [name, *ends]))
 
 
 def write_operator(graph: Graph, operator: str, inputs: Sequence[Value], dtype: Any, **attributes: Any) -> Value:

@@ -196,6 +196,10 @@ class Graph:
 
     def reshape(self, name: str, shape: Shape) -> str:
         """Return a tensor in another shape, of which dimensions may be symbolic."""
+        is_single = values.is_static(shape) and math.prod(shape) == 1
+        first = self.find_node(name) if is_single else None
+        if first is not None and first.op_type == "Reshape":
+            name = first.input[0]  # each load and export would add one more
         unknown = [axis for axis, n in enumerate(shape) if not values.is_static((n,))]
         if len(unknown) <= 1 and (not unknown or 0 not in shape):
             # -1 is one symbolic dimension, without nodes that compute it. Beside a 0 it would not be determined.
@@ -205,7 +209,7 @@ class Graph:
         has_zero = any(values.is_static((n,)) and n == 0 for n in shape)
         # Without allowzero, a 0 copies the length of the input. Opset 13 has nothing else.
         result = self.add("Reshape", [name, target], allowzero=1 if has_zero and self.opset >= 14 else None)
-        if values.is_static(shape) and math.prod(shape) == 1:
+        if is_single:
             # ONNX Runtime's fusions look for the scalar itself, not for a reshape of it.
             self._scalars[result] = self._scalars.get(name, name)
         # A reshape must not hide from `cast` that these integers are widened codes.
