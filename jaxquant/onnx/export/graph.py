@@ -114,11 +114,18 @@ class Graph:
             if values.is_static(shape):
                 array = np.broadcast_to(array, shape).astype(values.find_container(array.dtype))
                 return self.add_constant(array, value.hint)
-            return self.add("Expand", [self.store(value), self.add_shape(shape)])
+            return self._expand(value, shape)
         if tuple(value.shape) == tuple(shape):
             assert value.name is not None
             return value.name
-        return self.add("Expand", [self.store(value), self.add_shape(shape)])
+        return self._expand(value, shape)
+
+    def _expand(self, value: Value, shape: Shape) -> str:
+        name, target = self.store(value), self.add_shape(shape)
+        if values.find_container(value.dtype) != dtypes.BFLOAT16:
+            return self.add("Expand", [name, target])
+        # ONNX Runtime has no kernel of Expand for bfloat16.
+        return self.cast(self.add("Expand", [self.cast(name, np.float32), target]), dtypes.BFLOAT16)
 
     def fill(self, value: Value, shape: Shape) -> Value:
         """Return a value with all of its elements in the graph."""

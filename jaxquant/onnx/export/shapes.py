@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core import dtypes
 from . import conversions, elementwise, values
 from .graph import Graph
 from .registry import Call, writes, writes_mark
@@ -196,10 +197,13 @@ def write_stack(graph: Graph, call: Call) -> Value:
 @writes("tile")
 def write_tile(graph: Graph, call: Call) -> Value:
     """Write repetitions of a whole array."""
-    name = graph.store_full(call.inputs[0], call.parameters["input_shapes"][0])
-    return Value(
-        call.outputs[0].shape, call.inputs[0].dtype, graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
-    )
+    (x,) = call.inputs
+    name = graph.store_full(x, call.parameters["input_shapes"][0])
+    # ONNX Runtime has no kernel of Tile for bfloat16.
+    wide = np.dtype(np.float32) if x.dtype == dtypes.BFLOAT16 else x.dtype
+    name = name if wide == x.dtype else graph.cast(name, wide)
+    name = graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
+    return Value(call.outputs[0].shape, x.dtype, name if wide == x.dtype else graph.cast(name, x.dtype))
 
 
 @writes("dynamic_slice")
