@@ -13,17 +13,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._core import checks
+from .._core import checks, dtypes
 from . import Limits, ModelError, export, load, save, verify
 from .model_size import count_bytes
 
@@ -60,13 +61,13 @@ def run_model(arguments: argparse.Namespace) -> None:
     for name, y in results.items():
         print(f"{name}: {y.dtype}{list(y.shape)}" + (f", {y.min()} to {y.max()}" if y.size else ""))
     if arguments.outputs:
-        np.savez(arguments.outputs, **results)
+        write_arrays(arguments.outputs, results)
 
 
 def import_function(place: str) -> Callable[..., Any]:
     """Return a function by its place, such as "package.module:function"; raise ModelError if there is none."""
     module, colon, name = place.partition(":")
-    if not (module and colon and name):
+    if not (module and colon and name) or module.startswith("."):
         raise ModelError(f"function: expected package.module:function, got {place!r}")
     sys.path.insert(0, os.getcwd())  # as `python -m` does for the module that it runs
     try:
@@ -85,16 +86,46 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb") as stream:  # numpy leaves a damaged file open
             file = np.load(stream, allow_pickle=False)
-            if not isinstance(file, np.ndarray):
-                return {name: file[name] for name in file.files}
+            arrays = None if isinstance(file, np.ndarray) else {name: file[name] for name in file.files}
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelError(f"{path}: expected a file of numpy.savez: {error}") from error
-    raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, whose array has no name")
+    if arrays is None:
+        raise ModelError(f"{path}: expected a file of numpy.savez, got one of numpy.save, whose array has no name")
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufc":  # numpy stores bfloat16, and what else it does not know, as bytes
+            raise ModelError(f"{path}: expected arrays of numbers, got {name} of dtype {array.dtype}")
+    return arrays
+
+
+def write_arrays(path: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to an .npz file, those of dtypes that numpy lacks in a wider one that holds their numbers."""
+    path = path if path.endswith(".npz") else f"{path}.npz"
+    # The arguments of numpy.savez have names, such as "file", which an output may have, too.
+    with zipfile.ZipFile(path, "w") as file:
+        for name, array in arrays.items():
+            if array.dtype.isbuiltin != 1:
+                is_integer = array.dtype in dtypes.INTEGERS
+                array = array.astype(np.int8 if is_integer else np.float32)
+            with file.open(f"{name}.npy", "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, array, allow_pickle=False)
+
+
+def check_arguments(function: Callable[..., Any], place: str, inputs: Sequence[np.ndarray]) -> None:
+    """Raise ModelError if a function does not take as many arguments as there are arrays."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not every function tells its parameters
+        return
+    try:
+        signature.bind(*inputs)
+    except TypeError as error:
+        raise ModelError(f"{place} does not take the {len(inputs)} arrays of the file: {error}") from error
 
 
 def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
     function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
+    check_arguments(function, arguments.function_place, inputs)
     options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch")}
     model = export(function, inputs, **options)
     save(model, arguments.model)
@@ -104,6 +135,7 @@ def export_function(arguments: argparse.Namespace) -> None:
 def verify_model(arguments: argparse.Namespace) -> None:
     """Compare a model with the function that it was exported from; raise ModelError if they differ."""
     function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
+    check_arguments(function, arguments.function_place, inputs)
     with name_file(arguments.model):
         report = verify(arguments.model, function, [tuple(inputs)], level=arguments.level)
     print(report)
@@ -117,8 +149,8 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m jaxquant.onnx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    inspect = commands.add_parser("inspect", help="print a table of the nodes, integer or float, with bytes")
-    inspect.set_defaults(function=inspect_model)
+    show = commands.add_parser("inspect", help="print a table of the nodes, integer or float, with bytes")
+    show.set_defaults(function=inspect_model)
     run = commands.add_parser("run", help="run a model on the arrays of an .npz file")
     run.set_defaults(function=run_model)
     run.add_argument("--inputs", required=True, help="an .npz file with an array for each input")
@@ -138,7 +170,7 @@ def make_parser() -> argparse.ArgumentParser:
     write.add_argument("--scan", default="auto", help="auto, unroll or loop (default %(default)s)")
     write.add_argument("--batch", help="the name of a symbolic first dimension")
     compare.add_argument("--level", default="all", help="disabled, basic, extended or all (default %(default)s)")
-    for command in (inspect, run):
+    for command in (show, run):
         command.add_argument("model", help="the model's file")
         default = Limits().memory_bytes
         command.add_argument("--memory", type=int, default=default, help="Limits.memory_bytes (default %(default)s)")
@@ -150,6 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         arguments.function(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        # Python would report the pipe once more when it flushes its output at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ModelError, OSError, checks.ContractValueError, checks.ContractTypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

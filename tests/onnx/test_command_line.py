@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxquant import onnx as jqonnx
 from jaxquant.onnx.__main__ import main
 
 SOURCE = """
@@ -76,3 +80,46 @@ def test_files_and_shapes_that_do_not_fit(
         error = capsys.readouterr().err
         assert error.startswith("error: "), arguments
         assert text in error, (arguments, error)
+
+
+def test_arrays_and_names_that_numpy_has_no_room_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("arrays_of_a_test.py").write_text("def layer(x):\n    return x, x.astype('bfloat16')\n")
+    np.savez("x.npz", x=np.array([0.5, 3.0], np.float32))
+    np.savez("two.npz", x=np.ones(2, np.float32), y=np.ones(2, np.float32))
+    np.savez("text.npz", x=np.array(["one"]))
+    np.savez("bfloat16.npz", x=np.ones(2, jnp.bfloat16))
+    model = jqonnx.export(lambda x: (x, x.astype(jnp.bfloat16)), [np.ones(2)], output_names=["file", "narrow"])
+    jqonnx.save(model, "model.onnx")
+    assert main(["run", "model.onnx", "--inputs", "x.npz", "--outputs", "y"]) == 0
+    with np.load("y.npz") as outputs:
+        assert [*outputs] == ["file", "narrow"]
+        np.testing.assert_array_equal(outputs["narrow"], np.array([0.5, 3.0], np.float32), strict=True)
+    place = "arrays_of_a_test:layer"
+    capsys.readouterr()
+    commands = (
+        *(
+            (["run", "model.onnx", "--inputs", name], "arrays of numbers, got x")
+            for name in ("text.npz", "bfloat16.npz")
+        ),
+        *(([name, place, "model.onnx", "--inputs", "two.npz"], "too many positional") for name in ("export", "verify")),
+        (["export", ".arrays_of_a_test:layer", "model.onnx", "--inputs", "x.npz"], "expected package.module:function"),
+        (["inspect", "."], "expected a regular file, got '.'"),
+    )
+    for arguments, text in commands:
+        assert main(arguments) == 1, arguments
+        error = capsys.readouterr().err
+        assert error.startswith("error: "), arguments
+        assert text in error, (arguments, error)
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: pathlib.Path) -> None:
+    jqonnx.save(jqonnx.export(lambda x: x + 1, [np.ones(2)]), tmp_path / "model.onnx")
+    command = [sys.executable, "-m", "jaxquant.onnx", "inspect", str(tmp_path / "model.onnx")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

@@ -52,6 +52,20 @@ def test_two_files(tmp_path: pathlib.Path, rng: np.random.Generator) -> None:
     assert jqonnx.verify(path, lambda x: function(params, x), [(x,)]).is_exact
 
 
+@pytest.mark.parametrize("most", [4096, 2**30])
+def test_names_of_files(
+    most: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """A suffix chooses no other format, and a folder that is missing is an OSError for files of each size."""
+    monkeypatch.setattr(model_size, "LARGEST_MESSAGE", most)
+    function, params, x = make_function(rng)
+    model = jqonnx.export(function, [x], params=params)
+    jqonnx.save(model, tmp_path / "model.json")
+    jqonnx.load(tmp_path / "model.json")
+    with pytest.raises(FileNotFoundError, match="none"):
+        jqonnx.save(model, tmp_path / "none" / "model.onnx")
+
+
 def test_a_model_in_memory(rng: np.random.Generator) -> None:
     function, params, x = make_function(rng)
     model = jqonnx.export(function, [x], params=params)

@@ -129,6 +129,25 @@ def test_sorts_and_scatters_also_of_a_loaded_model(rng: np.random.Generator, fun
 
 
 @pytest.mark.slow
+def test_repeated_bfloat16() -> None:
+    """ONNX Runtime has kernels of neither Expand nor Tile for it."""
+    x = np.arange(3, dtype=np.float32)[None]
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        narrow = x.astype(jnp.bfloat16)
+        return [jnp.concatenate([jnp.broadcast_to(narrow, (4, 3)), narrow]), jnp.tile(narrow, (4, 1))]
+
+    assert jqonnx.verify(jqonnx.export(function, [x]), function, [x]).is_exact
+
+
+def test_slices_of_a_symbolic_length() -> None:
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for function in (lambda x: x[1:], lambda x: x[:2]):
+        model = jqonnx.export(function, [x], batch="N")
+        report = jqonnx.verify(model, function, [x, x[:3]])
+        assert report.is_exact, str(report)
+
+
 def test_sorts_and_scatters_of_a_symbolic_batch(rng: np.random.Generator) -> None:
     x = jnp.asarray(rng.normal(0, 1, (4, 6)), jnp.float32)
 

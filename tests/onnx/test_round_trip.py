@@ -193,3 +193,39 @@ def test_the_largest_elements_are_exported_again(rng: np.random.Generator) -> No
     assert [node.op_type for node in again.graph.node].count("TopK") == 1
     for actual, expected in zip(run_runtime(again, {"x": x[:2]}), jax.lax.top_k(x[:2], 3), strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+def test_codes_stay_clipped(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(4, 6)).astype(np.float32)
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        codes = jq.quantize(x, jq.QuantSpec(jnp.int8), -3.0, 3.0).codes
+        limited = [
+            jnp.maximum(codes, 3),
+            jnp.minimum(codes, jnp.int8(3)),
+            jnp.clip(codes, 5, -5),
+            jnp.clip(codes, -5, 5),
+        ]
+        rows = jnp.arange(-3, 3, dtype=jnp.int8)[None]
+        return [*limited, jnp.maximum(codes, rows), jnp.minimum(jnp.maximum(codes, 3), rows), codes]
+
+    model = jqonnx.export(function, [x])
+    assert jqonnx.verify(model, function, [x, 9 * x]).is_exact
+    loaded, params = jqonnx.load(model)
+    again = jqonnx.export(loaded, [x], params=params)
+    counts = [[node.op_type for node in m.graph.node].count("Clip") for m in (model, again)]
+    assert counts == [6, 6]
+    assert jqonnx.verify(again, loaded, [x, 9 * x], params=params).is_exact
+    for y, z in zip(loaded(params, x), function(jnp.asarray(x)), strict=True):
+        np.testing.assert_array_equal(y, z)
+
+
+def test_reshapes_of_a_dynamic_scale_do_not_pile_up(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(4, 6)).astype(np.float32)
+    model = jqonnx.export(lambda x: jq.quantize(x, jq.QuantSpec(jnp.int8)).codes, [x])
+    for _ in range(2):
+        loaded, params = jqonnx.load(model)
+        again = jqonnx.export(loaded, [x], params=params)
+        assert jqonnx.verify(again, loaded, [x], params=params).is_exact
+        assert [node.op_type for node in again.graph.node].count("Reshape") == 1
+        model = again

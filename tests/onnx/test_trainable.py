@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
@@ -123,6 +124,91 @@ def test_an_exported_model_is_trained_and_exported_again(rng: np.random.Generato
         report = jqonnx.verify(again, integer, [x, x[:2]], params=codes, level=level)
         assert report.is_exact, str(report)
     np.testing.assert_allclose(run_runtime(again, {"x": np.asarray(x)})[0], jax.jit(fn)(trained, x), atol=1e-5)
+
+
+@pytest.mark.parametrize("zero_point", [0, 13])
+def test_an_integer_network_with_float_results_is_trained(zero_point: int, rng: np.random.Generator) -> None:
+    """The last codes are dequantized by Cast, Sub and Mul, which have their gradients, too."""
+    weights = [jq.quantize(rng.normal(0, 0.3, (6, 6)).astype(np.float32), jq.QuantSpec(jnp.int8)) for _ in range(2)]
+    output = jq.Quantizer(UINT8, 0.05, zero_point)
+
+    def network(x: jax.Array) -> jax.Array:
+        q = jq.matmul(jq.quantize(x, UINT8, -3.0, 2.5), weights[0], output=output)
+        return jq.matmul(q, weights[1], output=output).dequantize()
+
+    x = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
+    model = jqonnx.export(network, [x], batch="N", form="qdq")
+    fn, params = jqonnx.load(model, trainable=True)
+    gradients = jax.grad(lambda p: jnp.sum((fn(p, x) - 0.3) ** 2))(params)
+    assert all(bool(jnp.any(gradient)) for gradient in gradients.values())
+    integer, codes = fn.convert(params)
+    np.testing.assert_array_equal(jax.jit(integer)(codes, x), network(x))
+    integer, codes = fn.convert({name: value * 1.01 for name, value in params.items()})
+    again = jqonnx.export(integer, [x], params=codes, batch="N", form="qdq")
+    assert [node.op_type for node in again.graph.node] == [node.op_type for node in model.graph.node]
+    assert jqonnx.verify(again, integer, [x], params=codes).is_exact
+
+
+def make_products(between: list[Any], rows: int, **constants: Any) -> onnx.ModelProto:
+    """Return a product, its codes, `between` from "codes" to "moved", and a product by the first weights again."""
+    arrays: dict[str, Any] = {
+        "w": np.arange(-32, 32, dtype=np.int8).reshape(8, 8),
+        "w_scale": np.float32(0.01), "scale": np.float32(0.03), "point": np.uint8(99), **constants,
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "w_scale"], ["first"]),
+        helper.make_node("MatMul", ["x", "first"], ["product"]),
+        helper.make_node("QuantizeLinear", ["product", "scale", "point"], ["codes"]),
+        *between,
+        helper.make_node("DequantizeLinear", ["moved", "scale", "point"], ["floats"]),
+        helper.make_node("DequantizeLinear", ["w", "w_scale"], ["second"]),
+        helper.make_node("MatMul", ["floats", "second"], ["y"]),
+    ]
+    x, y = (
+        helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [n_rows, 8]) for n, n_rows in (("x", 4), ("y", rows))
+    )
+    initializers = [numpy_helper.from_array(np.asarray(array), name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "products", [x], [y], initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_gradients_pass_codes_that_are_moved(rng: np.random.Generator) -> None:
+    """The weights are dequantized twice, too."""
+    pooled = [
+        helper.make_node("Reshape", ["codes", "shape"], ["rows"]),
+        helper.make_node("MaxPool", ["rows"], ["pooled"], kernel_shape=[2], strides=[1], pads=[0, 1]),
+        helper.make_node("Squeeze", ["pooled", "axis"], ["moved"]),
+    ]
+    model = make_products(pooled, 4, shape=np.array([4, 1, 8]), axis=np.array([1]))
+    x = rng.normal(size=(4, 8)).astype(np.float32)
+    fn, params = jqonnx.load(model, trainable=True)
+    assert {name: value.dtype for name, value in params.items()} == dict.fromkeys(
+        ("w", "w_scale", "scale"), jnp.float32
+    )
+    gradients = jax.grad(lambda p: jnp.sum(fn(p, x) ** 2))(params)
+    assert all(bool(jnp.any(gradient)) for gradient in gradients.values())
+    np.testing.assert_allclose(jax.jit(fn)(params, x), run_runtime(model, {"x": x}, "none")[0], atol=1e-5)
+    integer, codes = fn.convert({name: value * 1.01 for name, value in params.items()})
+    assert codes["w"].dtype == jnp.int8
+    np.testing.assert_allclose(
+        jax.jit(integer)(codes, x), jax.jit(fn)({name: value * 1.01 for name, value in params.items()}, x), atol=1e-5
+    )
+
+
+def test_codes_without_gradients_are_refused(rng: np.random.Generator) -> None:
+    doubled = [helper.make_node("Concat", ["codes", "codes"], ["moved"], axis=0)]
+    jqonnx.load(make_products(doubled, 8))
+    with pytest.raises(jqonnx.ModelError, match="Concat of the codes of QuantizeLinear"):
+        jqonnx.load(make_products(doubled, 8), trainable=True)
+
+    w = jq.quantize(jnp.eye(3), jq.QuantSpec(jnp.int8))
+
+    def loop(x: jax.Array) -> jax.Array:
+        step = lambda carry, row: (carry, jq.matmul(jq.quantize(row[None], UINT8, -1.0, 1.0), w))  # noqa: E731
+        return jax.lax.scan(step, 0, x)[1]
+
+    with pytest.raises(jqonnx.ModelError, match="'MatMulInteger'"):
+        jqonnx.load(jqonnx.export(loop, [jnp.ones((4, 3))], scan="loop"), trainable=True)
 
 
 def test_damaged_metadata_is_an_error(rng: np.random.Generator) -> None:

@@ -23,6 +23,7 @@ from . import (
     packed_weights,
     program,
     quantized,
+    shifts,
     values,
 )
 from .graph import Graph
@@ -30,7 +31,7 @@ from .registry import MARKS, PRIMITIVES, Call
 from .values import Spec, UnsupportedError, Value
 
 # The modules that fill the tables.
-WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized)
+WRITERS = (arrays, codes, contractions, conversions, elementwise, integers, packed_weights, quantized, shifts)
 
 
 SCAN_CHOICES = ("auto", "unroll", "loop")

@@ -114,11 +114,18 @@ class Graph:
             if values.is_static(shape):
                 array = np.broadcast_to(array, shape).astype(values.find_container(array.dtype))
                 return self.add_constant(array, value.hint)
-            return self.add("Expand", [self.store(value), self.add_shape(shape)])
+            return self._expand(value, shape)
         if tuple(value.shape) == tuple(shape):
             assert value.name is not None
             return value.name
-        return self.add("Expand", [self.store(value), self.add_shape(shape)])
+        return self._expand(value, shape)
+
+    def _expand(self, value: Value, shape: Shape) -> str:
+        name, target = self.store(value), self.add_shape(shape)
+        if values.find_container(value.dtype) != dtypes.BFLOAT16:
+            return self.add("Expand", [name, target])
+        # ONNX Runtime has no kernel of Expand for bfloat16.
+        return self.cast(self.add("Expand", [self.cast(name, np.float32), target]), dtypes.BFLOAT16)
 
     def fill(self, value: Value, shape: Shape) -> Value:
         """Return a value with all of its elements in the graph."""
@@ -196,6 +203,10 @@ class Graph:
 
     def reshape(self, name: str, shape: Shape) -> str:
         """Return a tensor in another shape, of which dimensions may be symbolic."""
+        is_single = values.is_static(shape) and math.prod(shape) == 1
+        first = self.find_node(name) if is_single else None
+        if first is not None and first.op_type == "Reshape":
+            name = first.input[0]  # each load and export would add one more
         unknown = [axis for axis, n in enumerate(shape) if not values.is_static((n,))]
         if len(unknown) <= 1 and (not unknown or 0 not in shape):
             # -1 is one symbolic dimension, without nodes that compute it. Beside a 0 it would not be determined.
@@ -205,7 +216,7 @@ class Graph:
         has_zero = any(values.is_static((n,)) and n == 0 for n in shape)
         # Without allowzero, a 0 copies the length of the input. Opset 13 has nothing else.
         result = self.add("Reshape", [name, target], allowzero=1 if has_zero and self.opset >= 14 else None)
-        if values.is_static(shape) and math.prod(shape) == 1:
+        if is_single:
             # ONNX Runtime's fusions look for the scalar itself, not for a reshape of it.
             self._scalars[result] = self._scalars.get(name, name)
         # A reshape must not hide from `cast` that these integers are widened codes.
@@ -246,6 +257,14 @@ class Graph:
         if key not in self._shared:
             self._shared[key] = self._compute_dimension(ast.parse(text, mode="eval").body)
         return self._shared[key]
+
+    def add_range(self, length: Any) -> str:
+        """Return the name of a vector of int64 that counts from 0 to a length, which may be symbolic."""
+        if values.is_static((length,)):
+            return self.add_constant(np.arange(int(length), dtype=np.int64))
+        limit = self.add("Squeeze", [self.add_dimension(length), self.ints(0)])
+        zero, one = (self.add_constant(np.int64(n)) for n in (0, 1))
+        return self.add("Range", [zero, limit, one])
 
     def _compute_dimension(self, node: Any) -> str:
         if isinstance(node, ast.Constant):

@@ -74,8 +74,8 @@ def _multiply_rows(
 ) -> str:  # fmt: skip
     """Return the product of a left operand that has a zero point for each row.
 
-    ONNX Runtime's MatMulInteger takes only one. So it multiplies the codes themselves, and the product of each zero point
-    and the sums over the columns of the right operand is subtracted, modulo 2**32, as everything here.
+    ONNX Runtime's MatMulInteger takes only one. So it multiplies the codes themselves, and the product of each zero
+    point and the sums over the columns of the right operand is subtracted, modulo 2**32, as everything here.
     """
     steps = points[0]
     assert steps is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import json
 import os
@@ -332,15 +333,20 @@ def save(model: ModelProto, path: str | os.PathLike[str]) -> None:
     got = checks.describe_value(model)
     checks.require_type(isinstance(model, ModelProto), "onnx.save", "model", "an onnx.ModelProto", got)
     path = os.fspath(path)
+    # onnx would write text to a file with a name such as "model.json", which `load` does not read.
+    kind = "protobuf"
     if not model_size.is_large(model):
-        onnx.save_model(model, path)
+        onnx.save_model(model, path, kind)
         return
+    folder = os.path.dirname(path)
+    if folder and not os.path.isdir(folder):  # for which onnx has an error of its own
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     # onnx appends to a file that exists.
     with contextlib.suppress(FileNotFoundError):
         os.remove(f"{path}.data")
     copy = ModelProto()
     copy.CopyFrom(model)  # save_model moves the arrays out of the model that it is given
     onnx.save_model(
-        copy, path, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
+        copy, path, kind, save_as_external_data=True, location=f"{os.path.basename(path)}.data",
         size_threshold=model_size.LARGEST_INNER_ARRAY,
     )  # fmt: skip

@@ -102,11 +102,12 @@ def _read_range(path: pathlib.Path, offset: int, length: int | None, most: int) 
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {str(path)!r}: {error}") from error
+    # Of the open file: another one may get its name in the meantime.
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)  # `open` raises an error that names the number of a folder, and leaves it open
+        raise ModelError(f"expected a regular file, got {str(path)!r}")
     with open(descriptor, "rb") as file:
-        # Of the open file: another one may get its name in the meantime.
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"expected a regular file, got {str(path)!r}")
         # A second name of a file may be one outside the folder. The model itself is the caller's choice.
         if length is not None and status.st_nlink > 1:
             raise ModelError(f"expected a file without hard links, got {str(path)!r}")

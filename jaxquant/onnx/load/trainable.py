@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ _DOMAIN = "jaxquant"
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
 # Operators without a derivative: those on codes in a form other than QDQ.
 _BLOCKING = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear", "QGemm", "DynamicQuantizeLSTM")
+# Operators that move codes and leave them as they are, so that they do the same with the floats.
+_ARRANGING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "MaxPool")
 
 
 def make_trainable(graph: Graph) -> Graph:
@@ -30,24 +32,24 @@ def make_trainable(graph: Graph) -> Graph:
     Raises:
         ModelError: the graph has operators on codes that have no derivative.
     """
-    blocking = {node.op for node in graph.nodes if node.op in _BLOCKING or node.op.startswith("QLinear")}
+    readers = _list_readers(graph)
+    fake = {node.outputs[0]: names for node in graph.nodes if (names := _find_fake(graph, node, readers))}
+    blocking = _list_blocking(graph) or _list_lost(graph, fake, readers)
     if blocking:
         text = (
             "trainable=True needs a model in QDQ form, or with products of codes as export writes those of static "
             f"ranges and float results; these operators have no derivative: {sorted(blocking)}"
         )
         raise ModelError(text)
-    readers = _list_readers(graph)
+    floats = {name for names in fake.values() for name in names}
     constants, nodes, scales = dict(graph.constants), [], set()
-    fake: set[str] = set()
     for node in graph.nodes:
-        if node.op == "QuantizeLinear" and _is_fake(graph, node, readers):
-            fake.add(node.outputs[0])
+        if node.outputs[0] in fake:
             scales.add(node.inputs[1])
             nodes.append(_make_fake(graph, node))
-        elif node.op == "DequantizeLinear" and node.inputs[0] in fake:
+        elif node.op == "DequantizeLinear" and node.inputs[0] in floats:
             nodes.append(_pass_on(node))
-        elif _has_constant_codes(graph, node) and len(readers[node.inputs[0]]) == 1:
+        elif _has_constant_codes(graph, node) and _are_alike(readers[node.inputs[0]]):
             name = node.inputs[0]
             constants[name] = _dequantize(graph, node)
             is_bias = graph.constants[name].dtype == np.int32
@@ -70,8 +72,11 @@ def quantize_constants(graph: Graph, params: Mapping[str, Any]) -> Graph:
         if name in constants and constants[name].dtype not in (*_CODES, dtypes.INT32):
             constants[name] = np.asarray(value).astype(constants[name].dtype).reshape(constants[name].shape)
     producers = {name: node for node in graph.nodes for name in node.outputs}
+    readers = _list_readers(graph)
     for node in graph.nodes:
-        if not _has_constant_codes(graph, node) or node.inputs[0] not in params:
+        if not _has_constant_codes(graph, node) or not _are_alike(readers[node.inputs[0]]):
+            continue
+        if node.inputs[0] not in params:
             continue
         codes, value = node.inputs[0], np.asarray(params[node.inputs[0]])
         if graph.constants[codes].dtype == np.int32:
@@ -97,19 +102,60 @@ def _list_readers(graph: Graph) -> dict[str, list[Node]]:
     return readers
 
 
-def _is_fake(graph: Graph, node: Node, readers: Mapping[str, list[Node]]) -> bool:
-    """Return whether the codes of a QuantizeLinear are read as floats only, with its own constant scale."""
-    uses = readers[node.outputs[0]]
-    if node.outputs[0] in graph.outputs or not uses or node.inputs[1] not in graph.constants:
-        return False
+def _list_blocking(graph: Graph) -> set[str]:
+    """Return the operators on codes that have no derivative, also those in subgraphs."""
+    found = {node.op for node in graph.nodes if node.op in _BLOCKING or node.op.startswith("QLinear")}
+    bodies = [value for node in graph.nodes for value in node.attributes.values() if isinstance(value, Graph)]
+    return found.union(*(_list_blocking(body) for body in bodies))
+
+
+def _list_lost(graph: Graph, fake: Collection[str], readers: Mapping[str, list[Node]]) -> set[str]:
+    """Return the readers of codes that stay integers, where the gradient of what is before them would be lost."""
+    codes = [
+        node.outputs[0]
+        for node in graph.nodes
+        if node.op == "QuantizeLinear" and node.outputs[0] not in fake and node.inputs[0] not in graph.inputs
+    ]
+    lost = set()
+    for name in codes:  # grows by what is arranged
+        for use in readers[name]:
+            if use.op in _ARRANGING:
+                codes.append(use.outputs[0])
+            else:
+                lost.add(f"{use.op} of the codes of QuantizeLinear")
+    return lost
+
+
+def _find_fake(graph: Graph, node: Node, readers: Mapping[str, list[Node]]) -> set[str]:
+    """Return the tensors of codes of a QuantizeLinear that are read as floats only, with its own constant scale."""
+    if node.op != "QuantizeLinear" or node.inputs[1] not in graph.constants:
+        return set()
     parts = [graph.constants.get(name) for name in node.inputs[1:] if name]
-    for use in uses:
-        others = [graph.constants.get(name) for name in use.inputs[1:] if name]
-        if use.op != "DequantizeLinear" or len(parts) != len(others):
-            return False
-        if any(a is None or b is None or not np.array_equal(a, b) for a, b in zip(parts, others, strict=True)):
-            return False
-    return True
+    pending, found = [node.outputs[0]], set()
+    while pending:
+        name = pending.pop()
+        uses = readers[name]
+        found.add(name)
+        if name in graph.outputs or not uses:
+            return set()
+        for use in uses:
+            # A scale for each index of an axis does not follow the elements.
+            if use.op in _ARRANGING and use.inputs[0] == name and parts[0].size == 1:  # type: ignore[union-attr]
+                pending.append(use.outputs[0])
+                continue
+            others = [graph.constants.get(part) for part in use.inputs[1:] if part]
+            if use.op != "DequantizeLinear" or len(parts) != len(others):
+                return set()
+            if any(a is None or b is None or not np.array_equal(a, b) for a, b in zip(parts, others, strict=True)):
+                return set()
+    return found
+
+
+def _are_alike(uses: Sequence[Node]) -> bool:
+    """Return whether all readers of codes make the same floats of them."""
+    return all(use.op == "DequantizeLinear" for use in uses) and all(
+        use.inputs == uses[0].inputs and use.attributes == uses[0].attributes for use in uses
+    )
 
 
 def _has_constant_codes(graph: Graph, node: Node) -> bool:

@@ -79,6 +79,7 @@ def unfold_products(graph: Graph) -> Unfolded:
     for node in graph.nodes:
         for name in node.list_reads():
             readers[name].append(node)
+    graph = _dequantize_outputs(graph, producers, readers)
     products = [_read_product(graph, node, producers, readers) for node in graph.nodes if node.op == "MatMulInteger"]
     found = tuple(product for product in products if product is not None)
     if not found:
@@ -103,6 +104,41 @@ def unfold_products(graph: Graph) -> Unfolded:
     live = select_live(nodes, graph.outputs)
     unfolded = dataclasses.replace(graph, nodes=live, constants=constants, literals=literals)
     return Unfolded(unfolded, graph, found)
+
+
+def _dequantize_outputs(graph: Graph, producers: Mapping[str, Node], readers: Mapping[str, list[Node]]) -> Graph:
+    """Return a graph whose outputs come from DequantizeLinear where `export` has written its arithmetic.
+
+    In other places an operator and a QuantizeLinear may follow, with which DequantizeLinear would be fused.
+    """
+    nodes = []
+    for node in graph.nodes:
+        if node.op == "Mul" and node.outputs[0] in graph.outputs and not readers[node.outputs[0]]:
+            node = _read_dequantized(graph, node, producers) or node
+        nodes.append(node)
+    return dataclasses.replace(graph, nodes=select_live(nodes, graph.outputs))
+
+
+def _read_dequantized(graph: Graph, scaling: Node, producers: Mapping[str, Node]) -> Node | None:
+    """Return the DequantizeLinear of codes that are cast, moved by their zero point and scaled; None for others."""
+    factors = [graph.constants[name] for name in scaling.inputs if name in graph.constants]
+    node = next((producers[name] for name in scaling.inputs if name in producers), scaling)
+    point = np.zeros(())
+    if node.op == "Cast" and (moved := producers.get(node.inputs[0])) is not None and moved.op == "Sub":
+        point = graph.constants.get(moved.inputs[1], np.zeros(0))
+        node = producers.get(moved.inputs[0], scaling)
+    chain = _find_chain(graph, node.inputs[0], producers) if node.op == "Cast" and len(factors) == 1 else None
+    if chain is None:
+        return None
+    parts = [graph.constants[name] for name in chain[0].inputs[1:] if name]
+    expected = [factors[0], point][: len(parts)]
+    if factors[0].dtype != parts[0].dtype:
+        return None
+    is_same = all(a.size == b.size == 1 and a.item() == b.item() for a, b in zip(parts, expected, strict=True))
+    if not is_same or (len(parts) == 1 and np.any(point)):
+        return None
+    inputs = (node.inputs[0], *chain[0].inputs[1:])
+    return dataclasses.replace(scaling, op="DequantizeLinear", inputs=inputs, attributes={})
 
 
 def _read_product(

@@ -71,7 +71,7 @@ def _gather_axis(
         if not bool(sizes[a] == x_shape[a]):
             x = graph.slice(x, [0], [sizes[a]], [a], [1])
     if not is_collapsed:  # a slice of `size` entries from each index on
-        steps = graph.add_constant(np.arange(sizes[axis], dtype=np.int64))
+        steps = graph.add_range(sizes[axis])
         index = graph.add("Add", [graph.add("Unsqueeze", [index, graph.ints(batch)]), steps])
     name = graph.add("Gather", [x, index], axis=axis)
     # Gather returns the dimensions of x before the axis, those of the indices, then those of x after it.
@@ -203,9 +203,7 @@ def _count_places(graph: Graph, batch: Shape, dimension: int) -> str:
     if values.is_static((length,)):
         known = values.make_known(np.arange(length, dtype=np.int64).reshape(line))
         return graph.store_full(known, (*batch, 1))
-    limit = graph.add("Squeeze", [graph.add_dimension(length), graph.ints(0)])
-    zero, one = (graph.add_constant(np.int64(n)) for n in (0, 1))
-    count = graph.reshape(graph.add("Range", [zero, limit, one]), line)
+    count = graph.reshape(graph.add_range(length), line)
     return graph.add("Expand", [count, graph.add_shape((*batch, 1))])
 
 

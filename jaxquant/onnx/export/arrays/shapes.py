@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...._core import dtypes
 from .. import values
 from ..graph import Graph
 from ..registry import Call, writes
@@ -82,9 +83,7 @@ def write_concatenate(graph: Graph, call: Call) -> Value:
 def write_iota(graph: Graph, call: Call) -> Value:
     """Write a range along a symbolic dimension."""
     (output,), axis = call.outputs, call.parameters["dimension"]
-    limit = graph.add("Squeeze", [graph.add_shape((output.shape[axis],)), graph.ints(0)])
-    zero, one = (graph.add_constant(np.int64(n)) for n in (0, 1))
-    name = graph.cast(graph.add("Range", [zero, limit, one]), output.dtype)
+    name = graph.cast(graph.add_range(output.shape[axis]), output.dtype)
     shape = tuple(n if a == axis else 1 for a, n in enumerate(output.shape))
     return Value(shape, np.dtype(output.dtype), graph.reshape(name, shape) if len(shape) > 1 else name)
 
@@ -119,10 +118,13 @@ def write_stack(graph: Graph, call: Call) -> Value:
 @writes("tile")
 def write_tile(graph: Graph, call: Call) -> Value:
     """Write repetitions of a whole array."""
-    name = graph.store_full(call.inputs[0], call.parameters["input_shapes"][0])
-    return Value(
-        call.outputs[0].shape, call.inputs[0].dtype, graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
-    )
+    (x,) = call.inputs
+    name = graph.store_full(x, call.parameters["input_shapes"][0])
+    # ONNX Runtime has no kernel of Tile for bfloat16.
+    wide = np.dtype(np.float32) if x.dtype == dtypes.BFLOAT16 else x.dtype
+    name = name if wide == x.dtype else graph.cast(name, wide)
+    name = graph.add("Tile", [name, graph.ints(*call.parameters["reps"])])
+    return Value(call.outputs[0].shape, x.dtype, name if wide == x.dtype else graph.cast(name, x.dtype))
 
 
 @writes("dim_as_value")
