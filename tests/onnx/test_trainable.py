@@ -140,7 +140,10 @@ def test_an_integer_network_with_float_results_is_trained(zero_point: int, rng: 
     model = jqonnx.export(network, [x], batch="N", form="qdq")
     fn, params = jqonnx.load(model, trainable=True)
     gradients = jax.grad(lambda p: jnp.sum((fn(p, x) - 0.3) ** 2))(params)
-    assert all(bool(jnp.any(gradient)) for gradient in gradients.values())
+    # The scale of weights that are multiples of it has none, but for rounding.
+    slopes = [gradient for gradient in gradients.values() if gradient.ndim == 2]
+    assert len(slopes) == 2
+    assert all(bool(jnp.any(jnp.abs(slope) > 1e-3)) for slope in slopes)
     integer, codes = fn.convert(params)
     np.testing.assert_array_equal(jax.jit(integer)(codes, x), network(x))
     integer, codes = fn.convert({name: value * 1.01 for name, value in params.items()})
@@ -186,7 +189,8 @@ def test_gradients_pass_codes_that_are_moved(rng: np.random.Generator) -> None:
         ("w", "w_scale", "scale"), jnp.float32
     )
     gradients = jax.grad(lambda p: jnp.sum(fn(p, x) ** 2))(params)
-    assert all(bool(jnp.any(gradient)) for gradient in gradients.values())
+    # The scale of weights that are multiples of it has none, but for rounding.
+    assert all(bool(jnp.any(gradients[name])) for name in ("w", "scale"))
     np.testing.assert_allclose(jax.jit(fn)(params, x), run_runtime(model, {"x": x}, "none")[0], atol=1e-5)
     integer, codes = fn.convert({name: value * 1.01 for name, value in params.items()})
     assert codes["w"].dtype == jnp.int8
