@@ -82,7 +82,7 @@ def test_files_and_shapes_that_do_not_fit(
         assert text in error, (arguments, error)
 
 
-def test_arrays_and_names_that_numpy_has_no_room_for(
+def test_arrays_and_names_that_numpy_does_not_save(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -115,7 +115,7 @@ def test_arrays_and_names_that_numpy_has_no_room_for(
         assert text in error, (arguments, error)
 
 
-def test_a_reader_that_has_seen_enough(tmp_path: pathlib.Path) -> None:
+def test_a_pipe_that_is_closed_early(tmp_path: pathlib.Path) -> None:
     jqonnx.save(jqonnx.export(lambda x: x + 1, [np.ones(2)]), tmp_path / "model.onnx")
     command = [sys.executable, "-m", "jaxquant.onnx", "inspect", str(tmp_path / "model.onnx")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
