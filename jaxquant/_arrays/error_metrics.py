@@ -51,7 +51,8 @@ def quantization_error(x: ArrayLike, q: QuantizedArray) -> QuantizationError:
         cosine: sum x y / sqrt(sum x^2 sum y^2). 0 if only one of x and y is all zeros, 1 if both are.
         saturated: the fraction of elements outside the range of the codes. For integers: the elements whose code is the
             highest, the lowest or the second lowest one, and that lie more than half a step beyond it. (The second
-            lowest counts because a narrow range ends there, and q does not store whether its range was narrow.) For
+            lowest counts because a narrow range ends there, and q does not store whether its range was narrow. If all
+            codes of 8 bits lie in the range of `reduce_range`, the ends of that range count.) For
             float8 and float4: the elements that overflow when they are rounded. For codebooks: the elements beyond the
             first or the last entry.
         used_codes: the fraction of the 2**bits codes of the format that occur. A narrow range leaves one code unused;
@@ -141,6 +142,11 @@ def _is_saturated(x: jax.Array, q: QuantizedArray) -> jax.Array:
         return small_floats.find_overflow(value, q.codes.dtype)
     low, high = dtypes.find_bounds(q.codes.dtype)
     codes = q.codes.astype(jnp.int32)
+    if dtypes.count_bits(q.codes.dtype) == 8:
+        # An array does not store its spec: codes that all lie in the reduced range are those of `reduce_range`.
+        least, most = dtypes.find_reduced_bounds(q.codes.dtype)
+        is_reduced = jnp.all((codes >= least) & (codes <= most))
+        low, high = jnp.where(is_reduced, least - 1, low), jnp.where(is_reduced, most, high)
     point = None if q.zero_point is None else aligned.expand(q.zero_point.astype(jnp.int32), x)
     # The difference of x from the value of its code, in steps.
     excess = value - (codes if point is None else codes - point).astype(jnp.float32)

@@ -69,6 +69,14 @@ def find_narrow_bounds(dtype: np.dtype) -> tuple[int, int]:
     return (-high, high) if low < 0 else (low, high)
 
 
+def find_reduced_bounds(dtype: np.dtype) -> tuple[int, int]:
+    """Return (qmin, qmax) of the codes of 7 bits in int8 or uint8, those of `reduce_range` in ONNX Runtime's quantizer.
+
+    Two products of a uint8 code with such a code of int8 add up to 255 * 128 = 32640 at most, which int16 holds.
+    """
+    return (-64, 64) if find_bounds(dtype)[0] < 0 else (0, 127)
+
+
 def find_largest(dtype: np.dtype) -> float:
     """Return the largest finite value of a small float dtype: 448 for float8_e4m3fn, 6 for float4_e2m1fn."""
     return float(jnp.finfo(dtype).max)

@@ -194,7 +194,8 @@ class LSQPlus:
         mean, square = _find_means(spec, scale_shape, values, values * values)
         # Rounding can make the difference slightly negative.
         deviation = jnp.sqrt(jnp.maximum(square - mean * mean, _ZERO))
-        steps = 2.0 ** (dtypes.find_width(spec.carrier) - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
+        bits = dtypes.find_width(spec.carrier) - int(spec.reduce_range)
+        steps = 2.0 ** (bits - 1) if spec.dtype in dtypes.INTEGERS else spec.bounds[1]
         reach = jnp.maximum(jnp.abs(mean - 3 * deviation), jnp.abs(mean + 3 * deviation))
         fixed = spec.fixed_zero_point
         point = jnp.full(point_shape, fixed, spec.carrier) if fixed else None

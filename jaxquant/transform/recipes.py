@@ -28,31 +28,37 @@ def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
     )
 
 
-def w8a8_dynamic() -> tuple[Rule, ...]:
+def w8a8_dynamic(*, reduce_range: bool = False) -> tuple[Rule, ...]:
     """Return rules for int8 weights and uint8 activations whose range is found at each call.
 
     Each row of a matrix product and each image of a convolution has its own scale and zero point, so the result for one
     example does not depend on the others of its batch. Unsigned codes follow the range of values that are not centered
     at 0, such as those after a relu or a gelu, where signed codes would leave up to half of their range unused. Lookups
     have int8 tables.
+
+    Args:
+        reduce_range: whether the weights of products have 7 bits, so that an exported model gives the same integers in
+            ONNX Runtime on every processor. JAX's own integers are the same everywhere without it.
     """
+    weight = _make_weight(reduce_range)
     return (
-        Rule(operation="conv_general_dilated", weight=Weight("int8"), activation=Activation("uint8", per="image")),
+        Rule(operation="conv_general_dilated", weight=weight, activation=Activation("uint8", per="image")),
         Rule(operation="take", weight=Weight("int8")),
         # Operations without a form on codes match, too, so that strict=True lists them.
-        Rule(weight=Weight("int8"), activation=Activation("uint8", per="row")),
+        Rule(weight=weight, activation=Activation("uint8", per="row")),
     )
 
 
-def w8a8_static(calibrator: Factory = minmax) -> tuple[Rule, ...]:
+def w8a8_static(calibrator: Factory = minmax, *, reduce_range: bool = False) -> tuple[Rule, ...]:
     """Return rules for int8 weights and uint8 activations whose range is found by calibration.
 
     Args:
         calibrator: a function from a spec to a calibrator.
+        reduce_range: as in `w8a8_dynamic`.
     """
     return (
         Rule(operation="take", weight=Weight("int8")),
-        Rule(weight=Weight("int8"), activation=Activation("uint8", range=calibrator)),
+        Rule(weight=_make_weight(reduce_range), activation=Activation("uint8", range=calibrator)),
     )
 
 
@@ -74,8 +80,11 @@ def onednn() -> tuple[Rule, ...]:
     )
 
 
-def onnx_runtime(calibrator: Factory = minmax) -> tuple[Rule, ...]:
+def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> tuple[Rule, ...]:
     """Return rules for integer-only networks, as ONNX Runtime runs them: int8 weights per output, uint8 results.
+
+    The weights have 7 bits, -64 to 64, because ONNX Runtime's sums of uint8 by int8 products saturate on x86-64
+    processors without VNNI, where weights of 8 bits would give other integers than on all other processors.
 
     Biases are int32, and what is between two contractions runs on codes where the program allows it: relu and clip,
     sums, products and concatenations of results, maxima and means, reshapes, transposes, slices and pads. A batch
@@ -83,6 +92,8 @@ def onnx_runtime(calibrator: Factory = minmax) -> tuple[Rule, ...]:
 
     Args:
         calibrator: a function from a spec to a calibrator, for the inputs and for all results.
+        reduce_range: False for weights of 8 bits, whose steps are half as wide. Choose it if the exported model runs only
+            on processors whose sums do not saturate, or in a session that `jaxquant.onnx.make_session` makes.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq
@@ -103,5 +114,10 @@ def onnx_runtime(calibrator: Factory = minmax) -> tuple[Rule, ...]:
     activation = Activation("uint8", range=calibrator)
     return (
         Rule(operation="take", keep="float"),
-        Rule(weight=Weight("int8"), activation=activation, output=activation),
+        Rule(weight=_make_weight(reduce_range), activation=activation, output=activation),
     )
+
+
+def _make_weight(reduce_range: bool) -> Weight:
+    """Return int8 weights with one scale for each output feature, of 7 bits if `reduce_range`."""
+    return Weight("int8", options={"reduce_range": True} if reduce_range else {})

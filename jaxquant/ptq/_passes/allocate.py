@@ -142,7 +142,12 @@ def allocate_bits(
 
 def _change_dtype(spec: Any, name: str) -> dict[str, Any]:
     """Return the attributes of a spec that another dtype changes: those that follow from the dtype."""
-    return {"dtype": name, "symmetric": None, "narrow_range": None, "zero_point_granularity": None}
+    attributes = {"dtype": name, "symmetric": None, "narrow_range": None, "zero_point_granularity": None}
+    return {**attributes, "reduce_range": spec.reduce_range and _has_reduced_range(name)}
+
+
+def _has_reduced_range(name: str) -> bool:
+    return name in ("int8", "uint8")
 
 
 def _round_leaf(w: jax.Array, spec: Any) -> QuantizedArray:
@@ -263,9 +268,11 @@ def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str,
             if choices[path] == FLOAT:
                 new = Rule(pattern, keep=FLOAT)
             else:
-                new = dataclasses.replace(
-                    rule, path=pattern, weight=dataclasses.replace(rule.weight, dtype=choices[path])
-                )
+                options = dict(rule.weight.options)
+                if not _has_reduced_range(choices[path]):
+                    options.pop("reduce_range", None)
+                weight = dataclasses.replace(rule.weight, dtype=choices[path], options=options)
+                new = dataclasses.replace(rule, path=pattern, weight=weight)
             changed += [] if new in changed else [new]
     # In front, because the first rule that matches applies. The rules of the function still hold for all other
     # contractions.
