@@ -14,6 +14,7 @@ from ._arrays.error_metrics import QuantizationError, quantization_error
 from ._arrays.onnx_view import OnnxView, from_onnx, onnx_view
 from ._arrays.quantize import quantize
 from ._arrays.quantized_array import QuantizedArray
+from ._arrays.saturation import count_saturating_pairs
 from ._arrays.spec import QuantSpec
 from ._attention.attention import attention
 from ._attention.dot_product_attention import quantized_dot_product_attention
@@ -108,6 +109,7 @@ __all__ = [  # noqa: RUF022 as grouped
     "OnnxView",
     "quantization_error",
     "QuantizationError",
+    "count_saturating_pairs",
     # Between the contractions of an integer network: codes in, codes out.
     "add",
     "multiply",

@@ -25,7 +25,7 @@ def _read_dtype(dtype: Any) -> Any:
 
 
 def _is_signed(dtype: Any) -> bool:
-    """Return whether a dtype has negative values. Float dtypes and codebooks count as signed: their range is symmetric."""
+    """Return whether a dtype is signed. Float dtypes and codebooks are: their range is symmetric."""
     return dtype not in dtypes.INTEGERS or dtypes.find_bounds(dtype)[0] < 0
 
 

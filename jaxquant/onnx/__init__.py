@@ -1,16 +1,35 @@
 """JAX functions as ONNX models, and ONNX models as JAX functions, with the same integers.
 
 `export` makes a model, `save` writes it, `verify` compares it with the function in ONNX Runtime. `load` reads a model,
-`check` examines a file that may be damaged or hostile. This module needs the package onnx, which
+`check` examines a file that may be damaged or hostile. `find_saturating_products` tells whether a model gives the same
+integers on every processor, and `make_session` opens one that does. This module needs the package onnx, which
 `pip install "jaxquant[onnx]"` installs.
 """
 
 from .errors import ModelError
 from .export import export, save
 from .load import Limits, LoadedFunction, check, load
+from .saturation import SaturatingProduct, SaturationWarning, convert_weights_to_uint8, find_saturating_products
+from .session import make_session, probe_saturation
 from .verify import Report, verify
 
-__all__ = ["Limits", "LoadedFunction", "ModelError", "Report", "check", "export", "load", "save", "verify"]
+__all__ = [
+    "Limits",
+    "LoadedFunction",
+    "ModelError",
+    "Report",
+    "SaturatingProduct",
+    "SaturationWarning",
+    "check",
+    "convert_weights_to_uint8",
+    "export",
+    "find_saturating_products",
+    "load",
+    "make_session",
+    "probe_saturation",
+    "save",
+    "verify",
+]
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,21 +15,14 @@ import onnxruntime
 from onnx import ModelProto, TensorProto, helper
 
 from .._core import checks, dtypes
-from . import model_size
 from .errors import ModelError
 from .export import model as exports
 from .export import program, values
-from .load import Limits
-from .load.check_file import read_checked_model
+from .saturation import SaturatingProduct, list_saturating_products, read_model, write_unsigned_weights
+from .session import LEVELS, open_session, probe_saturation
 
 _NAME = "onnx.verify"
 _ENTRIES = (exports.POINTS, exports.SCANS)
-LEVELS = {
-    "disabled": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
-    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +35,8 @@ class Row:
         elements: the number of elements that were compared, in all batches.
         differing: the number of codes that differ, or of floats that differ by more than the tolerance.
         largest: the largest difference, in steps of codes or in the units of the output.
+        saturated: the same number for a plain session of ONNX Runtime, on a processor whose sums saturate; elsewhere
+            None.
     """
 
     name: str
@@ -50,6 +44,7 @@ class Row:
     elements: int
     differing: int
     largest: float
+    saturated: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +55,40 @@ class Report:
         rows: one entry for each quantize point, in the order of the program, then one for each output.
         level: ONNX Runtime's level of optimization.
         tolerance: the largest difference of floats that counts as none.
+        saturating: the products of the model whose sums can saturate on x86-64 processors without VNNI.
+        processor_saturates: whether ONNX Runtime's sums saturate on this processor.
     """
 
     rows: tuple[Row, ...]
     level: str
     tolerance: float
+    saturating: tuple[SaturatingProduct, ...] = ()
+    processor_saturates: bool = False
 
     @property
     def is_exact(self) -> bool:
-        """Whether all codes are equal, and all floats within the tolerance."""
+        """Whether all codes are equal, and all floats within the tolerance, in a session that sums exactly.
+
+        On processors whose sums do not saturate each session does. On the others a session that
+        `jaxquant.onnx.make_session` makes does; `is_exact_in_plain_session` tells about all other sessions.
+        """
         return not any(row.differing for row in self.rows)
 
+    @property
+    def is_exact_in_plain_session(self) -> bool:
+        """Whether the same holds, on this processor, for a session of the model as it is."""
+        return self.is_exact and not any(row.saturated for row in self.rows)
+
     def __str__(self) -> str:
-        """Return the table, and a line that says what differs first."""
+        """Return the table, a line that says what differs first, and what can saturate on which processor."""
+        is_saturated = any(row.saturated is not None for row in self.rows)
         width = max([len(row.name) for row in self.rows], default=4)
-        lines = [f"{'tensor':{width}}  {'kind':6}  {'elements':>9}  {'differing':>9}  {'largest':>9}"]
+        extra = f"  {'saturated':>9}" if is_saturated else ""
+        lines = [f"{'tensor':{width}}  {'kind':6}  {'elements':>9}  {'differing':>9}  {'largest':>9}{extra}"]
         for row in self.rows:
             numbers = f"{row.elements:9}  {row.differing:9}  {row.largest:9.3g}"
-            lines.append(f"{row.name:{width}}  {row.kind:6}  {numbers}")
+            extra = f"  {row.saturated:9}" if is_saturated else ""
+            lines.append(f"{row.name:{width}}  {row.kind:6}  {numbers}{extra}")
         first = next((row for row in self.rows if row.differing), None)
         if first is None:
             lines.append(f"All codes are equal, and all floats within {self.tolerance:g} (level {self.level}).")
@@ -87,7 +98,28 @@ class Report:
             )
         else:
             lines.append(f"All codes are equal; the floats of {first.name} differ by up to {first.largest:.3g}.")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._describe_saturation()])
+
+    def _describe_saturation(self) -> list[str]:
+        """Return what can saturate, whether it does here, and what to do, as lines."""
+        if not self.saturating:
+            return []
+        remedy = (
+            'export(..., weights="uint8"), QuantSpec(reduce_range=True) and jaxquant.onnx.make_session give the '
+            "function's integers on every processor."
+        )
+        names = [f"  {product}" for product in self.saturating]
+        if not self.processor_saturates:
+            text = "In ONNX Runtime on x86-64 without VNNI the sums of these products can saturate; here they do not:"
+            return [text, *names, remedy]
+        codes, floats = (
+            sum(row.saturated or 0 for row in self.rows if row.kind == kind) for kind in ("codes", "output")
+        )
+        text = (
+            "ONNX Runtime's sums of these products saturate on this processor. The columns differing and largest are "
+            f"those of exact sums; in a plain session {codes} codes and {floats} outputs differ:"
+        )
+        return [text, *names, remedy]
 
 
 def verify(
@@ -103,6 +135,10 @@ def verify(
 
     The codes of each quantize point are compared one by one: the inputs of the integer contractions, and what they
     return as codes. Floats are compared at the outputs, relative to the largest magnitude if that is above 1.
+
+    On an x86-64 processor without VNNI the sums of ONNX Runtime's products of uint8 by int8 saturate. There the model
+    runs twice: as it is, and with weights of uint8, whose sums are exact. The report has the differences of both, and
+    names the products that can saturate, on every processor.
 
     Args:
         model: what `export` returned, or the name of a file.
@@ -136,15 +172,20 @@ def verify(
     Source: `onnxruntime.InferenceSession`.
     """
     checks.check_option(_NAME, "level", level, tuple(LEVELS))
-    model = _read_model(model)
+    model = read_model(_NAME, model)
     entries = _read_entries(model)
     is_exported = exports.POINTS in entries
     checks.require(
         is_exported, _NAME, "model", "a model that jaxquant.onnx.export returned", "one without its metadata"
     )
     stored, rolled = (entries.get(key, []) for key in _ENTRIES)
-    session, points = _open_checked_session(model, stored, level)
-    totals: dict[str, list[Any]] = {}
+    saturating = list_saturating_products(model)
+    processor_saturates = bool(saturating) and probe_saturation()
+    # Where the runtime's own sums saturate, it runs twice: with exact sums, and as it would run the model.
+    exact = write_unsigned_weights(model) if processor_saturates else model
+    session, points = _open_checked_session(exact, stored, level)
+    plain = _open_checked_session(model, stored, level)[0] if processor_saturates else None
+    totals: dict[int, list[Any]] = {}
     outputs = [info.name for info in model.graph.output]
     for batch in batches:
         arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
@@ -154,24 +195,20 @@ def verify(
         expected = f"{len(points)} quantize points and {len(outputs)} outputs, as the model has"
         checks.require(holds, _NAME, "function", expected, f"{len(codes)} and {len(results)}")
         names = [name for name in dict.fromkeys([*points, *outputs]) if name]
-        fetched = dict(zip(names, _run_session(session, names, feeds), strict=True))
+        fetched = _run_session(session, names, feeds)
+        saturated = None if plain is None else _run_session(plain, names, feeds)
         pairs = [*zip(points, codes, strict=True), *zip(outputs, results, strict=True)]
         for i, (name, value) in enumerate(pairs):
             if not name:  # no output depends on these codes
                 continue
-            kind = "codes" if i < len(points) else "output"
-            count, differing, largest = _compare(np.asarray(fetched[name]), np.asarray(value), tolerance)
-            total = totals.setdefault(f"{i}", [name, kind, 0, 0, 0.0])
-            total[2:] = [total[2] + count, total[3] + differing, max(total[4], largest)]
-    return Report(tuple(Row(*total) for total in totals.values()), level, tolerance)
-
-
-def _read_model(model: Any) -> ModelProto:
-    if isinstance(model, ModelProto):
-        return model
-    expected = "an onnx.ModelProto or the name of a file"
-    checks.require_type(isinstance(model, str | os.PathLike), _NAME, "model", expected, checks.describe_value(model))
-    return read_checked_model(os.fspath(model), Limits())  # the runtime must not see a file that was not checked
+            kind, value = "codes" if i < len(points) else "output", np.asarray(value)
+            count, differing, largest = _compare(np.asarray(fetched[name]), value, tolerance)
+            total = totals.setdefault(i, [name, kind, 0, 0, 0.0, None])
+            total[2:5] = [total[2] + count, total[3] + differing, max(total[4], largest)]
+            if saturated is not None:
+                total[5] = (total[5] or 0) + _compare(np.asarray(saturated[name]), value, tolerance)[1]
+    rows = tuple(Row(*total) for total in totals.values())
+    return Report(rows, level, tolerance, saturating, processor_saturates)
 
 
 def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -194,9 +231,12 @@ def _make_feeds(model: ModelProto, arguments: Sequence[Any]) -> dict[str, np.nda
     return feeds
 
 
-def _run_session(session: onnxruntime.InferenceSession, names: Sequence[str], feeds: dict[str, Any]) -> Sequence[Any]:
+def _run_session(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feeds: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the tensors of these names."""
     try:
-        return session.run(names, feeds)
+        return dict(zip(names, session.run(names, feeds), strict=True))
     except Exception as error:  # the runtime's own types, which it does not document
         raise ModelError(f"ONNX Runtime cannot run the model: {error}") from error
 
@@ -231,28 +271,9 @@ def _open_session(
     for name in dict.fromkeys(points):
         if name and name not in present:
             copy.graph.output.append(helper.make_empty_tensor_value_info(name))
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = LEVELS[level]
-    # Errors only: the warnings of ONNX Runtime would go to the caller's standard error.
-    options.log_severity_level = 3
     _widen_inputs(copy.graph)
     _widen_outputs(copy.graph)
-    try:
-        session = _make_session(copy, options)
-    except Exception as error:  # the runtime's own types, which it does not document
-        raise ModelError(f"ONNX Runtime cannot load the model: {error}") from error
-    return session, points
-
-
-def _make_session(model: ModelProto, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    if not model_size.is_large(model):
-        data = model.SerializeToString()
-        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    # Files that are still open cannot be removed on every system.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        path = os.path.join(folder, "model.onnx")
-        exports.save(model, path)
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return open_session(copy, level), points
 
 
 # ONNX Runtime's Python interface takes no bfloat16 or float8 of numpy, so a session has such inputs and outputs as

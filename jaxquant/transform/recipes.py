@@ -92,8 +92,8 @@ def onnx_runtime(calibrator: Factory = minmax, *, reduce_range: bool = True) -> 
 
     Args:
         calibrator: a function from a spec to a calibrator, for the inputs and for all results.
-        reduce_range: False for weights of 8 bits, whose steps are half as wide. Choose it if the exported model runs only
-            on processors whose sums do not saturate, or in a session that `jaxquant.onnx.make_session` makes.
+        reduce_range: False for weights of 8 bits, whose steps are half as wide. Choose it if the exported model runs
+            only on processors whose sums do not saturate, or in a session of `jaxquant.onnx.make_session`.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxquant as jq

@@ -19,7 +19,7 @@ from jax import export as jax_export
 from onnx import ModelProto, helper
 
 from ..._core import checks
-from .. import model_size
+from .. import model_size, saturation
 from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
@@ -31,6 +31,7 @@ from .values import Value
 _NAME = "onnx.export"
 OPSETS = (13, 25)
 FORMS = ("operators", "qdq")
+WEIGHTS = ("int8", "uint8")
 # The entry of a model's metadata that lists the tensors of its codes, in the order of the program.
 POINTS = "jaxquant.quantize_points"
 # The entry that tells for each scan of the program whether it is a loop in the model.
@@ -46,6 +47,7 @@ def export(
     opset: int = 21,
     scan: str = "auto",
     batch: str | None = None,
+    weights: str | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     name: str = "jaxquant",
@@ -70,6 +72,9 @@ def export(
             there are more than 64 steps. A scan of symbolic length is a loop.
         batch: the name of a symbolic dimension, in place of the first dimension of each array in `example_args`; None
             keeps the lengths of the example.
+        weights: how int8 weights are stored that are multiplied by uint8 activations, and whose sums ONNX Runtime
+            saturates on x86-64 processors without VNNI. "int8" as they are; "uint8" with the zero point 128, which
+            gives the function's integers on every processor and is slower. None for "int8" with a SaturationWarning.
         input_names: the names of the inputs, in the order of the leaves of `example_args`. By default those of the
             function's parameters, or of a loaded model's inputs.
         output_names: the names of the outputs, in the order of the leaves of the result. By default "output", or
@@ -84,6 +89,10 @@ def export(
             in the source; it has no result; or an argument has an unsupported value.
         TypeError: an argument has an unsupported type, or one of `example_args` is not an array.
 
+    Warns:
+        SaturationWarning: the model has products that can saturate, and `weights` is None. Weights of 7 bits, as of
+            `QuantSpec(reduce_range=True)`, cannot.
+
     Example:
         >>> import jax.numpy as jnp, jaxquant as jq
         >>> from jaxquant import onnx as jqonnx
@@ -97,7 +106,7 @@ def export(
 
     Source: ONNX IR 10 and later; the operators of ONNX Runtime.
     """
-    _check_options(form, opset, batch)
+    _check_options(form, opset, batch, weights)
     checks.check_option(_NAME, "scan", scan, SCAN_CHOICES)
     arguments = list(example_args)
     leaves, structure = jax.tree.flatten(arguments)
@@ -108,11 +117,31 @@ def export(
         names = [graph.make_name(hint) for hint in names]
     graph.reserve_names(names)
     outputs = _write(graph, program.trace_call(function, params, structure, specs), specs, names)
-    return _make_model(graph, specs, outputs, output_names, name)
+    model = _make_model(graph, specs, outputs, output_names, name)
+    if weights == "uint8":
+        return saturation.write_unsigned_weights(model)
+    if weights is None:
+        _warn_of_saturation(saturation.list_saturating_products(model))
+    return model
 
 
-def _check_options(form: str, opset: int, batch: Any) -> None:
+def _warn_of_saturation(products: Sequence[saturation.SaturatingProduct]) -> None:
+    """Warn that a model gives other integers on some processors."""
+    if products:
+        more = f" and {len(products) - 1} more" if len(products) > 1 else ""
+        text = (
+            f"jaxquant.{_NAME}: ONNX Runtime on x86-64 without VNNI gives other integers for {products[0]}{more}, "
+            'because its sums of uint8 by int8 products saturate there. weights="uint8" or '
+            "QuantSpec(reduce_range=True) gives the same integers on every processor; "
+            'weights="int8" keeps these weights without a warning.'
+        )
+        warnings.warn(text, saturation.SaturationWarning, stacklevel=3)
+
+
+def _check_options(form: str, opset: int, batch: Any, weights: Any) -> None:
     checks.check_option(_NAME, "form", form, FORMS)
+    if weights is not None:
+        checks.check_option(_NAME, "weights", weights, WEIGHTS)
     checks.check_integer(_NAME, "opset", opset)
     checks.require(OPSETS[0] <= opset <= OPSETS[1], _NAME, "opset", f"a number from {OPSETS[0]} to {OPSETS[1]}", opset)
     is_name = batch is None or (isinstance(batch, str) and batch.isidentifier())

@@ -1,0 +1,465 @@
+"""Products whose sums ONNX Runtime saturates on some processors: find them, and write them exactly.
+
+On x86-64 processors without VNNI, ONNX Runtime's kernels of uint8 activations by int8 weights add two neighboring
+products in int16, with saturation. Its other kernels are exact there: uint8 by uint8, int8 by int8, ConvInteger and
+depthwise QLinearConv. So a product is made exact by storing its weights as uint8, moved by 128 with their zero point.
+The runtime has a session option for this, `session.x64quantprecision`, which does nothing at the levels "disabled" and
+"basic", for weights that are computed and for QLinearMatMul-21, and which leaves products of int8 activations without a
+kernel. So the model itself is changed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
+
+from .._arrays.saturation import LARGEST_SUM
+from .._core import checks
+from .load.check_file import read_checked_model
+from .load.limits import Limits
+
+_INT8, _UINT8 = TensorProto.INT8, TensorProto.UINT8
+_MICROSOFT = "com.microsoft"
+
+
+class SaturationWarning(UserWarning):
+    """An exported model gives other integers in ONNX Runtime on x86-64 processors without VNNI."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SaturatingProduct:
+    """A product whose sums can saturate on x86-64 processors without VNNI.
+
+    Attributes:
+        node: the name of the node; of a node without a name, the name of its first result.
+        operator: the operator.
+        weights: the name of the tensor of int8 weights.
+        pairs: the number of pairs of weights whose products can leave int16, or None if the weights are computed, so
+            that only a run could tell.
+        all_pairs: the number of pairs of weights that the kernel adds, or None.
+    """
+
+    node: str
+    operator: str
+    weights: str
+    pairs: int | None
+    all_pairs: int | None
+
+    def __str__(self) -> str:
+        """Return the node, its weights, and how many pairs can saturate."""
+        count = "computed weights" if self.pairs is None else f"{self.pairs:,} of {self.all_pairs:,} pairs of weights"
+        return f"{self.node} ({self.operator}, {self.weights}): {count}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The positions of the inputs of an operator that multiplies 8-bit codes.
+
+    Attributes:
+        activations: the activations, or None if the operator quantizes them itself, to uint8.
+        weights: the weights.
+        weight_point: the zero point of the weights, or None for an operator on floats.
+    """
+
+    activations: int | None
+    weights: int
+    weight_point: int | None
+
+
+# ConvInteger is not here: its kernel has the weights on the left, and is exact.
+PRODUCTS: Mapping[tuple[str, str], tuple[Operands, ...]] = {
+    ("", "MatMulInteger"): (Operands(0, 1, 3),),
+    ("", "QLinearMatMul"): (Operands(0, 3, 5),),
+    ("", "QLinearConv"): (Operands(0, 3, 5),),
+    (_MICROSOFT, "QLinearConv"): (Operands(0, 3, 5),),
+    (_MICROSOFT, "QGemm"): (Operands(0, 3, 5),),
+    (_MICROSOFT, "MatMulIntegerToFloat"): (Operands(0, 1, 5),),
+    (_MICROSOFT, "DynamicQuantizeMatMul"): (Operands(None, 1, 3),),
+    (_MICROSOFT, "DynamicQuantizeLSTM"): (Operands(None, 1, 9), Operands(None, 2, 11)),
+    (_MICROSOFT, "QAttention"): (Operands(0, 1, 7),),
+    # Between DequantizeLinear and QuantizeLinear the runtime replaces these by the operators above.
+    ("", "MatMul"): (Operands(0, 1, None),),
+    ("", "Gemm"): (Operands(0, 1, None),),
+    ("", "Conv"): (Operands(0, 1, None),),
+}
+
+
+def count_pairs(operator: str, codes: np.ndarray, attributes: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many pairs of weights can leave int16 with two codes of uint8, and how many pairs are added.
+
+    Args:
+        operator: a name of `PRODUCTS`.
+        codes: int8 weights.
+        attributes: the attributes of the node.
+    """
+    if operator in ("QLinearConv", "Conv"):
+        if codes.shape[1] == 1 and int(attributes.get("group", 1)) == codes.shape[0]:
+            return 0, 0  # depthwise, which has an exact kernel
+        # The kernel's rows run over the positions of the window, with the channels innermost.
+        rows = np.moveaxis(codes, 1, -1).reshape(codes.shape[0], -1)
+    elif codes.ndim < 2:
+        rows = codes.reshape(1, -1)
+    else:
+        rows = codes if operator in ("QGemm", "Gemm") and attributes.get("transB", 0) else np.swapaxes(codes, -1, -2)
+    even = rows.shape[-1] // 2 * 2  # the last one of an odd number stands alone
+    sums = np.add(rows[..., 0:even:2], rows[..., 1:even:2], dtype=np.int16)
+    return int(np.count_nonzero(np.abs(sums) > LARGEST_SUM)), sums.size
+
+
+def find_saturating_products(model: ModelProto | str | os.PathLike[str]) -> tuple[SaturatingProduct, ...]:
+    """Return the products of a model whose sums can saturate in ONNX Runtime on x86-64 processors without VNNI.
+
+    The weights alone are examined; nothing is run. A product is listed if its activations are uint8, its weights int8,
+    and two neighboring weights w_0 and w_1 have the same sign and |w_0 + w_1| > 128, so that there are activations for
+    which a_0 w_0 + a_1 w_1 is outside of int16. Whether the activations of a given input reach that, `verify` tells.
+
+    Args:
+        model: an `onnx.ModelProto`, or the name of a file.
+
+    Returns:
+        One entry for each such product, in the order of the nodes. Empty if the model gives the same integers on every
+        processor.
+
+    Raises:
+        TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
+        ModelError: the file is damaged or unsafe.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import onnx as jqonnx
+        >>> def export_layer(w):
+        ...     layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), w)
+        ...     return jqonnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
+        >>> w = jnp.array([[0.5, -1.0], [0.52, 0.25]])
+        >>> model = export_layer(jq.quantize(w, jq.QuantSpec(jnp.int8)))
+        >>> [(product.operator, product.pairs, product.all_pairs) for product in jqonnx.find_saturating_products(model)]
+        [('MatMulInteger', 1, 2)]
+        >>> jqonnx.find_saturating_products(export_layer(jq.quantize(w, jq.QuantSpec(jnp.int8, reduce_range=True))))
+        ()
+
+    Source: ONNX Runtime 1.32, measured on x86-64 with AVX2; "Quantize ONNX models", "When and why do I need to try
+    U8U8?".
+    """
+    return list_saturating_products(read_model("onnx.find_saturating_products", model))
+
+
+def list_saturating_products(model: ModelProto) -> tuple[SaturatingProduct, ...]:
+    """Return what `find_saturating_products` returns, for a model that was checked or that `export` wrote."""
+    return tuple(use.product for scope in _walk(_inline(model)) for use in scope.find_products())
+
+
+def convert_weights_to_uint8(model: ModelProto | str | os.PathLike[str]) -> ModelProto:
+    """Return a model with the same integers in ONNX Runtime on every processor.
+
+    The int8 weights of each product that `find_saturating_products` lists become uint8: 128 is added to the codes and
+    to their zero points, so each product of uint8 activations with these weights is the same integer as before. Weights
+    that are computed are moved by nodes. The kernels for uint8 weights are slower than those for int8.
+
+    Args:
+        model: an `onnx.ModelProto`, which stays as it is, or the name of a file.
+
+    Returns:
+        An `onnx.ModelProto`, whose calls of functions are replaced by their nodes.
+
+    Raises:
+        TypeError: model is neither an `onnx.ModelProto` nor the name of a file.
+        ModelError: the file is damaged or unsafe.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxquant as jq
+        >>> from jaxquant import onnx as jqonnx
+        >>> w = jq.quantize(jnp.array([[0.5, -1.0], [0.49, -0.25]]), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+        >>> layer = lambda x: jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.uint8), -1.0, 1.55), w)
+        >>> model = jqonnx.export(layer, [jnp.zeros((4, 2))], weights="int8")
+        >>> len(jqonnx.find_saturating_products(model))
+        1
+        >>> exact = jqonnx.convert_weights_to_uint8(model)
+        >>> jqonnx.find_saturating_products(exact)
+        ()
+
+    Source: ONNX Runtime 1.32, session option `session.x64quantprecision`, which does the same in some cases.
+    """
+    return write_unsigned_weights(read_model("onnx.convert_weights_to_uint8", model))
+
+
+def write_unsigned_weights(model: ModelProto) -> ModelProto:
+    """Return what `convert_weights_to_uint8` returns, for a model that was checked or that `export` wrote."""
+    copy = ModelProto()
+    copy.CopyFrom(_inline(model))
+    scopes = list(_walk(copy))
+    mover = _Mover(copy.graph, {name for scope in scopes for name in scope.list_names()}, {})
+    for scope in scopes:
+        for use in list(scope.find_products()):
+            mover.move_weights(scope, use)
+    mover.drop_unused({name for scope in scopes for name in scope.list_reads()})
+    return copy
+
+
+def read_model(function: str, model: Any) -> ModelProto:
+    """Return a model, read from a file if it is the name of one."""
+    if isinstance(model, ModelProto):
+        return model
+    expected = "an onnx.ModelProto or the name of a file"
+    checks.require_type(isinstance(model, str | os.PathLike), function, "model", expected, checks.describe_value(model))
+    return read_checked_model(os.fspath(model), Limits())  # the runtime must not see a file that was not checked
+
+
+def _inline(model: ModelProto) -> ModelProto:
+    """Return a model without calls of functions, whose nodes would be hidden."""
+    return inliner.inline_local_functions(model) if model.functions else model
+
+
+class _Use(NamedTuple):
+    """A product of uint8 codes by int8 weights.
+
+    Attributes:
+        product: what is reported.
+        node: the node that reads the codes of the weights: the product itself, or their DequantizeLinear.
+        weights: the position of the codes.
+        point: the position of their zero point.
+    """
+
+    product: SaturatingProduct
+    node: Any
+    weights: int
+    point: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """A graph, and the tensors that it sees: its own and those of the graphs around it.
+
+    Attributes:
+        graph: the GraphProto.
+        parent: the graph around it, or None.
+        types: the element types of tensors, where they are known.
+        constants: the TensorProto of each constant.
+        producers: the node that computes each tensor.
+    """
+
+    graph: Any
+    parent: _Scope | None
+    types: dict[str, int]
+    constants: dict[str, Any]
+    producers: dict[str, Any]
+
+    def list_names(self) -> Iterator[str]:
+        """Yield the names of the tensors and nodes of the graph."""
+        yield from (info.name for info in (*self.graph.input, *self.graph.initializer))
+        for node in self.graph.node:
+            yield from (node.name, *node.input, *node.output)
+
+    def list_reads(self) -> Iterator[str]:
+        """Yield the names of the tensors that the nodes of the graph, or its results, read."""
+        yield from (info.name for info in self.graph.output)
+        for node in self.graph.node:
+            yield from node.input
+
+    def find_products(self) -> Iterator[_Use]:
+        """Yield the products whose sums can saturate."""
+        for node in self.graph.node:
+            for operands in PRODUCTS.get((_find_domain(node), node.op_type), ()):
+                place = self._find_weights(node, operands)
+                if place is None:
+                    continue
+                holder, weights, point = place
+                name, pairs = holder.input[weights], (None, None)
+                if name in self.constants:
+                    codes = numpy_helper.to_array(self.constants[name])
+                    pairs = count_pairs(node.op_type, codes, _read_attributes(node))
+                if pairs[0] != 0:
+                    product = SaturatingProduct(node.name or node.output[0], node.op_type, name, *pairs)
+                    yield _Use(product, holder, weights, point)
+
+    def _find_weights(self, node: Any, operands: Operands) -> tuple[Any, int, int] | None:
+        """Return the node that reads int8 weights beside uint8 activations, and the positions of both parts."""
+        weights = _get_input(node, operands.weights)
+        if operands.weight_point is None:  # an operator on floats, which the runtime fuses
+            sides = [self.producers.get(name) for name in (_get_input(node, 0), weights)]
+            if any(side is None or side.op_type != "DequantizeLinear" for side in sides):
+                return None
+            kinds = [self.types.get(side.input[0]) for side in sides]
+            return (sides[1], 0, 2) if kinds == [_UINT8, _INT8] else None
+        kind = _UINT8 if operands.activations is None else self.types.get(_get_input(node, operands.activations))
+        is_pair = kind == _UINT8 and self.types.get(weights) == _INT8
+        return (node, operands.weights, operands.weight_point) if is_pair else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mover:
+    """What moves int8 weights by 128.
+
+    Attributes:
+        root: the main graph, which gets the new constants.
+        names: the names that are taken.
+        moved: the new names of constants.
+    """
+
+    root: Any
+    names: set[str]
+    moved: dict[str, str]
+
+    def move_weights(self, scope: _Scope, use: _Use) -> None:
+        """Add 128 to the int8 weights of a product and to their zero point, which become uint8."""
+        node = use.node
+        if scope.types.get(node.input[use.weights]) != _INT8:
+            return  # moved already, for another product that reads the same DequantizeLinear
+        while len(node.input) <= use.point:
+            node.input.append("")
+        node.input[use.weights] = self._move(scope, node, node.input[use.weights])
+        point = node.input[use.point]
+        node.input[use.point] = self._move(scope, node, point) if point else self._make_point(scope, node)
+
+    def _move(self, scope: _Scope, node: Any, name: str) -> str:
+        """Return the name of an int8 tensor as uint8, moved by 128."""
+        if name in scope.constants:
+            if name not in self.moved:
+                codes = numpy_helper.to_array(scope.constants[name])
+                self.moved[name] = self._add_constant(f"{name}.uint8", codes.view(np.uint8) ^ np.uint8(128))
+            return self.moved[name]
+        # The runtime computes these nodes once if the weights follow from constants.
+        offset = self._add_constant("offset_128", np.asarray(128, np.int32))
+        wide, total, moved = (self._make_name(f"{name}.{part}") for part in ("int32", "moved", "uint8"))
+        steps = [
+            helper.make_node("Cast", [name], [wide], to=TensorProto.INT32),
+            helper.make_node("Add", [wide, offset], [total]),
+            helper.make_node("Cast", [total], [moved], to=_UINT8),
+        ]
+        _insert_before(scope, node, steps)
+        return moved
+
+    def _make_point(self, scope: _Scope, node: Any) -> str:
+        """Return the name of a zero point of 128; that of a DequantizeLinear has the shape of its scale."""
+        if node.op_type != "DequantizeLinear":
+            return self._add_constant("zero_point_128", np.asarray(128, np.uint8))
+        scale = node.input[1]
+        if scale in scope.constants:
+            return self._add_constant("zero_point_128", np.full(scope.constants[scale].dims, 128, np.uint8))
+        shape, point = self._make_name(f"{scale}.shape"), self._make_name("zero_point_128")
+        value = numpy_helper.from_array(np.full(1, 128, np.uint8))
+        steps = [
+            helper.make_node("Shape", [scale], [shape]),
+            helper.make_node("ConstantOfShape", [shape], [point], value=value),
+        ]
+        _insert_before(scope, node, steps)
+        return point
+
+    def _add_constant(self, hint: str, array: np.ndarray) -> str:
+        name = self._make_name(hint)
+        self.root.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def _make_name(self, hint: str) -> str:
+        name, number = hint, 0
+        while name in self.names:
+            number += 1
+            name = f"{hint}_{number}"
+        self.names.add(name)
+        return name
+
+    def drop_unused(self, reads: set[str]) -> None:
+        """Remove the int8 constants that nothing reads any more."""
+        dropped = {*self.moved} - reads
+        for field in (self.root.initializer, self.root.input):  # old models list constants among the inputs, too
+            for i in reversed(range(len(field))):
+                if field[i].name in dropped:
+                    del field[i]
+
+
+def _walk(model: ModelProto) -> Iterator[_Scope]:
+    """Yield the main graph and all graphs inside it, each before those inside."""
+    pending: list[tuple[Any, _Scope | None]] = [(model.graph, None)]
+    while pending:
+        graph, parent = pending.pop(0)
+        scope = _read_scope(graph, parent)
+        yield scope
+        pending += [(inner, scope) for node in graph.node for inner in _list_graphs(node)]
+
+
+def _read_scope(graph: Any, parent: _Scope | None) -> _Scope:
+    outer = ({}, {}, {}) if parent is None else (parent.types, parent.constants, parent.producers)
+    scope = _Scope(graph, parent, *(dict(entries) for entries in outer))
+    scope.constants.update({tensor.name: tensor for tensor in graph.initializer})
+    scope.types.update(_read_types((*graph.input, *graph.value_info, *graph.output)))
+    scope.types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
+    for node in graph.node:
+        scope.producers.update(dict.fromkeys(node.output, node))
+        if node.op_type == "Constant" and (value := _read_attributes(node).get("value")) is not None:
+            scope.constants[node.output[0]] = value
+        for name, kind in zip(node.output, _find_types(node, scope.types), strict=False):
+            scope.types.setdefault(name, kind)
+    return scope
+
+
+def _read_types(infos: Any) -> dict[str, int]:
+    kinds = {info.name: info.type.tensor_type.elem_type for info in infos}
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+# The position of the input that has the type of the first result; elsewhere it is the first input.
+_TYPE_SOURCES = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1, "QLinearWhere": 1, "Where": 1}
+_FLOAT_RESULTS = (
+    "DequantizeLinear",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "DynamicQuantizeLSTM",
+    "QAttention",
+)
+
+
+def _find_types(node: Any, types: Mapping[str, int]) -> list[int]:
+    """Return the element types of the results of a node, as far as products of codes need them; 0 is unknown."""
+    operator, attributes = node.op_type, _read_attributes(node)
+    if operator == "DynamicQuantizeLinear":
+        return [_UINT8, TensorProto.FLOAT, _UINT8]
+    if operator in _FLOAT_RESULTS:
+        return [TensorProto.FLOAT]
+    if operator in ("MatMulInteger", "ConvInteger"):
+        return [TensorProto.INT32]
+    if operator in ("Cast", "Constant", "ConstantOfShape"):
+        value = attributes.get("value")
+        return [attributes.get("to", 0) if value is None else value.data_type]
+    if operator == "QuantizeLinear":
+        point = _get_input(node, 2)
+        return [types.get(point, 0) if point else attributes.get("output_dtype", 0) or _UINT8]
+    graphs = list(_list_graphs(node))
+    if graphs:  # If, Loop and Scan give the results of their graphs; that of Loop returns its condition first
+        results = graphs[0].output[1 if operator == "Loop" else 0 :]
+        return [info.type.tensor_type.elem_type for info in results]
+    kind = types.get(_get_input(node, _TYPE_SOURCES.get(operator, 0)), 0)
+    return [kind] * len(node.output)
+
+
+def _list_graphs(node: Any) -> Iterator[Any]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _read_attributes(node: Any) -> dict[str, Any]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def _get_input(node: Any, position: int) -> str:
+    return node.input[position] if len(node.input) > position else ""
+
+
+def _find_domain(node: Any) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+def _insert_before(scope: _Scope | None, node: Any, steps: list[Any]) -> None:
+    """Insert nodes before a node, in the graph that contains it."""
+    while scope is not None:
+        for place, other in enumerate(scope.graph.node):
+            if other.output[0] == node.output[0]:
+                for step in reversed(steps):
+                    scope.graph.node.insert(place, step)
+                return
+        scope = scope.parent
