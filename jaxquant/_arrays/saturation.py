@@ -23,7 +23,7 @@ LARGEST_SUM = 128
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 
 
-def count_saturating_pairs(weights: Any, contracting_axis: int = 0) -> jax.Array:
+def count_saturating_pairs(weights: Any, *, contracting_axis: int = 0) -> jax.Array:
     """Return how many pairs of neighboring weights can saturate a sum on x86-64 processors without VNNI.
 
     On these processors ONNX Runtime computes a_0 w_0 + a_1 w_1, for uint8 activations a and int8 weights w, in int16

@@ -126,7 +126,7 @@ def export_function(arguments: argparse.Namespace) -> None:
     """Write a function as a model."""
     function, inputs = import_function(arguments.function_place), [*read_arrays(arguments.inputs).values()]
     check_arguments(function, arguments.function_place, inputs)
-    options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch")}
+    options = {name: getattr(arguments, name) for name in ("form", "opset", "scan", "batch", "weights")}
     model = export(function, inputs, **options)
     save(model, arguments.model)
     print(f"{arguments.model}: {len(model.graph.node)} nodes, {count_bytes(model):,} bytes")
@@ -168,6 +168,7 @@ def make_parser() -> argparse.ArgumentParser:
     write.add_argument("--form", default="operators", help="operators or qdq (default %(default)s)")
     write.add_argument("--opset", type=int, default=21, help="the version of ONNX's operators (default %(default)s)")
     write.add_argument("--scan", default="auto", help="auto, unroll or loop (default %(default)s)")
+    write.add_argument("--weights", help="int8, or uint8 for the same integers on every processor")
     write.add_argument("--batch", help="the name of a symbolic first dimension")
     compare.add_argument("--level", default="all", help="disabled, basic, extended or all (default %(default)s)")
     for command in (show, run):

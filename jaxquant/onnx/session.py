@@ -33,6 +33,9 @@ def probe_saturation() -> bool:
     It runs one small product in the runtime. x86-64 processors without VNNI saturate: AMD's before Zen 4, Intel's
     before Cascade Lake and Ice Lake, with AVX-512 or without. ARM processors do not.
 
+    Returns:
+        A bool, which is kept for the next call.
+
     Example:
         >>> from jaxquant import onnx as jqonnx
         >>> isinstance(jqonnx.probe_saturation(), bool)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from .._arrays import saturation
 from .._arrays.spec import QuantSpec
 from .._core import checks
 from ._plan import Plan, SitePlan, describe_site
@@ -49,6 +50,18 @@ class Row(NamedTuple):
     is_wanted: bool
     output: QuantSpec | None = None
     output_reason: str = ""
+
+    @property
+    def can_saturate(self) -> bool:
+        """Whether sums of such codes can saturate in an exported model, in ONNX Runtime on x86-64 without VNNI.
+
+        The specs tell whether the codes can be large enough; `jq.count_saturating_pairs` tells whether those of given
+        weights are. The kernel of a convolution whose result is floats, ConvInteger, is exact.
+        """
+        if self.form != "integer" or (self.operation == "conv_general_dilated" and self.output is None):
+            return False
+        specs = [*self.activations, *([] if self.weight is None else [self.weight])]
+        return any(saturation.can_saturate(a, b) for a in specs for b in specs)
 
 
 class Operation(NamedTuple):
@@ -98,6 +111,11 @@ class Coverage:
         return tuple(row for row in self.rows if row.form == "float")
 
     @property
+    def saturating(self) -> tuple[Row, ...]:
+        """The contractions whose sums can saturate in ONNX Runtime on x86-64 processors without VNNI."""
+        return tuple(row for row in self.rows if row.can_saturate)
+
+    @property
     def summary(self) -> str:
         """The number of contractions in each form, as text."""
         counts = ((form, sum(row.form == form for row in self.rows)) for form in _FORMS)
@@ -128,7 +146,11 @@ class Coverage:
         text = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         ]
-        return "\n".join([*text, self.summary, *([self.outputs] if has_outputs else [])])
+        text += [self.summary, *([self.outputs] if has_outputs else [])]
+        if self.saturating:
+            count, where = len(self.saturating), "in ONNX Runtime on x86-64 without VNNI"
+            text.append(f"{count} can saturate {where}; reduce_range=True avoids it")
+        return "\n".join(text)
 
 
 _FORMS = ("integer", "weight-only", "lookup", "float")
@@ -209,7 +231,7 @@ def _to_dict(row: Row) -> dict[str, Any]:
     specs |= {name: None if fields[name] is None else repr(fields[name]) for name in ("weight", "output")}
     # `jax.export` has sizes that are symbols, which JSON has not.
     shapes = [[n if isinstance(n, int) else str(n) for n in shape] for shape in row.shapes]
-    return {**fields, **specs, "paths": list(row.paths), "shapes": shapes}
+    return {**fields, **specs, "paths": list(row.paths), "shapes": shapes, "can_saturate": row.can_saturate}
 
 
 def check_strict(function: str, coverage: Coverage) -> None:

@@ -119,14 +119,14 @@ def test_only_int8_codes_have_saturating_pairs(rng):
         assert not jq.count_saturating_pairs(jq.quantize(-10 * jnp.abs(w), spec))
     codes = jq.quantize(jnp.abs(w) + 1, jq.QuantSpec(jnp.int8), -1.0, 1.0).codes
     assert jq.count_saturating_pairs(codes) == 28
-    assert jq.count_saturating_pairs(codes, 1) == 24
+    assert jq.count_saturating_pairs(codes, contracting_axis=1) == 24
 
 
 def test_bad_weights_have_an_error_of_this_function():
     with pytest.raises(TypeError, match="count_saturating_pairs: weights: expected"):
         jq.count_saturating_pairs(jnp.ones((2, 2)))
     with pytest.raises(ValueError, match="count_saturating_pairs: contracting_axis: expected"):
-        jq.count_saturating_pairs(jnp.ones((2, 2), jnp.int8), 2)
+        jq.count_saturating_pairs(jnp.ones((2, 2), jnp.int8), contracting_axis=2)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -332,3 +332,31 @@ def test_verify_compares_with_exact_sums_and_says_what_a_plain_session_gives(rng
     else:
         assert report.rows[-1].saturated is None
         assert "here they do not" in text
+
+
+def test_the_table_of_a_loaded_model_lists_what_can_saturate(rng):
+    for name in PRODUCTS:
+        model, _ = make_product(name.split("-")[0], rng, **PRODUCTS[name])
+        loaded, params = jqonnx.load(model)
+        assert "can saturate in ONNX Runtime on x86-64 without VNNI: 1 products, y" in loaded.describe(params), name
+        exact, params = jqonnx.load(jqonnx.convert_weights_to_uint8(model))
+        assert "saturate" not in exact.describe(params)
+    model = jqonnx.export(make_layer(rng), [jnp.ones((4, 64))], weights="int8")
+    loaded, params = jqonnx.load(model)
+    assert "can saturate" in loaded.describe(params)
+
+
+def test_the_command_line_takes_the_dtype_of_weights(tmp_path, monkeypatch, rng):
+    from jaxquant.onnx.__main__ import main
+
+    (tmp_path / "saturating_layer.py").write_text(
+        "import jax.numpy as jnp, jaxquant as jq\nw = jnp.full((4, 2), 127, jnp.int8)\n"
+        "def layer(x):\n    return jq.matmul_integer(x, w)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    np.savez("x.npz", x=make_codes(rng, (3, 4), 255))
+    place = ["saturating_layer:layer", "model.onnx", "--inputs", "x.npz"]
+    assert main(["export", *place, "--weights", "uint8"]) == 0
+    assert jqonnx.find_saturating_products("model.onnx") == ()
+    assert main(["verify", *place]) == 0
+    assert main(["export", *place, "--weights", "int4"]) == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from ..._arrays.quantized_array import QuantizedArray
 from ..._core import dtypes
+from ..saturation import PRODUCTS, count_pairs
 from .graph import Graph, Node
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ _ARRANGEMENTS = (
     *("Tile", "Transpose", "Unsqueeze"),
 )
 _CODES = (*dtypes.INTEGERS, *dtypes.SMALL_FLOATS)
+_UINT8 = np.dtype(np.uint8)
+# The input whose dtype is that of the result: the zero point of the result.
+_POINTS = {"QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8, "QLinearConcat": 1}
 
 
 def describe_function(fn: LoadedFunction, params: Any) -> str:
@@ -37,7 +43,7 @@ def describe_function(fn: LoadedFunction, params: Any) -> str:
         A line for each node: its name, its operator, "integer" if it computes with codes or moves them, "quantized" if
         it converts between codes and floats or reads codes as floats, "float" otherwise, and the bytes of the constants
         it reads.
-        The last lines are totals.
+        The last lines are totals, and the products whose sums can saturate in ONNX Runtime on x86-64 without VNNI.
     """
     sizes = {name: _count_bytes(value) for name, value in params.items()}
     sizes.update({name: _count_bytes(array) for name, array in fn._parameters.constants.items()})
@@ -58,6 +64,10 @@ def describe_function(fn: LoadedFunction, params: Any) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3].rjust(widths[3])]) for row in rows]
     lines += [f"{kind}: {count} nodes, {size:,} bytes of constants" for kind, (count, size) in sorted(totals.items())]
+    saturating = list(_list_saturating(fn, params))
+    if saturating:
+        names = ", ".join(saturating)
+        lines.append(f"can saturate in ONNX Runtime on x86-64 without VNNI: {len(saturating)} products, {names}")
     return "\n".join(lines)
 
 
@@ -71,6 +81,40 @@ def _list_nodes(graph: Graph, prefix: str) -> list[tuple[str, Node]]:
             if isinstance(value, Graph):
                 result += _list_nodes(value, f"{label}/")
     return result
+
+
+def _list_saturating(fn: LoadedFunction, params: Any) -> Iterator[str]:
+    """Yield the labels of products of uint8 codes by int8 weights of which a pair of products can leave int16."""
+    values: dict[str, Any] = {**fn._parameters.constants}
+    for name, value in params.items():
+        values[name] = value.codes if isinstance(value, QuantizedArray) else value
+    kinds = {x.name: np.dtype(x.dtype) for x in fn.inputs}
+    for label, node in _list_nodes(fn.graph, ""):
+        _note_codes(node, values, kinds)
+        for operands in PRODUCTS.get((node.domain, node.op), ()):
+            names = [*node.inputs, *[""] * 12]  # without those at the end that are left out
+            weights = values.get(names[operands.weights])
+            kind = _UINT8 if operands.activations is None else kinds.get(names[operands.activations])
+            if kind != _UINT8 or weights is None or weights.dtype != np.int8 or operands.weight_point is None:
+                continue
+            if count_pairs(node.op, np.asarray(weights), node.attributes)[0]:
+                yield label
+                break
+
+
+def _note_codes(node: Node, values: Mapping[str, Any], kinds: dict[str, np.dtype]) -> None:
+    """Store the dtype of the codes that a node returns, if it returns codes."""
+    if node.op == "DynamicQuantizeLinear":
+        kinds[node.outputs[0]] = _UINT8
+    elif node.op in _POINTS:
+        place = _POINTS[node.op]
+        point = values.get(node.inputs[place]) if len(node.inputs) > place else None
+        if point is not None:
+            kinds[node.outputs[0]] = np.dtype(point.dtype)
+        elif node.op == "QuantizeLinear":
+            kinds[node.outputs[0]] = _UINT8
+    elif node.inputs and node.inputs[0] in kinds:  # an operator that moves codes, or one on codes of one dtype
+        kinds.update(dict.fromkeys(node.outputs, kinds[node.inputs[0]]))
 
 
 def _is_arrangement(node: Node, results: set[str]) -> bool:
