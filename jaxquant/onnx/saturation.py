@@ -280,7 +280,7 @@ class _Scope:
         """Return the node that reads int8 weights beside uint8 activations, and the positions of both parts."""
         weights = _get_input(node, operands.weights)
         if operands.weight_point is None:  # an operator on floats, which the runtime fuses
-            sides = [self.producers.get(name) for name in (_get_input(node, 0), weights)]
+            sides: list[Any] = [self.producers.get(name) for name in (_get_input(node, 0), weights)]
             if any(side is None or side.op_type != "DequantizeLinear" for side in sides):
                 return None
             kinds = [self.types.get(side.input[0]) for side in sides]

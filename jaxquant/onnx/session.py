@@ -108,18 +108,19 @@ def open_session(
     providers: Sequence[Any] = ("CPUExecutionProvider",),
 ) -> onnxruntime.InferenceSession:
     """Return a session of a model as it is; raise ModelError if ONNX Runtime cannot load it."""
-    if options is None:
-        options = onnxruntime.SessionOptions()
+    chosen: Any = options
+    if chosen is None:
+        chosen = onnxruntime.SessionOptions()
         # Errors only: the warnings of ONNX Runtime would go to the caller's standard error.
-        options.log_severity_level = 3
-    options.graph_optimization_level = LEVELS[level]
+        chosen.log_severity_level = 3
+    chosen.graph_optimization_level = LEVELS[level]
     try:
         if not model_size.is_large(model):
-            return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=list(providers))
+            return onnxruntime.InferenceSession(model.SerializeToString(), chosen, providers=list(providers))
         # Files that are still open cannot be removed on every system.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = os.path.join(folder, "model.onnx")
             save(model, path)
-            return onnxruntime.InferenceSession(path, options, providers=list(providers))
+            return onnxruntime.InferenceSession(path, chosen, providers=list(providers))
     except Exception as error:  # the runtime's own types, which it does not document
         raise ModelError(f"ONNX Runtime cannot load the model: {error}") from error

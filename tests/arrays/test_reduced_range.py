@@ -1,6 +1,7 @@
 """reduce_range: codes of 7 bits in specs, quantization, training and measures, and in the rules of `prepare`."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def test_only_codes_of_8_bits_have_a_reduced_range():
         with pytest.raises(ValueError, match="QuantSpec: reduce_range: expected False, because only codes of 8 bits"):
             jq.QuantSpec(dtype, reduce_range=True)
     with pytest.raises(TypeError, match="QuantSpec: reduce_range: expected True or False"):
-        jq.QuantSpec(jnp.int8, reduce_range="yes")
+        jq.QuantSpec(jnp.int8, reduce_range="yes")  # type: ignore[arg-type]
 
 
 def test_the_repr_and_equality_tell_the_range():
@@ -129,4 +130,5 @@ def test_bits_are_allocated_to_weights_of_a_reduced_range(rng):
     assert set(plan.choices.values()) <= {"int8", "int4", "float"}
     coverage = jq.prepare(function, params, x, rules=plan.rules).coverage
     for row in coverage:
-        assert row.weight.reduce_range == (row.weight.dtype == jnp.int8)
+        weight: Any = row.weight
+        assert weight.reduce_range == (weight.dtype == jnp.int8)

@@ -6,6 +6,7 @@ with these ONNX Runtime is an oracle on each of them; with all activations the o
 
 import itertools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,7 @@ def test_bad_weights_have_an_error_of_this_function():
 def test_a_product_is_found_and_moved_weights_give_its_integers(name, rng):
     model, x = make_product(name.split("-")[0], rng, **PRODUCTS[name])
     original = model.SerializeToString()
+    product: Any
     (product,) = jqonnx.find_saturating_products(model)
     assert product.operator == name.split("-")[0]
     assert product.weights == "w"
@@ -319,7 +321,7 @@ def test_verify_compares_with_exact_sums_and_says_what_a_plain_session_gives(rng
     layer = lambda x: jq.matmul_integer(x, w)  # noqa: E731
     x = jnp.asarray(make_codes(rng, (4, 64), 255))
     model = jqonnx.export(layer, [x], weights="int8")
-    report = jqonnx.verify(model, layer, [x])
+    report: Any = jqonnx.verify(model, layer, [x])
     text = str(report)
     assert report.is_exact
     assert len(report.saturating) == 1
