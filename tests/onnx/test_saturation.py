@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -362,3 +363,60 @@ def test_the_command_line_takes_the_dtype_of_weights(tmp_path, monkeypatch, rng)
     assert jqonnx.find_saturating_products("model.onnx") == ()
     assert main(["verify", *place]) == 0
     assert main(["export", *place, "--weights", "int4"]) == 1
+
+
+def run_with_exact_option(model, feeds):
+    """Return the results with the runtime's own option, which does nothing where sums do not saturate."""
+    options: Any = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feeds)
+
+
+def test_recurrent_weights_are_found_and_moved(rng):
+    inputs, hidden, steps = 6, 5, 3
+    constants = {}
+    for name, count in (("W", inputs), ("R", hidden)):
+        constants[name] = make_weights(rng, (2, count, 4 * hidden))
+        constants[f"{name}s"] = rng.uniform(0.001, 0.01, (2, 4 * hidden)).astype(np.float32)
+        constants[f"{name}z"] = np.zeros((2, 4 * hidden), np.int8)
+    names = ["x", "W", "R", "", "", "", "", "", "Ws", "Wz", "Rs", "Rz"]
+    node = helper.make_node(
+        "DynamicQuantizeLSTM", names, ["y"], domain=MICROSOFT, hidden_size=hidden, direction="bidirectional"
+    )
+    x = rng.normal(size=(steps, 2, inputs)).astype(np.float32)
+    model = make_model([node], [("x", x)], [("y", TensorProto.FLOAT)], constants)
+    assert [product.weights for product in jqonnx.find_saturating_products(model)] == ["W", "R"]
+    moved = jqonnx.convert_weights_to_uint8(model)
+    assert jqonnx.find_saturating_products(moved) == ()
+    (expected,) = run_with_exact_option(model, {"x": x})
+    np.testing.assert_array_equal(run(moved, x), expected)
+
+
+def test_weights_of_attention_are_found_and_moved(rng):
+    size = 8
+    constants = {
+        "w": make_weights(rng, (size, 3 * size)), "b": rng.normal(size=3 * size).astype(np.float32),
+        "xs": np.float32(0.01), "ws": np.float32(0.01), "xz": np.uint8(120), "wz": np.int8(0),
+    }  # fmt: skip
+    node = helper.make_node(
+        "QAttention", ["x", "w", "b", "xs", "ws", "", "xz", "wz"], ["y"], domain=MICROSOFT, num_heads=2
+    )
+    x = make_codes(rng, (2, 3, size), 255)
+    model = make_model([node], [("x", x)], [("y", TensorProto.FLOAT)], constants)
+    (product,) = jqonnx.find_saturating_products(model)
+    assert product.weights == "w"
+    (expected,) = run_with_exact_option(model, {"x": x})
+    np.testing.assert_array_equal(run(jqonnx.convert_weights_to_uint8(model), x), expected)
+
+
+def test_int8_activations_are_exact_in_a_plain_session(rng):
+    w = jq.quantize(jnp.asarray(rng.normal(size=(64, 8)), jnp.float32), jq.QuantSpec(jnp.int8, jq.PerAxis(1)))
+
+    def layer(x):
+        return jq.matmul(jq.quantize(x, jq.QuantSpec(jnp.int8), -1.0, 1.0), w)
+
+    x = jnp.asarray(rng.uniform(0.5, 1.5, (4, 64)), jnp.float32)
+    model = jqonnx.export(layer, [x])
+    report = jqonnx.verify(model, layer, [x])
+    assert report.saturating == ()
+    assert report.is_exact_in_plain_session
