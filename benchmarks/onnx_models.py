@@ -72,7 +72,9 @@ def _run(recipe: str, shape: tuple[int, ...]) -> Contest:
     from jaxquant import onnx as jqonnx
 
     encoder = _prepare(2, shape[2], shape[0], recipe)
-    models = [jqonnx.export(function, [encoder.x], batch="N") for function in (encoder.integer, encoder.plain)]
+    models = [
+        jqonnx.export(function, [encoder.x], batch="N", weights="int8") for function in (encoder.integer, encoder.plain)
+    ]
     fn, params = jqonnx.load(models[0])
     feeds = {"x": np.asarray(encoder.x)}
     sessions = [open_session(model.SerializeToString()) for model in models]
@@ -89,7 +91,7 @@ def _time_export(shape: tuple[int, int]) -> Contest:
 
     def export() -> None:
         # A new function, so that nothing is traced already.
-        jqonnx.export(lambda x: encoder.integer(x), [encoder.x], batch="N")
+        jqonnx.export(lambda x: encoder.integer(x), [encoder.x], batch="N", weights="int8")
 
     opponents = {ONNX_RUNTIME: Missing("exports nothing"), _FLOAT_MODEL: Missing("exports nothing")}
     return Contest(export, opponents, _NOT_COMPARED, 0)
@@ -99,7 +101,7 @@ def _time_load(shape: tuple[int, int]) -> Contest:
     from jaxquant import onnx as jqonnx
 
     encoder = _prepare(*shape, 1, "static")
-    data = jqonnx.export(encoder.integer, [encoder.x], batch="N").SerializeToString()
+    data = jqonnx.export(encoder.integer, [encoder.x], batch="N", weights="int8").SerializeToString()
     load: Call = functools.partial(jqonnx.load, data)
     opponents: dict[str, Call | Missing] = {
         ONNX_RUNTIME: lambda: open_session(data) and None, _FLOAT_MODEL: Missing("another file")

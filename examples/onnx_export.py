@@ -40,7 +40,7 @@ def train(images: jax.Array, labels: jax.Array) -> Any:
 images, labels = load_digits(return_X_y=True)
 x = jnp.asarray(images / 16, jnp.float32)
 params = train(x[:1500], jnp.asarray(labels[:1500]))
-prepared = jq.prepare(NETWORK.apply, params, x[:1], rules=jq.recipes.w8a8_static())
+prepared = jq.prepare(NETWORK.apply, params, x[:1], rules=jq.recipes.w8a8_static(reduce_range=True))
 ranges = prepared.finalize(prepared.observe(prepared.init(), params, x[:1500]))
 serving = prepared.convert(params)
 

@@ -48,6 +48,7 @@ def make_codes(rng, shape, most=127):
 def make_product(operator, rng, **attributes):
     """Return the model of one operator with constant int8 weights, and its input."""
     w, scales = make_weights(rng, (K, N)), rng.uniform(0.01, 0.02, N).astype(np.float32)
+    w[:, 0] = 100  # at least one pair can saturate
     x, kind, domain, opset = make_codes(rng, (4, K)), TensorProto.UINT8, "", attributes.pop("opset", 21)
     constants = {
         "w": w, "ws": scales, "wz": np.zeros(N, np.int8), "xs": np.float32(0.02), "xz": np.uint8(3),
@@ -64,6 +65,7 @@ def make_product(operator, rng, **attributes):
     elif operator == "QLinearConv":
         group, shape = attributes.get("group", 1), attributes.pop("shape", (6, 3, 3, 2))
         constants["w"] = make_weights(rng, shape)
+        constants["w"][0] = 100
         constants["ws"] = rng.uniform(0.01, 0.02, shape[0]).astype(np.float32)
         constants["wz"] = np.zeros(shape[0], np.int8)
         x = make_codes(rng, (2, shape[1] * group, *(5 for _ in shape[2:])))
