@@ -18,6 +18,9 @@ It does so on every x86-64 processor.
 
 `make_exact` depends on none of these: it serves at each level, for weights that are inputs, and next to int8 factors.
 
+In QDQ form, int8 activations are no way around: ONNX Runtime changes QuantizeLinear to int8 with one DequantizeLinear
+behind it to uint8 on x86-64, unless the session option `session.qdqisint8allowed` is "1".
+
 Two kernels do not saturate: ConvInteger, whose left factor is the weights, and QLinearConv with one channel and one
 output in each group.
 """
@@ -102,12 +105,37 @@ class _Scope:
         return scope.find_dequantize(node.input[0]) if node.op_type in _MOVES else None
 
 
+    def count_readers(self, name: str) -> int:
+        """Return how often a tensor is read in this graph, an output of it counted as two."""
+        reads = sum(list(node.input).count(name) for node in self.graph.node)
+        return reads + 2 * any(info.name == name for info in self.graph.output)
+
+    def is_unsigned(self, node: Any) -> bool:
+        """Return whether DequantizeLinear reads uint8, perhaps once ONNX Runtime has changed the pair that it ends.
+
+        Of QuantizeLinear and a single DequantizeLinear with a single reader, with a constant zero point of int8, it makes
+        a pair with uint8.
+        """
+        if self.find_type(node.input[0]) == TensorProto.UINT8:
+            return True
+        quantize = self.producers.get(node.input[0])
+        if quantize is None or quantize.op_type != "QuantizeLinear":
+            return False
+        if any(self.count_readers(name) > 1 for name in (node.input[0], node.output[0])):
+            return False
+        points = [each.input[2] for each in (quantize, node) if len(each.input) > 2]
+        tensors = [scope.constants.get(name) for name in points if (scope := self.find(name))]
+        codes = [numpy_helper.to_array(tensor) for tensor in tensors if tensor is not None]
+        return len(codes) == 2 and all(code.size == 1 and code.dtype == np.int8 for code in codes)
+
+
 class _Shift:
     """The change of one graph: its new nodes in order, and its new initializers."""
 
     def __init__(self, scope: _Scope, numbers: Iterator[int]) -> None:
         self.scope, self.numbers = scope, numbers
         self.nodes: list[Any] = []
+        self.copied: list[str] = []
 
     def name(self, base: str) -> str:
         return f"{base}/unsigned{next(self.numbers)}"
@@ -151,6 +179,7 @@ class _Shift:
         else:
             point = self.add_128(node.input[2]) if len(node.input) > 2 and node.input[2] else ""
             inputs = [self.add_128(node.input[0]), node.input[1], point or self.fill_128(node.input[1])]
+        self.copied.append(name)
         copy = helper.make_node(node.op_type, inputs, [self.name(name)])
         copy.attribute.extend(node.attribute)
         self.nodes.append(copy)
@@ -176,9 +205,8 @@ def _change_product(node: Any, shift: _Shift) -> None:
 
 
 def _change_float_product(node: Any, shift: _Shift) -> None:
-    found = [shift.scope.find_dequantize(name) for name in node.input[:2]]
-    kinds = [where and where[0].find_type(where[1].input[0]) for where in found]
-    if kinds == [TensorProto.UINT8, TensorProto.INT8]:
+    left, right = (shift.scope.find_dequantize(name) for name in node.input[:2])
+    if left and right and left[0].is_unsigned(left[1]) and right[0].find_type(right[1].input[0]) == TensorProto.INT8:
         node.input[1] = shift.dequantize(node.input[1])
 
 
@@ -204,6 +232,21 @@ def _change_graph(graph: Any, outer: _Scope | None, numbers: Iterator[int]) -> N
         shift.nodes.append(copy)
     del graph.node[:]
     graph.node.extend(shift.nodes)
+    _drop_unread(graph, shift.copied)
+
+
+def _drop_unread(graph: Any, names: list[str]) -> None:
+    """Remove the nodes with these outputs if nothing reads them any more."""
+    bodies = [graph]
+    for body in bodies:
+        bodies += [inner for node in body.node for inner in _list_bodies(node)]
+    kept = {info.name for body in bodies for info in body.output}
+    for name in reversed(names):  # those that read others first
+        read = kept | {each for body in bodies for node in body.node for each in node.input}
+        if name not in read:
+            rest = [node for node in graph.node if name not in node.output]
+            del graph.node[:]
+            graph.node.extend(rest)
 
 
 def make_exact(model: onnx.ModelProto) -> onnx.ModelProto:
