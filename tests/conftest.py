@@ -8,6 +8,7 @@ tests. The continuous integration uses a random seed in one of its runs, so a te
 
 Tests spend most of their time compiling, so JAX's persistent compilation cache keeps the programs between runs, in
 `jaxquant-tests/jaxlib-<version>` in $XDG_CACHE_HOME or ~/.cache. These few hundred MB can be deleted at any time.
+Machines may share the directory: JAX's keys depend on the instructions that the processor has.
 Set JAX_COMPILATION_CACHE_DIR to use another directory, or JAXQUANT_TEST_CACHE=0 to disable the cache. A cache that
 cannot be read or written makes the tests slower, but does not fail them.
 

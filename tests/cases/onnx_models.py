@@ -18,6 +18,8 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 
+from ..oracles import onnx_runtime
+
 OPSET = 21
 
 
@@ -164,17 +166,8 @@ def pack_weights(model: onnx.ModelProto, block: int = 16) -> onnx.ModelProto:
 
 
 def run_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: str = "all") -> list[np.ndarray]:
-    """Return the outputs of ONNX Runtime."""
-    levels = onnxruntime.GraphOptimizationLevel
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = {
-        "none": levels.ORT_DISABLE_ALL, "basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED,
-        "all": levels.ORT_ENABLE_ALL,
-    }[level]  # fmt: skip
-    options.intra_op_num_threads = 2
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return [np.asarray(y) for y in session.run(None, feeds)]
+    """Return the outputs of ONNX Runtime, with exact sums on every processor."""
+    return [np.asarray(y) for y in onnx_runtime.open_session(model, level).run(None, feeds)]
 
 
 def list_optimized_operators(model: onnx.ModelProto, folder: pathlib.Path) -> list[str]:

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxquant as jq
 
-from ..cases.contraction_exactness import whole_sums
 from ..oracles import onnx_runtime
 
 F = np.float32
@@ -84,13 +83,11 @@ def test_matmul(names: tuple[str, str], rng: np.random.Generator) -> None:
     for each in (output, None):
         want = finish(acc, bias, factors, each)
         same(jq.matmul(a, b, bias=bias, output=each), want, each)
-        if whole_sums():
-            feeds = [*parts, bias, *(result if each else [None, None])]
-            same(onnx_runtime.ask("QGemm", feeds, names[0] if each else F, "com.microsoft"), want)
+        feeds = [*parts, bias, *(result if each else [None, None])]
+        same(onnx_runtime.ask("QGemm", feeds, names[0] if each else F, "com.microsoft"), want)
     want = finish(acc, 0, factors, output)
     same(jq.matmul(a, b, output=output), want, output)
-    if whole_sums():
-        same(onnx_runtime.ask("QLinearMatMul", [*parts, *result], names[0]), want)
+    same(onnx_runtime.ask("QLinearMatMul", [*parts, *result], names[0]), want)
 
 
 @pytest.mark.slow

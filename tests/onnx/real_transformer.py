@@ -30,19 +30,10 @@ from onnx import helper, numpy_helper
 import jaxquant as jq
 from jaxquant import onnx as jqonnx
 
+from ..oracles.onnx_runtime import open_session
+
 LENGTH, TOKENS, DRAWS = 16, 1000, 4
-LEVELS = {
-    "disabled": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
-    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
-
-
-def open_session(model: onnx.ModelProto, level: str) -> onnxruntime.InferenceSession:
-    """Return a session of a model."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = LEVELS[level]
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+LEVELS = ("none", "all")
 
 
 def sample_inputs(session: onnxruntime.InferenceSession, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -68,7 +59,7 @@ def count_differences(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> t
     names = list(dict.fromkeys(name for node in nodes for name in (node.input[0], *node.output)))
     copy.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
     names = [name for name in names if name not in feeds]  # an input is no output
-    results = open_session(copy, "disabled").run(names, feeds)
+    results = open_session(copy, "none").run(names, feeds)
     fetched = {**feeds, **dict(zip(names, results, strict=True))}
     quantize = jax.jit(jq.dynamic_quantize_linear)
     elements = differing = 0
@@ -100,7 +91,7 @@ def trace_codes(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> N
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     copy.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    session = open_session(copy, "disabled")
+    session = open_session(copy, "none")
     for feeds in draws:
         ours = {name: np.asarray(x) for name, x in zip(names, run(params, feeds), strict=True)}
         theirs: dict[str, Any] = dict(zip(names, session.run(names, feeds), strict=True))
@@ -123,7 +114,7 @@ def trace_codes(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> N
 
 def nudge_means(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> None:
     """Print how far ONNX Runtime's outputs move if one ReduceMean is larger by a unit in the last place."""
-    session = open_session(model, "disabled")
+    session = open_session(model, "none")
     expected: list[Any] = [session.run(None, feeds) for feeds in draws]
     distances = []
     for index, node in enumerate(model.graph.node):
@@ -135,7 +126,7 @@ def nudge_means(model: onnx.ModelProto, draws: list[dict[str, np.ndarray]]) -> N
             mean.output[0] = "nudged_mean"
             copy.graph.initializer.append(numpy_helper.from_array(np.array(1 + 2**-23, np.float32), "nudge"))
             copy.graph.node.insert(index + 1, helper.make_node("Mul", ["nudged_mean", "nudge"], [name]))
-            nudged = open_session(copy, "disabled")
+            nudged = open_session(copy, "none")
             distances.append([find_distance(nudged.run(None, f), y) for f, y in zip(draws, expected, strict=True)])
     table, largest = np.asarray(distances), max(np.abs(y[0]).max() for y in expected)
     print(
@@ -159,9 +150,9 @@ def report(name: str, data: bytes, with_trace: bool) -> None:
         ours = outputs if isinstance(outputs, tuple) else (outputs,)
         runtime = {level: session.run(None, feeds) for level, session in sessions.items()}
         pairs = {
-            "jaxquant - disabled": (ours, runtime["disabled"]),
+            "jaxquant - not optimized": (ours, runtime["none"]),
             "jaxquant - all": (ours, runtime["all"]),
-            "disabled - all": (runtime["disabled"], runtime["all"]),
+            "not optimized - all": (runtime["none"], runtime["all"]),
         }
         print("  largest difference:", ", ".join(f"{t} {find_distance(*pair):.2g}" for t, pair in pairs.items()))
     if with_trace:

@@ -12,7 +12,7 @@ import pytest
 
 import jaxquant as jq
 
-from ..cases.contraction_exactness import KERNELS, MICROSOFT, PAIRS, whole_sums
+from ..cases.contraction_exactness import KERNELS, MICROSOFT, PAIRS
 from ..cases.contraction_inputs import integers, point
 from ..oracles import contraction_text, onnx_runtime, onnx_text
 from ..support import transforms
@@ -88,8 +88,7 @@ def test_the_shapes_of_numpy_matmul(a: tuple[int, ...], b: tuple[int, ...], rng:
     assert want.shape == np.matmul(np.zeros(a), np.zeros(b)).shape
     check_equal(jq.matmul_integer(*codes, *points), want)
     check_equal(jax.jit(jq.matmul_integer)(*codes, *(p.reshape(1) for p in points)), want)
-    if whole_sums():
-        check_equal(onnx_runtime.ask("MatMulInteger", (*codes, *points), np.int32), want)
+    check_equal(onnx_runtime.ask("MatMulInteger", (*codes, *points), np.int32), want)
     scales, out_point = (scale(rng), scale(rng), np.float32(50)), point(rng, "uint8")
     args = (codes[0], scales[0], points[0], codes[1], scales[1], points[1], scales[2], out_point)
     check_equal(jax.jit(jq.qlinear_matmul)(*args), contraction_text.qlinear_matmul(*args))
@@ -217,9 +216,8 @@ def test_optional_arguments(rng: np.random.Generator) -> None:
         dynamic = (x, b, columns, right, added)
         expected = contraction_text.dynamic_quantize_matmul(*dynamic)
         check_equal(jq.dynamic_quantize_matmul(*dynamic), expected)
-        if whole_sums():
-            check_equal(onnx_runtime.ask("MatMulIntegerToFloat", args, np.float32, MICROSOFT), want)
-            check_equal(onnx_runtime.ask("DynamicQuantizeMatMul", dynamic, np.float32, MICROSOFT), expected)
+        check_equal(onnx_runtime.ask("MatMulIntegerToFloat", args, np.float32, MICROSOFT), want)
+        check_equal(onnx_runtime.ask("DynamicQuantizeMatMul", dynamic, np.float32, MICROSOFT), expected)
 
 
 def test_ranges_that_are_special_to_the_dynamic_scale(rng: np.random.Generator) -> None:
@@ -229,8 +227,7 @@ def test_ranges_that_are_special_to_the_dynamic_scale(rng: np.random.Generator) 
     for x in (np.zeros((5, 7), np.float32), positive, -positive, np.full((5, 7), 0.1, np.float32)):
         want = contraction_text.dynamic_quantize_matmul(x, b, s)
         check_equal(op(x, b, s), want)
-        if whole_sums():
-            check_equal(onnx_runtime.ask("DynamicQuantizeMatMul", (x, b, s), np.float32, MICROSOFT), want)
+        check_equal(onnx_runtime.ask("DynamicQuantizeMatMul", (x, b, s), np.float32, MICROSOFT), want)
 
 
 @pytest.mark.slow

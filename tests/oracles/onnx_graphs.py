@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import helper, numpy_helper
 
-LEVELS = {
-    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
-    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
-}
+from . import onnx_runtime
+
+LEVELS = ("extended", "all")
 # The kernels that compute with codes, and the operators that only move them.
 INTEGER_KERNELS = frozenset(
     {
@@ -87,16 +85,9 @@ class QdqGraph:
         results = [helper.make_tensor_value_info(n, kind(dtype), None) for n, dtype in self.results.items()]
         graph = helper.make_graph(self.nodes, "network", feeds, results, self.constants)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=10)
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = LEVELS[level]
-        options.log_severity_level = 4
-        options.intra_op_num_threads = 2
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "optimized.onnx"
-            options.optimized_model_filepath = str(path)
-            session = onnxruntime.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            session = onnx_runtime.open_session(model, level, path)
             outputs = session.run(list(self.results), self.feeds)
             operators = [node.op_type for node in onnx.load(path).graph.node]
         return dict(zip(self.results, map(np.asarray, outputs), strict=True)), operators

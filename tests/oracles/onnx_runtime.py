@@ -1,8 +1,9 @@
-"""Runs of one operator in ONNX Runtime and in onnx's reference implementation, without importing jaxquant."""
+"""Models in ONNX Runtime, and one operator in onnx's reference implementation, without importing jaxquant."""
 
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,15 @@ import onnxruntime
 from onnx import ModelProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from ..support import processor
+from . import exact_products
+
+LEVELS = {
+    "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
 Arrays = Mapping[str, np.ndarray]
 Optional = Mapping[str, np.ndarray | None]
 
@@ -69,13 +79,28 @@ def model(
     return built
 
 
+def open_session(model: ModelProto, level: str = "all", optimized: pathlib.Path | None = None) -> Any:
+    """Return a session of ONNX Runtime in which the integer products of a model are exact on every processor.
+
+    Args:
+        model: it stays as it is.
+        level: the level of optimization: "none", "basic", "extended" or "all".
+        optimized: the file that gets the optimized model.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = LEVELS[level]
+    options.intra_op_num_threads = 2
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    exact = exact_products.make_exact(model) if processor.saturates() else model
+    return onnxruntime.InferenceSession(exact.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
 @functools.lru_cache(maxsize=128)
 def _session(serialized: bytes) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 2
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+    return open_session(ModelProto.FromString(serialized))
 
 
 def run(

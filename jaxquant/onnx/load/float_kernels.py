@@ -1,12 +1,16 @@
-"""Float operators in the order and with the approximations of ONNX Runtime's kernels for x86-64.
+"""Float operators in the order and with the approximations of ONNX Runtime's kernels for x86-64 with AVX-512.
 
-Two libraries that add in another order differ in the last bits, and a code at a tie then differs by a step. XLA
-contracts each product and the sum after it, as these kernels do with AVX-512. Where it does not, as on other processors
-or along fewer than 16 elements, a result may differ in the last bits.
+Two libraries that add in another order differ in the last bits, and a code at a tie then differs by a step. The order
+is the same on every machine. ONNX Runtime's own depends on the processor in one of them: with AVX2 and without AVX-512,
+its Softmax has 8 partial sums in place of 16.
+
+XLA contracts each product and the sum after it, as these kernels do, if the processor has such an instruction. Where it
+does not, as on other processors or along fewer than 16 elements, a result may differ in the last bits.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +21,10 @@ from jax import lax
 
 from ..._core import division, recording
 
-# An addition in Eigen has 4 lanes, and a loop adds two of them in turn. The kernel of Softmax has 16.
+# An addition in Eigen has 4 lanes, and a loop adds two of them in turn. The kernel of Softmax for AVX-512 has 16.
 _PACKET, _LANES = 4, 16
-# XLA reduces dimensions of up to this length from the first element to the last.
-_MOST_IN_ORDER = 8
+# Up to this number of rows a program adds them without a loop.
+_MOST_UNROLLED = 8
 # exp(r) for |r| <= log(2) / 2, the highest power first, and the parts of log(2) (MLAS, compute.cpp).
 _EXP = tuple(map(float.fromhex, ("0x1.694p-10", "0x1.125edcp-7", "0x1.555b5ap-5", "0x1.55545p-3", "0x1.fffff6p-2")))
 _LOG2_HIGH, _LOG2_LOW = -6.93145752e-1, -1.42860677e-6
@@ -71,9 +75,9 @@ def _add_rows(x: jax.Array, lanes: int) -> jax.Array:
     """Return for each of the lanes the sum of every `lanes`-th element of a row, one after the other."""
     *rest, n = x.shape
     rows = x.reshape(*rest, n // lanes, lanes)
-    # XLA cuts a long reduction into parts, which changes the order, but it does not change that of a loop.
-    if n // lanes <= _MOST_IN_ORDER:
-        return jnp.sum(rows, axis=-2)
+    # XLA cuts a reduction into parts, which changes the order, but it changes neither that of sums nor that of a loop.
+    if n // lanes <= _MOST_UNROLLED:
+        return functools.reduce(jnp.add, [rows[..., i, :] for i in range(n // lanes)])
     start = jnp.zeros_like(rows[..., 0, :])
     return lax.fori_loop(0, n // lanes, lambda i, total: total + rows[..., i, :], start)
 
