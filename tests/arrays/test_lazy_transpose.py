@@ -53,10 +53,9 @@ DOTS: dict[str, Callable[[Any, QuantizedArray], jax.Array]] = {
 
 def in_order(q: QuantizedArray, order: tuple[int, ...]) -> QuantizedArray:
     """Return q with its dimensions in another order, and its codes transposed by numpy."""
-    parts = (
-        None if p is None else jnp.asarray(np.asarray(p).transpose(order)) for p in (q.codes, q.scale, q.zero_point)
-    )
-    return QuantizedArray(*parts, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
+    parts = (q.codes, q.scale, q.zero_point)
+    turned = [None if part is None else jnp.asarray(np.asarray(part).transpose(order)) for part in parts]
+    return QuantizedArray(*turned, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook)
 
 
 def make_array(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> QuantizedArray:
@@ -163,7 +162,7 @@ EAGER: dict[str, Callable[[QuantizedArray], Any]] = {
     "text": lambda q: [len(repr(q)), q.nbytes, q.size],
     "export": lambda q: export.export(jax.jit(lambda q: q.mT))(q).call(q),
     "leaves": lambda q: [jnp.stack(parts) for parts in zip(*map(jax.tree.leaves, (q, q)), strict=True)],
-    "device_put": lambda q: jax.device_put(q, jax.devices()[0]),  # noqa: TID251
+    "device_put": lambda q: jax.device_put(q, jax.devices()[0]),
 }
 
 
