@@ -17,8 +17,8 @@ def weight_only_int8() -> tuple[Rule, ...]:
 def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
     """Return rules for int4 weights with a scale for each block of inputs, and activations in floats.
 
-    Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small. So has a
-    table that is looked up and also multiplies the output.
+    Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small. So
+    have tables that are looked up and also multiply the output.
 
     Args:
         block: the number of inputs that share a scale.

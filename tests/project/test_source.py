@@ -287,7 +287,7 @@ def find_comment_lines(text: str) -> set[int]:
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_sizes(path: pathlib.Path) -> None:
-    assert len(path.read_text().splitlines()) < 400
+    assert len(path.read_text().splitlines()) < 800
     outer = [node for node in parse(path).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     classes = [node for node in outer if isinstance(node, ast.ClassDef)]
     methods = [node for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef)]
