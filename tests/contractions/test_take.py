@@ -189,7 +189,8 @@ def test_a_plain_network_runs_on_floats_and_on_codes(rng: np.random.Generator) -
     quantized = {name: jq.quantize(w, specs[name]) for name, w in params.items()}
     for tree in (params, quantized):
         table, up, down = (
-            np.asarray(w if isinstance(w, jax.Array) else dequantized(w), np.float64) for w in map(tree.get, shapes)
+            np.asarray(w if isinstance(w, jax.Array) else dequantized(w), np.float64)
+            for w in (tree[name] for name in shapes)
         )
         x = table[np.asarray(tokens)] * 8.0
         want = (x + np.maximum(x @ up, 0) @ down) @ table.T
