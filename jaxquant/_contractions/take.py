@@ -72,15 +72,15 @@ def take(
     Cotangent of q.scale: as in `dequantize_linear`, summed over the entries taken. Of an array of floats: that of each
     entry, summed over the indices that take it. Integers have no cotangent.
     """
-    q = check_operand(_NAME, "q", q)
-    axis = checks.check_axis(_NAME, axis, q.ndim)
+    table: Any = check_operand(_NAME, "q", q)
+    axis = checks.check_axis(_NAME, axis, table.ndim)
     mode = "fill" if mode is None else mode
     checks.check_option(_NAME, "mode", mode, _MODES)
     sharding.check_out_sharding(_NAME, out_sharding)
-    if not isinstance(q, QuantizedArray):
-        return _take_floats(q, _read_index(indices), axis=axis, mode=mode, out_sharding=out_sharding)
+    if not isinstance(table, QuantizedArray):
+        return _take_floats(table, _read_index(indices), axis=axis, mode=mode, out_sharding=out_sharding)
     return _take(
-        q.stored_codes, q.scale, q.zero_point, _read_index(indices), axis=axis, mode=mode, static=q.tree_flatten()[1],
+        table.stored_codes, table.scale, table.zero_point, _read_index(indices), axis=axis, mode=mode, static=table.tree_flatten()[1],
         out_sharding=out_sharding,
     )  # fmt: skip
 

@@ -219,6 +219,7 @@ def _build_node(place: str, structure: Any, names: tuple[str, ...], left: dict[s
     is_dict = kind in ("dict", "node") and isinstance(parts, dict) and not any("/" in key for key in parts)
     expected = "null, or an object with a kind of node (dict, node, list, tuple, number, none)"
     checks.require(is_dict, _LOAD, place, expected, f"something else for {'/'.join(names)!r}")
+    assert isinstance(parts, dict)
     return {key: _build_node(place, part, (*names, key), left) for key, part in parts.items()}
 
 

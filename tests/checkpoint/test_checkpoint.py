@@ -200,7 +200,7 @@ class Pair(NamedTuple):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "bias"), meta_fields=("name",))
 @dataclasses.dataclass
-class Layer:
+class Dense:
     weight: Any
     bias: Any
     name: str = "layer"
@@ -239,7 +239,7 @@ def test_safetensors_of_other_nodes(rng: np.random.Generator, tmp_path: pathlib.
     """A file does not name classes, so their fields come back as dicts unless a tree with these classes is given."""
     path, x, q = tmp_path / "tree", rng.normal(size=(2, 3)).astype(F32), arrays(rng)["nf4"]
     pair = Pair(q, [Pair(x, None), collections.OrderedDict(b=x, a=q)])
-    tree = {"pair": pair, "layer": Layer(q, collections.defaultdict(list, b=x)), "frozen": FrozenDict({"z": x, "y": q})}
+    tree = {"pair": pair, "layer": Dense(q, collections.defaultdict(list, b=x)), "frozen": FrozenDict({"z": x, "y": q})}
     checkpoint.save_safetensors(path, tree)
     plain = {
         "pair": {"first": q, "second": [{"first": x, "second": None}, {"a": q, "b": x}]},
