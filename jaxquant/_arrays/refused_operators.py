@@ -22,7 +22,9 @@ _UNARY = {
     "float": "float({})", "int": "int({})", "complex": "complex({})",
 }  # fmt: skip
 # A function that looks rows up by `jq.take` runs on float tables, too, which have no `dequantize`.
-_LOOKUPS = dict.fromkeys(("+", "-", "*", "/"), " (jq.take(q, indices) looks up floats, in place of q[indices])")
+_LOOKUPS: dict[str, str] = dict.fromkeys(
+    ("+", "-", "*", "/"), " (jq.take(q, indices) looks up floats, in place of q[indices])"
+)
 # One line, because JAX inserts the repr of the type into a sentence.
 _ADVICE = (
     "jq.matmul, jq.dot_general and jq.einsum contract it, jq.take and jq.concatenate take it, "

@@ -80,8 +80,8 @@ def take(
     if not isinstance(table, QuantizedArray):
         return _take_floats(table, _read_index(indices), axis=axis, mode=mode, out_sharding=out_sharding)
     return _take(
-        table.stored_codes, table.scale, table.zero_point, _read_index(indices), axis=axis, mode=mode, static=table.tree_flatten()[1],
-        out_sharding=out_sharding,
+        table.stored_codes, table.scale, table.zero_point, _read_index(indices), axis=axis, mode=mode,
+        static=table.tree_flatten()[1], out_sharding=out_sharding,
     )  # fmt: skip
 
 
