@@ -26,7 +26,13 @@ def concatenate(arrays: Sequence[QuantizedArray], axis: int = 0) -> QuantizedArr
     axis = axis % checked[0].ndim
     # An array of length 0 along the axis must not influence the block size.
     nonempty = [q for q in checked if q.shape[axis]] or checked[:1]
-    return nonempty[0] if len(nonempty) == 1 else _join_arrays(_add_zero_points(nonempty), axis=axis)
+    if len(nonempty) == 1:
+        return nonempty[0]
+    # A jitted function would transpose the codes of a lazy transpose, so it gets the order in memory.
+    stored = [quantized_array.check_array(_NAME, "arrays", q) for q in nonempty]
+    joined = _join_arrays(_add_zero_points(stored), axis=axis)
+    is_lazy = any(q._is_lazy for q in nonempty)
+    return joined._with_stored(joined.stored_codes, joined.stored_order, is_lazy=is_lazy)
 
 
 def check_arrays(arrays: Any, axis: Any) -> list[QuantizedArray]:
@@ -34,7 +40,7 @@ def check_arrays(arrays: Any, axis: Any) -> list[QuantizedArray]:
     is_sequence = isinstance(arrays, list | tuple)
     checks.require_type(is_sequence, _NAME, "arrays", "a list or tuple of QuantizedArrays", type(arrays).__name__)
     checks.require(len(arrays) > 0, _NAME, "arrays", "one or more arrays", "none")
-    checked = [quantized_array.check_array(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
+    checked = [quantized_array.check_lazy(_NAME, f"arrays[{i}]", q) for i, q in enumerate(arrays)]
     place = checks.check_axis(_NAME, axis, checked[0].ndim)
     for i, q in enumerate(checked[1:], 1):
         _check_match(f"arrays[{i}]", q, checked[0], place)

@@ -50,18 +50,18 @@ def index_array(q: QuantizedArray, index: Any, out_sharding: Any = None) -> Quan
     scale, zero_point = (
         None if p is None else _index_entries(q, p, items, block_size, replicated) for p in (q.scale, q.zero_point)
     )
-    new = q.replace(scale=scale, zero_point=zero_point)._with_stored(codes, order)
+    new = q.replace(scale=scale, zero_point=zero_point)._with_stored(codes, order, is_lazy=q._is_lazy)
     has_blocks = any(_find_block_dims(p, new.shape) for p in (scale, zero_point) if p is not None)
     return new.replace(block_size=block_size if has_blocks else q.block_size)
 
 
 def _index_codes(q: QuantizedArray, items: list[Any], out_sharding: Any) -> tuple[jax.Array, StoredOrder]:
     """Return the stored codes that an index selects, and their order."""
-    moved = q.stored_order or ()
+    moved = q._order or ()
     start = len(items) - len(moved)
     # Slices keep all the axes that the order moves; after any other index into them the codes are in logical order.
     if moved and out_sharding is None and all(isinstance(item, slice) for item in items[start:]):
-        return _index_part(q.stored_codes, [*items[:start], *(items[axis] for axis in moved)], None), moved
+        return _index_part(q._stored, [*items[:start], *(items[axis] for axis in moved)], None), moved
     return _index_part(q.codes, items, out_sharding), None
 
 
@@ -214,7 +214,7 @@ def per_index(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
                     part = expand_blocks(part, axis, size, length)
             parts[name] = part
     # The axes are about to be mapped, in the stored codes as in the scale, so they must be in their place.
-    is_moved = any(axis % q.ndim - q.ndim in (q.stored_order or ()) for axis in axes)
+    is_moved = any(axis % q.ndim - q.ndim in (q._order or ()) for axis in axes)
     return q.replace(**parts, **({"stored_order": None} if is_moved else {}))
 
 
@@ -244,10 +244,9 @@ def transpose_array(q: QuantizedArray, axes: tuple[Any, ...]) -> QuantizedArray:
     checks.require(sorted(order) == list(range(q.ndim)), _TRANSPOSE, "axes", expected, order)
     scale, zero_point = (None if p is None else jnp.transpose(p, order) for p in (q.scale, q.zero_point))
     new = q.replace(scale=scale, zero_point=zero_point)
-    if q.stored_order is None:
-        return new._with_stored(jnp.transpose(q.codes, order), None)
-    # The codes stay in memory as they are.
-    return new._with_stored(q.stored_codes, find_transposed_order(q.stored_order, order))
+    # The codes stay in memory as they are. Others see the order that the user has chosen, or else the logical one.
+    is_lazy = q._is_lazy or q._order is None
+    return new._with_stored(q._stored, find_transposed_order(q._order, order), is_lazy=is_lazy)
 
 
 def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
@@ -273,11 +272,11 @@ def reshape_array(q: QuantizedArray, shape: tuple[Any, ...]) -> QuantizedArray:
     # With blocks of two sizes no size is stored, because the shapes tell both.
     block_size = sizes.pop() if len(sizes) == 1 else None
     result = q.replace(block_size=block_size, **reshaped)
-    moved = len(q.stored_order or ())
+    moved = len(q._order or ())
     # The stored order remains if only the dimensions in front of it change.
     if len(new) >= moved and new[len(new) - moved :] == q.shape[q.ndim - moved :]:
-        stored_tail = q.stored_codes.shape[q.ndim - moved :]
-        return result._with_stored(q.stored_codes.reshape((*new[: len(new) - moved], *stored_tail)), q.stored_order)
+        stored = q._stored.reshape((*new[: len(new) - moved], *q._stored.shape[q.ndim - moved :]))
+        return result._with_stored(stored, q._order, is_lazy=q._is_lazy)
     return result._with_stored(q.codes.reshape(new), None)
 
 

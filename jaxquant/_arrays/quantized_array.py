@@ -77,7 +77,11 @@ class QuantizedArray(RefusedOperators):
     """
 
     # The codes and the static attributes are private: they are read through properties and set only by `_fill`.
-    __slots__ = ("_block_size", "_codebook", "_dtype", "_is_checked", "_order", "_stored", "scale", "zero_point")
+    # `_is_lazy`: `_order` comes from a transpose that nothing has needed yet, and is hidden from others.
+    __slots__ = (
+        "_block_size", "_codebook", "_dtype", "_is_checked", "_is_lazy", "_order", "_restored", "_stored", "scale",
+        "zero_point",
+    )  # fmt: skip
 
     scale: Any
     zero_point: Any
@@ -115,14 +119,16 @@ class QuantizedArray(RefusedOperators):
         set_attribute(self, "_block_size", block_size)
         set_attribute(self, "_codebook", codebook)
         set_attribute(self, "_order", order)
+        set_attribute(self, "_is_lazy", False)
+        set_attribute(self, "_restored", None)
         set_attribute(self, "_is_checked", False)
 
     # A pytree.
 
     def tree_flatten(self) -> tuple[tuple[Any, Any, Any], parts.Static]:
         """Return the arrays, with the codes as they are stored, and the static attributes."""
-        static = (self._dtype, self._block_size, self._codebook, self._order)
-        return (self._stored, self.scale, self.zero_point), static
+        static = (self._dtype, self._block_size, self._codebook, self.stored_order)
+        return (self.stored_codes, self.scale, self.zero_point), static
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], parts.Static]:
         """Return the arrays with their names, and the static attributes."""
@@ -155,14 +161,22 @@ class QuantizedArray(RefusedOperators):
                 checks.require(False, f"{_NAME}.replace", name, expected, "another name")
         if "codes" in changes or "stored_order" in changes:
             codes = changes.pop("codes") if "codes" in changes else self.codes
-            return QuantizedArray(codes, **{**attributes, "stored_order": self._order, **changes})
+            return QuantizedArray(codes, **{**attributes, "stored_order": self.stored_order, **changes})
         # Codes that stay are not transposed twice.
-        return QuantizedArray(self._stored, **{**attributes, **changes})._with_stored(self._stored, self._order)
+        new = QuantizedArray(self._stored, **{**attributes, **changes})
+        return new._with_stored(self._stored, self._order, is_lazy=self._is_lazy)
 
-    def _with_stored(self, stored: Any, order: parts.StoredOrder) -> QuantizedArray:
-        """Return a copy with other stored codes, whose stored order is `order`."""
+    def _with_stored(self, stored: Any, order: parts.StoredOrder, *, is_lazy: bool = False) -> QuantizedArray:
+        """Return a copy with other stored codes, whose stored order is `order`.
+
+        With `is_lazy`, the order is not one that the user has chosen: it comes from a transpose. The functions of this
+        package then read the codes as they are stored, and where the array is taken apart as a pytree, or its
+        `stored_codes` are read, the codes are transposed, so that `jax.vmap` and shardings see the logical order.
+        """
         static = (self._dtype, self._block_size, self._codebook, order)
-        return QuantizedArray.tree_unflatten(static, (stored, self.scale, self.zero_point))
+        new = QuantizedArray.tree_unflatten(static, (stored, self.scale, self.zero_point))
+        object.__setattr__(new, "_is_lazy", is_lazy and order is not None)
+        return new
 
     # Attributes as those of a `jax.Array`.
 
@@ -184,12 +198,20 @@ class QuantizedArray(RefusedOperators):
     @property
     def stored_order(self) -> tuple[int, ...] | None:
         """The axes, counted from the back, that the last dimensions of the stored codes hold; None if in order."""
-        return self._order
+        return None if self._is_lazy else self._order
 
     @property
     def codes(self) -> Any:
         """The quantized values, or the indices into the codebook."""
-        return self._stored if self._order is None else parts.restore_codes(self._stored, self._order)
+        if self._order is None:
+            return self._stored
+        if self._restored is not None:
+            return self._restored
+        codes = parts.restore_codes(self._stored, self._order)
+        # A lazy transpose is carried out once. A tracer is not kept: it belongs to the trace that asks for it.
+        if self._is_lazy and not checks.is_traced(codes):
+            object.__setattr__(self, "_restored", codes)
+        return codes
 
     @property
     def values(self) -> Any:
@@ -199,7 +221,7 @@ class QuantizedArray(RefusedOperators):
     @property
     def stored_codes(self) -> Any:
         """The codes as they are in memory: `codes` with its dimensions in the stored order."""
-        return self._stored
+        return self.codes if self._is_lazy else self._stored
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -234,11 +256,15 @@ class QuantizedArray(RefusedOperators):
 
     def __iter__(self) -> Iterator[QuantizedArray]:
         """Yield the slices along the first dimension."""
-        q = check_array(f"{_NAME}.__iter__", "self", self)
+        q = check_lazy(f"{_NAME}.__iter__", "self", self)
         return (indexing.index_array(q, i) for i in range(len(q)))
 
     def __repr__(self) -> str:
         """Return the dtypes and shapes, without numbers; the children themselves if they are not arrays."""
+        if self._is_lazy:  # the text needs no transpose
+            static = (self._dtype, self._block_size, self._codebook, None)
+            codes = jax.ShapeDtypeStruct(self.shape, self._stored.dtype)
+            return parts.describe_array(codes, self.scale, self.zero_point, static)
         children, static = self.tree_flatten()
         return parts.describe_array(*children, static)
 
@@ -272,7 +298,7 @@ class QuantizedArray(RefusedOperators):
             ValueError: the index has too many dimensions, or int32 does not hold one of its numbers.
             IndexError: an int is out of range, or a mask has the wrong shape.
         """
-        return indexing.index_array(check_array("QuantizedArray.__getitem__", "self", self), index)
+        return indexing.index_array(check_lazy("QuantizedArray.__getitem__", "self", self), index)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **keywords: Any) -> Any:
         """Compute numpy's `@`; raise TypeError for every other numpy function."""
@@ -320,7 +346,7 @@ class QuantizedArray(RefusedOperators):
             TypeError: a dimension is not an int.
             ValueError: the size differs, or no scale or zero point of the new rank can be shared by the same elements.
         """
-        return indexing.reshape_array(check_array(f"{_NAME}.reshape", "self", self), shape)
+        return indexing.reshape_array(check_lazy(f"{_NAME}.reshape", "self", self), shape)
 
     def per_index(self, *axes: int) -> QuantizedArray:
         """Return the same array with one entry of scale and zero point for each index of the given axes.
@@ -331,16 +357,35 @@ class QuantizedArray(RefusedOperators):
             TypeError: an axis is not an int.
             ValueError: an axis is out of range.
         """
-        return indexing.per_index(check_array(f"{_NAME}.per_index", "self", self), axes)
+        return indexing.per_index(check_lazy(f"{_NAME}.per_index", "self", self), axes)
 
     def transpose(self, *axes: Any) -> QuantizedArray:
         """Return the array with its dimensions in the given order, by default reversed.
+
+        No code is moved: contractions, `jq.take`, indexing and `dequantize` read the codes where they are. They are
+        transposed in memory where the result is taken apart as a pytree, such as by `jax.vmap` or as an argument of a
+        jitted function, because these see the logical order. `q.T.store_last(0)` keeps them as they are there, too.
 
         Raises:
             TypeError: an axis is not an int.
             ValueError: the axes are not a permutation of the dimensions.
         """
-        return indexing.transpose_array(check_array(f"{_NAME}.transpose", "self", self), axes)
+        return indexing.transpose_array(check_lazy(f"{_NAME}.transpose", "self", self), axes)
+
+    def swapaxes(self, axis1: int, axis2: int) -> QuantizedArray:
+        """Return the array with two dimensions exchanged; see `transpose`.
+
+        Raises:
+            TypeError: an axis is not an int.
+            ValueError: an axis is out of range.
+        """
+        function = f"{_NAME}.swapaxes"
+        first, second = (
+            checks.check_axis(function, axis, self.ndim, name) for name, axis in (("axis1", axis1), ("axis2", axis2))
+        )
+        order = list(range(self.ndim))
+        order[first], order[second] = second, first
+        return self.transpose(*order)
 
     @property
     def T(self) -> QuantizedArray:  # noqa: N802 numpy's name
@@ -372,8 +417,19 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
     """Check that q is a QuantizedArray whose parts are arrays that fit each other; return it with JAX arrays.
 
     The elements of the scale are checked if they are known. Those on an accelerator count as known only if `is_awaited`
-    is True, because reading them means to wait for it.
+    is True, because reading them means to wait for it. The result has the stored order of its codes in memory, also
+    where it comes from a transpose that nothing has needed yet.
     """
+    q = check_lazy(function, argument, q, is_awaited=is_awaited)
+    if not q._is_lazy:
+        return q
+    q = q._with_stored(q._stored, q._order)
+    object.__setattr__(q, "_is_checked", True)
+    return q
+
+
+def check_lazy(function: str, argument: str, q: Any, *, is_awaited: bool = False) -> QuantizedArray:
+    """Return what `check_array` returns, but with a transpose that nothing has needed yet still as such."""
     if not isinstance(q, QuantizedArray):
         q = entry_point.unwrap_array(q)  # a flax.nnx.Param, for example
         if not isinstance(q, QuantizedArray):
@@ -385,14 +441,15 @@ def check_array(function: str, argument: str, q: Any, *, is_awaited: bool = Fals
     checked = parts.check_parts(function, argument, children, static, is_awaited=is_awaited)
     # In the usual case nothing was converted: return the same object.
     if checked[0] is not children[0] or checked[1] is not children[1] or checked[2] is not children[2]:
-        q = QuantizedArray.tree_unflatten(static, checked)
+        is_lazy, q = q._is_lazy, QuantizedArray.tree_unflatten(static, checked)
+        object.__setattr__(q, "_is_lazy", is_lazy)
     object.__setattr__(q, "_is_checked", True)
     return q
 
 
 def dequantize_checked(q: QuantizedArray, for_contraction: bool = False) -> jax.Array:
     """Return the floats that q represents; q has been checked. `for_contraction` is that of `dequantize_affine`."""
-    children, (dtype, block_size, codebook, order) = q.tree_flatten()
     return parts.dequantize_parts(
-        *children, dtype=dtype, block_size=block_size, codebook=codebook, order=order, for_contraction=for_contraction
-    )
+        q._stored, q.scale, q.zero_point, dtype=q.dtype, block_size=q.block_size, codebook=q.codebook, order=q._order,
+        for_contraction=for_contraction,
+    )  # fmt: skip

@@ -21,6 +21,10 @@ _UNARY = {
     "neg": "-{}", "pos": "+{}", "invert": "~{}", "abs": "abs({})", "round": "round({})",
     "float": "float({})", "int": "int({})", "complex": "complex({})",
 }  # fmt: skip
+# A function that looks rows up by `jq.take` runs on float tables, too, which have no `dequantize`.
+_LOOKUPS: dict[str, str] = dict.fromkeys(
+    ("+", "-", "*", "/"), " (jq.take(q, indices) looks up floats, in place of q[indices])"
+)
 # One line, because JAX inserts the repr of the type into a sentence.
 _ADVICE = (
     "jq.matmul, jq.dot_general and jq.einsum contract it, jq.take and jq.concatenate take it, "
@@ -100,7 +104,7 @@ def _make_binary(method: str, symbol: str) -> Callable[[Any, Any], Any]:
         # Show how both operands become floats.
         right = "p.dequantize()" if isinstance(other, RefusedOperators) else "x"
         got = _write_expression(symbol, repr(self), _name_type(other))
-        return _refuse(method, _write_expression(symbol, "q.dequantize()", right), got)
+        return _refuse(method, f"{_write_expression(symbol, 'q.dequantize()', right)}{_LOOKUPS.get(symbol, '')}", got)
 
     return refuse
 
@@ -111,7 +115,7 @@ def _make_reflected(method: str, symbol: str) -> Callable[[Any, Any], Any]:
     def refuse(self: Any, other: Any) -> Any:
         return _refuse(
             method,
-            _write_expression(symbol, "x", "q.dequantize()"),
+            f"{_write_expression(symbol, 'x', 'q.dequantize()')}{_LOOKUPS.get(symbol, '')}",
             _write_expression(symbol, _name_type(other), repr(self)),
         )
 

@@ -109,7 +109,7 @@ def reshape(q: Any, shape: int | Sequence[int]) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.reshape(q.values, shape))
-    return quantized_array.check_array("reshape", "q", q).reshape(shape)
+    return quantized_array.check_lazy("reshape", "q", q).reshape(shape)
 
 
 def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
@@ -135,7 +135,7 @@ def transpose(q: Any, axes: Sequence[int] | None = None) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.transpose(q.values, axes))
-    return quantized_array.check_array("transpose", "q", q).transpose(axes)
+    return quantized_array.check_lazy("transpose", "q", q).transpose(axes)
 
 
 def pad(q: Any, pad_width: Any) -> Any:
@@ -163,7 +163,7 @@ def pad(q: Any, pad_width: Any) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jnp.pad(q.values, pad_width))
-    q = quantized_array.check_array("pad", "q", q)
+    q = quantized_array.check_lazy("pad", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     checks.require_type(is_integer, "pad", "q", "codes of an integer dtype", q.codebook or q.codes.dtype)
     widths = _read_widths(checks.check_integers("pad", "pad_width", pad_width), q.ndim)

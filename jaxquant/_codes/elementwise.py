@@ -89,7 +89,7 @@ def _combine(function: str, a: Any, b: Any, output: Any) -> Any:
     """Check the arguments of an operation on two arrays, and return its result."""
     if has_fake(a, b):
         return train_codes(functools.partial(_combine, function), _FLOATS[function], (a, b), output)
-    a, b = (quantized_array.check_array(function, name, q) for name, q in (("a", a), ("b", b)))
+    a, b = (quantized_array.check_lazy(function, name, q) for name, q in (("a", a), ("b", b)))
     left, right = (read_affine(function, name, q) for name, q in (("a", a), ("b", b)))
     result = read_output(function, output)
     for argument, affine in (("b", right), ("output", result)):
@@ -130,7 +130,7 @@ def relu(q: Any) -> Any:
     """
     if isinstance(q, FakeQuantizedArray):
         return q.replace_values(jax.nn.relu(q.values))
-    q = quantized_array.check_array("relu", "q", q)
+    q = quantized_array.check_lazy("relu", "q", q)
     is_integer = q.codebook is None and q.codes.dtype in dtypes.INTEGERS
     expected = "codes of an integer dtype, or q.dequantize()"
     checks.require_type(is_integer, "relu", "q", expected, q.codebook or q.codes.dtype)

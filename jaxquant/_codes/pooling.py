@@ -64,7 +64,7 @@ def max_pool(
     if isinstance(q, FakeQuantizedArray):
         windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
         return q.replace_values(find_maxima(q.values, windows=windows))
-    q = quantized_array.check_array("max_pool", "q", q)
+    q = quantized_array.check_lazy("max_pool", "q", q)
     affine = read_affine("max_pool", "q", q)
     windows = _read_windows("max_pool", q, window_shape, strides, padding, channels_last)
     return make_array(find_maxima(q.codes, windows=windows), affine, q.dtype)
@@ -184,7 +184,7 @@ def mean(
 
 def read_operand(function: str, q: Any, output: Any) -> tuple[QuantizedArray, Affine, Affine]:
     """Return an operand, its scale and zero point, and those of the result, after checking them."""
-    q = quantized_array.check_array(function, "q", q)
+    q = quantized_array.check_lazy(function, "q", q)
     affine, result = read_affine(function, "q", q), read_output(function, output)
     expected = f"codes of {affine.dtype}, as q has"
     checks.require_type(affine.dtype == result.dtype, function, "output", expected, result.dtype)

@@ -62,7 +62,7 @@ def to_arrays(tree: Any) -> Any:
             return store_text(leaf)
         if not isinstance(leaf, QuantizedArray):
             return leaf
-        q = quantized_array.check_array("checkpoint.to_arrays", "tree", leaf)
+        q = quantized_array.check_lazy("checkpoint.to_arrays", "tree", leaf)
         return {**{name: store_part(part) for name, part in list_parts(q).items()}, KEY: write_description(q)}
 
     return jax.tree.map(store_leaf, tree, is_leaf=is_stored_apart)

@@ -13,7 +13,7 @@ from jax import lax
 
 from .._arrays import indexing
 from .._arrays.concatenate import cut_for_join
-from .._arrays.quantized_array import QuantizedArray, check_array, dequantize_checked
+from .._arrays.quantized_array import QuantizedArray, check_lazy, dequantize_checked
 from .._arrays.scale_from_range import find_shapes
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes, granularity, sharding
@@ -318,7 +318,7 @@ def _check_permutation(function: str, perm: Any, size: int) -> tuple[tuple[int, 
 def _read_leaf(function: str, leaf: Any, spec: QuantSpec | None) -> Any:
     """Return a leaf as a checked QuantizedArray or as a JAX array; raise if it holds floats and there is no spec."""
     if _messages.is_quantized(leaf):
-        return check_array(function, "x", leaf)
+        return check_lazy(function, "x", leaf)
     leaf = jnp.asarray(leaf) if isinstance(leaf, bool | int | float | np.ndarray | np.generic) else leaf
     checks.require_type(isinstance(leaf, jax.Array), function, "x", "arrays", checks.describe_value(leaf))
     if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in dtypes.SMALL_FLOATS:

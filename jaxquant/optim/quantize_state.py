@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from .._arrays.codebook import Codebook
-from .._arrays.quantized_array import QuantizedArray, check_array
+from .._arrays.quantized_array import QuantizedArray, check_lazy
 from .._arrays.spec import QuantSpec
 from .._core import checks, dtypes
 from . import blocks, ordering, roles
@@ -212,7 +212,7 @@ def _flatten_state(state: Any) -> tuple[list[Any], Any]:
     checks.require_type(is_state, f"{_NAME}.update", "state", expected, type(state).__name__)
     leaves, structure = jax.tree.flatten(state.inner, is_leaf=_is_quantized)
     try:
-        return [check_array(f"{_NAME}.update", "state", x) if _is_quantized(x) else x for x in leaves], structure
+        return [check_lazy(f"{_NAME}.update", "state", x) if _is_quantized(x) else x for x in leaves], structure
     except checks.ContractValueError as error:
         # Inside jax.shard_map a device may have got a part of a block.
         hint = "a device needs whole blocks: see jaxquant.distributed.find_shardings(whole_blocks=True)"

@@ -29,7 +29,8 @@ class Row(NamedTuple):
         form: "integer" (codes times codes), "weight-only" (floats times codes), "lookup" (entries of codes) or "float".
         weight: the spec of its parameter, or None.
         activations: the specs of its activations; empty if they stay in floats.
-        reason: why it stays in floats, or "".
+        reason: why it stays in floats; or why its weight is not that of its rule: the parameter has another use, for
+            which a rule names a finer one; or "".
         where: its file, line and function.
         scope: the name scopes around it.
         is_wanted: whether a rule asked for codes.

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._arrays.spec import QuantSpec
-from .._core import checks
+from .._core import checks, dtypes
 from .._core.granularity import Blocked, PerAxis, PerTensor
 from ..calibration.factory import Factory
+from ..integer._operands import DTYPES as INTEGER_DTYPES
 from ._programs import jaxpr, views
 from ._programs.analysis import UNUSED, Analysis
 from ._programs.sites import Address, Site, find_contracted
@@ -44,7 +45,7 @@ class SitePlan(NamedTuple):
         activations: how its activations are quantized; empty if they stay in floats.
         record: the name of its static range.
         layers: the addresses of the scans of which each iteration has a static range of its own.
-        reason: why it stays in floats, or "".
+        reason: why it stays in floats, or why its weight is not that of its rule, or "".
         is_wanted: whether a rule asked for codes.
         output: how its result is quantized, if a rule asks for it and nothing that follows it prevents it.
     """
@@ -67,12 +68,16 @@ class LeafPlan(NamedTuple):
         stored_last: the axes that the codes hold last in memory.
         shape: the shape of the parameter.
         fold: how the parameter is multiplied before it is quantized, or None.
+        weight: the Weight of the rule that the spec comes from.
+        conflict: the Weights that the rules of its uses name, as text, if they differ; or "".
     """
 
     spec: QuantSpec
     stored_last: tuple[int, ...]
     shape: tuple[int, ...]
     fold: Fold | None = None
+    weight: Weight | None = None
+    conflict: str = ""
 
     def multiply(self, w: Any, arrays: Sequence[Any]) -> Any:
         """Return the parameter as it is quantized: multiplied by what follows its contraction, if anything does."""
@@ -112,7 +117,7 @@ def make_plan(analysis: Analysis, rules: Sequence[Rule], names: Sequence[str], s
         shapes: the shape of each parameter.
 
     Raises:
-        ContractValueError: two rules give one parameter different specs.
+        ContractValueError: two rules give one parameter different Weights, none of which all of its uses can take.
     """
     chosen: dict[str, Rule | None] = {}
     for site in analysis.sites.values():
@@ -137,29 +142,88 @@ def _plan_leaves(
     sites: Sequence[Site], chosen: dict[str, Rule | None], names: Sequence[str], shapes: Sequence[Any]
 ) -> dict[int, LeafPlan]:
     """Return how each parameter is quantized, so that all of its uses can contract it."""
-    weights: dict[int, tuple[Weight, str]] = {}
+    uses: dict[int, list[Site]] = {}
     contracted: dict[int, set[int]] = {}
     orders: dict[int, list[tuple[int, ...]]] = {}
-    # A table that is also contracted has the codes of its contractions: lookups read any.
+    # Of equal Weights that of a contraction comes first.
     for site in sorted(sites, key=lambda site: site.operation == "take"):
         rule = chosen[site.name]
         assert rule is not None
         for view in site.views:
-            assert rule.weight is not None
-            weight, first = weights.setdefault(view.leaf, (rule.weight, site.name))
-            if weight != rule.weight and site.operation != "take":
-                expected = f"one Weight for all uses of {names[view.leaf]}: {weight} for {first}"
-                checks.require(False, _NAME, "rules", expected, f"{rule.weight} for {site.name}")
+            uses.setdefault(view.leaf, []).append(site)
             # The union over all uses, because a scale that varies along a summed axis cannot be taken out of the sum.
             contracted.setdefault(view.leaf, set()).update(view.list_axes(site.contracted))
             orders.setdefault(view.leaf, []).append(_find_stored_axes(site, view, rule))
     plans = {}
-    for leaf, (weight, _) in weights.items():
+    for leaf, places in uses.items():
+        rules = [chosen[site.name] for site in places]
+        pairs = [(site, rule) for site, rule in zip(places, rules, strict=True) if rule is not None]
+        weight, conflict = _choose_weight(pairs, names[leaf], contracted[leaf], shapes[leaf])
         spec = _make_weight_spec(weight, contracted[leaf], shapes[leaf])
         (order, *others) = set(orders[leaf])
         # Uses that read different axes fastest leave the codes in the order of the parameter.
-        plans[leaf] = LeafPlan(spec, () if others else order, tuple(shapes[leaf]))
+        stored_last = () if others else order
+        plans[leaf] = LeafPlan(spec, stored_last, tuple(shapes[leaf]), weight=weight, conflict=conflict)
     return plans
+
+
+def _choose_weight(
+    uses: Sequence[tuple[Site, Rule]], name: str, contracted: set[int], shape: Sequence[int]
+) -> tuple[Weight, str]:
+    """Return the finest of the Weights of a parameter's uses, and what they are, as text, if they differ.
+
+    A Weight is finer if its codes have more bits, or as many bits and more scales.
+    """
+    named: dict[QuantSpec, tuple[Weight, str]] = {}
+    for site, rule in uses:
+        assert rule.weight is not None
+        named.setdefault(_make_weight_spec(rule.weight, contracted, shape), (rule.weight, site.name))
+    if len(named) == 1:
+        return next(iter(named.values()))[0], ""
+    text = "; ".join(f"{_describe_weight(weight)} for {site}" for weight, site in named.values())
+    usable = {
+        spec: weight
+        for spec, (weight, _) in named.items()
+        if all(_takes_weight(site, rule, weight) for site, rule in uses)
+    }
+    expected = f"one Weight for all uses of {name}, or one that each of them can take"
+    checks.require(bool(usable), _NAME, "rules", expected, text)
+    finest = usable[max(usable, key=lambda spec: (dtypes.find_width(spec.carrier), _count_scales(spec, shape)))]
+    which = "the finest that rules name" if len(usable) == len(named) else "the finest that all of them can take"
+    return finest, f"all uses of {name} have {_describe_weight(finest)}, {which} ({text})"
+
+
+def _takes_weight(site: Site, rule: Rule, weight: Weight) -> bool:
+    """Return whether a use can take a Weight that the rule of another use names."""
+    if weight == rule.weight or site.operation == "take":
+        return True
+    is_integer = rule.activation is not None
+    if is_integer and QuantSpec(weight.dtype).dtype not in INTEGER_DTYPES:
+        return False
+    # Convolutions have no form for blocks; a result in codes has one scale.
+    return weight.block is None or (site.operation == "dot_general" and rule.output is None)
+
+
+def _count_scales(spec: QuantSpec, shape: Sequence[int]) -> int:
+    """Return how many scales an array of a shape has."""
+    granularity = spec.granularity
+    if isinstance(granularity, PerAxis):
+        kept = granularity.axis if isinstance(granularity.axis, tuple) else (granularity.axis,)
+        return math.prod(shape[axis] for axis in kept)
+    if isinstance(granularity, Blocked):
+        axis, size = granularity.axis, granularity.size
+        return math.prod(-(-n // size) if place == axis else n for place, n in enumerate(shape))
+    return 1
+
+
+def _describe_weight(weight: Weight) -> str:
+    """Return a Weight as text, without what is the default."""
+    text = f"{QuantSpec(weight.dtype).dtype}"
+    if weight.per == "tensor":
+        text += " with one scale"
+    elif weight.block is not None:
+        text += f" in blocks of {weight.block}"
+    return f"{text}, {', '.join(f'{key}={value}' for key, value in weight.options)}" if weight.options else text
 
 
 def _find_stored_axes(site: Site, view: views.View, rule: Rule) -> tuple[int, ...]:
@@ -233,7 +297,8 @@ def _plan_site(
     output = None
     if rule.output is not None and rule.output.range is not None and site.operation != "take":
         output = OutputPlan(rule.output.make_spec(), rule.output.range)
-    return SitePlan(True, weight, tuple(activations), record, layers, "", True, output)
+    conflicts = dict.fromkeys(leaves[view.leaf].conflict for view in site.views if leaves[view.leaf].conflict)
+    return SitePlan(True, weight, tuple(activations), record, layers, "; ".join(conflicts), True, output)
 
 
 def plan_regions(

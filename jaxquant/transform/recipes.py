@@ -17,7 +17,8 @@ def weight_only_int8() -> tuple[Rule, ...]:
 def weight_only_int4(block: int = 32) -> tuple[Rule, ...]:
     """Return rules for int4 weights with a scale for each block of inputs, and activations in floats.
 
-    Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small.
+    Convolutions and lookups have int8 weights: their inputs are too few for blocks, and their weights are small. So
+    have tables that are looked up and also multiply the output.
 
     Args:
         block: the number of inputs that share a scale.
@@ -63,7 +64,10 @@ def w8a8_static(calibrator: Factory = minmax, *, reduce_range: bool = False) -> 
 
 
 def w4a8() -> tuple[Rule, ...]:
-    """Return rules for int4 weights, one scale for each output feature, and uint8 activations with dynamic ranges."""
+    """Return rules for int4 weights, one scale for each output feature, and uint8 activations with dynamic ranges.
+
+    Lookups have int8 tables, also if a table multiplies the output, too.
+    """
     return (
         Rule(operation="conv_general_dilated", weight=Weight("int4"), activation=Activation("uint8", per="image")),
         Rule(operation="take", weight=Weight("int8")),

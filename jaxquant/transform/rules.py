@@ -126,14 +126,16 @@ class Rule:
             A contraction of activations has no parameter, and its name is matched instead.
         operation: "dot_general", "conv_general_dilated" or "take". None matches each.
         where: a function from a `SiteView` to a bool. None matches each.
-        weight: how parameters are quantized. None leaves them in floats.
+        weight: how parameters are quantized. None leaves them in floats. A parameter whose uses have rules with
+            different Weights gets the finest: the one with more bits, or as many bits and more scales.
         activation: how activations are quantized. None leaves them in floats (weight-only).
         operands: "weight" to match contractions of activations with parameters, and lookups of parameters;
             "activations" to match contractions of two activations, both of which are then quantized.
         shared: whether all uses of a parameter share one static range. It is needed if the number of uses differs
             between calls, as in a Python loop over time. Each layer of a scan over stacked layers has a range of its
             own, unless another use of the parameter is outside of such a scan.
-        keep: "float" leaves the contractions that match in floats.
+        keep: "float" leaves the contractions that match in floats. If another use of a parameter is quantized, they
+            have the values of its codes.
         output: how results are quantized: an `Activation` of int8 or uint8 with a static range, for one scale. None
             leaves them in floats. With it, what follows a contraction of activations with weights runs on codes up to
             the next contraction, where the program allows it; the coverage says where and why it does not.

@@ -43,16 +43,17 @@ def check_refusal(call: Callable[[], Any], expected: str, actual: str) -> None:
 @pytest.mark.parametrize("symbol", [*BINARY, *COMPARISONS])
 def test_binary_operators(symbol: str) -> None:
     ask = {**BINARY, **COMPARISONS}[symbol]
+    lookup = " (jq.take(q, indices) looks up floats, in place of q[indices])" if symbol in ("+", "-", "*", "/") else ""
     for other, actual in ((1, "1"), (2.5, "2.5"), (X, "ArrayImpl"), ([1], "list"), (Q, repr(Q))):
         right = "p.dequantize()" if other is Q else "x"
-        check_refusal(P(ask, Q, other), f"q.dequantize() {symbol} {right}", f"{Q!r} {symbol} {actual}")
+        check_refusal(P(ask, Q, other), f"q.dequantize() {symbol} {right}{lookup}", f"{Q!r} {symbol} {actual}")
     with pytest.raises(TypeError, match=r"QuantizedArray.*expected q\.dequantize\(\)"):
         ask(np.ones((4, 4), np.float32), Q)
     with pytest.raises(TypeError, match=r"QuantizedArray.*expected q\.dequantize\(\)"):
         jax.eval_shape(lambda q, x: ask(q, x), Q, X)
     if symbol in BINARY:
         for other, actual in ((1, "1"), (X, "ArrayImpl")):
-            check_refusal(P(ask, other, Q), f"x {symbol} q.dequantize()", f"{actual} {symbol} {Q!r}")
+            check_refusal(P(ask, other, Q), f"x {symbol} q.dequantize(){lookup}", f"{actual} {symbol} {Q!r}")
         with pytest.raises(TypeError, match=r"QuantizedArray.*expected x .* q\.dequantize\(\)"):
             jax.eval_shape(lambda q, x: ask(x, q), Q, X)
 

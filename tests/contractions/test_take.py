@@ -139,14 +139,82 @@ def test_sharded(kind: AxisType, rng: np.random.Generator) -> None:
         same_bits(jax.jit(jq.take)(placed, indices), want)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_floats_are_taken_as_by_jax(dtype: Any, rng: np.random.Generator) -> None:
+    """The same arguments give the entries of a float table, with the same modes."""
+    table = jnp.asarray(rng.normal(size=(5, 6)), dtype)
+    for axis, mode, shape in ((0, None, (2, 3)), (-1, "clip", (7,)), (1, "wrap", ()), (-2, "fill", (1, 4))):
+        length = table.shape[axis]
+        indices = rng.integers(-2 * length, 2 * length, shape).astype(np.int32)
+        want = take_rows(np.asarray(table), indices, axis, mode)
+        same_bits(jq.take(table, indices, axis, mode=mode), want)
+        same_bits(jnp.take(table, indices, axis, mode=mode), want)
+        same_bits(jax.jit(lambda t, i, axis=axis, mode=mode: jq.take(t, i, axis, mode=mode))(table, indices), want)
+    same_bits(jq.take(table, 3), np.asarray(table)[3])
+    same_bits(
+        jax.vmap(jq.take, (0, None))(table, jnp.array([1, 9])), take_rows(np.asarray(table), np.array([1, 9]), 1, None)
+    )
+    gradient = jax.grad(lambda t: jq.take(t, jnp.array([1, 1, -1, 9]))[:3].astype(jnp.float32).sum())(table)
+    same_bits(gradient, np.outer([0, 2, 0, 0, 1], np.ones(6)).astype(dtype))
+
+
+def test_floats_on_an_explicit_mesh(rng: np.random.Generator) -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    table = rng.normal(size=(8, 4)).astype(np.float32)
+    indices = np.array([7, 0, 9, -1], np.int32)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(table, NamedSharding(mesh, PartitionSpec("d", None)))
+        with pytest.raises(
+            ValueError, match=r"jaxquant\.take: out_sharding: expected a NamedSharding or PartitionSpec"
+        ):
+            jq.take(rows, jnp.asarray(indices))
+        for place in (PartitionSpec("d", None), PartitionSpec(None, None)):
+            taken = jax.jit(lambda t, i, place=place: jq.take(t, i, out_sharding=place))(rows, jnp.asarray(indices))
+            assert jax.typeof(taken).sharding.spec == place
+            same_bits(taken, take_rows(table, indices, 0, None))
+
+
+def test_a_plain_network_runs_on_floats_and_on_codes(rng: np.random.Generator) -> None:
+    """A lookup that is scaled, a layer and a tied head: one function, a tree of floats and a tree of codes."""
+
+    def network(params: Any, tokens: jax.Array) -> jax.Array:
+        x = jq.take(params["table"], tokens) * 8.0
+        x = x + jax.nn.relu(x @ params["up"]) @ params["down"]
+        return x @ params["table"].T
+
+    shapes = {"table": (32, 16), "up": (16, 24), "down": (24, 16)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32) for name, shape in shapes.items()}
+    tokens = jnp.array([[3, 31, 0]])
+    specs = {name: jq.QuantSpec(jnp.int8, jq.PerAxis(0 if name == "table" else 1)) for name in params}
+    quantized = {name: jq.quantize(w, specs[name]) for name, w in params.items()}
+    for tree in (params, quantized):
+        table, up, down = (
+            np.asarray(w if isinstance(w, jax.Array) else dequantized(w), np.float64)
+            for w in (tree[name] for name in shapes)
+        )
+        x = table[np.asarray(tokens)] * 8.0
+        want = (x + np.maximum(x @ up, 0) @ down) @ table.T
+        for run in (network, jax.jit(network), lambda p, t: jax.vmap(network, (None, 0))(p, t)):
+            np.testing.assert_allclose(run(tree, tokens), want, 1e-4, 1e-3)
+    # The float function is also one that `prepare` converts: the lookup is one.
+    rows = jq.prepare(network, params, tokens, rules=jq.recipes.weight_only_int8(), strict=True).coverage.rows
+    assert [row.form for row in rows] == ["lookup", "weight-only", "weight-only", "weight-only"]
+
+
+def test_arithmetic_on_a_lookup_names_take() -> None:
+    for compute in (lambda x: x * 8.0, lambda x: 8.0 * x, lambda x: x + x):
+        with pytest.raises(TypeError, match=r"jq\.take\(q, indices\) looks up floats, in place of q\[indices\]"):
+            compute(Q[ONE])
+
+
 Q = jq.quantize(np.ones((3, 4), np.float32), jq.QuantSpec(jnp.int8))
 ONE = np.zeros(1, np.int32)
 take: Any = jq.take  # what it refuses is what its types refuse
 REFUSALS = [
     (
-        functools.partial(take, np.ones((3, 4)), ONE),
+        functools.partial(take, np.ones((3, 4), np.int32), ONE),
         TypeError,
-        "q: expected a QuantizedArray, got an array of float64",
+        "q: expected dtype float32, float16 or bfloat16, got int32",
     ),
     (
         functools.partial(take, Q, np.zeros(1, np.float32)),

@@ -226,7 +226,7 @@ SIGNATURES = {
     "checkpoint.to_arrays": "tree",
     "checkpoint.from_arrays": "tree",
     "checkpoint.save_safetensors": "path tree",
-    "checkpoint.load_safetensors": "path",
+    "checkpoint.load_safetensors": "path like",
     "checkpoint.save_orbax": "path tree",
     "checkpoint.load_orbax": "path like",
     "distributed.all_gather": "x axis_name spec axis tiled backward_spec",

@@ -84,20 +84,6 @@ def test_dtypes_of_parameters_that_cannot_be_quantized_are_named() -> None:
         jq.prepare(lambda p, x: x @ p["w"], {"w": np.ones((4, 3))}, X, rules=RULES)
 
 
-def test_conflicting_rules_are_refused() -> None:
-    rules = [
-        jq.Rule(where=lambda site: site.name == "w", weight=jq.Weight("int4"), activation=jq.Activation("int8")),
-        jq.Rule(weight=jq.Weight("int8"), activation=jq.Activation("int8")),
-    ]
-
-    def again(params: Any, x: jax.Array) -> jax.Array:
-        return (x @ params["w"]) * ((x + 1) @ params["w"])
-
-    expected = r"prepare: rules: expected one Weight for all uses of w: .*int4.* for w, got .*int8.* for w#1"
-    with pytest.raises(ValueError, match=expected):
-        jq.prepare(again, PARAMS, X, rules=rules)
-
-
 PREPARED: Any = jq.prepare(apply, PARAMS, X, rules=RULES)
 RANGES = PREPARED.calibrate(PARAMS, [X])
 CONVERTED = PREPARED.convert(PARAMS)

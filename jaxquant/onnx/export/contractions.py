@@ -77,7 +77,7 @@ def _arrange(graph: Graph, side: Matrix, groups: Sequence[Sequence[int]]) -> str
     is_merged = len(first) != 1 or len(second) != 1
     if side.value.is_known:  # the weights are stored as the product reads them
         array = np.broadcast_to(np.asarray(side.value.array), side.shape).transpose(order)
-        return graph.store(values.make_known(np.ascontiguousarray(array.reshape(shape)), side.value.hint))
+        return graph.store(values.make_known(array.reshape(shape), side.value.hint))
     name = graph.transpose(graph.store_full(side.value, side.shape), order)
     return graph.reshape(name, shape) if is_merged else name
 

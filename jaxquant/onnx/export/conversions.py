@@ -44,6 +44,19 @@ def write_cast(graph: Graph, call: Call) -> Value:
     return convert(graph, x, call.parameters["new_dtype"])
 
 
+@writes("bitcast_convert_type")
+def write_bitcast(graph: Graph, call: Call) -> Value:
+    """Write a reinterpretation of integers of one width as signed or unsigned ones: Cast keeps their bits."""
+    (x,), dtype = call.inputs, np.dtype(call.parameters["new_dtype"])
+    old = np.dtype(call.parameters["input_dtypes"][0])
+    is_integer = all(d.kind in "iu" or d in dtypes.INTEGERS for d in (old, dtype))
+    if not is_integer or dtypes.count_bits(old) != dtypes.count_bits(dtype):
+        raise UnsupportedError(f"the bits of {old} as {dtype}")
+    x = graph.fill(x, x.shape) if x.is_known else x
+    # Codes of 2 and 4 bits are held in 8, of which `wrap` keeps the low bits.
+    return wrap(graph, x, dtype)
+
+
 @writes_mark("encode_small_float")
 def write_small_float(graph: Graph, call: Call) -> Value:
     """Write a conversion of float32 to a float of 8 bits."""

@@ -168,7 +168,8 @@ def cast_value(graph: Graph, x: Value, dtype: Any) -> Value:
     """Return a value in another dtype, whose numbers the dtype must hold."""
     target, container = values.find_container(dtype), values.find_container(x.dtype)
     if x.is_known:
-        return values.make_known(np.asarray(x.array).astype(target), x.hint)
+        array = graph.hold(x.array) if target == container else np.asarray(x.array)
+        return values.make_known(array.astype(target, copy=False), x.hint)
     if target == container:
         return x._replace(dtype=target)
     graph.note_dtype(x.name, container)

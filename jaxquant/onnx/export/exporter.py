@@ -99,6 +99,7 @@ class Exporter:
             if name not in PRIMITIVES:
                 raise UnsupportedError("no operator of ONNX")
             parameters = {**equation.params, "input_shapes": [aval.shape for aval in avals]}
+            parameters["input_dtypes"] = [aval.dtype for aval in avals]
             results = PRIMITIVES[name](self.graph, Call(name, operands, parameters, specs))
             results = [results] if isinstance(results, Value) else results
             pairs = zip(results, specs, strict=True)

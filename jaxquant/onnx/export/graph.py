@@ -58,6 +58,8 @@ class Graph:
         self._scalars: dict[str, str] = {}
         self._names: dict[str, int] = {}
         self._shared: dict[Any, str] = {}
+        self._sources: dict[str, np.ndarray] = {}
+        self._held: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._outer: list[list[NodeProto]] = []
 
     # Names, constants and nodes.
@@ -83,37 +85,46 @@ class Graph:
         self.nodes.append(helper.make_node(operator, list(inputs), names, name=name, domain=domain, **present))
         return names if outputs > 1 else names[0]
 
-    def add_constant(self, array: Any, hint: str | None = None) -> str:
-        """Return the name of an initializer."""
+    def hold(self, array: Any) -> np.ndarray:
+        """Return a known array in its container: codes of 2 and 4 bits as integers of 8, once for all of its uses."""
         array = np.asarray(array)
-        key = None
-        if array.nbytes <= _SHARED:
-            # Parameters that are equal now need not be so after training, so each with a name has a tensor of its own.
-            key = (array.dtype, array.shape, array.tobytes(), hint)
-            if key in self._shared:
-                return self._shared[key]
+        container = values.find_container(array.dtype)
+        if array.dtype == container:
+            return array
+        key = (*_find_place(array), array.dtype)
+        if key not in self._held:
+            self._held[key] = array, array.astype(container)  # the array, so that its memory is not used again
+        return self._held[key][1]
+
+    def add_constant(self, array: Any, hint: str | None = None) -> str:
+        """Return the name of an initializer. Views of the same memory share one, as the uses of a tied table do."""
+        array = np.asarray(array)
+        # Parameters that are equal now need not be so after training, so large ones are shared if they are the same
+        # memory, and each small one with a name has a tensor of its own.
+        content = array.tobytes() if array.nbytes <= _SHARED else _find_place(array)
+        key = (array.dtype, array.shape, content, hint)
+        if key in self._shared:
+            return self._shared[key]
         name = self.make_name(hint or "constant")
         self.arrays[name] = array
+        self._sources[name] = array  # also if it is dropped, so that its memory is not used again
         if hint is None and array.size == 1 and array.dtype.kind not in "iub":
             self.formulas.append(name)
-        if key is not None:
-            self._shared[key] = name
+        self._shared[key] = name
         return name
 
     def store(self, value: Value) -> str:
         """Return the name of a value's tensor, which may have dimensions of 1 in place of longer ones."""
         if value.name is not None:
             return value.name
-        array = np.asarray(value.array)
-        return self.add_constant(values.shrink_array(array).astype(values.find_container(array.dtype)), value.hint)
+        return self.add_constant(values.shrink_array(self.hold(value.array)), value.hint)
 
     def store_full(self, value: Value, shape: Shape) -> str:
         """Return the name of a tensor of a value that has all of its elements, in the given shape."""
         if value.is_known:
             array = np.asarray(value.array)
             if values.is_static(shape):
-                array = np.broadcast_to(array, shape).astype(values.find_container(array.dtype))
-                return self.add_constant(array, value.hint)
+                return self.add_constant(np.broadcast_to(self.hold(array), shape), value.hint)
             return self._expand(value, shape)
         if tuple(value.shape) == tuple(shape):
             assert value.name is not None
@@ -320,9 +331,41 @@ class Graph:
         self.nodes, needed = select_needed(self.nodes, outputs)
         self.arrays = {name: array for name, array in self.arrays.items() if name in needed}
 
+    def share_transposes(self) -> None:
+        """Keep one of the initializers that are transposes of each other, and compute the others from it.
+
+        They are the uses of one array, such as a table that is looked up by rows and contracted with its rows. ONNX
+        Runtime computes such a Transpose once, when a session is created.
+        """
+        groups: dict[Any, list[str]] = {}
+        for name, array in self.arrays.items():
+            axes = sorted(zip(array.shape, array.strides, strict=True))
+            # Small ones cost more nodes than bytes, and axes that cannot be told apart have no permutation.
+            if array.nbytes > _SHARED and len(set(axes)) == len(axes):
+                groups.setdefault((_find_place(array)[0], array.dtype, tuple(axes)), []).append(name)
+        for names in groups.values():
+            # The one in the order of the memory, in which the parameter itself is, gets the name of the parameter,
+            # which the first has.
+            first, *others = names
+            straight = min(names, key=lambda name: [-stride for stride in self.arrays[name].strides])
+            if straight != first:
+                rename_tensors(self.nodes, {first: straight, straight: first})
+                self.arrays[first], self.arrays[straight] = self.arrays[straight], self.arrays[first]
+            places = list(zip(self.arrays[first].shape, self.arrays[first].strides, strict=True))
+            for name in others:
+                array = self.arrays.pop(name)
+                permutation = [places.index(axis) for axis in zip(array.shape, array.strides, strict=True)]
+                label = self.make_name(f"{name}.Transpose")
+                self.nodes.insert(0, helper.make_node("Transpose", [first], [name], name=label, perm=permutation))
+
     def make_initializers(self) -> list[TensorProto]:
         """Return the initializers of the model."""
         return [make_tensor(name, array) for name, array in self.arrays.items()]
+
+
+def _find_place(array: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return where the elements of an array are in memory: the address of the first, the shape and the strides."""
+    return array.__array_interface__["data"][0], array.shape, array.strides
 
 
 def select_needed(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> tuple[list[NodeProto], set[str]]:
@@ -333,6 +376,18 @@ def select_needed(nodes: Sequence[NodeProto], outputs: Sequence[str]) -> tuple[l
             kept.append(node)
             needed.update(list_reads(node))
     return kept[::-1], needed
+
+
+def rename_tensors(nodes: Sequence[Any], names: dict[str, str]) -> None:
+    """Rename tensors in nodes, and in the bodies of loops."""
+    for node in nodes if names else ():
+        for field in (node.input, node.output):
+            for i, entry in enumerate(field):
+                if entry in names:
+                    field[i] = names[entry]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                rename_tensors(attribute.g.node, names)
 
 
 def list_reads(node: NodeProto) -> list[str]:

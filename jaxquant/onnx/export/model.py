@@ -24,7 +24,7 @@ from ..load import LoadedFunction
 from ..load.function import FLOATS, FORMULAS
 from . import program, values
 from .exporter import SCAN_CHOICES, Exporter
-from .graph import MICROSOFT, Graph
+from .graph import MICROSOFT, Graph, rename_tensors
 from .merge_nodes import merge_nodes
 from .values import Value
 
@@ -241,6 +241,7 @@ def _make_model(
     _rename_outputs(graph, outputs, output_names)
     merge_nodes(graph, output_names)
     graph.drop_unused(output_names)
+    graph.share_transposes()
     points = [_keep_point(graph.nodes, point) for point in graph.points]
     input_infos = [values.describe(x, spec.shape, spec.dtype) for x, spec in zip(graph.inputs, specs, strict=True)]
     output_infos = [values.describe(x, *kind) for x, (_, kind) in zip(output_names, outputs, strict=True)]
@@ -318,18 +319,6 @@ def _find_output_names(graph: Graph, tensors: Sequence[str]) -> list[str]:
 
 def _list_tensors(graph: Graph) -> set[str]:
     return {*graph.inputs, *graph.arrays, *(name for node in graph.nodes for name in node.output)}
-
-
-def rename_tensors(nodes: Sequence[Any], names: dict[str, str]) -> None:
-    """Rename tensors in nodes, and in the bodies of loops."""
-    for node in nodes if names else ():
-        for field in (node.input, node.output):
-            for i, entry in enumerate(field):
-                if entry in names:
-                    field[i] = names[entry]
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                rename_tensors(attribute.g.node, names)
 
 
 def save(model: ModelProto, path: str | os.PathLike[str]) -> None:

@@ -253,13 +253,16 @@ def _list_replaced(prepared: Prepared, call: Call) -> set[str]:
 
 def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str, str]) -> tuple[Rule, ...]:
     """Return the rules of a prepared function, with another dtype for each weight in front."""
-    changed = []
+    changed: dict[Rule, int] = {}
+    weights = {prepared.names[leaf]: plan.weight for leaf, plan in prepared.leaves.items()}
     pairs = [(call.plan, site) for call in calls for site in call.analysis.sites.values()]
     for plan, site in pairs:
         if not plan.sites[site.name].is_replaced:
             continue
         view = describe_site(site, prepared.names)
-        rule = next((rule for rule in prepared.rules if rule.matches(view)), None)
+        place, rule = next(
+            ((place, rule) for place, rule in enumerate(prepared.rules) if rule.matches(view)), (0, None)
+        )
         for path in view.paths:
             if rule is None or rule.weight is None or path not in choices:
                 continue
@@ -268,12 +271,14 @@ def _make_rules(prepared: Prepared, calls: Sequence[Call], choices: Mapping[str,
             if choices[path] == FLOAT:
                 new = Rule(pattern, keep=FLOAT)
             else:
-                options = dict(rule.weight.options)
+                # The Weight that was measured, which is that of another rule where the uses of a tied table differ.
+                weight = weights[path] or rule.weight
+                options = dict(weight.options)
                 if not _has_reduced_range(choices[path]):
                     options.pop("reduce_range", None)
-                weight = dataclasses.replace(rule.weight, dtype=choices[path], options=options)
+                weight = dataclasses.replace(weight, dtype=choices[path], options=options)
                 new = dataclasses.replace(rule, path=pattern, weight=weight)
-            changed += [] if new in changed else [new]
-    # In front, because the first rule that matches applies. The rules of the function still hold for all other
-    # contractions.
-    return (*changed, *prepared.rules)
+            changed.setdefault(new, place)
+    # In front, because the first rule that matches applies, and in their order: those of the uses of one parameter may
+    # have different conditions. The rules of the function still hold for all other contractions.
+    return (*sorted(changed, key=changed.__getitem__), *prepared.rules)
