@@ -39,11 +39,14 @@ class Contest:
     Attributes:
         jaxquant: the call to measure.
         opponents: the other calls, by the name of their column.
-        expected: returns the correct result; called once and not timed.
+        expected: returns the correct result; called once and not timed. Sums of products of integers are exact ones,
+            not those of ONNX Runtime, which saturate on some processors.
         bytes_read: the size of jaxquant's inputs, from which the bandwidth is computed.
         unlike: the opponents whose results differ by design and are not compared.
         compared: selects the part of a contestant's result that `expected` returns.
         multiply_adds: the number of multiply-adds, from which the operations per second of a contraction are computed.
+        judges_runtime: whether ONNX Runtime's result is compared, too; otherwise it is the expected result, or no
+            result is.
     """
 
     jaxquant: Call
@@ -53,6 +56,7 @@ class Contest:
     unlike: frozenset[str] = frozenset()
     compared: Callable[[Any], Any] = _whole
     multiply_adds: int = 0
+    judges_runtime: bool = False
 
 
 @dataclass(frozen=True)

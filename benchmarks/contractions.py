@@ -70,11 +70,14 @@ def _matmul_integer(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Conte
     zero_points = [inputs.parameters((), dtype)[1] for dtype in (a_dtype, b_dtype)]
     named = dict(zip(("a_zero_point", "b_zero_point"), zero_points, strict=True))
     onnx = models.single_node("MatMulInteger", {"a": a}, {"b": b, **named})
+    expected = partial(inputs.multiply_exactly, a, b, *zero_points)
     floats = a.astype(np.float32), b.astype(np.float32)
     opponents = {ONNX_RUNTIME: onnx, **_floats(jnp.matmul, *floats), QWIX: qwix_calls.matmul(*floats)}
     ours = partial(jq.matmul_integer, *jax.device_put((a, b, *zero_points)))
-    bytes_read = a.nbytes + b.nbytes
-    return Contest(ours, opponents, onnx, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
+    bytes_read, multiply_adds = a.nbytes + b.nbytes, math.prod(shape)
+    return Contest(
+        ours, opponents, expected, bytes_read, unlike=_UNLIKE, multiply_adds=multiply_adds, judges_runtime=True
+    )
 
 
 def _stored_last(shape: tuple[int, ...], a_dtype: str, b_dtype: str) -> Contest:
@@ -103,6 +106,8 @@ def _dynamic_dense(shape: tuple[int, ...], constant: bool = False) -> Contest:
     b, (b_scale, _) = inputs.codes((k, n), "int8"), inputs.parameters((n,), "int8")
     weights = {"b": b, "b_scale": b_scale, "b_zero_point": None, "bias": bias}
     onnx = models.single_node("DynamicQuantizeMatMul", {"a": a}, weights, domain=_MICROSOFT)
+    unsigned = {"b": models.store_unsigned(b), "b_zero_point": models.store_unsigned(np.zeros(n, np.int8))}
+    exact = models.single_node("DynamicQuantizeMatMul", {"a": a}, weights | unsigned, domain=_MICROSOFT)
     floats = a, b * b_scale, bias
     opponents = {
         ONNX_RUNTIME: onnx,
@@ -111,13 +116,16 @@ def _dynamic_dense(shape: tuple[int, ...], constant: bool = False) -> Contest:
     }
     ours = _ours(jq.dynamic_quantize_matmul, a, *weights.values(), constant=constant)
     bytes_read = a.nbytes + b.nbytes + b_scale.nbytes + bias.nbytes
-    return Contest(ours, opponents, onnx, bytes_read, unlike=_UNLIKE, multiply_adds=math.prod(shape))
+    multiply_adds = math.prod(shape)
+    return Contest(ours, opponents, exact, bytes_read, unlike=_UNLIKE, multiply_adds=multiply_adds, judges_runtime=True)
 
 
 def _qlinear_conv(shape: tuple[int, ...], work: _Conv, constant: bool = False) -> Contest:
     x, constants = inputs.codes(shape, "uint8"), _conv_constants(work)
     w, bias = constants["w"], constants["bias"]
     onnx = models.single_node("QLinearConv", {"x": x}, constants, **work.onnx)
+    unsigned = {name: models.store_unsigned(constants[name]) for name in ("w", "w_zero_point")}
+    exact = models.single_node("QLinearConv", {"x": x}, constants | unsigned, **work.onnx)
     floats = x.astype(np.float32), w.astype(np.float32), bias.astype(np.float32)[:, None, None]
     opponents = {
         ONNX_RUNTIME: onnx,
@@ -127,7 +135,8 @@ def _qlinear_conv(shape: tuple[int, ...], work: _Conv, constant: bool = False) -
     ours = _ours(partial(jq.qlinear_conv, **work.onnx), x, *constants.values(), constant=constant)
     n, _, height, width = shape
     multiply_adds = n * -(-height // work.stride) * -(-width // work.stride) * w.size
-    return Contest(ours, opponents, onnx, x.nbytes + w.nbytes, unlike=_UNLIKE, multiply_adds=multiply_adds)
+    bytes_read = x.nbytes + w.nbytes
+    return Contest(ours, opponents, exact, bytes_read, unlike=_UNLIKE, multiply_adds=multiply_adds, judges_runtime=True)
 
 
 def _narrow_depthwise(shape: tuple[int, ...]) -> Contest:

@@ -59,6 +59,11 @@ def codes(shape: tuple[int, ...], dtype: Any, seed: int = 4) -> np.ndarray:
     return np.resize(pool, shape).astype(dtype)
 
 
+def multiply_exactly(a: np.ndarray, b: np.ndarray, a_zero_point: Any = 0, b_zero_point: Any = 0) -> np.ndarray:
+    """Return the matrix product of codes as int32, from float64: its sums are integers below 2**53, and exact."""
+    return ((a.astype(np.float64) - a_zero_point) @ (b.astype(np.float64) - b_zero_point)).astype(np.int32)
+
+
 def nibbles(packed: np.ndarray) -> np.ndarray:
     """Return the 4-bit codes that bytes hold along the last axis, the low half first."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

@@ -45,6 +45,7 @@ class _Network:
         self.floats: list[Any] = []
         self.nodes: list[tuple[str, list[str], str, dict[str, Any]]] = []
         self.constants: dict[str, np.ndarray] = {}
+        self.weights: list[str] = []  # the names of those constants that are int8 weights or their zero points
         self.x = jq.quantize(self.rng.normal(size=shape).astype(np.float32), _UINT8)
         self.arrays, self.values = [self.x], [self.x.dequantize()]
         self.names = ["x"]
@@ -92,14 +93,15 @@ class _Network:
 
         codes = np.asarray(w.codes).transpose(3, 2, 0, 1) if operator == "Conv" else np.asarray(w.codes)
         w_scale = np.asarray(w.scale).reshape(-1)
+        held = self._hold(codes)
         inputs = [
             self._dequantize(self.names[source], np.asarray(x.scale), np.asarray(x.zero_point)),
             # Without a zero point of the weights ONNX Runtime keeps a float Gemm.
-            self._dequantize(
-                self._hold(codes), w_scale, np.zeros(len(w_scale), np.int8), 0 if operator == "Conv" else 1
-            ),
+            self._dequantize(held, w_scale, np.zeros(len(w_scale), np.int8), 0 if operator == "Conv" else 1),
             self._dequantize(self._hold(np.asarray(bias)), scale, np.zeros(len(w_scale), np.int32), 0),
         ]
+        _, (*_, point), *_ = next(node for node in self.nodes if node[1][0] == held)
+        self.weights += [held, point]
         y = self._add_node(operator, inputs, attributes)
         return self._finish((source,), run, run_floats, self._add_node("Relu", [y], {}) if relu else y)
 
@@ -213,6 +215,8 @@ def _compare(build: Callable[[_Network], None], shape: tuple[int, ...]) -> Conte
     codes = np.asarray(network.x.codes)
     feeds = {"x": np.ascontiguousarray(np.moveaxis(codes, -1, 1)) if codes.ndim == 4 else codes}
     onnx = models.many_nodes(network.nodes, feeds, network.constants, [network.names[-1]])
+    unsigned = {name: models.store_unsigned(network.constants[name]) for name in network.weights}
+    exact = models.many_nodes(network.nodes, feeds, network.constants | unsigned, [network.names[-1]])
     params, floats, x = jax.device_put((network.params, network.floats, network.x))
     ours = functools.partial(jax.jit(network.run), params, x)
     plain = functools.partial(jax.jit(network.run_floats), floats, x.dequantize())
@@ -222,7 +226,8 @@ def _compare(build: Callable[[_Network], None], shape: tuple[int, ...]) -> Conte
     if build is not _separable:
         alone = contract_alone(network.run_floats, (floats, x.dequantize()), [True] * count)
     opponents = {ONNX_RUNTIME: onnx, FLOAT32: plain, CONTRACTIONS_ALONE: alone}
-    return Contest(ours, opponents, onnx, codes.nbytes, unlike=frozenset({FLOAT32, CONTRACTIONS_ALONE}))
+    unlike = frozenset({FLOAT32, CONTRACTIONS_ALONE})
+    return Contest(ours, opponents, exact, codes.nbytes, unlike=unlike, judges_runtime=True)
 
 
 _BATCHES = (1, 8, 64)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._arrays import scale_from_range
 from .._arrays.spec import QuantSpec
@@ -46,11 +47,23 @@ class Slices(NamedTuple):
         # As `jq.quantize` widens ranges, so that 0 is a code.
         return jnp.minimum(low, 0), jnp.maximum(high, 0)
 
+    def count(self) -> np.ndarray:
+        """Return the number of elements in each slice. The last block along an axis may be short."""
+        counts = np.ones((), np.float32)
+        for length, parts in zip(self.w.shape, self.shape, strict=True):
+            size = self.block_size if self.block_size and 1 < parts < length else -(-length // parts)
+            counts = counts[..., None] * np.minimum(size, length - size * np.arange(parts)).astype(np.float32)
+        return counts
+
+    def find_scales(self, low: jax.Array, high: jax.Array) -> Grid:
+        """Return the scale, float32, and the zero point, int32 or None, of each slice, for a range of each slice."""
+        scale, point = scale_from_range.find_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
+        return Grid(small_floats.scale_as_float32(scale), None if point is None else point.astype(jnp.int32))
+
     def find_grid(self, low: jax.Array, high: jax.Array) -> Grid:
         """Return the scale and the zero point of each element, for a range of each slice."""
-        scale, point = scale_from_range.find_scale_and_zero_point(self.spec, low, high, self.shape, self.shape)
-        scale = self.expand(small_floats.scale_as_float32(scale))
-        return Grid(scale, None if point is None else self.expand(point.astype(jnp.int32)))
+        scale, point = self.find_scales(low, high)
+        return Grid(self.expand(scale), None if point is None else self.expand(point))
 
     def round_to_range(self, low: jax.Array, high: jax.Array) -> jax.Array:
         """Return the values of the codes, for a range of each slice."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +14,15 @@ from jax.typing import ArrayLike
 
 from .._arrays.quantize import quantize
 from .._arrays.spec import QuantSpec
-from .._core import checks, dtypes
+from .._core import checks, dtypes, sharding
 from .._core.entry_point import compile_entry_point, convert_number
 from . import _grid, _matrix, _ranges
 from ._grid import Grid
 from ._ranges import Slices
 
 _NAME = "ptq.hqq"
+# About how many elements of a large weight are in work at a time, so that the arrays of a step fit into a cache.
+_CHUNK = 2**18
 
 
 def hqq(
@@ -99,11 +103,58 @@ def _find_range(
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     _matrix.check_weight(_NAME, w)
     slices = _ranges.make_slices(_NAME, lax.stop_gradient(w), spec)
+    solve = functools.partial(_solve, p=p, weights=np.asarray(beta * growth ** np.arange(steps), np.float32))
+    axis, rows = _find_chunks(slices)
+    # On a mesh with explicit axes, JAX refuses to split an axis that devices share.
+    if rows == slices.w.shape[axis] or sharding.is_placed(slices.w):
+        return solve(slices)
+
+    def in_chunks(w: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        return _solve_in_chunks(solve, slices._replace(w=w), axis, rows)
+
+    return lax.platform_dependent(slices.w, cpu=in_chunks, default=lambda w: solve(slices._replace(w=w)))
+
+
+def _find_chunks(slices: Slices) -> tuple[int, int]:
+    """Return the longest axis along which each index has scales of its own, and how many indices make a chunk."""
+    shape = slices.w.shape
+    separate = [axis for axis, length in enumerate(shape) if slices.shape[axis] == length]
+    if not separate or slices.w.size <= _CHUNK:
+        return 0, shape[0]
+    axis = max(separate, key=lambda axis: shape[axis])
+    return axis, min(shape[axis], max(1, _CHUNK * shape[axis] // slices.w.size))
+
+
+def _solve_in_chunks(
+    solve: Callable[[Slices], Any], slices: Slices, axis: int, rows: int
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Solve for some indices of an axis at a time, so that all steps find the chunk in the cache of the processor."""
+    length = slices.w.shape[axis]
+    count = -(-length // rows)
+    # Indices of zeros have no error, and count for nothing in the sums.
+    w = jnp.pad(jnp.moveaxis(slices.w, axis, 0), [(0, count * rows - length), *[(0, 0)] * (slices.w.ndim - 1)])
+    shape = tuple(rows if i == axis else parts for i, parts in enumerate(slices.shape))
+
+    def solve_chunk(chunk: jax.Array) -> Any:
+        return solve(Slices(jnp.moveaxis(chunk, 0, axis), slices.spec, shape))
+
+    ends, sums = lax.map(solve_chunk, w.reshape(count, rows, *w.shape[1:]))
+
+    def join(end: jax.Array) -> jax.Array:
+        joined = jnp.moveaxis(end, axis + 1, 1)
+        return jnp.moveaxis(joined.reshape(count * rows, *joined.shape[2:])[:length], 0, axis)
+
+    return (join(ends[0]), join(ends[1])), sums.sum(0)
+
+
+def _solve(slices: Slices, p: float, weights: np.ndarray) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Return the range of each slice, and the sum of all errors after each step."""
     low, high = slices.find_extremes()
-    unit = slices.find_grid(low, high).scale
+    unit = slices.find_scales(low, high).scale
 
     def measure(low: jax.Array, high: jax.Array) -> jax.Array:
-        return slices.sum((jnp.abs(slices.w - slices.round_to_range(low, high)) / unit) ** np.float32(p))
+        errors = jnp.abs(slices.w - slices.round_to_range(low, high)) / slices.expand(unit)
+        return slices.sum(_raise_to_power(errors, p))
 
     def try_step(best: tuple[jax.Array, ...], weight: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         ends = _improve(slices, best[1], best[2], unit, p, weight)
@@ -111,39 +162,41 @@ def _find_range(
         return best, jnp.sum(best[0])
 
     start = (measure(low, high), low, high)
-    weights = np.asarray(beta * growth ** np.arange(steps), np.float32)
     (_, low, high), sums = lax.scan(try_step, start, jnp.asarray(weights))
     return (low, high), jnp.concatenate([jnp.sum(start[0])[None], sums])
+
+
+def _raise_to_power(x: jax.Array, exponent: float) -> jax.Array:
+    """Return x**exponent for x >= 0, and 0 for x = 0 if the exponent is positive."""
+    # XLA:CPU computes exp and log of vectors, but a power of one number after the other.
+    return x if exponent == 1 else jnp.exp(np.float32(exponent) * jnp.log(x))
 
 
 def _improve(
     slices: Slices, low: jax.Array, high: jax.Array, unit: jax.Array, p: float, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the range of the scale and the zero point after one step."""
-    spec = slices.spec
-    grid = slices.find_grid(low, high)
+    spec, unit = slices.spec, slices.expand(unit)
+    scale, point = slices.find_scales(low, high)
+    grid = Grid(slices.expand(scale), None if point is None else slices.expand(point))
     codes = _grid.encode_values(slices.w, grid, spec)
     residual = (slices.w - _grid.decode_values(codes, grid, spec)) / unit
     size = jnp.abs(residual)
     # At 0 the power is infinite, and the shrunken error 0.
-    power = jnp.where(size > 0, size, np.float32(1)) ** np.float32(p - 1)
+    power = _raise_to_power(jnp.where(size > 0, size, np.float32(1)), p - 1)
     forgiven = jnp.sign(residual) * jnp.maximum(size - power / weight, 0)
     target = slices.w - forgiven * unit
-    point = grid.zero_point
-    # Counted, because the last block along an axis may be short.
-    counts = slices.sum(jnp.ones_like(slices.w))
     # A zero point that the spec fixes may not move.
     if point is not None and spec.fixed_zero_point is None:
-        mean = slices.sum(codes.astype(jnp.float32) - target / grid.scale) / counts
-        point = slices.expand(jnp.clip(jnp.round(mean), *(np.float32(bound) for bound in spec.bounds)))
+        mean = slices.sum(codes.astype(jnp.float32) - target / grid.scale) / slices.count()
+        point = jnp.clip(jnp.round(mean), *(np.float32(bound) for bound in spec.bounds)).astype(jnp.int32)
     # The values of the codes in steps of the scale.
     steps = _grid.decode_values(codes, Grid(jnp.ones_like(grid.scale), None), spec)
-    steps = steps if point is None else steps - point.astype(jnp.float32)
+    steps = steps if point is None else steps - slices.expand(point).astype(jnp.float32)
     square = slices.sum(steps * steps)
     scale = slices.sum(steps * target) / jnp.where(square > 0, square, np.float32(1))
     # `quantize` takes ranges, so that the new scale is returned as the range from which it finds that scale again.
-    least, largest = _find_ends(spec, point)
-    ends = tuple(_read_slices(slices, end) * scale for end in (least, largest))
+    ends = tuple(end * scale for end in _find_ends(spec, point))
     # Codes that are all 0, or a fit with the wrong sign, say nothing about the scale.
     is_valid = (square > 0) & (scale > 0)
     return jnp.where(is_valid, ends[0], low), jnp.where(is_valid, ends[1], high)
@@ -159,10 +212,3 @@ def _find_ends(spec: QuantSpec, point: jax.Array | None) -> tuple[Any, Any]:
         return low, high
     steps = point.astype(jnp.float32)
     return low - steps, high - steps
-
-
-def _read_slices(slices: Slices, value: Any) -> jax.Array:
-    """Return one number for each slice, of an array in which all elements of a slice have the same."""
-    if not isinstance(value, jax.Array):
-        return jnp.full(slices.shape, value, jnp.float32)
-    return slices.sum(value) / slices.sum(jnp.ones_like(value))
