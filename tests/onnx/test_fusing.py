@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from jaxquant import onnx as jqonnx
 
 from ..cases.onnx_models import list_optimized_operators, run_runtime
+from ..oracles import onnx_runtime
 
 QUANTIZED = ("QLinear", "QGemm", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
 
@@ -183,7 +184,7 @@ PATTERNS: dict[str, tuple[Callable[[Pattern], str], bool]] = {
     "where": (_where, True),
     "sigmoid": (lambda p: _unary(p, "Sigmoid", 16, 32), True),
     "leaky relu": (lambda p: _unary(p, "LeakyRelu", 16, 32, scale=0.1, alpha=0.3), True),
-    "softmax": (lambda p: _unary(p, "Softmax", 4, 20, axis=-1), True),
+    "softmax": (lambda p: _unary(p, "Softmax", 4, 20, axis=-1), onnx_runtime.VERSION >= (1, 32)),
     "average pool": (lambda p: _unary(p, "AveragePool", 1, 2, 9, 9, scale=0.1, kernel_shape=[3, 2]), True),
     "global average pool": (lambda p: _unary(p, "GlobalAveragePool", 2, 5, 7, 7, scale=0.05), True),
     "moved": (_moved, True),
