@@ -7,10 +7,13 @@
 
 from .errors import ModelError
 from .export import export, save
-from .load import Limits, LoadedFunction, check, load
+from .load import Deviation, FusionWarning, Limits, LoadedFunction, check, load
 from .verify import Report, verify
 
-__all__ = ["Limits", "LoadedFunction", "ModelError", "Report", "check", "export", "load", "save", "verify"]
+__all__ = [
+    "Deviation", "FusionWarning", "Limits", "LoadedFunction", "ModelError", "Report", "check", "export", "load", "save",
+    "verify",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -56,8 +56,8 @@ def qlinear_softmax(
 
     Args:
         x: codes, int8 or uint8, of rank 1 or more.
-        x_scale: value per step of x, float32, a scalar. A Python number becomes float32. With a negative one the largest
-            value is that of the smallest code; ONNX Runtime 1.32 refuses it.
+        x_scale: value per step of x, float32, a scalar. A Python number becomes float32. With a negative one, which
+            ONNX Runtime 1.32 refuses, the largest value is that of the smallest code.
         x_zero_point: the code of 0.0, a scalar in x's dtype; it has no influence. None means 0. An int becomes a scalar
             in x's dtype.
         y_scale: value per step of y, float32, a scalar. A Python number becomes float32.
